@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from specc.compiler.reshard import reshard_engine
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.progress import ProgressEvent
 from specc.speculation.choose_plans import Tree, choose_plans, policy_of, split_drafts
+from specc.speculation.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ def compile(
     tree: Tree | None = None,
     num_speculative_tokens: int | None = None,
     combine: str | None = None,
+    speculative_config: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype = "float32",
     draft_dtype: str | Sequence[str] = (),
     max_batch_size: int = 8,
@@ -85,6 +87,8 @@ def compile(
         combine: of several drafts: `merge` verifies all that they propose as one tree, `vote` the
             chain that most of them agree on, `best` asks for every sequence the model or the
             lookup, whichever promises more. None is merge.
+        speculative_config: all of this as vLLM has it, {"method": …, "model": …,
+            "num_speculative_tokens": …}; instead of draft, tree, num_speculative_tokens, combine.
         dtype: of the target: float32, bfloat16, for other backends than cpu and eager float16, or
             `auto`, that of the checkpoint.
         draft_dtype: of the draft models: one for all or one for each; none is the target's.
@@ -132,10 +136,17 @@ def compile(
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
+    trees = [tree] if tree is not None else []
+    if speculative_config is not None:
+        wanted = SpeculativeConfig.read(speculative_config)
+        wanted.check_alone(
+            draft=draft, tree=trees, num_speculative_tokens=num_speculative_tokens, combine=combine
+        )
+        draft, trees = wanted.draft, [*wanted.trees]
+        num_speculative_tokens = wanted.num_speculative_tokens
+        draft_tensor_parallel_size = wanted.num_draft_ranks(draft_tensor_parallel_size)
     models, sources = split_drafts(draft)
-    chosen = choose_plans(
-        [tree] if tree is not None else [], num_speculative_tokens, sources, combine
-    )
+    chosen = choose_plans(trees, num_speculative_tokens, sources, combine)
     config = CompileConfig(
         plans=chosen,
         policy=policy_of(combine),

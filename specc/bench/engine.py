@@ -15,6 +15,7 @@ from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
+from specc.speculation.metrics import SpecStats
 
 # two best logits that are closer than this may change places with the width of a pass
 _NEAR_TIE = 1e-4
@@ -67,30 +68,48 @@ class EngineContender:
             self._step.before_accept = None
         excluded_s = hook.seconds if hook else 0.0
         elapsed_s -= excluded_s
-        stats = llm.get_metrics()
-        decode_s = elapsed_s - stats.prefill_s
-        stage_ms = {
-            "draft": stats.draft_ms_per_step,
-            "verify": stats.verify_ms_per_step,
-            "accept_commit": stats.commit_ms_per_step,
-        }
-        passes = max(stats.num_step_passes, 1)
-        if stats.whole_s:  # steps that are one graph, whose stages nobody times apart
-            stage_ms["step"] = 1000 * stats.whole_s / passes
-        stage_ms["host"] = 1000 * decode_s / passes - sum(stage_ms.values())
-        return Measurement(
-            outputs=[list(o.outputs[0].token_ids) for batch in outputs for o in batch],
-            elapsed_s=elapsed_s,
-            first_token_s=stats.time_to_first_token,
-            decode_s=decode_s,
-            num_decode_tokens=stats.num_output_tokens - stats.num_first_tokens,
-            num_steps=stats.num_step_passes,
-            num_request_steps=stats.num_steps,
-            mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
-            accepted_per_depth=stats.accepted_per_depth,
-            stage_ms=stage_ms,
-            excluded_s=excluded_s,
+        return measurement_of(
+            llm.get_metrics(),
+            [list(o.outputs[0].token_ids) for batch in outputs for o in batch],
+            elapsed_s,
+            excluded_s,
         )
+
+
+def measurement_of(
+    stats: SpecStats, outputs: list[list[int]], elapsed_s: float, excluded_s: float = 0.0
+) -> Measurement:
+    """What an engine's counters say of a run.
+
+    Args:
+        stats: of this run alone.
+        outputs: token ids of each prompt's output.
+        elapsed_s: seconds of all generate calls.
+        excluded_s: seconds that were taken off them.
+    """
+    decode_s = elapsed_s - stats.prefill_s
+    stage_ms = {
+        "draft": stats.draft_ms_per_step,
+        "verify": stats.verify_ms_per_step,
+        "accept_commit": stats.commit_ms_per_step,
+    }
+    passes = max(stats.num_step_passes, 1)
+    if stats.whole_s:  # steps that are one graph, whose stages nobody times apart
+        stage_ms["step"] = 1000 * stats.whole_s / passes
+    stage_ms["host"] = 1000 * decode_s / passes - sum(stage_ms.values())
+    return Measurement(
+        outputs=outputs,
+        elapsed_s=elapsed_s,
+        first_token_s=stats.time_to_first_token,
+        decode_s=decode_s,
+        num_decode_tokens=stats.num_output_tokens - stats.num_first_tokens,
+        num_steps=stats.num_step_passes,
+        num_request_steps=stats.num_steps,
+        mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
+        accepted_per_depth=stats.accepted_per_depth,
+        stage_ms=stage_ms,
+        excluded_s=excluded_s,
+    )
 
 
 def tokenize(

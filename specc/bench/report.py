@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from specc.artifact.manifest import Manifest
 from specc.bench.baseline import PLAIN
+from specc.bench.conversations import (
+    TalkMeasurement,
+    category_figures,
+    find_talk_differences,
+)
 from specc.bench.engine import add_margins
+from specc.bench.questions import Question
 from specc.bench.rounds import (
     OFF,
     SPECULATIVE,
@@ -44,6 +50,7 @@ class Settings:
     Args:
         tokens: output tokens of each prompt.
         prompts: file of prompts, or `built-in`.
+        dataset: the same file, where it holds conversations; `tokens` is then the most of a turn.
         synthetic_acceptance: probabilities by sibling rank; None is real acceptance.
         assisted: setting of transformers' assisted generation that was kept.
     """
@@ -53,6 +60,7 @@ class Settings:
     tokens: int
     batch_size: int
     prompts: str
+    dataset: str | None = None
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     threads: int = 0
@@ -70,6 +78,7 @@ class Bench:
         rounds: of what ran, `off` among them.
         bandwidth: as `measure_read_bandwidth` returns it.
         notes: what a reader has to know about a run that is absent or special.
+        questions: of a data set, by place; none where prompts are asked once each.
     """
 
     directory: Path
@@ -79,6 +88,7 @@ class Bench:
     rounds: Rounds
     bandwidth: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    questions: Sequence[Question] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -138,9 +148,37 @@ def _run(bench: Bench, contender: Contender, measured: list[Measurement]) -> dic
         "widths": list(plan.widths) if plan else None,
         "synthetic_acceptance": synthetic,
     }
-    reference = None if synthetic else off[0].outputs
-    same = compare_outputs(bench.engine, bench.prompts, reference, measured)
+    own["categories"] = {}
+    if bench.questions:
+        talks, plain = _talks(measured), _talks(off)
+        plain = talks if measured is off else plain
+        own["categories"] = category_figures(talks, plain)
+        same = _compare_talks(bench, talks, plain[0])
+    else:
+        reference = None if synthetic else off[0].outputs
+        same = compare_outputs(bench.engine, bench.prompts, reference, measured)
     return own | figures | same | _bytes(bench, plan, figures)
+
+
+def _talks(measured: Sequence[Measurement]) -> list[TalkMeasurement]:
+    return [cast(TalkMeasurement, measurement) for measurement in measured]
+
+
+def _compare_talks(
+    bench: Bench, measured: Sequence[TalkMeasurement], reference: TalkMeasurement
+) -> dict[str, Any]:
+    """As `compare_outputs`, conversation by conversation; differences name question and turn."""
+    differences = add_margins(
+        bench.engine,
+        reference.prompts,
+        reference.outputs,
+        find_talk_differences(reference, measured),
+    )
+    found = identity(differences, reference.num_questions)
+    for item in found["differences"]:
+        question, turn = reference.turns[item["prompt"]]
+        item |= {"question_id": bench.questions[question].question_id, "turn": turn}
+    return found
 
 
 def compare_outputs(
@@ -168,7 +206,10 @@ def _bytes(bench: Bench, plan: Any, figures: dict[str, Any]) -> dict[str, Any]:
     names = ("bytes_per_step", "bytes_per_step_parts", "read_bandwidth_share")
     if plan is None or not figures["num_steps"]:
         return dict.fromkeys(names)
-    context = mean_context([len(ids) for ids in bench.prompts], bench.settings.tokens)
+    num_tokens = bench.settings.tokens
+    if bench.questions:  # answers end where the model ends them
+        num_tokens = figures["num_output_tokens"] // max(len(bench.prompts), 1)
+    context = mean_context([len(ids) for ids in bench.prompts], num_tokens)
     parts = step_bytes(
         bench.directory, bench.manifest, plan, context, figures["sequences_per_step"]
     )
@@ -180,6 +221,8 @@ def _bytes(bench: Bench, plan: Any, figures: dict[str, Any]) -> dict[str, Any]:
 def _short_runs(bench: Bench) -> list[str]:
     """Runs that did not emit what was asked for: their times do not compare."""
     wanted = len(bench.prompts) * bench.settings.tokens
+    if bench.questions:
+        return []
     return [
         f"{run_name(contender.name, contender.plan)} emitted"
         f" {measured[0].num_output_tokens} tokens instead of {wanted}"

@@ -190,14 +190,15 @@ def find_differences(
     """First difference of each prompt's output from the reference, in any of the rounds."""
     differences = []
     for prompt, want in enumerate(reference):
-        found = (_first_difference(prompt, want, m.outputs[prompt]) for m in measurements)
+        found = (first_difference(prompt, want, m.outputs[prompt]) for m in measurements)
         first = min(filter(None, found), key=lambda item: item.position, default=None)
         if first is not None:
             differences.append(first)
     return differences
 
 
-def _first_difference(prompt: int, want: Sequence[int], got: Sequence[int]) -> Difference | None:
+def first_difference(prompt: int, want: Sequence[int], got: Sequence[int]) -> Difference | None:
+    """Where an output leaves the one that is wanted; None where it does not."""
     if list(want) == list(got):
         return None
     pairs = enumerate(zip(want, got, strict=False))

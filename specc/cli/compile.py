@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
 from specc.speculation.plans import SpecPlan
+from specc.speculation.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
@@ -29,18 +31,35 @@ def run_compile(
     trees: Sequence[str],
     num_speculative_tokens: int | None,
     combine: str | None,
+    speculative_config: str | None,
     dump_graphs: Path | None,
     force: bool,
     verbose: bool = False,
 ) -> None:
     """Compile, with progress on standard error and a summary on standard output.
 
+    `speculative_config` is JSON as of vLLM, instead of drafts, trees, their number and `combine`.
+
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
-    models, names = split_drafts(list(drafts))
-    plans = parse_plans(trees, num_speculative_tokens, names, combine)
-    config = make_config(plans, policy_of(combine))
+    if speculative_config is None:
+        models, names = split_drafts(list(drafts))
+        plans = parse_plans(trees, num_speculative_tokens, names, combine)
+        config = make_config(plans, policy_of(combine))
+    else:
+        wanted = SpeculativeConfig.read(speculative_config)
+        wanted.check_alone(
+            draft=drafts,
+            tree=trees,
+            num_speculative_tokens=num_speculative_tokens,
+            combine=combine,
+        )
+        models, names = split_drafts([wanted.draft])
+        plans = choose_plans(wanted.trees, wanted.num_speculative_tokens, names)
+        config = make_config(plans, policy_of(None))
+        num_ranks = wanted.num_draft_ranks(config.draft_tensor_parallel_size)
+        config = replace(config, draft_tensor_parallel_size=num_ranks)
     with make_listener() as listen:
         from specc.api import compile_with
 

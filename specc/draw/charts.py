@@ -122,7 +122,10 @@ def _bench_title(report: dict[str, Any]) -> str:
     threads = f"{settings['threads']} thread{'s' if settings['threads'] != 1 else ''}"
     device = report.get("device", {}).get("name")
     where = device or f"{machine['cpu']}, {threads}"
+    prompts = f"{settings['num_prompts']} prompts ×"
+    if settings.get("dataset") is not None:
+        prompts = f"{settings['num_prompts']} questions, turns of at most"
     return (
         f"{where}, {report['engine']['dtype']}, batch {settings['batch_size']},"
-        f" {settings['num_prompts']} prompts × {settings['tokens']} tokens"
+        f" {prompts} {settings['tokens']} tokens"
     )

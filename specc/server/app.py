@@ -40,6 +40,7 @@ from specc.server.hosts import KnownHosts
 from specc.server.memory import memory_kept_low
 from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
+from specc.server.origins import with_origins
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.version import __version__
 
@@ -99,6 +100,9 @@ def create_app(
     if config.allowed_hosts is not None:
         app.add_middleware(KnownHosts, names=config.allowed_hosts)
     describe(app)
+    # around what Starlette answers where nobody expected an error, too
+    app.middleware_stack = with_origins(app.build_middleware_stack(), config.origins)
+    app.state.origins = config.origins
     return app
 
 

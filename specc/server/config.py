@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,10 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CHOICES = 128
 # levels of lists and objects in a body, and how many of what takes time to parse it holds
 MAX_DEPTH = 64
+# any origin, method or header, as browsers write it
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 1 << 20, 1 << 15, 1 << 14
 
 
@@ -51,12 +56,140 @@ class ConnectionLimits:
 
 
 @dataclass(frozen=True)
+class Tls:
+    """Files that connections are encrypted with, in PEM, as uvicorn and vLLM call them.
+
+    Without any, connections are plain; what they hold is checked by `tls.make_context`.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    ssl_keyfile: Path | None = option(
+        None, "Private key of --ssl-certfile, unless that file has it.", metavar="FILE"
+    )
+    ssl_certfile: Path | None = option(
+        None,
+        "The server's certificate, and those that lead from it to a root: serve HTTPS.",
+        metavar="FILE",
+    )
+    ssl_ca_certs: Path | None = option(
+        None, "Authorities that clients' certificates are checked with.", metavar="FILE"
+    )
+    ssl_cert_reqs: int = option(
+        0,
+        "Client certificates: 0, none is asked for; 1, one that is shown has to be valid; 2, every"
+        " client needs one.",
+        least=0,
+        most=2,
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Pages of which other origins may use the server, as browsers see to it (CORS).
+
+    Args:
+        allowed_origins: `https://app.example`, or `*`, any; none refuses all.
+        allow_credentials: pages may send what the browser keeps for this server.
+        allowed_methods: none is those that the server has.
+        allowed_headers: of requests; none is any.
+    Raises:
+        ConfigError: what is no origin, any origin with credentials, or options without an origin.
+    """
+
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "An origin whose pages may use this server, such as https://app.example; repeatable, * is"
+        " any. Without it: none.",
+        "--allowed-origin",
+        "--allowed-origins",
+        metavar="ORIGIN",
+    )
+    allow_credentials: bool = option(
+        False,
+        "Such pages may send cookies and certificates that the browser keeps for this server; an"
+        " API key needs none of this.",
+        "--allow-credentials",
+    )
+    allowed_methods: tuple[str, ...] = option(
+        (),
+        "A method that such pages may use; repeatable, * is any. Else GET, HEAD and POST.",
+        "--allowed-method",
+        "--allowed-methods",
+        metavar="METHOD",
+    )
+    allowed_headers: tuple[str, ...] = option(
+        (),
+        "A header that such pages may send; repeatable, * is any. Else any.",
+        "--allowed-header",
+        "--allowed-headers",
+        metavar="HEADER",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
+        for name in ("allowed_methods", "allowed_headers"):
+            for value in getattr(self, name):
+                if value != ANY_ORIGIN and not _TOKEN.fullmatch(value):
+                    option_name = "--" + name.removesuffix("s").replace("_", "-")
+                    raise ConfigError(
+                        f"{option_name} {value[:80]}",
+                        f"one name, such as {'GET' if name == 'allowed_methods' else 'X-My-Name'}",
+                        f"repeat {option_name} for each",
+                    )
+        if not self.allowed_origins:
+            for given, name in (
+                (self.allow_credentials, "--allow-credentials"),
+                (self.allowed_methods, "--allowed-method"),
+                (self.allowed_headers, "--allowed-header"),
+            ):
+                if given:
+                    raise ConfigError(
+                        f"{name} without --allowed-origin",
+                        "an origin that it is for",
+                        f"add --allowed-origin https://…, or leave out {name}",
+                    )
+        if self.allow_credentials and ANY_ORIGIN in self.allowed_origins:
+            raise ConfigError(
+                "--allowed-origin * and --allow-credentials: every page of the internet could act"
+                " for whoever reads it",
+                "origins by name, or none of their credentials",
+                "name the origins, or leave out --allow-credentials; an API key needs none",
+            )
+
+
+def _origin(text: str) -> str:
+    """As browsers write it: in lower case, without the port that its scheme has anyway.
+
+    Raises:
+        ConfigError: no origin.
+    """
+    if text == ANY_ORIGIN:
+        return text
+    match = _ORIGIN.fullmatch(text.lower())
+    if match is None:
+        raise ConfigError(
+            f"--allowed-origin {text[:80]}",
+            "a scheme and a host, with a port where it is not the usual one, or *",
+            "for example --allowed-origin https://app.example; repeat it for each",
+        )
+    scheme, host, port = match.groups()
+    is_usual = port in (None, {"http": "80", "https": "443"}.get(scheme))
+    return f"{scheme}://{host}" + ("" if is_usual else f":{port}")
+
+
+@dataclass(frozen=True)
 class Place:
     """Where to listen, to whom, and how to stop.
 
     Args:
         allowed_hosts: names beside those of the machine; see `choose_hosts`.
         limits: of connections.
+        tls: files that they are encrypted with.
     Raises:
         ConfigError: a value is outside its range.
     """
@@ -78,6 +211,7 @@ class Place:
         "--allowed-host",
     )
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    tls: Tls = field(default_factory=Tls)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -106,6 +240,7 @@ class ServeConfig:
         request_timeout_s: seconds after which a request ends with what it has; None is never.
         log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
+        origins: whose pages may use it.
     Raises:
         ConfigError: a value is outside its range.
     """
@@ -146,6 +281,7 @@ class ServeConfig:
         10.0, "Seconds between two lines of figures; 0: none.", "--log-every", least=0
     )
     allowed_hosts: tuple[str, ...] | None = None
+    origins: Origins = field(default_factory=Origins)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from specc.server.config import ConnectionLimits
+from specc.server.config import ConnectionLimits, Origins
 from specc.server.errors import ApiError, error_response, to_bytes
+from specc.server.origins import with_origins
 from specc.server.strict_http import StrictConnection
 
 # over the limit, connections that are answered here only: whoever watches the server needs them
 EXTRA_CONNECTIONS = 64
+# until TLS has come to its end: `look` is earlier, and cuts nobody who still reads
+_LOOKED_AT_S = 86400.0
 _STATUS_PATHS = frozenset(("/health", "/ping", "/metrics"))
 _log = logging.getLogger("specc.serve")
 
@@ -34,19 +40,35 @@ class Connections:
 
     Args:
         limits: in number and time.
+        origins: whose pages may read what is answered here.
+        tls: encrypts connections; None leaves them plain.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        origins: Origins | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.limits = limits
+        self.refuse = with_origins(_refuse, origins or Origins())
+        self._tls = tls
         # whose request has not come as a whole; the longest-waiting one is the first
-        self._waiting: dict[StrictProtocol, None] = {}
-        self._open: set[StrictProtocol] = set()
+        self._waiting: dict[Handshake | StrictProtocol, None] = {}
+        self._open: set[Handshake | StrictProtocol] = set()
 
-    def make(self, **options: Any) -> StrictProtocol:
+    def make(self, **options: Any) -> Handshake | StrictProtocol:
         """One more, for uvicorn."""
-        return StrictProtocol(self, **options)
+        if self._tls is None:
+            return StrictProtocol(self, **options)
+        return Handshake(self, self._tls, functools.partial(StrictProtocol, self, **options))
 
-    def admit(self, protocol: StrictProtocol) -> bool:
+    def end_handshakes(self) -> None:
+        """Cut those that have not begun to speak HTTP."""
+        for protocol in [one for one in self._open if isinstance(one, Handshake)]:
+            protocol.transport.abort()
+
+    def admit(self, protocol: Handshake | StrictProtocol) -> bool:
         """Whether it may stay; another one may have to go instead."""
         self._open.add(protocol)
         if len(self._open) > self.limits.max_connections:
@@ -64,7 +86,7 @@ class Connections:
         self.wait(protocol)
         return True
 
-    def wait(self, protocol: StrictProtocol) -> None:
+    def wait(self, protocol: Handshake | StrictProtocol) -> None:
         """A connection's turn to send; the last one to have it."""
         self._waiting.pop(protocol, None)
         self._waiting[protocol] = None
@@ -73,7 +95,7 @@ class Connections:
         """The server's turn: the request has come."""
         self._waiting.pop(protocol, None)
 
-    def remove(self, protocol: StrictProtocol) -> None:
+    def remove(self, protocol: Handshake | StrictProtocol) -> None:
         self._waiting.pop(protocol, None)
         self._open.discard(protocol)
 
@@ -96,6 +118,81 @@ class Connections:
             yield
         finally:
             task.cancel()
+
+
+class Handshake(asyncio.Protocol):
+    """A connection until its client has shown that it speaks TLS.
+
+    It has a place among all connections from the beginning: asyncio's own way to serve TLS tells
+    nobody of those whose handshake does not come, and lets each of them stay for a minute.
+
+    Args:
+        connections: of the server.
+        context: of the server's certificate.
+        make: what speaks HTTP with the client then.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        connections: Connections,
+        context: ssl.SSLContext,
+        make: Callable[[], StrictProtocol],
+    ) -> None:
+        self._connections = connections
+        self._context = context
+        self._make = make
+        self._task: asyncio.Task[None] | None = None
+        # what came together with the last part of the handshake
+        self._early = bytearray()
+
+    def answers_status_only(self) -> None:
+        """What speaks HTTP then has a place of its own, or has not."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        if self._connections.admit(self):
+            self._task = asyncio.ensure_future(self._begin())
+        else:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+
+    async def _begin(self) -> None:
+        limits = self._connections.limits
+        try:
+            if self.transport.is_closing():
+                return
+            over_tls = await asyncio.get_running_loop().start_tls(
+                self.transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=limits.head_timeout_s,
+                ssl_shutdown_timeout=_LOOKED_AT_S,
+            )
+        except OSError as error:
+            # whoever speaks something else, knows another authority, or comes too late
+            _log.debug("a handshake failed: %s", error)
+            return
+        finally:
+            self._connections.remove(self)
+        # asyncio has none for a client that is gone already
+        if over_tls is None or over_tls.is_closing():
+            return
+        protocol = self._make()
+        # as much as waits for a client without TLS
+        over_tls.set_write_buffer_limits(HIGH_WATER_LIMIT)
+        over_tls.set_protocol(protocol)
+        protocol.below = self.transport
+        protocol.connection_made(over_tls)
+        if self._early and not over_tls.is_closing():
+            protocol.data_received(bytes(self._early))
 
 
 class StrictProtocol(H11Protocol):
@@ -125,12 +222,14 @@ class StrictProtocol(H11Protocol):
         # what it does, and since when
         self._stage: tuple[str, int] = ("", 0)
         self._stage_s = 0.0
+        # what carries the encrypted bytes
+        self.below: asyncio.Transport | None = None
         # bytes that the client has not read, and since when they do not become fewer
         self._num_unread, self._unread_s = 0, 0.0
 
     def answers_status_only(self) -> None:
         """The limit is reached: all but questions for the server's health get an error."""
-        self.app = cast(Any, _StatusOnly(cast(ASGIApp, self.app)))
+        self.app = cast(Any, _StatusOnly(cast(ASGIApp, self.app), self._connections.refuse))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -168,17 +267,25 @@ class StrictProtocol(H11Protocol):
         if stage != self._stage:
             self._stage, self._stage_s = stage, now_s
         num_unread = self.transport.get_write_buffer_size()
+        if self.below is not None:
+            num_unread += self.below.get_write_buffer_size()
         if not num_unread or num_unread < self._num_unread or not self._num_unread:
             self._unread_s = now_s
         self._num_unread = num_unread
         seconds = now_s - self._stage_s
         is_late = stage[0] == "head" and seconds > limits.head_timeout_s
         is_late |= stage[0] == "rest" and seconds > limits.rest_timeout_s
+        # all is said; TLS would wait for the client to say so, too, which few do
+        is_late |= stage[0] == "closing" and not num_unread and seconds > limits.look_every_s
         if is_late or now_s - self._unread_s > limits.unread_timeout_s:
             self.transport.abort()
 
     def _name_stage(self) -> str:
-        """`head`: of a request; `rest`: of a body that was answered; `idle`: kept alive; `busy`."""
+        """`head`: of a request; `rest`: of a body that was answered; `idle`: kept alive; `closing`;
+        or `busy`.
+        """
+        if self.transport.is_closing():
+            return "closing"
         if self.conn.their_state is h11.IDLE:
             return "idle" if self.timeout_keep_alive_task is not None else "head"
         has_answered = self.cycle is not None and self.cycle.response_complete
@@ -216,21 +323,25 @@ class _StatusOnly:
 
     Args:
         app: that answers these.
+        refuse: that answers the others.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
         self._app = app
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _STATUS_PATHS:
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(
-            503,
-            "found: more connections than this server takes; needed: fewer; do: try again later,"
-            " and keep connections for several requests",
-            kind="overloaded_error",
-            code="too_many_connections",
-            headers={"Retry-After": "1", "Connection": "close"},
-        )
-        await error_response(error)(scope, receive, send)
+        app = self._app if scope["path"] in _STATUS_PATHS else self._refuse
+        await app(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(
+        503,
+        "found: more connections than this server takes; needed: fewer; do: try again later,"
+        " and keep connections for several requests",
+        kind="overloaded_error",
+        code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+    await error_response(error)(scope, receive, send)

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from specc.server.hosts import choose_hosts
 from specc.server.listener import address_error, bind, fit, raise_file_limit
 from specc.server.log import start_logging
 from specc.server.memory import forget_garbage, share_heaps
+from specc.server.tls import make_context
 
 # exit codes: the engine has failed for good; 128 + the signal for a second one
 DEAD = 1
@@ -64,6 +66,7 @@ def serve(
     share_heaps()
     num_files = raise_file_limit()
     # first of all: loading takes longer than finding out that the port is taken
+    tls = make_context(place.tls)
     listener = bind(place.host, place.port)
     try:
         address = listener.getsockname()[0]
@@ -78,7 +81,7 @@ def serve(
             _log.warning("without --api-key: whoever reaches %s uses this server", address)
         try:
             app = create_app(service, config, template)
-            process = _Process(app, service, listener, place)
+            process = _Process(app, service, listener, place, tls)
             forget_garbage()
             with _End() as end:
                 code = asyncio.run(end.after(process.run()))
@@ -124,11 +127,18 @@ class HttpServer(uvicorn.Server):
     Args:
         app: to serve.
         limits: of connections.
+        tls: encrypts them; None leaves them plain.
         options: further ones of `uvicorn.Config`.
     """
 
-    def __init__(self, app: FastAPI, limits: ConnectionLimits, **options: Any) -> None:
-        self.connections = Connections(limits)
+    def __init__(
+        self,
+        app: FastAPI,
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None = None,
+        **options: Any,
+    ) -> None:
+        self.connections = Connections(limits, app.state.origins, tls)
         # what uvicorn calls for each connection; it need not be a class
         make: Any = self.connections.make
         config = uvicorn.Config(
@@ -149,6 +159,11 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         async with self.connections.watched(self.server_state):
             await super().serve(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn does not know those that it got no request from
+        self.connections.end_handshakes()
+        await super().shutdown(sockets)
 
 
 class _End:
@@ -181,18 +196,26 @@ class _Process:
         service: that the application hands requests to.
         listener: bound.
         place: where it is bound to.
+        tls: encrypts connections; None leaves them plain.
     """
 
     def __init__(
-        self, app: FastAPI, service: Service, listener: socket.socket, place: Place
+        self,
+        app: FastAPI,
+        service: Service,
+        listener: socket.socket,
+        place: Place,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._service = service
         self._listener = listener
         self._place = place
+        self._scheme = "http" if tls is None else "https"
         self._signals: list[int] = []
         self._server = HttpServer(
             app,
             place.limits,
+            tls,
             access_log=place.log_level == "debug",
             timeout_graceful_shutdown=_FLUSH_S,
         )
@@ -208,7 +231,7 @@ class _Process:
             raise address_error(self._place.host, self._place.port, error) from error
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        _log.info("serving at http://%s:%d", shown, port)
+        _log.info("serving at %s://%s:%d", self._scheme, shown, port)
         serving = asyncio.ensure_future(self._server.serve([self._listener]))
         watching = asyncio.ensure_future(self._watch())
         await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)

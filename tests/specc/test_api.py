@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 
 import pytest
 
 import specc
 from specc import api
 from specc.config import CompileConfig
+from specc.errors import ConfigError
+from tests.command_line import assert_refused, invoke
 
 # of each field a value that is not its default, and valid together with the others
 GIVEN = {
@@ -57,3 +60,26 @@ def test_every_option_arrives(name, monkeypatch):
     value = (GIVEN[name],) if name in LISTS else GIVEN[name]
     assert getattr(config, LISTS.get(name, name)) == value
     assert value != getattr(CompileConfig(), LISTS.get(name, name))
+
+
+class BuiltOf(Exception):
+    """What would have been built: the drafts and the configuration."""
+
+
+def test_vllm_s_json_arrives(monkeypatch):
+    def build(target, drafts, output, config, **options):
+        raise BuiltOf(drafts, config)
+
+    monkeypatch.setattr(api, "build", build)
+    given = {"model": "D/", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+    line = ["--target", "T/", "-o", "e/", "-tp", "2", "-sc", json.dumps(given)]
+    command = invoke("compile", *line).exception
+    with pytest.raises(BuiltOf) as caught:
+        specc.compile("T/", speculative_config=given, output="e/", tensor_parallel_size=2)
+    for drafts, config in (command.args, caught.value.args):
+        assert list(drafts) == ["D/"]
+        assert [plan.name for plan in config.plans] == ["chain-3"]
+        assert config.draft_tensor_parallel_size == 2
+    assert_refused(invoke("compile", *line, "--draft", "E/"), "--draft E/")
+    with pytest.raises(ConfigError, match="--tree"):
+        specc.compile("T/", tree=(2, 1), speculative_config=given)

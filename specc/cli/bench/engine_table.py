@@ -18,6 +18,9 @@ def print_report(report: dict[str, Any]) -> None:
     console.print()
     print_table(console, speed_table(report))
     console.print()
+    if any(run["categories"] for run in report["runs"]):
+        print_table(console, category_table(report), num_keys=2)
+        console.print()
     print_table(console, _step_table(report))
     console.print()
     print_lines(console, closing_lines(report))
@@ -26,11 +29,16 @@ def print_report(report: dict[str, Any]) -> None:
 def _setting_lines(report: dict[str, Any]) -> list[str]:
     settings, machine, bandwidth = report["settings"], report["machine"], report["read_bandwidth"]
     engine = report["engine"]
+    num_prompts = f"{settings['num_prompts']} prompts"
+    outputs = f"{settings['tokens']} output tokens each"
+    if settings["dataset"] is not None:
+        num_prompts = f"{settings['num_prompts']} questions with prompts"
+        outputs = f"at most {settings['tokens']} output tokens a turn"
     return [
         f"{machine['cpu']}, {settings['threads']} of {machine['usable_cores']} threads,"
         f" read bandwidth {bandwidth['gb_s']:.1f} GB/s ({bandwidth['method']})",
-        f"{settings['num_prompts']} prompts of {settings['num_prompt_tokens']} tokens in all,"
-        f" {settings['tokens']} output tokens each, batch size {settings['batch_size']},"
+        f"{num_prompts} of {settings['num_prompt_tokens']} tokens in all,"
+        f" {outputs}, batch size {settings['batch_size']},"
         f" {engine['dtype']}, backend {engine['backend']}",
         f"medians of {settings['rounds']} interleaved rounds after {settings['warmup']} of warm-up;"
         " prefill is included in tokens/s",
@@ -55,6 +63,40 @@ def speed_table(report: dict[str, Any]) -> Table:
             _identical(run),
         )
     return table
+
+
+def category_table(report: dict[str, Any]) -> Table:
+    """Of every category what each plan gains, and of all of them together."""
+    columns = ("category", "run", "turns", "tokens/s", "least – most", "× off", "length")
+    table = render.make_table(columns, columns)
+    table.columns[0].justify = table.columns[1].justify = "left"
+    runs = report["runs"]
+    for category in runs[0]["categories"]:
+        for run in runs:
+            figures = run["categories"][category]
+            left_out = figures["num_left_out"]
+            turns = f"{figures['num_turns']}"
+            if left_out:
+                turns += f" of {figures['num_turns'] + left_out}"
+            _add_category(table, category, run, figures, turns)
+    for run in runs:
+        _add_category(table, "all", run, run, "")
+    return table
+
+
+def _add_category(
+    table: Table, category: str, run: dict[str, Any], figures: dict[str, Any], turns: str
+) -> None:
+    speed_up = figures["speedup_over_off"]
+    row = [category, run_name(run["name"], run["plan"]), turns]
+    if figures["num_output_tokens"]:
+        row += [
+            f"{figures['tokens_per_s']:.1f}",
+            f"{figures['tokens_per_s_min']:.1f} – {figures['tokens_per_s_max']:.1f}",
+            cell(speed_up and speed_up["median"]),
+            cell(figures["mean_acceptance_length"]),
+        ]
+    table.add_row(*row)
 
 
 def _step_table(report: dict[str, Any]) -> Table:
@@ -106,8 +148,11 @@ def _difference_lines(report: dict[str, Any]) -> list[str]:
             margin = item["margin"]
             reason = "unknown" if margin is None else f"{margin:.1e}"
             tie = ", a near tie" if item["is_near_tie"] else ""
+            what = f"prompt {item['prompt']}"
+            if "question_id" in item:
+                what = f"question {item['question_id']}, turn {item['turn'] + 1},"
             lines.append(
-                f"{name}: prompt {item['prompt']} differs from token"
+                f"{name}: {what} differs from token"
                 f" {item['position']} on;"
                 f" gap of the target's two best logits there: {reason}{tie}"
             )

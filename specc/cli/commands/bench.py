@@ -19,7 +19,16 @@ from specc.runtime.engine_args import EngineArgs
 
 def bench(
     shapes: ShapesOptions,
-    options: Annotated[BenchOptions, Fields(plot={"help": "Draw tokens/s."})],
+    options: Annotated[
+        BenchOptions,
+        Fields(
+            plot={"help": "Draw tokens/s."},
+            num_prompts={
+                "help": "Use only the first N prompts of the file; of a data set, the first N"
+                " questions of each category."
+            },
+        ),
+    ],
     args: Annotated[
         EngineArgs,
         Fields("num_threads", "verify", "offload_weights", "rank_timeout_s", "oversubscribes"),
@@ -41,6 +50,7 @@ def bench(
       specc bench engine/ --prompts prompts.jsonl --threads 4 --json out.json --plot out.svg
       specc bench engine/ --against transformers --rounds 7
       specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
+      specc bench engine/ --dataset question.jsonl --num-prompts 10 --tokens 512 --rounds 1
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
@@ -103,7 +113,7 @@ def choose_subject(directory: Path | None, shapes: ShapesOptions, options: Bench
 
     Raises:
         ConfigError: both, neither, or options of the other.
-        SpeccError: see `run_bench`, `run_shapes_bench` and `run_estimate`.
+        SpeccError: see `run_bench`, `run_dataset_bench`, `run_shapes_bench`, `run_estimate`.
     """
     if shapes.synthetic is None and directory is None:
         raise ConfigError(
@@ -114,6 +124,11 @@ def choose_subject(directory: Path | None, shapes: ShapesOptions, options: Bench
     if shapes.synthetic is None:
         _refuse_options(shapes.named(), "an engine", "--synthetic", "leave it out")
         assert directory is not None
+        if options.dataset is not None:
+            from specc.cli.bench.dataset import run_dataset_bench
+
+            run_dataset_bench(directory, options.dataset, options)
+            return
         from specc.cli.bench.engine import run_bench
 
         run_bench(directory, options)

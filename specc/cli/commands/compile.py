@@ -65,6 +65,8 @@ def compile_(
       specc compile --target T/ --draft D/ --backend onnx -o engine/
       specc compile --target T/ --draft D/ --backend tensorrt --dtype float16 \
         --compute-capability 8.9 -o engine/
+      specc compile --target T/ -o engine/ \
+        --speculative-config '{"model": "D/", "num_speculative_tokens": 4}'
       specc compile --target T/ -o plain-engine/
     """  # noqa: D301
     from specc.cli.compile import run_compile
@@ -77,6 +79,7 @@ def compile_(
         trees=drafts.trees,
         num_speculative_tokens=drafts.num_speculative_tokens,
         combine=drafts.combine,
+        speculative_config=drafts.speculative_config,
         dump_graphs=dump_graphs,
         force=force,
         verbose=verbose,

@@ -10,7 +10,7 @@ import typer
 from specc.cli.app import Debug, EngineArgument
 from specc.cli.options.with_options import Fields
 from specc.runtime.engine_args import AsyncEngineArgs
-from specc.server.config import ConnectionLimits, Place, ServeConfig
+from specc.server.config import ConnectionLimits, Origins, Place, ServeConfig, Tls
 
 
 def serve(
@@ -40,6 +40,8 @@ def serve(
     ],
     config: ServeConfig,
     limits: ConnectionLimits,
+    tls: Tls,
+    origins: Origins,
     measure: Annotated[
         bool,
         typer.Option(
@@ -60,12 +62,17 @@ def serve(
       specc serve engine/ --host 0.0.0.0 --port 9000 --served-model-name coder
       SPECC_API_KEY=secret specc serve engine/ --max-waiting 64 --request-timeout 120
       specc serve engine/ --allowed-host specc.internal --max-connections 256
+      specc serve engine/ --ssl-certfile cert.pem --ssl-keyfile key.pem
+      specc serve engine/ --allowed-origin https://app.example
       curl localhost:8000/v1/completions -H 'Content-Type: application/json'
         -d '{"prompt": "def f(x):", "max_tokens": 32}'
     """  # noqa: D301
     from specc.cli.serve import run_serve
 
     code = run_serve(
-        replace(args, engine=engine), replace(place, limits=limits), config, measures=measure
+        replace(args, engine=engine),
+        replace(place, limits=limits, tls=tls),
+        replace(config, origins=origins),
+        measures=measure,
     )
     raise typer.Exit(code)

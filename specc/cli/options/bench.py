@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.cli.options.common import PromptFile, ReportOptions
@@ -29,7 +30,16 @@ class BenchOptions(PromptFile, ReportOptions):
     """
 
     tokens: int = option(
-        128, "Output tokens to generate for each prompt; EOS does not end an output.", least=2
+        128,
+        "Output tokens to generate for each prompt; EOS does not end an output. Of a data set, the"
+        " most of a turn.",
+        least=2,
+    )
+    dataset: Path | None = option(
+        None,
+        "Conversations instead of prompts, with figures by category: question.jsonl of Spec-Bench,"
+        " or SPEED-Bench as JSON lines.",
+        metavar="FILE",
     )
     batch_size: int = option(1, "Prompts that are decoded together.", least=1)
     plans: tuple[str, ...] = option(
@@ -59,12 +69,35 @@ class BenchOptions(PromptFile, ReportOptions):
             raise ConfigError(
                 f"--against {self.against}", TRANSFORMERS, f"--against {TRANSFORMERS}"
             )
+        if self.dataset is not None:
+            self._check_dataset()
+
+    def _check_dataset(self) -> None:
+        """Raises ConfigError: options that conversations do not go with."""
+        for name, value, reason in (
+            ("--prompts", self.prompts, "one of them"),
+            (
+                "--against",
+                self.against,
+                "plans of the engine: answers make the prompts that follow",
+            ),
+            (
+                "--synthetic-acceptance",
+                self.synthetic_acceptance,
+                "answers of the target, which dice do not give",
+            ),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"--dataset {self.dataset} and {name} {value}", reason, f"leave out {name}"
+                )
 
     def named(self) -> dict[str, object]:
         """Options that only an engine has, by name."""
         return {
             "--plan": self.plans,
             "--prompts": self.prompts,
+            "--dataset": self.dataset,
             "--num-prompts": self.num_prompts,
             "--target-checkpoint": self.target_checkpoint,
             "--draft-checkpoint": self.draft_checkpoint,
@@ -82,7 +115,8 @@ class BenchOptions(PromptFile, ReportOptions):
             warmup=self.warmup,
             tokens=self.tokens,
             batch_size=self.batch_size,
-            prompts=BUILT_IN if self.prompts is None else str(self.prompts),
+            prompts=str(self.dataset or self.prompts or BUILT_IN),
+            dataset=None if self.dataset is None else str(self.dataset),
             synthetic_acceptance=None
             if text is None
             else parse_ranks(text, "--synthetic-acceptance"),

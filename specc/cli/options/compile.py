@@ -48,6 +48,15 @@ class DraftOptions:
         "Propose a chain of this many tokens instead of a tree. The default is 4, and 8 for"
         " lookups.",
     )
+    speculative_config: str | None = option(
+        None,
+        "The same as vLLM has it, as JSON: method (draft_model, ngram or suffix), model,"
+        " num_speculative_tokens and a few more; instead of --draft, --tree, --combine and"
+        " --num-speculative-tokens.",
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+    )
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,9 @@ def wait_for(is_so: Callable[[], bool], otherwise: str, seconds: float = 10.0) -
 def serve(
     engine: Engine | None = None, template: str | ChatTemplate | None = TEMPLATE, **options: Any
 ) -> Iterator[Server]:
-    """Start a server in a thread; `options` of `ServeConfig`, and `limits`, `max_waiting`, …"""
+    """Start a server in a thread; `options` of `ServeConfig`, and `limits`, `tls`, `plan`, …"""
     engine = engine or build_engine(eos=(EOS,))
-    limits = options.pop("limits", ConnectionLimits())
+    limits, tls = options.pop("limits", ConnectionLimits()), options.pop("tls", None)
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
     with Service(EngineCore(engine, plan), max_waiting) as service:
@@ -105,13 +105,14 @@ def serve(
         app = create_app(service, config, chat)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
-        server = HttpServer(app, limits, timeout_graceful_shutdown=1)
+        server = HttpServer(app, limits, tls, timeout_graceful_shutdown=1)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         wait_for(lambda: server.started, "the server does not start")
         port = listener.getsockname()[1]
         try:
-            yield Server(f"http://127.0.0.1:{port}", service, engine, app, server)
+            scheme = "http" if tls is None else "https"
+            yield Server(f"{scheme}://127.0.0.1:{port}", service, engine, app, server)
         finally:
             server.should_exit = True
             thread.join(10)

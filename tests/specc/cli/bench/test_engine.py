@@ -45,6 +45,7 @@ RUN_FIELDS = {
     "identical_prompts": (int, type(None)),
     "identical_share": (float, type(None)),
     "differences": list,
+    "categories": dict,
     "bytes_per_step": (int, type(None)),
     "bytes_per_step_parts": (dict, type(None)),
     "read_bandwidth_share": (float, type(None)),

@@ -1,0 +1,397 @@
+"""vLLM's `--speculative-config`: an object of JSON that says how to speculate.
+
+Users bring it from vLLM, or from what took its form over. It is read into the drafts and trees that
+specc's own options name; what it asks for and specc does not do is refused, not left out.
+Source: vLLM, vllm/config/speculative.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from specc.errors import ConfigError, TreeError
+from specc.speculation.choose_plans import split_drafts
+from specc.speculation.plans import SUFFIX
+from specc.speculation.tree import TokenTree
+from specc.system.json_file import JsonError, parse_json
+
+OPTION = "--speculative-config"
+_MODEL, _NGRAM = "draft_model", "ngram"
+# names of vLLM's → what specc calls it
+_METHODS = {_MODEL: _MODEL, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM, SUFFIX: SUFFIX}
+# vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
+_OTHER_METHODS = (
+    "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
+    "extract_hidden_states",
+)  # fmt: skip
+# tokens that vLLM compares where nothing is said
+_NGRAM_TOKENS = 5
+_MOST_NGRAM_TOKENS = 99
+_KEYS = (
+    "method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "prompt_lookup_max",
+    "prompt_lookup_min", "speculative_token_tree",
+)  # fmt: skip
+_TUNE = "leave it out, and let specc tune choose a plan for each batch size"
+_OF_VLLM = "leave it out: it chooses code of vLLM, not what is proposed"
+_RULE = "leave it out: how trees are drawn is chosen by request, coupled, delta, mss or swor"
+_REVISION = "leave it out, and name the directory of that revision as model"
+_SUFFIX = "leave it out: suffix has limits of its own here"
+_SYNTHETIC = "leave it out; specc bench --synthetic measures with given acceptance"
+# keys of vLLM's that specc does not have: the value that changes nothing, and what to do instead
+_OTHER_KEYS: dict[str, tuple[Any, str]] = {
+    "enforce_eager": (False, "leave it out; --backend eager compiles no code"),
+    "tensor_parallel_size": (None, "write draft_tensor_parallel_size"),
+    "quantization": (None, "leave it out: a checkpoint says itself how it is quantized"),
+    "kv_cache_dtype": (None, "leave it out, and pass --kv-cache-dtype"),
+    "max_model_len": (None, "leave it out; --draft-kv window=W is for drafts of fewer positions"),
+    "revision": (None, _REVISION),
+    "code_revision": (None, _REVISION),
+    "num_speculative_tokens_per_batch_size": (None, _TUNE),
+    "disable_by_batch_size": (None, _TUNE),
+    "enable_adaptive_verification": (False, _TUNE),
+    "use_heterogeneous_vocab": (False, "choose a draft that has the target's token map"),
+    "parallel_drafting": (False, "choose a draft that proposes one token after another"),
+    "rejection_sample_method": ("standard", _RULE),
+    "draft_sample_method": (None, _RULE),
+    "synthetic_acceptance_rates": (None, _SYNTHETIC),
+    "synthetic_acceptance_length": (None, _SYNTHETIC),
+    "suffix_decoding_max_tree_depth": (24, _SUFFIX),
+    "suffix_decoding_max_cached_requests": (10000, _SUFFIX),
+    "suffix_decoding_max_spec_factor": (1.0, _SUFFIX),
+    "suffix_decoding_min_token_prob": (0.1, _SUFFIX),
+    "moe_backend": (None, _OF_VLLM),
+    "attention_backend": (None, _OF_VLLM),
+    "draft_load_config": (None, _OF_VLLM),
+    "disable_padded_drafter_batch": (False, _OF_VLLM),
+    "disable_eagle_block_drop": (False, _OF_VLLM),
+    "use_local_argmax_reduction": (False, _OF_VLLM),
+    "index_share_for_mtp_iteration": (None, _OF_VLLM),
+    "dspark_draft_topk": (None, _OF_VLLM),
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """What such an object asks for, as specc's options say it.
+
+    Args:
+        draft: as of `--draft`: a model, a self-draft, `lookup:N` or `suffix`.
+        tree: static shape of the proposals; None where none is given.
+        num_speculative_tokens: length of a chain; None where none is given, or a tree is.
+        draft_tensor_parallel_size: ranks that share the draft; None where it is not said.
+    """
+
+    draft: str
+    tree: TokenTree | None = None
+    num_speculative_tokens: int | None = None
+    draft_tensor_parallel_size: int | None = None
+
+    @classmethod
+    def read(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
+        """From JSON, or from what JSON becomes in Python; null is as if a key were not there.
+
+        Raises:
+            ConfigError: malformed JSON, a key, a method or a value that specc does not have, or
+                keys that contradict each other.
+            TreeError: a tree that is too large.
+        """
+        values = _known(_parse(given) if isinstance(given, str) else given)
+        method = _method_of(values)
+        tree = _tree_of(values)
+        draft = _READERS[method](values, tree)
+        length = _integer(values, "num_speculative_tokens")
+        if tree is not None and length not in (None, tree.num_draft_tokens):
+            raise _refused(
+                f"num_speculative_tokens {length}, and a speculative_token_tree of"
+                f" {tree.num_draft_tokens} tokens",
+                "as many as the tree has, or no num_speculative_tokens",
+                "leave out num_speculative_tokens",
+            )
+        return cls(
+            draft,
+            tree,
+            length if tree is None else None,
+            _integer(values, "draft_tensor_parallel_size"),
+        )
+
+    @property
+    def trees(self) -> list[TokenTree]:
+        """None or one, as `choose_plans` takes them."""
+        return [] if self.tree is None else [self.tree]
+
+    def check_alone(self, **options: Any) -> None:
+        """Raises ConfigError: options are given besides that say how to speculate, too.
+
+        Args:
+            options: name → value; what is None or empty is not given.
+        """
+        for name, value in options.items():
+            if value is None or (isinstance(value, (tuple, list)) and not value):
+                continue
+            option = "--" + name.replace("_", "-")
+            shown = value[0] if isinstance(value, (tuple, list)) else value
+            raise ConfigError(
+                f"{OPTION} and {option} {_shown(str(shown))}",
+                "one of the two: both say how to speculate",
+                f"leave out {option}, or say all of it by options of specc",
+            )
+
+    def num_draft_ranks(self, given: int) -> int:
+        """Ranks that share the draft.
+
+        Args:
+            given: by the option of its own; 1 is its default.
+        Raises:
+            ConfigError: both are given, and differ.
+        """
+        own = self.draft_tensor_parallel_size
+        if own is not None and given not in (1, own):
+            raise ConfigError(
+                f"{OPTION}: draft_tensor_parallel_size {own}, and --draft-tensor-parallel-size"
+                f" {given}",
+                "one number of ranks",
+                "leave out one of the two",
+            )
+        return own or given
+
+
+def _parse(text: str) -> Mapping[str, Any]:
+    try:
+        return cast(Mapping[str, Any], parse_json(text, exact=True))
+    except JsonError as error:
+        raise ConfigError(
+            f"{OPTION} {_shown(text)}: no JSON ({error})",
+            "an object of JSON, in quotes of the shell",
+            f"""for example {OPTION} '{{"model": "D/", "num_speculative_tokens": 4}}'""",
+        ) from error
+
+
+def _known(given: Any) -> dict[str, Any]:
+    """The keys that specc reads, those that are null left out."""
+    if not isinstance(given, Mapping):
+        raise _refused(
+            f"{_shown(given)}, a {type(given).__name__}",
+            "an object: keys with values",
+            'for example {"model": "D/", "num_speculative_tokens": 4}',
+        )
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _KEYS:
+            values[key] = value
+        elif key in _OTHER_KEYS:
+            neutral, do = _OTHER_KEYS[key]
+            # 0 and 1 are no booleans here, although Python says that they are equal
+            is_bool = isinstance(value, bool)
+            if value is not None and (value != neutral or is_bool != isinstance(neutral, bool)):
+                raise _refused(f"{key} {_shown(value)}", f"none of vLLM's {key}", do)
+        else:
+            close = difflib.get_close_matches(str(key), (*_KEYS, *_OTHER_KEYS), n=1)
+            raise _refused(
+                f"the key {_shown(key)}",
+                ", ".join(_KEYS),
+                f"write {close[0]}" if close else "leave it out",
+            )
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _method_of(values: Mapping[str, Any]) -> str:
+    method = values.get("method")
+    if method is None:
+        if values.get("model") in (_NGRAM, "[ngram]"):
+            return _NGRAM
+        if "model" not in values:
+            raise _refused(
+                "neither method nor model",
+                "a draft model, or a method that needs none",
+                'add "model": "D/", or "method": "ngram"',
+            )
+        # a self-draft or a lookup may be named where a model is
+        return ""
+    if isinstance(method, str) and method in _METHODS:
+        return _METHODS[method]
+    others = (*_METHODS, *_OTHER_METHODS)
+    is_theirs = method in _OTHER_METHODS or str(method).endswith("_mtp")
+    close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
+    raise _refused(
+        f"method {_shown(method)}",
+        f"{_MODEL}, {_NGRAM} or {SUFFIX}",
+        f"write {close[0]}"
+        if close and close[0] in _METHODS
+        else "name a small model of the target's token map as model, or self:window=512",
+    )
+
+
+def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
+    model = _text(values, "model")
+    if model is None:
+        raise _refused(
+            f"method {_MODEL} without model", "the directory or id of a draft", 'add "model": "D/"'
+        )
+    if not model:
+        raise _refused("an empty model", "the directory or id of a draft", "name it")
+    looks_up = not split_drafts([model])[0] and not model.startswith("self:")
+    if looks_up and "method" in values:
+        raise _refused(
+            f"method {_MODEL} and model {_shown(model)}",
+            "a draft model, or one of the target's self-drafts",
+            f"write method {SUFFIX if model == SUFFIX else _NGRAM}, or leave method out",
+        )
+    if looks_up:
+        _check_chain(tree, model)
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        _absent(values, name, f"model {_shown(model)}", f"method {_NGRAM}, which looks tokens up")
+    return model
+
+
+def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
+    model = values.get("model")
+    if model not in (None, _NGRAM, "[ngram]"):
+        raise _refused(
+            f"method {_NGRAM} and model {_shown(model)}",
+            "one of the two: looked-up tokens need no model",
+            "leave out model, or method",
+        )
+    _check_no_ranks(values, _NGRAM)
+    _check_chain(tree, f"method {_NGRAM}")
+    least = _integer(values, "prompt_lookup_min")
+    longest = _integer(values, "prompt_lookup_max", _MOST_NGRAM_TOKENS)
+    if least is not None and least > 1:
+        raise _refused(
+            f"prompt_lookup_min {least}",
+            "1: the longest match counts here, however short it is",
+            "leave out prompt_lookup_min",
+        )
+    return f"lookup:{longest or _NGRAM_TOKENS}"
+
+
+def _read_suffix(values: Mapping[str, Any], tree: TokenTree | None) -> str:
+    for name in ("model", "prompt_lookup_max", "prompt_lookup_min"):
+        _absent(values, name, f"method {SUFFIX}", "no more than num_speculative_tokens besides")
+    _check_no_ranks(values, SUFFIX)
+    _check_chain(tree, f"method {SUFFIX}")
+    return SUFFIX
+
+
+_READERS = {"": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram, SUFFIX: _read_suffix}
+
+
+def _check_no_ranks(values: Mapping[str, Any], method: str) -> None:
+    if (size := _integer(values, "draft_tensor_parallel_size")) not in (None, 1):
+        raise _refused(
+            f"method {method} and draft_tensor_parallel_size {size}",
+            "a draft model, whose weights ranks can share",
+            "leave out draft_tensor_parallel_size",
+        )
+
+
+def _check_chain(tree: TokenTree | None, what: str) -> None:
+    if tree is not None and len(tree.leaves) > 1:
+        raise _refused(
+            f"{what} and a speculative_token_tree with branches",
+            "a chain: one continuation is looked up",
+            "write num_speculative_tokens instead of speculative_token_tree",
+        )
+
+
+def _tree_of(values: Mapping[str, Any]) -> TokenTree | None:
+    """The tree of paths: each node is the list of child numbers that lead to it from the root.
+
+    Raises:
+        ConfigError: no list of paths, a path twice, or a node without its parent or elder sibling.
+        TreeError: too many nodes.
+    """
+    given = values.get("speculative_token_tree")
+    if given is None:
+        return None
+    paths = _paths(given)
+    numbers: dict[tuple[int, ...], int] = {(): 0}
+    parents = [-1]
+    for path in paths:
+        # tokens are the draft's best, second best, …: no rank is left out
+        elder = (*path[:-1], path[-1] - 1)
+        for needed in (path[:-1], elder if path[-1] else ()):
+            if needed not in numbers:
+                raise _refused(
+                    f"speculative_token_tree: {path} without {needed}",
+                    "the parent and all elder siblings of every node",
+                    f"add {needed} to the tree",
+                )
+        numbers[path] = len(parents)
+        parents.append(numbers[path[:-1]])
+    tree = TokenTree(tuple(parents))
+    # an expansion is called by its widths
+    widths = [len(tree.children(level[0])) for level in tree.levels[:-1]]
+    if min(widths) < 1:
+        return tree
+    try:
+        expansion = TokenTree.from_widths(widths)
+    except TreeError:
+        return tree
+    return expansion if expansion.parents == tree.parents else tree
+
+
+def _paths(given: Any) -> list[tuple[int, ...]]:
+    """The nodes, level by level."""
+    found = given
+    if isinstance(given, str):
+        try:
+            found = ast.literal_eval(given)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            found = None
+    is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 0
+    if not is_list or not all(map(_is_path, found)):
+        raise _refused(
+            f"speculative_token_tree {_shown(given)}",
+            "a list of tuples of child numbers, from 0",
+            'for example "[(0,), (1,), (0, 0)]": two first tokens, and one after the first of them',
+        )
+    paths = [tuple(path) for path in found]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise _refused(
+            f"speculative_token_tree: {twice} twice", "every node once", "leave one of them out"
+        )
+    return sorted(paths, key=lambda path: (len(path), path))
+
+
+def _is_path(path: Any) -> bool:
+    return (
+        isinstance(path, (tuple, list))
+        and len(path) > 0
+        and all(type(number) is int and number >= 0 for number in path)
+    )
+
+
+def _integer(values: Mapping[str, Any], key: str, most: int | None = None) -> int | None:
+    value = values.get(key)
+    if value is None or (type(value) is int and 1 <= value <= (most or value)):
+        return value
+    needed = f"an integer of 1 … {most}" if most else "an integer of 1 or more"
+    raise _refused(f"{key} {_shown(value)}", needed, f"correct {key}, or leave it out")
+
+
+def _text(values: Mapping[str, Any], key: str) -> str | None:
+    value = values.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise _refused(f"{key} {_shown(value)}", "a string", f"correct {key}")
+
+
+def _absent(values: Mapping[str, Any], key: str, beside: str, needed: str) -> None:
+    if key in values:
+        raise _refused(f"{beside} and {key} {_shown(values[key])}", needed, f"leave out {key}")
+
+
+def _refused(found: str, needed: str, do: str) -> ConfigError:
+    return ConfigError(f"{OPTION}: {found}", needed, do)
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:79] + "…"
