@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -57,7 +58,7 @@ class Tile:
         return {"BM": MAX_ROWS, "BN": self.block_n, "BK": self.block_k}
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """What Triton is told beside them."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
