@@ -37,6 +37,43 @@ before anything slow; an empty field was not run by this command (`tests/runtime
 
 """
 _TAIL = """
+## Latent attention
+
+DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash expand keys and values of H heads from one latent c
+of R columns, and add to each key a rotary part that all heads share (MLA, arXiv:2405.04434). On
+`cpu` and `eager` the cache holds c and the shared part, once for all heads. Since
+q · (c Wkᵀ) = (q Wk) · c, the compiler multiplies queries by Wk and what attention returns by Wv
+(`passes/rewrite/absorb_latent.py`), and attention runs over one head of keys [c, shared], whose
+first R columns are the values. It finds this by what a graph computes, not by names.
+
+| numbers a token and layer, of the published configurations | expanded | latent |
+|---|---|---|
+| DeepSeek V3 (128 heads, keys of 128 + 64, values of 128, R 512) | 40,960 | 576 |
+| DeepSeek V2 Lite (16 heads, otherwise alike) | 5,120 | 576 |
+| MiniCPM 3 (40 heads, keys of 64 + 32, values of 64, R 256) | 6,400 | 288 |
+| GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
+
+`--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
+takes fewer bytes a token on each rank. The price is arithmetic: a score takes R + r products in
+place of n + r, and an output R in place of its own width, 3.4 times as many for DeepSeek. Decoding
+reads the cache, and gains; prompts of many thousand tokens take longer. `--mla-cache expanded` is
+for those, and `specc inspect` shows which one an engine has.
+
+| | with latents |
+|---|---|
+| trees, prefixes, self-drafts, segments, stages | as with other caches |
+| ranks | heads of queries, Wk and Wv are cut; the latent is whole on each rank |
+| `--kv-cache-dtype int8` | keys and values have rows of their own, R + r and R, with a scale each |
+| `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
+| quantized checkpoints | `auto` keeps the integers of Wk and Wv, and so keys and values expanded |
+| `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |
+| Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
+
+Sums have another order than those of expanded keys: logits of the tiny models differ by less than
+1e-4 of their largest, and tokens are those of `transformers.generate`, as above. On `cpu` these two
+products are torch's, whose last bits depend on the number of rows; those of other projections do
+not.
+
 ## Slopes
 
 BLOOM, MPT and Falcon-RW add slope · position of the key to their scores (ALiBi, arXiv:2108.12409),

@@ -159,6 +159,16 @@ def _mm(found: Relations, node: fx.Node, *operands: fx.Node) -> None:
     _contract(found, node, x, 1, weight, 0)
 
 
+def _bmm(found: Relations, node: fx.Node) -> None:
+    """[H, M, K] by [H, K, N]."""
+    x, weight = node.args
+    found.same(x, 0, node, 0)
+    found.same(weight, 0, node, 0)
+    found.same(x, 1, node, 1)
+    found.same(weight, 2, node, 2)
+    _contract(found, node, x, 2, weight, 1)
+
+
 def _grouped_mm(found: Relations, node: fx.Node) -> None:
     """[T, K] by experts [E, K, N], rows of an expert after each other."""
     x, weight, ends, *rest = node.args
@@ -335,6 +345,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "linear": _linear,
     "addmm": _addmm,
     "mm": _mm,
+    "bmm": _bmm,
     "grouped_mm": _grouped_mm,
     "embedding": _embedding,
     "index_select": _index_select,
