@@ -114,8 +114,13 @@ def _slice(found: Relations, node: fx.Node) -> None:
     elif bounds := slice_of(node):
         found.part(given["self"], node, given["dim"], *bounds)
     else:
-        found.block_all(given["self"], "a slice with steps, or to where tokens say")
-        found.block_all(node, "a slice with steps, or to where tokens say")
+        rank = node.meta["val"].dim()
+        for dim in range(rank):
+            if dim == given["dim"] % rank:
+                found.block(given["self"], dim, "a slice with steps, or to where tokens say")
+                found.block(node, dim, "a slice with steps, or to where tokens say")
+            else:
+                found.same(given["self"], dim, node, dim)
 
 
 def slice_of(node: fx.Node) -> tuple[int, int] | None:
