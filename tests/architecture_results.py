@@ -65,7 +65,7 @@ for those, and `specc inspect` shows which one an engine has.
 | ranks | heads of queries, Wk and Wv are cut; the latent is whole on each rank |
 | `--kv-cache-dtype int8` | keys and values have rows of their own, R + r and R, with a scale each |
 | `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
-| quantized checkpoints | `auto` keeps the integers of Wk and Wv, and so keys and values expanded |
+| quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
 | `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |
 | Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
 

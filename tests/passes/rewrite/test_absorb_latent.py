@@ -122,12 +122,11 @@ class WithSinks(Latent):
         return ops.dense_attention(q, k, v, mask[:, None], self.sinks, scale=0.3, softcap=0.7)
 
 
-def run(kind, choice=AUTO, rows=AS_MODEL, ranks=1, **integers):
+def run(kind, choice=AUTO, rows=AS_MODEL, ranks=1):
     torch.manual_seed(0)
     model = kind().eval()
     program, pipeline = trace_once(model, "target"), Pipeline(PHASES[:3])
     pipeline.run(program)
-    program.integers.update(integers)
     result = AbsorbLatent(choice, rows, ranks).run(program)
     return model, program, result
 
@@ -263,14 +262,8 @@ def test_auto_takes_what_is_fewer_bytes():
     assert result.rewrites == 1
 
 
-def test_auto_leaves_integers_of_a_checkpoint():
-    _, _, result = run(Latent, **{"up.weight": None})
-    assert result.rewrites == 0
-    assert "integers of up.weight" in result.declined[0].reason
-
-
 def test_latent_is_taken_at_any_size():
-    _, _, result = run(Latent, LATENT, INT8, ranks=4, **{"up.weight": None})
+    _, _, result = run(Latent, LATENT, INT8, ranks=4)
     assert result.rewrites == 1
 
 

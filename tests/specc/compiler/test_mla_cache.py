@@ -23,6 +23,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 from tests import engines
+from tests import quantized_checkpoints as made
 from tests.models import MAX_SEQ_LEN, save_tiny
 from tests.runtime.ranks.conftest import OPTIONS
 
@@ -181,6 +182,22 @@ def test_weights_of_heads_are_not_quantized(models: Path, tmp_path: Path) -> Non
         assert found == {is_quantized}, name
     engine = load(tmp_path / "engine")
     assert generate(engine, PLANS[0].name) == generate(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [made.whole(), made.float8_blocks(32)], ids=["int8", "fp8"])
+def test_quantized_checkpoints(models: Path, tmp_path: Path, form: made.Format) -> None:
+    """Wk and Wv are read as what their integers stand for, and that is said."""
+    source = models / "target"
+    written = made.write_checkpoint(source, tmp_path, form.config, form.writer, made.is_projection)
+    config = config_for(weight_only=True)
+    compilation = build(written.quantized, None, tmp_path / "engine", config)
+    (warning,) = (text for text in compilation.warnings if "quantized weights" in text)
+    assert "model.layers.0.self_attn.kv_b_proj.weight" in warning
+    engine = load(tmp_path / "engine")
+    assert engine.manifest.models[0].layers[0].values_in_keys
+    build(written.exact, None, tmp_path / "plain", config_for(mla_cache=EXPANDED))
+    assert generate(engine) == generate(load(tmp_path / "plain"))
 
 
 @pytest.mark.slow
