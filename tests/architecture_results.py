@@ -54,10 +54,32 @@ first R columns are the values. It finds this by what a graph computes, not by n
 | GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
 
 `--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
-takes fewer bytes a token on each rank. The price is arithmetic: a score takes R + r products in
-place of n + r, and an output R in place of its own width, 3.4 times as many for DeepSeek. Decoding
-reads the cache, and gains; prompts of many thousand tokens take longer. `--mla-cache expanded` is
-for those, and `specc inspect` shows which one an engine has.
+takes fewer bytes a token on each rank. vLLM, too, caches latents unless `VLLM_MLA_DISABLE` is set.
+`specc inspect` shows which one an engine has.
+
+The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
+place of n + r and an output R in place of v, together 3.4 times as many for DeepSeek. A pass of one
+token reads its caches and gains, the more of them there are; a prompt computes, and its attention
+takes up to three times as long: nothing is expanded for prompts alone. `--mla-cache expanded` is
+for long prompts and short outputs where memory is no matter.
+
+Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
+values and attention, or products with Wk and Wv and attention (one thread, 2026-11-26, torch
+2.13.0, a shared machine with other work; in turns, medians of 5;
+`docs/results/latent_attention.json`):
+
+| rows before, and a pass | float32: expanded | latent | bfloat16: expanded | latent |
+|---|---|---|---|---|
+| 1,024 rows, one token | 10.2 | 4.8 | 4.5 | 2.1 |
+| 8,192, one token | 43.3 | 15.6 | 29.4 | 10.5 |
+| 8,192, a tree of 4 | 61.6 | 42.3 | 27.5 | 22.2 |
+| none, a prompt's first 512 | 143 | 160 | 56.3 | 109 |
+| 4,096, its next 512 | 710 | 2378 | 480 | 1489 |
+
+<!-- not run by tests: minutes -->
+```sh
+OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_attention.json
+```
 
 | | with latents |
 |---|---|

@@ -289,7 +289,11 @@ def _rewrite(program: Program, attention: fx.Node, found: _Latent) -> None:
             graph, ops.tree_attention, queries, row, latent, *others, **attention.kwargs
         )
         # [H, T, R] · [H, R, DV]
-        up = emit_call(graph, aten.transpose.int, _rows_of_heads(graph, values), 1, 2)
+        rows = _rows_of_heads(graph, values)
+        if rows.meta["val"].dtype != torch.float32:
+            # products of halves with such a view take ten times as long, of few rows
+            rows = emit_call(graph, aten.contiguous.default, rows)
+        up = emit_call(graph, aten.transpose.int, rows, 1, 2)
         output = emit_call(graph, aten.bmm.default, attended, up)
     for node in (attended, output):
         node.meta["nn_module_stack"] = attention.meta.get("nn_module_stack")

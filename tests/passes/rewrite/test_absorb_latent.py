@@ -24,6 +24,7 @@ from tests.passes.modules import (
     compiled,
     dense_logits,
     program_logits,
+    random_tokens,
 )
 from tests.traces import trace_once
 
@@ -151,6 +152,19 @@ def test_fires_and_computes_the_same(kind):
     expanded = {model.up.weight.shape[0]}
     assert not expanded & {int(x.meta["val"].shape[-1]) for x in program.calls(aten.linear.default)}
     assert_same_numbers_flat(program, model)
+
+
+def test_halves_are_laid_side_by_side():
+    torch.manual_seed(0)
+    model = Latent().eval()
+    exact = dense_logits(model, random_tokens())
+    program = trace_once(model.bfloat16(), "target")
+    Pipeline(PHASES[:3]).run(program)
+    before = len(program.calls(aten.contiguous.default))
+    assert AbsorbLatent(AUTO, AS_MODEL).run(program).rewrites == 1
+    assert len(program.calls(aten.contiguous.default)) == before + 1
+    found = program_logits(program, model, random_tokens())
+    assert (found.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
 def test_weights_are_views_of_what_the_checkpoint_has():

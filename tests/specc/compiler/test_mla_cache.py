@@ -83,10 +83,13 @@ def generate(engine: Engine, plan: str = "off", num_tokens: int = 24) -> list[li
 
 @pytest.fixture(scope="module")
 def wanted(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What an engine of expanded keys and values says."""
+    """What an engine of expanded keys and values says, also with a tree."""
     path = tmp_path_factory.mktemp("expanded") / "engine"
-    build(models / "target", None, path, config_for(mla_cache=EXPANDED))
-    return generate(load(path))
+    build(models / "target", models / "draft", path, config_for(PLANS[0], mla_cache=EXPANDED))
+    engine = load(path)
+    found = generate(engine)
+    assert generate(engine, PLANS[0].name) == found
+    return found
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
