@@ -61,10 +61,11 @@ def assert_all_together_are(models_: Both) -> None:
         assert_alike(models_.logits(inputs), wanted)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_have_heads_of_one_latent(num_ranks: int) -> None:
+# heads whose rotary parts are interleaved, and complex numbers
+@pytest.mark.parametrize(("name", "num_ranks"), some_of_four(["deepseek_v3", "deepseek_v2"]))
+def test_ranks_have_heads_of_one_latent(name: str, num_ranks: int) -> None:
     """Wk, Wv and queries are cut by heads; rows of the latent are whole on each rank."""
-    model, absorb = models.build_model("deepseek_v3"), partial(AbsorbLatent, LATENT, AUTO)
+    model, absorb = models.build_model(name), partial(AbsorbLatent, LATENT, AUTO)
     whole = trace_once(model, "target")
     Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:])).run(whole)
     found = Both.of(model, num_ranks, whole=whole)
