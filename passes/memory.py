@@ -90,7 +90,7 @@ def plan_memory(
     row = sum(
         x.num_kv_heads * row_bytes(columns, dtype, kind)
         for x in program.layers
-        for columns in (x.head_dim, x.columns_of_values)
+        for columns in x.cached_columns
     )
     constants = sum(value.nbytes for value in program.constants.values())
     num_rows = max(num_kept, *(shape.num_rows for shape in shapes))

@@ -12,6 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.graph_io import graph_to_json
+from specc.artifact.model_entry import cached_columns
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
@@ -95,10 +96,16 @@ class AttentionLayer:
     has_sinks: bool = False  # scores of heads that take a share and have no value
     softcap: float = 0.0
     has_slopes: bool = False  # scores depend on how far a key is
+    values_in_keys: bool = False  # a value is the first columns of its key, which is cached alone
 
     @property
     def columns_of_values(self) -> int:
         return self.value_dim or self.head_dim
+
+    @property
+    def cached_columns(self) -> tuple[int, ...]:
+        """Widths of the rows that the cache has for a token and a KV head."""
+        return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,7 @@ def compile(
     quantize_group: int | None = None,
     weight_only: bool = False,
     kv_cache_dtype: str = "auto",
+    mla_cache: str = "auto",
     listen: Callable[[ProgressEvent], None] = lambda event: None,
 ) -> Compilation:
     """Compile a target and a draft into an engine directory.
@@ -130,6 +131,9 @@ def compile(
             activations as they are; otherwise they are refused.
         kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
             for each token and KV head; of the backends cpu and eager.
+        mla_cache: of layers with multi-head latent attention: `latent`, the latent and the shared
+            part of keys, once for all heads; `expanded`, keys and values of each head; `auto`, the
+            latent where that takes fewer bytes and the backend computes it (cpu and eager).
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.
@@ -170,6 +174,7 @@ def compile(
         pipeline_parallel_size=pipeline_parallel_size,
         segments=segments,
         kv_cache_dtype=kv_cache_dtype,
+        mla_cache=mla_cache,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
         quantize=quantize,
         quantize_group=quantize_group,

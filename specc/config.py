@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
+from specc.artifact.mla_cache import AUTO as MLA_AUTO
+from specc.artifact.mla_cache import MLA_CACHES
 from specc.errors import ConfigError
 from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
@@ -85,6 +87,8 @@ class CompileConfig:
             can run with weights in files, see `--offload-weights`.
         kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
             `int8`, with a scale for each token and KV head.
+        mla_cache: what caches hold of layers whose keys and values are expanded from one latent:
+            `latent`, `expanded`, or `auto`, see `specc.artifact.mla_cache`.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range.
@@ -116,6 +120,7 @@ class CompileConfig:
     weight_only: bool = False
     segments: bool = False
     kv_cache_dtype: str = AS_MODEL
+    mla_cache: str = MLA_AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -127,6 +132,12 @@ class CompileConfig:
                 " or ".join(KV_CACHE_DTYPES),
                 f"pass --kv-cache-dtype {KV_CACHE_DTYPES[-1]}, or leave it out: rows are then in"
                 " the type of the model",
+            )
+        if self.mla_cache not in MLA_CACHES:
+            raise ConfigError(
+                f"--mla-cache {self.mla_cache}",
+                " or ".join(MLA_CACHES),
+                f"choose one of them, or leave out --mla-cache for {MLA_AUTO}",
             )
         for text in self.draft_kv:
             KVWindow.parse(text)

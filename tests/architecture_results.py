@@ -37,6 +37,65 @@ before anything slow; an empty field was not run by this command (`tests/runtime
 
 """
 _TAIL = """
+## Latent attention
+
+DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash expand keys and values of H heads from one latent c
+of R columns, and add to each key a rotary part that all heads share (MLA, arXiv:2405.04434). On
+`cpu` and `eager` the cache holds c and the shared part, once for all heads. Since
+q · (c Wkᵀ) = (q Wk) · c, the compiler multiplies queries by Wk and what attention returns by Wv
+(`passes/rewrite/absorb_latent.py`), and attention runs over one head of keys [c, shared], whose
+first R columns are the values. It finds this by what a graph computes, not by names.
+
+| numbers a token and layer, of the published configurations | expanded | latent |
+|---|---|---|
+| DeepSeek V3 (128 heads, keys of 128 + 64, values of 128, R 512) | 40,960 | 576 |
+| DeepSeek V2 Lite (16 heads, otherwise alike) | 5,120 | 576 |
+| MiniCPM 3 (40 heads, keys of 64 + 32, values of 64, R 256) | 6,400 | 288 |
+| GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
+
+`--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
+takes fewer bytes a token on each rank. vLLM, too, caches latents unless `VLLM_MLA_DISABLE` is set.
+`specc inspect` shows which one an engine has.
+
+The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
+place of n + r and an output R in place of v, together 3.4 times as many for DeepSeek. A pass of one
+token reads its caches and gains, the more of them there are; a prompt computes, and its attention
+takes up to three times as long: nothing is expanded for prompts alone. `--mla-cache expanded` is
+for long prompts and short outputs where memory is no matter.
+
+Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
+values and attention, or products with Wk and Wv and attention (one thread, 2026-11-26, torch
+2.13.0, a shared machine with other work; in turns, medians of 5;
+`docs/results/latent_attention.json`):
+
+| rows before, and a pass | float32: expanded | latent | bfloat16: expanded | latent |
+|---|---|---|---|---|
+| 1,024 rows, one token | 10.2 | 4.8 | 4.5 | 2.1 |
+| 8,192, one token | 43.3 | 15.6 | 29.4 | 10.5 |
+| 8,192, a tree of 4 | 61.6 | 42.3 | 27.5 | 22.2 |
+| none, a prompt's first 512 | 143 | 160 | 56.3 | 109 |
+| 4,096, its next 512 | 710 | 2378 | 480 | 1489 |
+
+<!-- not run by tests: minutes -->
+```sh
+OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_attention.json
+```
+
+| | with latents |
+|---|---|
+| trees, prefixes, self-drafts, segments, stages | as with other caches |
+| ranks | heads of queries, Wk and Wv are cut; the latent is whole on each rank |
+| `--kv-cache-dtype int8` | keys and values have rows of their own, R + r and R, with a scale each |
+| `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
+| quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
+| `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |
+| Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
+
+Sums have another order than those of expanded keys: logits of the tiny models differ by less than
+1e-4 of their largest, and tokens are those of `transformers.generate`, as above. On `cpu` these two
+products are torch's, whose last bits depend on the number of rows; those of other projections do
+not.
+
 ## Slopes
 
 BLOOM, MPT and Falcon-RW add slope · position of the key to their scores (ALiBi, arXiv:2108.12409),

@@ -29,6 +29,7 @@ from specc.passes.program import (
     bind_args,
     constant_key,
 )
+from specc.passes.rewrite.absorb_latent import values_in_keys
 
 _GEOMETRY = "geometry"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -159,7 +160,9 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
         sizes = name, heads, kv_heads, head_dim, window, bound["sink"], own
         beside = bound["sink_logits"] is not None
         has_slopes = bound["slopes"] is not None
-        layer = AttentionLayer(*sizes, beside, bound["softcap"], has_slopes)
+        is_int8 = bound["k_cache"].meta["val"].dtype == torch.int8
+        in_keys = not is_int8 and values_in_keys(node)
+        layer = AttentionLayer(*sizes, beside, bound["softcap"], has_slopes, in_keys)
         program.layers.append(layer)
 
 

@@ -114,8 +114,13 @@ def _slice(found: Relations, node: fx.Node) -> None:
     elif bounds := slice_of(node):
         found.part(given["self"], node, given["dim"], *bounds)
     else:
-        found.block_all(given["self"], "a slice with steps, or to where tokens say")
-        found.block_all(node, "a slice with steps, or to where tokens say")
+        rank = node.meta["val"].dim()
+        for dim in range(rank):
+            if dim == given["dim"] % rank:
+                found.block(given["self"], dim, "a slice with steps, or to where tokens say")
+                found.block(node, dim, "a slice with steps, or to where tokens say")
+            else:
+                found.same(given["self"], dim, node, dim)
 
 
 def slice_of(node: fx.Node) -> tuple[int, int] | None:
@@ -157,6 +162,16 @@ def _mm(found: Relations, node: fx.Node, *operands: fx.Node) -> None:
     found.same(x, 0, node, 0)
     found.same(weight, 1, node, 1)
     _contract(found, node, x, 1, weight, 0)
+
+
+def _bmm(found: Relations, node: fx.Node) -> None:
+    """[H, M, K] by [H, K, N]."""
+    x, weight = node.args
+    found.same(x, 0, node, 0)
+    found.same(weight, 0, node, 0)
+    found.same(x, 1, node, 1)
+    found.same(weight, 2, node, 2)
+    _contract(found, node, x, 2, weight, 1)
 
 
 def _grouped_mm(found: Relations, node: fx.Node) -> None:
@@ -335,6 +350,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "linear": _linear,
     "addmm": _addmm,
     "mm": _mm,
+    "bmm": _bmm,
     "grouped_mm": _grouped_mm,
     "embedding": _embedding,
     "index_select": _index_select,

@@ -58,6 +58,16 @@ def _squeezed(node: fx.Node, given: dict[str, Any]) -> list[int]:
     return [i for i, size in enumerate(before) if i not in named or str(size) != "1"]
 
 
+def _complex(found: Relations, node: fx.Node) -> None:
+    """[..., n, 2] real numbers are [..., n] complex ones, either way."""
+    source = node.args[0]
+    wide = max(source, node, key=lambda item: item.meta["val"].dim())
+    last = wide.meta["val"].dim() - 1
+    for dim in range(last):
+        found.same(source, dim, node, dim)
+    found.block(wide, last, "real and imaginary parts belong together")
+
+
 def _view(found: Relations, node: fx.Node) -> None:
     """Dimensions that become others one to one keep their class, as do the outermost of groups."""
     source = node.args[0]
@@ -142,4 +152,6 @@ VIEW_RULES: dict[str, Rule] = {
     "_unsafe_view": _view,
     "flatten": _view,
     "unflatten": _view,
+    "view_as_complex": _complex,
+    "view_as_real": _complex,
 }

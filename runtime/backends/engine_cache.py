@@ -66,7 +66,8 @@ def make_cache(
             columns, dtypes[model.name] = stored_row(slab.head_dim, *kind)
             parts = 2
             if slab.value_dim:
-                columns, parts = columns + stored_row(slab.value_dim, *kind)[0], 1
+                columns = sum(stored_row(width, *kind)[0] for width in slab.cached_columns)
+                parts = 1
             shape_of = SlabShape(slab.num_layers, slab.num_kv_heads, columns, parts)
             specs[model.name].append(shape_of)
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
@@ -86,6 +87,10 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
         parts = slabs[layer.slab][layer.index]
         if not layer.value_dim:
             found.append((parts[0], parts[1]))
+            continue
+        if layer.values_in_keys:
+            # one memory: what writes a value writes what its key has there
+            found.append((parts[0], parts[0][..., : layer.value_dim]))
             continue
         # a row of int8 ends with its scale
         scale = 0 if parts.is_floating_point() else SCALE_BYTES

@@ -108,7 +108,8 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
-_EXTRAS = ("sinks", "softcap", "slopes", "value width")
+VALUE_WIDTH = "value width"
+_EXTRAS = ("sinks", "softcap", "slopes", VALUE_WIDTH)
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}

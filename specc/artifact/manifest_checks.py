@@ -22,7 +22,13 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     TensorRTEntry,
 )
-from specc.artifact.model_entry import MAY_BE_ABSENT, ModelEntry, SelfDraftEntry
+from specc.artifact.model_entry import (
+    MAY_BE_ABSENT,
+    LayerEntry,
+    ModelEntry,
+    SelfDraftEntry,
+    SlabEntry,
+)
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 
@@ -47,15 +53,16 @@ def check_models(models: Sequence[ModelEntry]) -> None:
                     f"one of {len(model.slabs)} slabs",
                 )
             slab = model.slabs[layer.slab]
-            geometry = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
-            if (slab.num_kv_heads, slab.head_dim, slab.value_dim) != geometry or not (
-                0 <= layer.index < slab.num_layers
-            ):
+            if _geometry(slab) != _geometry(layer) or not 0 <= layer.index < slab.num_layers:
                 raise invalid(
                     f"{model.name}.{layer.name} does not fit slab {layer.slab}",
                     f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
                     f"head_dim {slab.head_dim}",
                 )
+
+
+def _geometry(entry: LayerEntry | SlabEntry) -> tuple[int, int, int, bool]:
+    return entry.num_kv_heads, entry.head_dim, entry.value_dim, entry.values_in_keys
 
 
 def check_backend(

@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 MAY_BE_ABSENT = "may_be_absent"
 
 
+def cached_columns(head_dim: int, value_dim: int, values_in_keys: bool) -> tuple[int, ...]:
+    """Widths of the rows that a cache has for a token and a KV head; see `LayerEntry`."""
+    return (head_dim,) if values_in_keys else (head_dim, value_dim or head_dim)
+
+
 @dataclass(frozen=True)
 class LayerEntry:
     """One attention layer; its cache is row `index` of slab `slab`.
@@ -17,6 +22,8 @@ class LayerEntry:
         window: last rows that it attends to; 0 is no limit.
         sink: first rows, besides those of its window.
         value_dim: columns of a value where they are not those of a key, else 0.
+        values_in_keys: a value is the first `value_dim` columns of its key, so that the cache holds
+            keys alone.
     """
 
     name: str
@@ -29,6 +36,12 @@ class LayerEntry:
     # engines that were written before there were sinks do not say
     sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
     value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    values_in_keys: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+
+    @property
+    def cached_columns(self) -> tuple[int, ...]:
+        """Widths of the rows that the cache has for a token and a KV head."""
+        return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
 
 
 @dataclass(frozen=True)
@@ -36,13 +49,20 @@ class SlabEntry:
     """Caches of equal geometry: [num_layers, 2, blocks, block_size, num_kv_heads, head_dim].
 
     Where values have a width of their own, `value_dim`, a row is a key and then its value:
-    [num_layers, 1, blocks, block_size, num_kv_heads, head_dim + value_dim].
+    [num_layers, 1, blocks, block_size, num_kv_heads, head_dim + value_dim]; where a value is the
+    first columns of its key, the key alone: [num_layers, 1, blocks, …, head_dim].
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    values_in_keys: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+
+    @property
+    def cached_columns(self) -> tuple[int, ...]:
+        """Widths of the rows that a token and a KV head have."""
+        return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
 
 
 def rank_prefix(rank: int | None) -> str:

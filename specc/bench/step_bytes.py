@@ -62,10 +62,7 @@ class LayerCache(Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def value_dim(self) -> int: ...
+    def cached_columns(self) -> tuple[int, ...]: ...
 
     @property
     def window(self) -> int: ...
@@ -199,7 +196,7 @@ def cache_bytes(
     return sum(
         layer.num_kv_heads * row_bytes(columns, *kind) * min(context, layer.window or context)
         for layer in layers
-        for columns in (layer.head_dim, layer.value_dim or layer.head_dim)
+        for columns in layer.cached_columns
     )
 
 

@@ -23,7 +23,7 @@ from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
-    from specc.artifact.model_entry import ModelEntry
+    from specc.artifact.model_entry import LayerEntry, ModelEntry
     from specc.cost.critical_length import CriticalLength
 
 _FILE_WIDTH = 100  # columns where the output is no terminal
@@ -142,12 +142,12 @@ def layers_table(models: Iterable[ModelEntry]) -> Table:
         ("layers", "heads", "kv heads", "head dim"),
     )
     for model in models:
-        groups: dict[tuple[int, int, int, int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int, int, int, str], list[int]] = {}
         for number, layer in enumerate(model.layers):
-            sees = (layer.window, layer.sink)
+            sees = (layer.window, layer.sink, _values_of(layer))
             key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, *sees)
             groups.setdefault(key, []).append(number)
-        for (num_heads, num_kv_heads, head_dim, window, sink), numbers in groups.items():
+        for (num_heads, num_kv_heads, head_dim, window, sink, values), numbers in groups.items():
             rows = f"causal, window {window}" if window else "causal"
             table.add_row(
                 model.name,
@@ -155,10 +155,17 @@ def layers_table(models: Iterable[ModelEntry]) -> Table:
                 str(num_heads),
                 str(num_kv_heads),
                 str(head_dim),
-                f"{rows}, sink {sink}" if sink else rows,
+                (f"{rows}, sink {sink}" if sink else rows) + values,
                 format_ranges(numbers),
             )
     return table
+
+
+def _values_of(layer: LayerEntry) -> str:
+    """What a layer's values are, where they are not as wide as its keys."""
+    if layer.values_in_keys:
+        return f", a value is the first {layer.value_dim} columns of its key"
+    return f", values of {layer.value_dim}" if layer.value_dim else ""
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.backends import BackendFacts
+from specc.artifact.backends import VALUE_WIDTH, BackendFacts
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
@@ -21,6 +21,7 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
 )
+from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
 from specc.compiler.checked_models import CheckedModels
@@ -52,10 +53,12 @@ from specc.compiler.stages import cut_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
+from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord, Phases
+from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.require_attention import RequireAttention
 from specc.passes.rewrite.require_layouts import RequireLayouts
 from specc.passes.segments.cut_segments import cut_segments
@@ -192,6 +195,7 @@ def _compile(
         dump,
         *ranks,
         config.kv_cache_dtype,
+        latent_pass(config, backend.facts),
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
@@ -214,6 +218,14 @@ def _compile(
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
+
+
+def latent_pass(config: CompileConfig, facts: BackendFacts) -> Callable[[int], Pass] | None:
+    """What has caches hold latents, of a number of ranks; None where that is not to be."""
+    computes = VALUE_WIDTH in facts.attention_extras
+    if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
+        return None
+    return functools.partial(AbsorbLatent, config.mla_cache, config.kv_cache_dtype)
 
 
 def plan_engine_memory(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from specc.artifact.model_entry import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import WholeGraph
+from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
@@ -31,6 +32,8 @@ from specc.speculation.plans import SpecPlan
 # phases that not every model has: how caches hold rows, what fits a draft to its target, what
 # bounds the rows that it attends to, and what cuts a target
 CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
+# what lets caches hold the latents that keys and values are expanded from
+MLA = "latent"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
 
@@ -78,6 +81,7 @@ def compile_models(
     num_ranks: int = 1,
     num_draft_ranks: int = 1,
     kv_cache_dtype: str = AUTO,
+    latent: Callable[[int], Pass] | None = None,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -91,6 +95,8 @@ def compile_models(
         num_ranks: that share the target.
         num_draft_ranks: that share each draft.
         kv_cache_dtype: see `specc.artifact.kv_rows`.
+        latent: makes the pass that has caches hold latents, for a number of ranks; None leaves keys
+            and values as models compute them.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -104,8 +110,8 @@ def compile_models(
             program = trace(source.module, source.name, source.rope_length)
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
-        layout = (*PHASES, *cache_phases(kv_cache_dtype))
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
+        layout = (*first_phases(latent, ranks), *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
@@ -148,6 +154,14 @@ def compile_models(
         models.append(model)
         check_windows(entry, plans)
     return models, records
+
+
+def first_phases(latent: Callable[[int], Pass] | None, num_ranks: int) -> Phases:
+    """Those of every engine, and before projections are fused what lets caches hold latents."""
+    if latent is None:
+        return PHASES
+    place = [phase for phase, _ in PHASES].index(FUSE)
+    return (*PHASES[:place], (MLA, (partial(latent, num_ranks),)), *PHASES[place:])
 
 
 def cache_phases(kv_cache_dtype: str) -> Phases:

@@ -26,15 +26,18 @@ _MOST_UNREAD = 3
 
 def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEntry, ...]]:
     """Layers, and one slab for each geometry among them."""
-    counts: dict[tuple[int, int, int], int] = {}
+    counts: dict[tuple[int, int, int, bool], int] = {}
     layers = []
     for layer in program.layers:
-        key = (layer.num_kv_heads, layer.head_dim, layer.value_dim)
+        key = (layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.values_in_keys)
         index = counts.get(key, 0)
         counts[key] = index + 1
         slab = list(counts).index(key)
-        sees = (layer.window, slab, index, layer.sink, layer.value_dim)
-        layers.append(LayerEntry(layer.name, layer.num_heads, *key[:2], *sees))
+        entry = LayerEntry(
+            layer.name, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window,
+            slab, index, layer.sink, layer.value_dim, layer.values_in_keys,
+        )  # fmt: skip
+        layers.append(entry)
     return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
 
 

@@ -26,6 +26,7 @@ from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, 
 from specc.compiler.compiled_model import (
     CACHE,
     CUT,
+    MLA,
     VOCABULARY,
     VOTES,
     WINDOW,
@@ -333,5 +334,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = read_stored(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {CACHE, VOCABULARY, WINDOW, DERIVE}
+    before = {name for name, _ in PHASES} | {MLA, CACHE, VOCABULARY, WINDOW, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

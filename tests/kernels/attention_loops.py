@@ -71,7 +71,7 @@ class World:
     """Caches of a batch of sequences, as the operator's tensors and as rows by (sequence, slot).
 
     Block 0, the last block and one more belong to nobody and hold a canary; rows that nobody wrote
-    hold `poison`.
+    hold `poison`. With `values_in_keys` a value is the first columns of its key, in one cache.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class World:
         poison: float = NAN,
         position_dtype: torch.dtype = torch.int64,
         slot_dtype: torch.dtype = torch.int32,
+        values_in_keys: bool = False,
     ) -> None:
         self.attention = attention
         self.lengths, self.heads, self.kv_heads = lengths, heads, kv_heads
@@ -111,6 +112,9 @@ class World:
             cache = torch.full(shape, poison, dtype=cache_dtype or dtype)
             cache[sorted(nobody)] = CANARY
             self.caches.append(cache)
+        self.values_in_keys = values_in_keys
+        if values_in_keys:
+            self.caches[1] = self.caches[0][..., : self.dims[1]]
         self.rows: dict[tuple[int, int], list[list[list[float]]]] = {}
         self.positions: dict[tuple[int, int], int] = {}
         for b, length in enumerate(lengths):
@@ -150,6 +154,8 @@ class World:
                 for tensor in (q, k, v):
                     tensor[:, index] = dead_value
         q, k, v = (tensor.to(self.dtype) for tensor in (q, k, v))
+        if self.values_in_keys:
+            v = k[..., : self.dims[1]].clone()
         starts = [0]
         for sequence in tokens:
             starts.append(starts[-1] + len(sequence))

@@ -150,6 +150,18 @@ def test_slopes(attention, softcap, rounds_bias, dtype, causal):
     world.call(tokens, causal=causal, window=16, sink=1, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values_that_are_columns_of_keys(attention, dtype):
+    """One head of latents, cached once: what writes a value writes what its key has there."""
+    lengths = [0, 5, 17]
+    sizes = {"kv_heads": 1, "dim": 11, "value_dim": 6, "dtype": dtype}
+    world = World(attention, lengths, values_in_keys=True, **sizes)
+    world.call([causal_tokens(n, n + 5) for n in lengths], causal=True)
+    world.lengths = [n + 5 for n in lengths]
+    trees = zip((STAR, BUSHY, CHAIN), world.lengths, strict=True)
+    world.call([tree_tokens(tree, n) for tree, n in trees])
+
+
 def test_rounded_slopes_of_far_keys(attention):
     """From position 256 on bfloat16 does not hold every one."""
     world = World(attention, [700], capacity=720)

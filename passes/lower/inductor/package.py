@@ -140,6 +140,8 @@ def inductor_options(graph: torch.fx.Graph) -> dict[str, Any]:
         "aot_inductor.custom_ops_to_c_shims": shims,
         # Inductor copies the values of small constants into the code; there are none here yet
         "always_keep_tensor_constants": True,
+        # it would compute with the values of constants of one element, too
+        "joint_graph_constant_folding": False,
         # each program compiles in a directory of its own, where they would serve once
         "aot_inductor.precompile_headers": False,
         # dimensions of 1 are below the bounds that torch derives from the example inputs

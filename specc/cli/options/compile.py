@@ -128,6 +128,13 @@ class CompileOptions:
         " eager), a fourth to a half of the bytes, rounded to 8 bits with a scale for each token"
         " and KV head. Outputs differ a little from those of auto; speculation stays lossless.",
     )
+    mla_cache: str = option(
+        "auto",
+        "What the KV cache holds of models with multi-head latent attention (DeepSeek V2 and V3):"
+        " latent, what keys and values are expanded from, once for all heads, which takes more"
+        " arithmetic a token of context (backends cpu and eager); expanded, keys and values of"
+        " each head; or auto, latent where that takes fewer bytes.",
+    )
     prefill_chunk: int | None = option(
         None,
         "How many tokens of prompts one pass takes at most. The default is 2048 for cuda, where the"

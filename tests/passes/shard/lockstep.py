@@ -211,6 +211,8 @@ def make_caches(program: Program) -> list[tuple[Tensor, Tensor]]:
         shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads)
         widths = layer.head_dim, layer.columns_of_values
         keys, values = (torch.full((*shape, width), 30.0) for width in widths)
+        if layer.values_in_keys:
+            values = keys[..., : widths[1]]
         made.append((keys, values))
     return made
 

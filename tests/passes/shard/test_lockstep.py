@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
+from specc.artifact.kv_rows import AUTO
+from specc.artifact.mla_cache import LATENT
 from specc.errors import ConfigError
+from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs, tree_inputs
+from tests.traces import trace_once
 
 ARCHITECTURES = (*models.ARCHITECTURES, "gemma3-tied")
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1))
@@ -27,7 +32,10 @@ both = cache(Both.make)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"])
 def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
-    models_ = both(name, num_ranks)
+    assert_all_together_are(both(name, num_ranks))
+
+
+def assert_all_together_are(models_: Both) -> None:
     generator = torch.Generator().manual_seed(7)
     committed = [len(prompt) for prompt in PROMPTS]
     passes = [prompt_inputs(PROMPTS)]
@@ -38,6 +46,24 @@ def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
         with torch.inference_mode():
             wanted = models_.whole(*inputs)
         assert_alike(models_.logits(inputs), wanted)
+
+
+# heads whose rotary parts are interleaved, and complex numbers
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+def test_ranks_have_heads_of_one_latent(name: str, num_ranks: int) -> None:
+    """Wk, Wv and queries are cut by heads; rows of the latent are whole on each rank."""
+    model, absorb = models.build_model(name), partial(AbsorbLatent, LATENT, AUTO)
+    whole = trace_once(model, "target")
+    Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:])).run(whole)
+    found = Both.of(model, num_ranks, whole=whole)
+    for keys, values in (layer for caches in found.caches for layer in caches):
+        assert (keys.shape[2:], values.shape[2:]) == ((1, 24), (1, 16))
+        assert keys.data_ptr() == values.data_ptr()
+    for cut in found.plan.weights:
+        if "kv_b_proj" in cut.key or "q_b_proj" in cut.key:
+            assert cut.local_shape[0] * num_ranks == cut.shape[0]
+    assert_all_together_are(found)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.graph_io import graph_to_json
 from specc.kernels import fakes, native
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key, compile_package
+from specc.passes.program import RUNTIME_INPUTS
 from specc.runtime.backends.program_files import read_json
 from specc.system.cxx_compiler import find_compiler
 from specc.system.warm_process import WarmProcess
@@ -147,3 +149,24 @@ def test_inductor_leaves_nothing(program, monkeypatch, tmp_path) -> None:
     assert len(seen) == 2
     assert package.read_bytes() == again
     assert zipfile.is_zipfile(package)
+
+
+@pytest.mark.slow  # compiles
+def test_constants_of_one_element_are_read_when_it_runs(tmp_path) -> None:
+    """Inductor would compute with what is in their memory while it compiles, which is nothing."""
+    graph = torch.fx.Graph()
+    names = ("factor", *RUNTIME_INPUTS)
+    factor, tokens, *_ = (graph.placeholder(name) for name in names)
+    wide = graph.call_function(torch.ops.aten.to.dtype, (factor, torch.float32))
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (tokens, wide)))
+    inputs: list[dict[str, Any]] = [{"name": name, "kind": "input"} for name in names]
+    inputs[0] |= {"kind": "constant", "dtype": "int64", "shape": []}
+    path = tmp_path / "program.pt2"
+    lower_aot_inductor.lower({"inputs": inputs, "graph": graph_to_json(graph)}, path)
+    program = torch._inductor.aoti_load_package(str(path))
+    given, _ = lower_aot_inductor._example_inputs(
+        BoundProgram({"inputs": inputs, "graph": graph_to_json(graph)})
+    )
+    for value in (7, -3):
+        program.load_constants({"w0": torch.tensor(value)}, check_full_update=True)
+        torch.testing.assert_close(program(*given), given[0][0] * float(value))
