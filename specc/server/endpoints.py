@@ -21,6 +21,7 @@ from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unkno
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
+from specc.server.message_reader import MessageReader, token_ids_of
 from specc.server.metrics import ServeMetrics
 from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.server.protocol import (
@@ -37,6 +38,7 @@ from specc.server.work import PromptThreads
 Read = TypeVar("Read")
 # what was asked for: the request, its options, token ids of its prompts, texts to begin with
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
+_Chat = tuple[ChatRequest, SamplingParams, list[int], MessageReader]
 # what `ChatTemplate` complains about begins with the place of the fault, where it knows one
 _PLACE = re.compile(r"(messages[\w.]*)=")
 
@@ -111,20 +113,24 @@ class Endpoints:
             ClientGone: nobody waits for the answer.
         """
 
-        def read(body: bytes) -> tuple[ChatRequest, SamplingParams, list[int]]:
+        def read(body: bytes) -> _Chat:
             wanted = parse(ChatRequest, self._parse(body))
             self._check(wanted)
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
-            token_ids = self._read_chat(wanted)
+            text = render(self._template, wanted)
+            requests = self._service.core.requests
+            token_ids = requests.tokenize(text, not wanted.add_special_tokens)
+            reader = MessageReader(self._config, wanted, text)
             forget_long(wanted)
-            return wanted, params, token_ids
+            return wanted, params, token_ids, reader
 
         found = await self._in_thread(request, read, is_chat=True)
-        wanted, params, token_ids = found
+        wanted, params, token_ids, reader = found
         options = self._options(wanted, params.logprobs)
-        answer = ChatResponse(self._config.model_names[0], self._tokens, options)
-        return await self._answer(request, wanted, [token_ids], params, answer)
+        answer = ChatResponse(self._config.model_names[0], self._tokens, options, reader)
+        shown = token_ids_of(self._engine.tokenizer, reader.markers)
+        return await self._answer(request, wanted, [token_ids], params, answer, shown=shown)
 
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
@@ -160,6 +166,7 @@ class Endpoints:
         params: SamplingParams,
         answer: ApiResponse,
         is_prompt_alone: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> Response:
         jobs = [
             OutputJob(prompt, ids, own)
@@ -172,6 +179,7 @@ class Endpoints:
             self._metrics.observer,
             priority=wanted.priority or 0,
             timeout_s=self._config.request_timeout_s,
+            shown_token_ids=shown,
         )
         is_handed_on = False
         try:
@@ -228,10 +236,6 @@ class Endpoints:
             return token_ids, None
         texts = zip(prompts, token_ids, strict=True)
         return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
-
-    def _read_chat(self, wanted: ChatRequest) -> list[int]:
-        text = render(self._template, wanted)
-        return self._service.core.requests.tokenize(text, not wanted.add_special_tokens)
 
     def _text(self, token_ids: list[int]) -> str:
         tokenizer = self._engine.tokenizer

@@ -213,6 +213,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
 
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)

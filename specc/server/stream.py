@@ -111,10 +111,11 @@ async def _events(
         return _event(chunk)
 
     try:
+        answer.take(*first)
         yield event(*first)
         async for index, update in updates:
             # a token may have no text yet; it is in the next chunk that has some
-            if answer.shows(update) or has_all_usage:
+            if answer.take(index, update) or has_all_usage:
                 yield event(index, update)
         if has_usage:
             yield _event(answer.last_chunk(generation.outputs))

@@ -1,0 +1,5 @@
+"""What parsers are called on the command line, which is told without loading them; vLLM's names."""
+
+from __future__ import annotations
+
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
