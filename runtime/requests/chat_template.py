@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise _unfit(f"a chat template of {len(source)} characters, at most {_MAX_SOURCE}")
         self._special_tokens = dict(special_tokens)
+        self._words = frozenset(re.findall(r"\w+", source))
         self._limits = limits
         setup = {"source": source, "max_characters": MAX_CHARACTERS}
         self._pool = BoundedPool(
@@ -70,6 +72,10 @@ class ChatTemplate:
             raise _unfit(f"a chat template that Jinja does not take: {reason}")
         # each child compiles it once, with its first messages
         self._pool.small_cpu_s += 2 * float(answer["seconds"])
+
+    def names(self, variable: str) -> bool:
+        """Whether the template has this word; without it, a variable of that name is not read."""
+        return variable in self._words
 
     def close(self) -> None:
         """End its processes; they also end with this object, and with this process."""

@@ -84,6 +84,12 @@ class ApiResponse(abc.ABC):
         choice = self._delta(index, output, update, is_first)
         return self._head(self.chunk_kind) | {"choices": [choice]}
 
+    def chunks(
+        self, index: int, output: Output, update: Update, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """What is new about one output, in one chunk or two."""
+        return [self.chunk(index, output, update, is_first)]
+
     def last_chunk(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Usage alone, after all text."""
         head = self._head(self.chunk_kind) | {"choices": [], "usage": usage_of(outputs)}
@@ -200,6 +206,23 @@ class ChatResponse(ApiResponse):
         """What is new about one output; of the prompt, beside the choices of the first chunk."""
         return super().chunk(index, output, update, is_first) | self._of_prompt(output, is_first)
 
+    def chunks(
+        self, index: int, output: Output, update: Update, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """One, and one more for the end of an output whose last tokens call a tool.
+
+        At OpenAI an end stands alone, and their client takes no call for done that begins beside
+        it: it never tells that the arguments are there.
+        """
+        chunk = self.chunk(index, output, update, is_first)
+        (choice,) = chunk["choices"]
+        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
+            return [chunk]
+        reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+        end = {"index": index, "delta": {}, "logprobs": None} | reasons
+        choice |= dict.fromkeys(reasons)
+        return [chunk, self._head(self.chunk_kind) | {"choices": [end]}]
+
     def take(self, index: int, update: Update) -> bool:
         """Read an update; its text may be held back, or bring out what was."""
         if index not in self._parsers:
@@ -209,23 +232,25 @@ class ChatResponse(ApiResponse):
         return has_text or news.says_something
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        whole = self._reader.parser().feed(output.text, is_last=True)
+        parser = self._reader.parser()
+        whole = parser.feed(output.text, is_last=True)
         message = {"role": "assistant", **self._reader.message(whole), "refusal": None}
-        return {"index": index, "message": message} | self._end(output, output)
+        return {"index": index, "message": message} | self._end(output, output, parser)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
         delta |= self._reader.delta(self._news.pop(index))
-        return {"index": index, "delta": delta} | self._end(output, update)
+        end = self._end(output, update, self._parsers[index])
+        return {"index": index, "delta": delta} | end
 
-    def _end(self, output: Output, news: Output | Update) -> dict[str, Any]:
+    def _end(self, output: Output, news: Output | Update, parser: MessageParser) -> dict[str, Any]:
         count = self._options.logprobs
         logprobs = None
         if count is not None:
             logprobs = chat_logprobs(self._tokens, news.token_ids, news.logprobs or [], count)
         return {
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._reader.finish_reason(output.finish_reason, parser),
             "stop_reason": output.stop_reason,
         } | self._ids(news)
 

@@ -16,6 +16,7 @@ from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
 from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
+from specc.server.chat_messages import template_messages
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
@@ -25,7 +26,6 @@ from specc.server.message_reader import MessageReader, token_ids_of
 from specc.server.metrics import ServeMetrics
 from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.server.protocol import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -33,6 +33,7 @@ from specc.server.protocol import (
     parse,
 )
 from specc.server.stream import open_stream
+from specc.server.tools import read_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
@@ -118,10 +119,11 @@ class Endpoints:
             self._check(wanted)
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
+            use = read_tools(wanted, self._config, _reads_tools(self._template))
             text = render(self._template, wanted)
             requests = self._service.core.requests
             token_ids = requests.tokenize(text, not wanted.add_special_tokens)
-            reader = MessageReader(self._config, wanted, text)
+            reader = MessageReader(self._config, wanted, text, use)
             forget_long(wanted)
             return wanted, params, token_ids, reader
 
@@ -291,17 +293,24 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
         )
     try:
         return template.render(
-            [_plain(message) for message in wanted.messages],
+            template_messages(wanted.messages),
             add_generation_prompt=wanted.add_generation_prompt is not False,
-            options=wanted.chat_template_kwargs,
+            options=_given(wanted) | (wanted.chat_template_kwargs or {}),
         )
     except RequestError as error:
         raise _api_error(error) from error
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message with the fields that its client has sent."""
-    return message.model_dump(exclude_unset=True)
+def _given(wanted: ChatRequest) -> dict[str, Any]:
+    """What a request has for templates besides messages."""
+    tools = [tool.model_dump(exclude_unset=True) for tool in wanted.tools or ()]
+    given = {"tools": tools or None, "documents": wanted.documents}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _reads_tools(template: ChatTemplate | None) -> bool:
+    # a chat without a template is refused by `render`
+    return template is None or template.names("tools")
 
 
 def _api_error(error: RequestError) -> ApiError:

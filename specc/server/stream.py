@@ -104,11 +104,12 @@ async def _events(
 
     def event(index: int, update: Update) -> bytes:
         output = generation.outputs[index]
-        chunk: dict[str, Any] = answer.chunk(index, output, update, index not in begun)
+        chunks = answer.chunks(index, output, update, index not in begun)
         begun.add(index)
         if has_usage or has_all_usage:
-            chunk["usage"] = usage_of(generation.outputs) if has_all_usage else None
-        return _event(chunk)
+            usage = usage_of(generation.outputs) if has_all_usage else None
+            chunks = [chunk | {"usage": usage} for chunk in chunks]
+        return b"".join(map(_event, chunks))
 
     try:
         answer.take(*first)

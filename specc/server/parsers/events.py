@@ -14,7 +14,28 @@ class Text:
     is_reasoning: bool = False
 
 
-Event = Text
+@dataclass(frozen=True)
+class CallBegin:
+    """A call of a tool that the request has; the calls of an output come one after the other."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the last call's arguments: all of them, joined, are a JSON object."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    """The last call has ended; where it is not whole, its arguments are only a beginning."""
+
+    is_whole: bool
+
+
+Event = Text | CallBegin | CallArguments | CallEnd
 
 
 class Parser(abc.ABC):

@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
+TOOL_CALL_PARSERS = ("hermes",)

@@ -43,7 +43,7 @@ class Script:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self.token_ids: list[int] = []
         self._begin = 0
         self._missed = {0}
         at = 0
@@ -63,10 +63,10 @@ class Script:
         alphabet = self._tokenizer.get_vocab()
         as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         if whole_markers:
-            self._ids = list(self._tokenizer.encode(text).ids)
+            self.token_ids = list(self._tokenizer.encode(text).ids)
         else:
             pieces = as_letters.pre_tokenize_str(text)
-            self._ids = [alphabet[letter] for piece, _ in pieces for letter in piece]
+            self.token_ids = [alphabet[letter] for piece, _ in pieces for letter in piece]
 
     def logits(self, positions: Tensor, is_draft: bool) -> Tensor:
         """[R, V] of the tokens after these [R] positions."""
@@ -74,7 +74,7 @@ class Script:
         rows = torch.zeros(len(positions), vocab_size)
         for row, position in zip(rows, positions.tolist(), strict=True):
             at = position + 1 - self._begin
-            token = self._ids[at] if 0 <= at < len(self._ids) else self._eos
+            token = self.token_ids[at] if 0 <= at < len(self.token_ids) else self._eos
             row[(token + 1) % vocab_size if is_draft and at in self._missed else token] = 50.0
         return rows
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from specc.server.parsers.message import Delta, MessageParser
+from specc.server.parsers.events import Parser
+from specc.server.parsers.message import CallDelta, Delta, MessageParser
 
 
 def cut(text: str, sizes: Sequence[int]) -> list[str]:
@@ -26,4 +28,34 @@ def joined(parser: MessageParser, pieces: Sequence[str]) -> Delta:
         news = parser.feed(piece, is_last=index == len(pieces))
         whole.content += news.content
         whole.reasoning += news.reasoning
+        for call in news.calls:
+            if call.id is not None:
+                assert call.name is not None
+                whole.calls.append(CallDelta(call.index, call.id, call.name))
+            whole.calls[call.index].arguments += call.arguments
+            assert [one.index for one in whole.calls] == list(range(len(whole.calls)))
     return whole
+
+
+def counted() -> Callable[[], str]:
+    """Ids that are the same each time."""
+    numbers = itertools.count()
+    return lambda: f"call_{next(numbers)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A message as a client has it: content, (name, arguments) of each call, none is cut."""
+
+    content: str
+    calls: list[tuple[str, str]]
+    is_whole: bool
+
+
+def found(make: Callable[[], Parser], text: str, sizes: Sequence[int] = ()) -> Found:
+    """What a parser of calls makes of a text, at once or in pieces of these sizes."""
+    parser = MessageParser(calls=make(), make_id=counted())
+    message = joined(parser, cut(text, sizes or [max(1, len(text))]))
+    assert [call.id for call in message.calls] == [f"call_{i}" for i in range(len(message.calls))]
+    calls = [(call.name or "", call.arguments) for call in message.calls]
+    return Found(message.content, calls, parser.has_whole_calls)

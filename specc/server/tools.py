@@ -1,0 +1,145 @@
+"""Tools of a chat request: which there are, and how its outputs may call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specc.server.config import ServeConfig
+from specc.server.errors import bad_request
+from specc.server.parsers.calls import CallFormat, CallParser
+from specc.server.parsers.events import Parser
+from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.protocol import ChatRequest
+
+_CHOICES = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says about tools.
+
+    Args:
+        tools: name → schema of the arguments; None takes none.
+        form: of the calls that outputs may hold; None where they hold none.
+        max_calls: of one output; None is any number.
+    """
+
+    tools: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    form: CallFormat | None = None
+    max_calls: int | None = None
+
+    def parser(self) -> Parser | None:
+        """For one output; None where it cannot call."""
+        return CallParser(self.form, self.tools) if self.form else None
+
+    def finish_reason(self, reason: str, has_whole_calls: bool) -> str:
+        """Why an output has ended, as OpenAI's API says it.
+
+        Args:
+            reason: `stop` or `length`.
+            has_whole_calls: it calls tools, and no call is cut.
+        """
+        return "tool_calls" if has_whole_calls else reason
+
+
+def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> ToolUse:
+    """Check what a request says about tools.
+
+    Args:
+        wanted: the request.
+        config: of the server.
+        reads_tools: the chat template does.
+    Raises:
+        ApiError: they are malformed, or this server cannot have them called.
+    """
+    choice = wanted.tool_choice
+    tools: dict[str, dict[str, Any] | None] = {}
+    for index, tool in enumerate(wanted.tools or ()):
+        name = tool.function.name
+        if tool.type != "function":
+            raise bad_request(
+                f"tools.{index} of type {tool.type!r}", "type function", "leave the others out",
+                f"tools.{index}.type",
+            )  # fmt: skip
+        if name in tools:
+            raise bad_request(
+                f"two tools of the name {name!r}", "a name for each", "rename one", "tools"
+            )
+        tools[name] = tool.function.parameters
+    _check_choice(choice, tools)
+    if not tools or choice == "none":
+        return ToolUse(tools)
+    if choice not in (None, "auto"):
+        raise bad_request(
+            f"tool_choice={choice!r}", "auto or none", "choose one of them", "tool_choice"
+        )
+    return _automatic(wanted, config, tools, reads_tools)
+
+
+def _automatic(
+    wanted: ChatRequest,
+    config: ServeConfig,
+    tools: dict[str, dict[str, Any] | None],
+    reads_tools: bool,
+) -> ToolUse:
+    if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+        raise bad_request(
+            "tools with tool_choice auto, and a server that does not look for calls",
+            "a server that was started with --enable-auto-tool-choice and --tool-call-parser",
+            'start it so, or pass tool_choice="none"',
+            "tool_choice",
+        )
+    if not reads_tools:
+        raise bad_request(
+            "tools, and a chat template that does not read them",
+            "a template that tells the model which tools there are",
+            "start the server with such a template (--chat-template), or leave tools out",
+            "tools",
+        )
+    if has_structure(wanted):
+        raise bad_request(
+            "tools with tool_choice auto beside a form of the output, which leaves room for no"
+            " call",
+            "one of the two",
+            'leave the form out, or pass tool_choice="none"',
+            "tools",
+        )
+    max_calls = 1 if wanted.parallel_tool_calls is False else None
+    return ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
+
+
+def has_structure(wanted: ChatRequest) -> bool:
+    """Whether a request says which form its outputs have."""
+    form = wanted.response_format
+    guided = (
+        wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar,
+        wanted.structured_outputs,
+    )  # fmt: skip
+    has_guide = any(value is not None for value in guided)
+    return has_guide or (form is not None and form.type != "text")
+
+
+def _check_choice(choice: Any, tools: dict[str, Any]) -> None:
+    name = None
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        is_known = choice.get("type") == "function" and isinstance(name, str)
+    else:
+        is_known = choice in (None, "none", "auto", "required")
+    if not is_known:
+        raise bad_request(f"tool_choice={choice!r}", _CHOICES, "choose one of them", "tool_choice")
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise bad_request(
+            f"tool_choice={choice!r} without tools", "tools to call", "pass tools", "tool_choice"
+        )
+    if name is not None and name not in tools:
+        raise bad_request(
+            f"tool_choice of the function {name!r}, which tools has not got",
+            f"one of {', '.join(tools)}",
+            "choose one of them",
+            "tool_choice",
+        )

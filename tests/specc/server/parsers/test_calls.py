@@ -1,0 +1,152 @@
+"""Calls of tools are told from text, in every format, however the text comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specc.server.parsers.calls import CallParser
+from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.parsers.message import MessageParser
+from tests.specc.server.parsers.pieces import Found, counted, found
+
+TOOLS: dict[str, Any] = {"add": {"type": "object"}, "now": None, "a.b-c/d:e": None}
+A = '{"name": "add", "arguments": {"x": 1}}'
+B = '{"name":"now","arguments":{}}'
+X = ("add", '{"x": 1}')
+NOW = ("now", "{}")
+
+
+def read(form: str, text: str, sizes: tuple[int, ...] = ()) -> Found:
+    return found(lambda: CallParser(CALL_FORMATS[form], TOOLS), text, sizes)
+
+
+def check(form: str, text: str, content: str, calls: list[tuple[str, str]], whole: bool) -> None:
+    """At once, and in pieces of each size."""
+    want = Found(content, calls, whole)
+    assert read(form, text) == want
+    for size in range(1, 9):
+        assert read(form, text, (size,)) == want, size
+
+
+# text → content, calls, whether there are calls and none is cut
+HERMES = {
+    "one": (f"<tool_call>\n{A}\n</tool_call>", "", [X], True),
+    "two": (f"<tool_call>{A}</tool_call>\n<tool_call>\n{B}</tool_call>\n", "", [X, NOW], True),
+    "text before": (f"I add:\n\n<tool_call>{A}</tool_call>", "I add:\n\n", [X], True),
+    "text around": (f"a<tool_call>{A}</tool_call> b\n<tool_call>{B}</tool_call>c", "a b\nc",
+                    [X, NOW], True),
+    "white space alone": (f"\n\n<tool_call>{A}</tool_call>  \n", "", [X], True),
+    "no call": ("  a <tool> b </tool_call> ", "  a <tool> b </tool_call> ", [], False),
+    "no text": ("", "", [], False),
+    "only white space": (" \n", " \n", [], False),
+    "any order": ('<tool_call>{"id": [1, {"name": 2}], "arguments": {"x": 1}, "name": "add"}'
+                  "</tool_call>", "", [X], True),
+    "as it was written": ('<tool_call>{"name":"add","arguments":{ "x" :[1, "}</tool_call>\\"é"] }}'
+                          "</tool_call>", "", [("add", '{ "x" :[1, "}</tool_call>\\"é"] }')], True),
+    "escaped name": ('<tool_call>{"name": "\\u0061dd", "arguments": {}}</tool_call>', "",
+                     [("add", "{}")], True),
+    "no arguments": ('<tool_call>{"name": "now"}</tool_call>', "", [NOW], True),
+    "null": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW], True),
+    "in a string": ('<tool_call>{"name": "add", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [X],
+                    True),
+    "parameters": ('<tool_call>{"name": "add", "parameters": {"x": 1}}</tool_call>', "", [X], True),
+    "a brace is missing": (f"<tool_call>{A[:-1]}\n</tool_call>", "", [X], True),
+    "a mark is missing": (f"<tool_call>{A}\n<tool_call>{B}", "", [X, NOW], True),
+    # no calls: marks and all are content
+    "no JSON": ("<tool_call>add(1)</tool_call> ", "<tool_call>add(1)</tool_call> ", [], False),
+    "unknown": ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
+                '<tool_call>{"name": "sub", "arguments": {}}</tool_call>', [], False),
+    "no name": ('<tool_call>{"arguments": {"x": 1}}</tool_call>',
+                '<tool_call>{"arguments": {"x": 1}}</tool_call>', [], False),
+    "a name of another type": ('<tool_call>{"name": {"a": 1}}', '<tool_call>{"name": {"a": 1}}', [],
+                               False),
+    "arguments of another type": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+                                  '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [],
+                                  False),
+    "no object in a string": ('<tool_call>{"name": "add", "arguments": "[1]"}',
+                              '<tool_call>{"name": "add", "arguments": "[1]"}', [], False),
+    "no JSON in a string": ('<tool_call>{"name": "add", "arguments": "{1"}',
+                            '<tool_call>{"name": "add", "arguments": "{1"}', [], False),
+    "two names": ('<tool_call>{"name": "add", "name": "now"}',
+                  '<tool_call>{"name": "add", "name": "now"}', [], False),
+    "cut in the mark": ("a <tool_ca", "a <tool_ca", [], False),
+    "cut in the name": ('<tool_call>\n{"name": "ad', '<tool_call>\n{"name": "ad', [], False),
+    "cut before arguments": ('<tool_call>{"name": "add", "arguments": ',
+                             '<tool_call>{"name": "add", "arguments": ', [], False),
+    "then a good one": (f"<tool_call>oops<tool_call>{A}</tool_call>", "<tool_call>oops", [X], True),
+    # calls whose arguments have begun
+    "cut in arguments": ('a<tool_call>{"name": "add", "arguments": {"x": "1', "a",
+                         [("add", '{"x": "1')], False),
+    "cut after arguments": (f"<tool_call>{A[:-1]}", "", [X], True),
+    "cut in the second": (f"<tool_call>{A}</tool_call>\n<tool_call>" + B[:27], "",
+                          [X, ("now", "{")], False),
+    "no JSON any more": ('<tool_call>{"name": "add", "arguments": {"x": 1, y}}</tool_call>',
+                         "y}}</tool_call>", [("add", '{"x": 1, ')], False),
+    "cut in the last mark": (f"<tool_call>{A}\n</tool_c", "", [X], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HERMES)
+def test_hermes(name: str) -> None:
+    check("hermes", *HERMES[name])
+
+
+def test_calls_beyond_the_first_may_be_unwanted() -> None:
+    parser = MessageParser(
+        calls=CallParser(CALL_FORMATS["hermes"], TOOLS), max_calls=1, make_id=counted()
+    )
+    text = f"<tool_call>{B}</tool_call><tool_call>{A}</tool_call>"
+    delta = parser.feed(text, is_last=True)
+    assert [(call.name, call.arguments) for call in delta.calls] == [NOW]
+    assert parser.has_whole_calls
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Name and id first, pieces of arguments as soon as they are there, each of them once."""
+    parser = MessageParser(calls=CallParser(CALL_FORMATS["hermes"], TOOLS), make_id=counted())
+    seen = []
+    for piece in (
+        'a<tool_call>{"name": "add", "argu',
+        'ments": {"x"',
+        ": [1, 2",
+        "]}}</tool_call>",
+    ):
+        delta = parser.feed(piece, is_last=False)
+        seen.append((delta.content, [(c.index, c.id, c.name, c.arguments) for c in delta.calls]))
+    assert seen == [
+        ("a", []),
+        ("", [(0, "call_0", "add", '{"x"')]),
+        ("", [(0, None, None, ": [1, 2")]),
+        ("", [(0, None, None, "]}")]),
+    ]
+
+
+PARTS = {
+    "hermes": [
+        "<tool_call>", "</tool_call>", "<tool_", "call>", A, B, A[:20], A[20:], B[:-1], "}", "{",
+        '"', "a", " ", "\n", "é", '{"name": "add", "arguments": {"t": "<tool_call>"}}', ", ", "[",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PARTS)
+def test_pieces_do_not_matter(form: str) -> None:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(st.sampled_from(PARTS[form]), max_size=8).map("".join),
+        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
+    )
+    def run(text: str, sizes: tuple[int, ...]) -> None:
+        whole = read(form, text)
+        assert read(form, text, sizes) == whole
+        if whole.is_whole:
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
+        if not whole.calls:
+            assert whole.content == text
+
+    run()
