@@ -45,7 +45,8 @@ class MessageReader:
     def parser(self) -> MessageParser:
         """For one output."""
         thinks, form = self._thinks, self._use.form
-        reasoning = ReasoningParser(thinks, self._prompt) if thinks else None
+        ends = (form.interrupts,) if form and form.interrupts else ()
+        reasoning = ReasoningParser(thinks, self._prompt, ends) if thinks else None
         calls = self._use.parser()
         if form is None:
             return MessageParser(reasoning, calls)
@@ -71,7 +72,7 @@ class MessageReader:
 
     def finish_reason(self, reason: str | None, parser: MessageParser) -> str | None:
         """Why an output has ended, if it has."""
-        return reason and self._use.finish_reason(reason, parser.has_whole_calls)
+        return reason and self._use.finish_reason(reason, parser)
 
     def _reasoning(self, text: str | None) -> dict[str, Any]:
         # vLLM's name of today, and the one before it, which DeepSeek's API has

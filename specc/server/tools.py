@@ -10,6 +10,7 @@ from specc.server.errors import bad_request
 from specc.server.parsers.calls import CallFormat, CallParser
 from specc.server.parsers.events import Parser
 from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.parsers.message import MessageParser
 from specc.server.protocol import ChatRequest
 
 _CHOICES = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
@@ -33,14 +34,15 @@ class ToolUse:
         """For one output; None where it cannot call."""
         return CallParser(self.form, self.tools) if self.form else None
 
-    def finish_reason(self, reason: str, has_whole_calls: bool) -> str:
+    def finish_reason(self, reason: str, message: MessageParser) -> str:
         """Why an output has ended, as OpenAI's API says it.
 
         Args:
             reason: `stop` or `length`.
-            has_whole_calls: it calls tools, and no call is cut.
+            message: that has read all of the output.
         """
-        return "tool_calls" if has_whole_calls else reason
+        is_cut = reason == "length" and not message.ends_with_call
+        return "tool_calls" if message.has_whole_calls and not is_cut else reason
 
 
 def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> ToolUse:

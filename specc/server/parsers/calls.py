@@ -40,6 +40,7 @@ class CallFormat:
         is_bare: a call may stand without a marker at the beginning, and after another call.
         between: characters besides white space between two such calls.
         inner: further markers, inside of a call.
+        interrupts: a text with which a call begins in the middle of thinking, and ends it.
         make_id: of calls.
     """
 
@@ -49,6 +50,7 @@ class CallFormat:
     is_bare: bool = False
     between: str = ""
     inner: tuple[str, ...] = ()
+    interrupts: str = ""
     make_id: Callable[[], str] = openai_id
 
     @property

@@ -66,6 +66,11 @@ class MessageParser:
         """There are calls, and none was cut."""
         return 0 < self._num_calls == self._num_whole
 
+    @property
+    def ends_with_call(self) -> bool:
+        """There is no content after the last call."""
+        return self._num_calls > 0 and self._space is not None
+
     def feed(self, text: str, is_last: bool) -> Delta:
         """Take a part of the text.
 

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
-TOOL_CALL_PARSERS = ("hermes",)
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen3_coder")

@@ -86,7 +86,11 @@ class Script:
 def scripted_engine(plan: Sequence[int] = (1,) * 8) -> tuple[Engine, Script]:
     """An engine with plans off and `plan`, and what it says."""
     engine = build_engine(
-        plans=((), tuple(plan)), max_seq_len=POSITIONS, draft_positions=POSITIONS, block_size=16
+        plans=((), tuple(plan)),
+        max_seq_len=POSITIONS,
+        draft_positions=POSITIONS,
+        block_size=16,
+        prefill_chunk=512,
     )
     tokenizer = byte_tokenizer()
     script = Script(tokenizer)

@@ -174,13 +174,15 @@ def test_a_call_that_is_cut(rig) -> None:
         (CALL.index("2}"), [("add", '{"x": 1, "y": ')], "length"),
         (CALL.index("2}") + 2, [("add", ARGUMENTS)], "tool_calls"),
         (CALL.index("ments"), [], "length"),
+        (len(CALL + OTHER), BOTH, "tool_calls"),
+        (len(CALL) + OTHER.index("name"), BOTH[:1], "length"),
     ):
         choice = ask(server, max_tokens=max_tokens).choices[0]
         assert (calls_of(choice.message), choice.finish_reason) == (calls, reason), max_tokens
-        chunks = list(ask(server, max_tokens=max_tokens, stream=True))
-        assert chunks[-1].choices[0].finish_reason == reason
-        content = "".join(c.choices[0].delta.content or "" for c in chunks)
-        assert content == (choice.message.content or "")
+    chunks = list(ask(server, max_tokens=max_tokens, stream=True))
+    assert chunks[-1].choices[0].finish_reason == reason
+    content = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert content == (choice.message.content or "")
     stopped = ask(server, stop=['"y"']).choices[0]
     assert calls_of(stopped.message) == [("add", '{"x": 1, ')]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", '"y"')
@@ -312,3 +314,29 @@ def test_options_that_do_not_fit() -> None:
         ServeConfig(tool_call_parser="json")
     with pytest.raises(ConfigError, match="without tool_call_parser"):
         ServeConfig(enable_auto_tool_choice=True)
+
+
+FORMS = {
+    "llama3_json": '<|python_tag|>{"name": "add", "parameters": {"x": 1, "y": 2}}; {"name": "now",'
+    ' "parameters": {}}',
+    "mistral": '[TOOL_CALLS]add[ARGS]{"x": 1, "y": 2}[TOOL_CALLS][{"name": "now"}]',
+    "qwen3_coder": "<tool_call><function=add><parameter=x>\n1\n</parameter><parameter=y>2"
+    "</parameter></function></tool_call>\n<tool_call>\n<function=now></function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_formats(form: str) -> None:
+    engine, script = scripted_engine()
+    options = {"enable_auto_tool_choice": True, "tool_call_parser": form}
+    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
+        for whole in (True, False):
+            say(script, f"So:{FORMS[form]}" if form != "llama3_json" else FORMS[form], whole)
+            choice = ask(server).choices[0]
+            assert (calls_of(choice.message), choice.finish_reason) == (BOTH, "tool_calls")
+            with server.client.chat.completions.stream(
+                model=MODEL, messages=[USER], temperature=0, tools=[ADD, NOW]
+            ) as stream:
+                final = stream.get_final_completion().choices[0]
+            assert (calls_of(final.message), final.finish_reason) == (BOTH, "tool_calls")
+            assert (final.message.content or None) == choice.message.content

@@ -96,6 +96,68 @@ def test_hermes(name: str) -> None:
     check("hermes", *HERMES[name])
 
 
+LLAMA = {
+    "bare": (A, "", [X], True),
+    "after white space": (f" \n{A}\n", "", [X], True),
+    "marked": (f"<|python_tag|>{A}", "", [X], True),
+    "text before the mark": (f"Well: <|python_tag|> {A}", "Well: ", [X], True),
+    "its own names": ('{"type": "function", "name": "add", "parameters": {"x": 1}}', "", [X], True),
+    "several": (f"{A}; {B} ;{A}\n{B}", "", [X, NOW, X, NOW], True),
+    "text after": (f"{A}; and so", "; and so", [X], True),
+    # not where it could be anything
+    "in a text": (f"It is {A}", f"It is {A}", [], False),
+    "some other JSON": ('{"name": "now"}', '{"name": "now"}', [], False),
+    "another name": ('{"name": "Bob", "arguments": {}} ', '{"name": "Bob", "arguments": {}} ', [],
+                     False),
+    "code": ('<|python_tag|>search(q="a")', '<|python_tag|>search(q="a")', [], False),
+    "cut": (A[:-3], "", [("add", '{"x": ')], False),
+    "cut before": (A[:20], A[:20], [], False),
+    "cut between": (f"{A};", "", [X], True),
+}  # fmt: skip
+MISTRAL = {
+    "one": (f"[TOOL_CALLS][{A}]", "", [X], True),
+    "several": (f"[TOOL_CALLS] [{A}, {B}]", "", [X, NOW], True),
+    "text around": (f"a [TOOL_CALLS][{A}] b", "a  b", [X], True),
+    "with an id": ('[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abcdefghi"}]', "", [NOW],
+                   True),
+    "by name": ('[TOOL_CALLS]add{"x": 1}[TOOL_CALLS]now{}', "", [X, NOW], True),
+    "with a mark": ('[TOOL_CALLS]add[ARGS]{"x": 1}[TOOL_CALLS]now[ARGS] {}', "", [X, NOW], True),
+    "with both": ('[TOOL_CALLS]add[CALL_ID]a[b[ARGS]{"x": 1}', "", [X], True),
+    "any name": ("[TOOL_CALLS]a.b-c/d:e{}", "", [("a.b-c/d:e", "{}")], True),
+    # no calls
+    "none": ("[TOOL_CALLS][]", "[TOOL_CALLS][]", [], False),
+    "unknown": ("[TOOL_CALLS]sub{}", "[TOOL_CALLS]sub{}", [], False),
+    "unknown in a list": ('[TOOL_CALLS][{"name": "sub"}]', '[TOOL_CALLS][{"name": "sub"}]', [],
+                          False),
+    "a part of a name": ("[TOOL_CALLS]ad{}", "[TOOL_CALLS]ad{}", [], False),
+    "no object": ("[TOOL_CALLS]add[ARGS][1]", "[TOOL_CALLS]add[ARGS][1]", [], False),
+    "two marks": ("[TOOL_CALLS]add[ARGS][ARGS]{}", "[TOOL_CALLS]add[ARGS][ARGS]{}", [], False),
+    "text after the mark": ("[TOOL_CALLS]add[ARGS]a{}", "[TOOL_CALLS]add[ARGS]a{}", [], False),
+    "cut": ("[TOOL_CALLS]add[AR", "[TOOL_CALLS]add[AR", [], False),
+    "cut in arguments": ('[TOOL_CALLS]add{"x": "', "", [("add", '{"x": "')], False),
+    "cut in the second": (f'[TOOL_CALLS][{A}, {{"na', ', {"na', [X], True),
+    "cut after the first": (f"[TOOL_CALLS][{A}, ", "", [X], True),
+    "unknown second": (f'[TOOL_CALLS][{A}, {{"name": "sub"}}]', ', {"name": "sub"}]', [X], True),
+    "a brace is missing": (f"[TOOL_CALLS][{A[:-1]}]", "", [X], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama(name: str) -> None:
+    check("llama3_json", *LLAMA[name])
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistral(name: str) -> None:
+    check("mistral", *MISTRAL[name])
+
+
+def test_ids_of_mistral_are_what_its_templates_take() -> None:
+    ids = {CALL_FORMATS["mistral"].make_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(one) == 9 and one.isalnum() and one.isascii() for one in ids)
+
+
 def test_calls_beyond_the_first_may_be_unwanted() -> None:
     parser = MessageParser(
         calls=CallParser(CALL_FORMATS["hermes"], TOOLS), max_calls=1, make_id=counted()
@@ -130,6 +192,14 @@ PARTS = {
     "hermes": [
         "<tool_call>", "</tool_call>", "<tool_", "call>", A, B, A[:20], A[20:], B[:-1], "}", "{",
         '"', "a", " ", "\n", "é", '{"name": "add", "arguments": {"t": "<tool_call>"}}', ", ", "[",
+    ],
+    "llama3_json": [
+        "<|python_tag|>", "<|python_", "tag|>", A, B, A[:20], A[20:], B[:-1], ";", "; ", "}", "{",
+        '"', "a", " ", "\n", "é",
+    ],
+    "mistral": [
+        "[TOOL_CALLS]", "[TOOL_", "CALLS]", "[ARGS]", "[CALL_ID]", "add", "now", "[", "]", A, B,
+        A[:20], A[20:], ", ", "{", "}", '{"x": 1}', '"', "a", " ", "\n", "é",
     ],
 }  # fmt: skip
 
