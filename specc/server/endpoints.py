@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -120,6 +121,8 @@ class Endpoints:
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
             use = read_tools(wanted, self._config, _reads_tools(self._template))
+            if use.grammar is not None:
+                params = dataclasses.replace(params, structured_outputs=use.grammar)
             text = render(self._template, wanted)
             requests = self._service.core.requests
             token_ids = requests.tokenize(text, not wanted.add_special_tokens)

@@ -29,7 +29,7 @@ class MessageReader:
 
     def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
         # what a grammar has made begins with its form: such an output does not think
-        is_free = not has_structure(wanted)
+        is_free = not has_structure(wanted) and use.grammar is None
         self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
         self._has_reasoning = config.reasoning_parser is not None
         self._shows_reasoning = wanted.include_reasoning is not False

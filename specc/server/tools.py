@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specc.sampling.structured import StructuredOutputsParams
 from specc.server.config import ServeConfig
 from specc.server.errors import bad_request
+from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
+from specc.server.parsers.bodies import CallArray, CallObject, NamedArguments
 from specc.server.parsers.calls import CallFormat, CallParser
 from specc.server.parsers.events import Parser
 from specc.server.parsers.formats import CALL_FORMATS
@@ -24,11 +27,15 @@ class ToolUse:
         tools: name → schema of the arguments; None takes none.
         form: of the calls that outputs may hold; None where they hold none.
         max_calls: of one output; None is any number.
+        grammar: of outputs that have to be calls, and nothing else.
+        is_named: which tool they call, the request says.
     """
 
     tools: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     form: CallFormat | None = None
     max_calls: int | None = None
+    grammar: StructuredOutputsParams | None = None
+    is_named: bool = False
 
     def parser(self) -> Parser | None:
         """For one output; None where it cannot call."""
@@ -41,7 +48,10 @@ class ToolUse:
             reason: `stop` or `length`.
             message: that has read all of the output.
         """
-        is_cut = reason == "length" and not message.ends_with_call
+        if self.is_named:
+            # the client knows that there is a call, and OpenAI's API does not say it again
+            return reason
+        is_cut = reason == "length" and (self.grammar is not None or not message.ends_with_call)
         return "tool_calls" if message.has_whole_calls and not is_cut else reason
 
 
@@ -72,11 +82,36 @@ def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> T
     _check_choice(choice, tools)
     if not tools or choice == "none":
         return ToolUse(tools)
-    if choice not in (None, "auto"):
+    if choice in (None, "auto"):
+        return _automatic(wanted, config, tools, reads_tools)
+    if has_structure(wanted):
         raise bad_request(
-            f"tool_choice={choice!r}", "auto or none", "choose one of them", "tool_choice"
-        )
-    return _automatic(wanted, config, tools, reads_tools)
+            "tool_choice beside a form of the output", "one of the two", "leave the form out",
+            "tool_choice",
+        )  # fmt: skip
+    max_calls = 1 if wanted.parallel_tool_calls is False else None
+    return _forced(tools, choice, max_calls, config)
+
+
+def _forced(
+    tools: dict[str, dict[str, Any] | None],
+    choice: Any,
+    max_calls: int | None,
+    config: ServeConfig,
+) -> ToolUse:
+    """Outputs are JSON of the tools' schemas: a list of calls, or the arguments of one."""
+    name = choice["function"]["name"] if isinstance(choice, dict) else None
+    if name is None:
+        schema = calls_schema(tools, max_calls)
+        form = CallFormat(lambda tools: CallArray(lambda: CallObject(tools)))
+    else:
+        schema = arguments_schema(tools, name)
+        form = CallFormat(lambda _: NamedArguments(name))
+    usual = CALL_FORMATS.get(config.tool_call_parser or "")
+    if usual is not None:
+        form = replace(form, make_id=usual.make_id)
+    grammar = calls_grammar(schema, config.max_grammar_chars)
+    return ToolUse(tools, form, max_calls, grammar, name is not None)
 
 
 def _automatic(

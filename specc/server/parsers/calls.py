@@ -35,7 +35,7 @@ class CallFormat:
 
     Args:
         make_body: what comes after the opening marker.
-        opening: marker before a call.
+        opening: marker before a call; without one, all of the text is one body.
         closing: marker after it; none for "".
         is_bare: a call may stand without a marker at the beginning, and after another call.
         between: characters besides white space between two such calls.
@@ -45,7 +45,7 @@ class CallFormat:
     """
 
     make_body: Callable[[Tools], Body]
-    opening: str
+    opening: str = ""
     closing: str = ""
     is_bare: bool = False
     between: str = ""
@@ -88,6 +88,8 @@ class CallParser(Parser):
         self._body: Body | None = None
         # what came before the body and is text if it is no call
         self._before = ""
+        if not form.opening:
+            self._begin_body("")
 
     def feed(self, text: str) -> list[Event]:
         self._held += text
@@ -123,7 +125,8 @@ class CallParser(Parser):
                 self._end_body(events)
             return True
         if self._place is _At.TEXT:
-            size, marker = find_marker(self._held, self._form.opening)
+            opening = self._form.opening
+            size, marker = find_marker(self._held, *([opening] if opening else []))
             if size:
                 events.append(Text(self._held[:size]))
             self._held = self._held[size:].removeprefix(marker or "")
