@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from specc.server.parsers.calls import CallParser
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
+from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from specc.server.parsers.reasoning import FORMATS
 from tests.specc.server.parsers.pieces import Found, counted, found
 
 TOOLS: dict[str, Any] = {"add": {"type": "object"}, "now": None, "a.b-c/d:e": None}
@@ -156,6 +158,11 @@ def test_ids_of_mistral_are_what_its_templates_take() -> None:
     ids = {CALL_FORMATS["mistral"].make_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(len(one) == 9 and one.isalnum() and one.isascii() for one in ids)
+
+
+def test_names_on_the_command_line_are_those_of_formats() -> None:
+    assert tuple(CALL_FORMATS) == TOOL_CALL_PARSERS
+    assert tuple(FORMATS) == REASONING_PARSERS
 
 
 def test_calls_beyond_the_first_may_be_unwanted() -> None:
