@@ -119,7 +119,6 @@ class MessageParser:
                         delta.calls.append(CallDelta(self._index))
                     delta.calls[-1].arguments += event.text
             elif isinstance(event, CallEnd):
-                self._space = ""
                 self._num_whole += event.is_whole
 
     @property
