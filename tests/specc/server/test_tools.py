@@ -251,6 +251,20 @@ def test_what_a_template_gets(rig) -> None:
     assert answer.usage.prompt_tokens == len(server.engine.tokenizer.encode(prompt).ids)
 
 
+def test_the_description_has_them(rig) -> None:
+    server, _ = rig
+    schemas = server.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"]
+    assert fields["tools"]["anyOf"][0] == {
+        "type": "array", "items": {"$ref": "#/components/schemas/Tool"}
+    }  # fmt: skip
+    assert {"tool_choice", "parallel_tool_calls", "include_reasoning"} <= set(fields)
+    assert schemas["Tool"]["properties"]["function"] == {
+        "$ref": "#/components/schemas/ToolFunction"
+    }
+    assert "tools" not in schemas["CompletionRequest"]["properties"]
+
+
 AUTO = {"tools": [ADD]}
 
 
