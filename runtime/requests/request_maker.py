@@ -103,7 +103,7 @@ class RequestMaker:
             output: which of the prompt's outputs.
             leader: a request of the same prompt, whose rows this one shares.
             grammar: of `params`, at its beginning; without one, it is compiled here.
-            shown_token_ids: special tokens that the text holds in any case: marks that its reader
+            shown_token_ids: special tokens that the text holds in any case: markers that its reader
                 looks for.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.

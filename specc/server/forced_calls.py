@@ -1,4 +1,4 @@
-"""Calls that a request requires: the output is JSON of a schema, without marks."""
+"""Calls that a request requires: the output is JSON of a schema, without markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between the marks of a call of a tool, or in place of them."""
+"""What stands between the markers of a call of a tool, or in place of them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Mistral
 # as `--tool-call-parser` calls them
 CALL_FORMATS = {
     "hermes": CallFormat(CallObject, "<tool_call>", "</tool_call>"),
-    # JSON without a mark is a call only if it looks like nothing else
+    # JSON without a marker is a call only if it looks like nothing else
     "llama3_json": CallFormat(
         functools.partial(CallObject, needs_arguments=True),
         "<|python_tag|>",

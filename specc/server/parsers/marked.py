@@ -1,4 +1,4 @@
-"""Calls whose names and parameters stand between marks, without JSON around them."""
+"""Calls whose names and parameters stand between markers, without JSON around them."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class MarkedParameters(Body):
     """`<function=name> <parameter=key> value </parameter> … </function>`, as Qwen3-Coder's.
 
     Values are texts: what they are as JSON follows from the tool's schema. Those of strings are
-    handed out as they come, others when they have ended; a line break after the opening mark and
-    one before the closing mark are not theirs.
+    handed out as they come, others when they have ended; a line break after the opening marker and
+    one before the closing marker are not theirs.
 
     Args:
         tools: of the request, with the schemas of their arguments.
@@ -122,7 +122,7 @@ class MarkedParameters(Body):
 
     @property
     def raw(self) -> str:
-        # of a call that has begun, the mark that is being read belongs to nothing yet
+        # of a call that has begun, the marker that is being read belongs to nothing yet
         return super().raw + (self._mark + (self._title or "") if self.num_calls else "")
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
@@ -184,13 +184,13 @@ class MarkedParameters(Body):
     _is_first = False
 
     def _take_value(self, text: str, at: int, events: list[Event]) -> int:
-        """All of the text, up to the mark that ends the value."""
+        """All of the text, up to the marker that ends the value."""
         assert self._value is not None
         num_held = len(self._value)
         held = self._value + text[at:]
         size, marker = find_marker(held, _PARAMETER_END)
         if self._is_first and held:
-            # the line break after the opening mark
+            # the line break after the opening marker
             self._is_first = False
             if held[0] == "\n":
                 num_held -= 1
@@ -201,7 +201,7 @@ class MarkedParameters(Body):
             events.append(CallArguments(_as_json(value, self._types)))
             self._value = None
             return at + size + len(marker) - num_held
-        # a line break may be the last before the mark
+        # a line break may be the last before the marker
         certain = held[:size].removesuffix("\n") if not self._types else ""
         if certain:
             events.append(CallArguments(_in_string(certain)))
