@@ -175,7 +175,7 @@ class ServeConfig:
             raise ConfigError(
                 "enable_auto_tool_choice without tool_call_parser",
                 f"the format of the model's calls: {', '.join(TOOL_CALL_PARSERS)}",
-                "set tool_call_parser",
+                "set tool_call_parser (--tool-call-parser)",
             )
         if not all(self.model_names):
             raise ConfigError(
