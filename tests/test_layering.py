@@ -99,7 +99,7 @@ _OPTIONS = {
     "specc.cli.options.sampling": _FACTS,
     "specc.cli.options.triton": _FACTS,
     "specc.runtime.engine_args": _FACTS,
-    "specc.server.config": _FACTS,
+    "specc.server.config": {*_FACTS, "specc.server.parsers.names"},
     "specc.triton.config": {*_FACTS, "specc.triton.tensors"},
     "specc.tune.options": _FACTS,
 }
@@ -122,6 +122,7 @@ LAZY = {
     "specc.errors": set(),
     "specc.option": {"specc.errors"},
     "specc.system.machine": {"specc.errors"},
+    "specc.server.parsers.names": set(),
     "specc.triton.tensors": set(),
     "specc.__init__": {"specc.version"},
 }

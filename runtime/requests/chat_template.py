@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,17 @@ class ChatTemplate:
         source: Jinja, as in `tokenizer_config.json`.
         special_tokens: that templates name, `bos_token` and the like.
         limits: of compiling it, and of each rendering.
+        for_tools: another template, for messages with tools.
     Raises:
         ConfigError: the template is malformed or takes too much, or there is no Jinja.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], limits: ChildLimits = LIMITS
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        limits: ChildLimits = LIMITS,
+        for_tools: ChatTemplate | None = None,
     ) -> None:
         # only chats need Jinja
         if importlib.util.find_spec("jinja2") is None:
@@ -56,7 +62,9 @@ class ChatTemplate:
         if len(source) > _MAX_SOURCE:
             raise _unfit(f"a chat template of {len(source)} characters, at most {_MAX_SOURCE}")
         self._special_tokens = dict(special_tokens)
+        self._words = frozenset(re.findall(r"\w+", source))
         self._limits = limits
+        self._for_tools = for_tools
         setup = {"source": source, "max_characters": MAX_CHARACTERS}
         self._pool = BoundedPool(
             "specc.runtime.requests.chat_jinja:ChatRenderer", lambda: setup, limits, max_waiting=256
@@ -71,8 +79,15 @@ class ChatTemplate:
         # each child compiles it once, with its first messages
         self._pool.small_cpu_s += 2 * float(answer["seconds"])
 
+    def names(self, variable: str) -> bool:
+        """Whether the template has this word; without it, a variable of that name is not read."""
+        others = self._for_tools
+        return variable in self._words or (others is not None and others.names(variable))
+
     def close(self) -> None:
         """End its processes; they also end with this object, and with this process."""
+        if self._for_tools is not None:
+            self._for_tools.close()
         self._pool.close()
 
     def render(
@@ -92,6 +107,8 @@ class ChatTemplate:
                 hold more than text.
             OverloadError: too many messages wait to be rendered.
         """
+        if self._for_tools is not None and (options or {}).get("tools"):
+            return self._for_tools.render(messages, add_generation_prompt, options)
         plain = _plain_messages(messages)
         variables = {
             **self._special_tokens,
@@ -150,7 +167,10 @@ def load_template(directory: Path | None, file: Path | None = None) -> ChatTempl
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
         by_name = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
-        source = by_name.get("default")
+        source, other = by_name.get("default"), by_name.get("tool_use")
+        # as transformers: where there are tools, it goes before the default one
+        if isinstance(source, str) and isinstance(other, str):
+            return ChatTemplate(source, tokens, for_tools=ChatTemplate(other, tokens))
     return ChatTemplate(source, tokens) if isinstance(source, str) else None
 
 

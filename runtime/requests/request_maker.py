@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Set, Sized
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -88,6 +88,7 @@ class RequestMaker:
         output: int = 0,
         leader: Request | None = None,
         grammar: GrammarState | None = None,
+        shown_token_ids: Set[int] = frozenset(),
     ) -> Request:
         """Tokenize and check one request.
 
@@ -102,6 +103,8 @@ class RequestMaker:
             output: which of the prompt's outputs.
             leader: a request of the same prompt, whose rows this one shares.
             grammar: of `params`, at its beginning; without one, it is compiled here.
+            shown_token_ids: special tokens that the text holds in any case: markers that its reader
+                looks for.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
             OverloadError: too many grammars are compiled at the moment.
@@ -115,7 +118,7 @@ class RequestMaker:
                 token_ids,
                 params.stop_strings,
                 params.include_stop_str_in_output,
-                self._special_token_ids if params.skip_special_tokens else frozenset(),
+                self._skipped(params) - shown_token_ids,
                 params.min_tokens,
             )
         controls = self._controls(params)
@@ -273,6 +276,9 @@ class RequestMaker:
                 "stop_token_ids: this engine has no tokenizer",
                 "pass stop_token_ids",
             )
+
+    def _skipped(self, params: SamplingParams) -> frozenset[int]:
+        return self._special_token_ids if params.skip_special_tokens else frozenset()
 
     def _controls(self, params: SamplingParams) -> LogitControls | None:
         if not params.has_controls:

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,7 @@ class Service:
         timeout_s: float | None = None,
         leader: Ticket | None = None,
         grammar: GrammarState | None = None,
+        shown_token_ids: Set[int] = frozenset(),
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -127,6 +128,7 @@ class Service:
             timeout_s: seconds after which the request ends with what it has.
             leader: a request of the same prompt, whose rows this one shares.
             grammar: see `RequestMaker.make`.
+            shown_token_ids: see `RequestMaker.make`.
         Raises:
             RequestError: the request is invalid, or asks for several outputs: each of those is a
                 request of its own, see `SamplingParams.each`.
@@ -148,6 +150,7 @@ class Service:
             timeout_s=timeout_s,
             leader=None if leader is None else leader._request,
             grammar=grammar,
+            shown_token_ids=shown_token_ids,
         )
         self.core.scheduler.check_fits(request)
         ticket = Ticket(request, on_update)

@@ -6,7 +6,7 @@ import abc
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,8 @@ from specc.server.logprobs import (
     prompt_logprobs,
     with_best,
 )
+from specc.server.message_reader import MessageReader
+from specc.server.parsers.message import Delta, MessageParser
 from specc.speculation.metrics import SpecStats
 
 
@@ -68,8 +70,12 @@ class ApiResponse(abc.ABC):
         answer = self._head(self.kind) | {"choices": choices, "usage": usage_of(outputs)}
         return answer | self._metrics(outputs)
 
-    def shows(self, update: Update) -> bool:
-        """Whether a chunk would say anything."""
+    def take(self, index: int, update: Update) -> bool:
+        """Read an update, each once and in order, before its `chunk`.
+
+        Returns:
+            whether a chunk would say anything.
+        """
         has_ids = self._options.has_token_ids and bool(update.token_ids)
         return bool(update.text or update.is_last or update.logprobs or has_ids)
 
@@ -77,6 +83,12 @@ class ApiResponse(abc.ABC):
         """What is new about one output."""
         choice = self._delta(index, output, update, is_first)
         return self._head(self.chunk_kind) | {"choices": [choice]}
+
+    def chunks(
+        self, index: int, output: Output, update: Update, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """What is new about one output, in one chunk or two."""
+        return [self.chunk(index, output, update, is_first)]
 
     def last_chunk(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Usage alone, after all text."""
@@ -177,6 +189,15 @@ class ChatResponse(ApiResponse):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, model: str, tokens: TokenTexts, options: Options, reader: MessageReader
+    ) -> None:
+        super().__init__(model, tokens, options)
+        self._reader = reader
+        # output → its parser, and what the last update has brought
+        self._parsers: dict[int, MessageParser] = {}
+        self._news: dict[int, Delta] = {}
+
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """A whole answer; what it has of the prompt is beside the choices."""
         return super().whole(outputs) | self._of_prompt(outputs[0])
@@ -185,24 +206,51 @@ class ChatResponse(ApiResponse):
         """What is new about one output; of the prompt, beside the choices of the first chunk."""
         return super().chunk(index, output, update, is_first) | self._of_prompt(output, is_first)
 
+    def chunks(
+        self, index: int, output: Output, update: Update, is_first: bool
+    ) -> list[dict[str, Any]]:
+        """One, and one more for the end of an output whose last tokens call a tool.
+
+        At OpenAI an end stands alone, and their client takes no call for done that begins beside
+        it: it never tells that the arguments are there.
+        """
+        chunk = self.chunk(index, output, update, is_first)
+        (choice,) = chunk["choices"]
+        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
+            return [chunk]
+        reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
+        end = {"index": index, "delta": {}, "logprobs": None} | reasons
+        choice |= dict.fromkeys(reasons)
+        return [chunk, self._head(self.chunk_kind) | {"choices": [end]}]
+
+    def take(self, index: int, update: Update) -> bool:
+        """Read an update; its text may be held back, or bring out what was."""
+        if index not in self._parsers:
+            self._parsers[index] = self._reader.parser()
+        news = self._news[index] = self._parsers[index].feed(update.text, update.is_last)
+        has_text = super().take(index, replace(update, text=""))
+        return has_text or news.says_something
+
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": index, "message": message} | self._end(output, output)
+        parser = self._reader.parser()
+        whole = parser.feed(output.text, is_last=True)
+        message = {"role": "assistant", **self._reader.message(whole), "refusal": None}
+        return {"index": index, "message": message} | self._end(output, output, parser)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        if is_first or update.text:
-            delta["content"] = update.text
-        return {"index": index, "delta": delta} | self._end(output, update)
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+        delta |= self._reader.delta(self._news.pop(index))
+        end = self._end(output, update, self._parsers[index])
+        return {"index": index, "delta": delta} | end
 
-    def _end(self, output: Output, news: Output | Update) -> dict[str, Any]:
+    def _end(self, output: Output, news: Output | Update, parser: MessageParser) -> dict[str, Any]:
         count = self._options.logprobs
         logprobs = None
         if count is not None:
             logprobs = chat_logprobs(self._tokens, news.token_ids, news.logprobs or [], count)
         return {
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._reader.finish_reason(output.finish_reason, parser),
             "stop_reason": output.stop_reason,
         } | self._ids(news)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
+from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # strings that may end an output, and their characters together: each is looked for at every token
@@ -239,6 +241,9 @@ class ServeConfig:
             more for each KiB that comes.
         request_timeout_s: seconds after which a request ends with what it has; None is never.
         log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
+        reasoning_parser: what tells thinking from content; None leaves it there.
+        enable_auto_tool_choice: models may call the tools of a request where they want to.
+        tool_call_parser: what tells such calls from content.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
         origins: whose pages may use it.
     Raises:
@@ -280,11 +285,34 @@ class ServeConfig:
     log_every_s: float = option(
         10.0, "Seconds between two lines of figures; 0: none.", "--log-every", least=0
     )
+    reasoning_parser: str | None = option(
+        None,
+        f"How the model marks its thinking: {', '.join(REASONING_PARSERS)}. Else it is content.",
+        shows_default=False,
+        metavar="NAME",
+    )
+    enable_auto_tool_choice: bool = option(
+        False, "Look for calls of tools in chats that have any; needs --tool-call-parser."
+    )
+    tool_call_parser: str | None = option(
+        None,
+        f"How the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)}.",
+        shows_default=False,
+        metavar="NAME",
+    )
     allowed_hosts: tuple[str, ...] | None = None
     origins: Origins = field(default_factory=Origins)
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        _check_name("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError(
+                "enable_auto_tool_choice without tool_call_parser",
+                f"the format of the model's calls: {', '.join(TOOL_CALL_PARSERS)}",
+                "set tool_call_parser (--tool-call-parser)",
+            )
         if not all(self.model_names):
             raise ConfigError(
                 f"model names {self.model_names!r}", "none that is empty", "correct the option"
@@ -296,3 +324,8 @@ class ServeConfig:
                 "keys that a header can hold",
                 "choose another one",
             )
+
+
+def _check_name(field: str, value: str | None, known: Iterable[str]) -> None:
+    if value is not None and value not in known:
+        raise ConfigError(f"{field}={value!r}", f"one of {', '.join(known)}", "choose one of them")

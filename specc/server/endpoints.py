@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -16,15 +17,16 @@ from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
 from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
+from specc.server.chat_messages import template_messages
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
+from specc.server.message_reader import MessageReader, token_ids_of
 from specc.server.metrics import ServeMetrics
 from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
 from specc.server.protocol import (
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -32,11 +34,13 @@ from specc.server.protocol import (
     parse,
 )
 from specc.server.stream import open_stream
+from specc.server.tools import read_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
 # what was asked for: the request, its options, token ids of its prompts, texts to begin with
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
+_Chat = tuple[ChatRequest, SamplingParams, list[int], MessageReader]
 # what `ChatTemplate` complains about begins with the place of the fault, where it knows one
 _PLACE = re.compile(r"(messages[\w.]*)=")
 
@@ -111,20 +115,27 @@ class Endpoints:
             ClientGone: nobody waits for the answer.
         """
 
-        def read(body: bytes) -> tuple[ChatRequest, SamplingParams, list[int]]:
+        def read(body: bytes) -> _Chat:
             wanted = parse(ChatRequest, self._parse(body))
             self._check(wanted)
             params = chat_params(wanted, self._engine.max_seq_len)
             self._check_count(wanted.n or 1)
-            token_ids = self._read_chat(wanted)
+            use = read_tools(wanted, self._config, _reads_tools(self._template))
+            if use.grammar is not None:
+                params = dataclasses.replace(params, structured_outputs=use.grammar)
+            text = render(self._template, wanted)
+            requests = self._service.core.requests
+            token_ids = requests.tokenize(text, not wanted.add_special_tokens)
+            reader = MessageReader(self._config, wanted, text, use)
             forget_long(wanted)
-            return wanted, params, token_ids
+            return wanted, params, token_ids, reader
 
         found = await self._in_thread(request, read, is_chat=True)
-        wanted, params, token_ids = found
+        wanted, params, token_ids, reader = found
         options = self._options(wanted, params.logprobs)
-        answer = ChatResponse(self._config.model_names[0], self._tokens, options)
-        return await self._answer(request, wanted, [token_ids], params, answer)
+        answer = ChatResponse(self._config.model_names[0], self._tokens, options, reader)
+        shown = token_ids_of(self._engine.tokenizer, reader.markers)
+        return await self._answer(request, wanted, [token_ids], params, answer, shown=shown)
 
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
@@ -160,6 +171,7 @@ class Endpoints:
         params: SamplingParams,
         answer: ApiResponse,
         is_prompt_alone: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> Response:
         jobs = [
             OutputJob(prompt, ids, own)
@@ -172,6 +184,7 @@ class Endpoints:
             self._metrics.observer,
             priority=wanted.priority or 0,
             timeout_s=self._config.request_timeout_s,
+            shown_token_ids=shown,
         )
         is_handed_on = False
         try:
@@ -229,10 +242,6 @@ class Endpoints:
         texts = zip(prompts, token_ids, strict=True)
         return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
 
-    def _read_chat(self, wanted: ChatRequest) -> list[int]:
-        text = render(self._template, wanted)
-        return self._service.core.requests.tokenize(text, not wanted.add_special_tokens)
-
     def _text(self, token_ids: list[int]) -> str:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
@@ -287,17 +296,24 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
         )
     try:
         return template.render(
-            [_plain(message) for message in wanted.messages],
+            template_messages(wanted.messages),
             add_generation_prompt=wanted.add_generation_prompt is not False,
-            options=wanted.chat_template_kwargs,
+            options=_given(wanted) | (wanted.chat_template_kwargs or {}),
         )
     except RequestError as error:
         raise _api_error(error) from error
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message with the fields that its client has sent."""
-    return message.model_dump(exclude_unset=True)
+def _given(wanted: ChatRequest) -> dict[str, Any]:
+    """What a request has for templates besides messages."""
+    tools = [tool.model_dump(exclude_unset=True) for tool in wanted.tools or ()]
+    given = {"tools": tools or None, "documents": wanted.documents}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _reads_tools(template: ChatTemplate | None) -> bool:
+    # a chat without a template is refused by `render`
+    return template is None or template.names("tools")
 
 
 def _api_error(error: RequestError) -> ApiError:

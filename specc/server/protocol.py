@@ -61,6 +61,10 @@ _BIAS = WithJsonSchema(
 )
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# what may be long and is read before anything is generated
+_LONG = (
+    "prompt", "messages", "tools", "documents", "structured_outputs", "response_format", *_GUIDED,
+)  # fmt: skip
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
@@ -204,6 +208,51 @@ class ChatMessage(BaseModel):
     content: str | list[TextPart] | None = None
 
 
+class ToolFunction(BaseModel):
+    """A function that a model may call; further fields go to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    # formats of calls have names between marks of their own
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """Of type `function`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    function: ToolFunction
+
+
+ToolChoice = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "required": ["type", "function"],
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "required": ["name"],
+                            "properties": {"name": {"type": "string"}},
+                        },
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
 class ChatRequest(GenerationRequest):
     """Of /v1/chat/completions."""
 
@@ -213,6 +262,11 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
@@ -226,7 +280,9 @@ def parse(kind: type[AnyRequest], data: Mapping[str, Any]) -> AnyRequest:
     """
     known = {}
     for name, value in data.items():
-        if name in UNSUPPORTED:
+        if name in kind.model_fields:
+            known[name] = value
+        elif name in UNSUPPORTED:
             if value is not None and not any(_same(value, other) for other in UNSUPPORTED[name]):
                 raise ApiError(
                     400,
@@ -245,7 +301,7 @@ def parse(kind: type[AnyRequest], data: Mapping[str, Any]) -> AnyRequest:
 
 def forget_long(request: GenerationRequest) -> None:
     """Drop what may be long and was read: the request stays while its outputs are made."""
-    for name in ("prompt", "messages", "structured_outputs", "response_format", *_GUIDED):
+    for name in _LONG:
         if name in type(request).model_fields:
             setattr(request, name, None)
 

@@ -104,17 +104,19 @@ async def _events(
 
     def event(index: int, update: Update) -> bytes:
         output = generation.outputs[index]
-        chunk: dict[str, Any] = answer.chunk(index, output, update, index not in begun)
+        chunks = answer.chunks(index, output, update, index not in begun)
         begun.add(index)
         if has_usage or has_all_usage:
-            chunk["usage"] = usage_of(generation.outputs) if has_all_usage else None
-        return _event(chunk)
+            usage = usage_of(generation.outputs) if has_all_usage else None
+            chunks = [chunk | {"usage": usage} for chunk in chunks]
+        return b"".join(map(_event, chunks))
 
     try:
+        answer.take(*first)
         yield event(*first)
         async for index, update in updates:
             # a token may have no text yet; it is in the next chunk that has some
-            if answer.shows(update) or has_all_usage:
+            if answer.take(index, update) or has_all_usage:
                 yield event(index, update)
         if has_usage:
             yield _event(answer.last_chunk(generation.outputs))

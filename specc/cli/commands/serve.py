@@ -61,6 +61,7 @@ def serve(
       specc serve engine/
       specc serve engine/ --host 0.0.0.0 --port 9000 --served-model-name coder
       SPECC_API_KEY=secret specc serve engine/ --max-waiting 64 --request-timeout 120
+      specc serve engine/ --enable-auto-tool-choice --tool-call-parser hermes
       specc serve engine/ --allowed-host specc.internal --max-connections 256
       specc serve engine/ --ssl-certfile cert.pem --ssl-keyfile key.pem
       specc serve engine/ --allowed-origin https://app.example

@@ -116,17 +116,20 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     config.write_text(json.dumps({"bos_token": {"content": "<B>"}, "eos_token": "<E>"}))
     assert load_template(tmp_path) is None
 
-    def rendered(file: Path | None = None) -> str:
+    def rendered(file: Path | None = None, **options: Any) -> str:
         template = load_template(tmp_path, file)
         assert template is not None
-        return template.render([{"role": "user", "content": "x"}])
+        assert template.names("tools") == ("T{{bos_token}}" in config.read_text())
+        return template.render([{"role": "user", "content": "x"}], options=options)
 
     named = [
-        {"name": "tool_use", "template": "T"},
+        {"name": "tool_use", "template": "T{{bos_token}}{{ tools[0] }}"},
         {"name": "default", "template": "D{{bos_token}}"},
     ]
     config.write_text(json.dumps({"bos_token": {"content": "<B>"}, "chat_template": named}))
-    assert rendered() == "D<B>"
+    # transformers has a template of its own for tools, if there is one
+    assert rendered() == rendered(tools=[]) == "D<B>"
+    assert rendered(tools=["a"]) == "T<B>a"
     config.write_text(json.dumps({"bos_token": "<B>", "chat_template": "C{{ bos_token }}"}))
     assert rendered() == "C<B>"
     (tmp_path / "chat_template.jinja").write_text("J{{ bos_token }}")

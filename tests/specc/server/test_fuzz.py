@@ -72,6 +72,11 @@ _CHAT = {
     "logprobs": [True, False],
     "chat_template_kwargs": [{}, {"a": [1]}],
     "add_generation_prompt": [True, False],
+    "tools": [None, []],
+    "tool_choice": [None, "none", "auto"],
+    "parallel_tool_calls": [None, True, False],
+    "include_reasoning": [None, True, False],
+    "documents": [None, [], [{"title": "a"}]],
 }
 _PATHS = {"completions": _COMPLETION, "chat/completions": _CHAT}
 _ANYTHING = st.recursive(

@@ -1,0 +1,95 @@
+"""What a chat's outputs are read with, and how what is read is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specc.server.config import ServeConfig
+from specc.server.parsers.message import CallDelta, Delta, MessageParser
+from specc.server.parsers.reasoning import FORMATS, ReasoningParser
+from specc.server.protocol import ChatRequest
+from specc.server.tools import ToolUse, has_structure
+
+# characters of a prompt whose end is looked at; a marker and white space after it are fewer
+_END = 256
+
+
+class MessageReader:
+    """Of one request, for all of its outputs.
+
+    Args:
+        config: parsers of the server.
+        wanted: the request, with all of its fields.
+        prompt: rendered.
+        use: of tools.
+    """
+
+    def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
+        # what a grammar has made begins with its form: such an output does not think
+        is_free = not has_structure(wanted) and use.grammar is None
+        self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
+        self._has_reasoning = config.reasoning_parser is not None
+        self._shows_reasoning = wanted.include_reasoning is not False
+        self._prompt = prompt[-_END:]
+        self._use = use
+
+    @property
+    def markers(self) -> Sequence[str]:
+        """What the parsers look for, special tokens or not."""
+        forms = (self._thinks, self._use.form)
+        return [marker for form in forms if form is not None for marker in form.markers]
+
+    def parser(self) -> MessageParser:
+        """For one output."""
+        thinks, form = self._thinks, self._use.form
+        ends = (form.interrupts,) if form and form.interrupts else ()
+        reasoning = ReasoningParser(thinks, self._prompt, ends) if thinks else None
+        calls = self._use.parser()
+        if form is None:
+            return MessageParser(reasoning, calls)
+        return MessageParser(reasoning, calls, self._use.max_calls, form.make_id)
+
+    def message(self, whole: Delta) -> dict[str, Any]:
+        """Fields of a message: null is a content that is not there, beside something else."""
+        fields: dict[str, Any] = {"content": whole.content}
+        if not whole.content and (whole.reasoning or whole.calls):
+            fields["content"] = None
+        if whole.calls:
+            fields["tool_calls"] = [_call(call) for call in whole.calls]
+        if self._has_reasoning:
+            fields |= self._reasoning(whole.reasoning or None)
+        return fields
+
+    def delta(self, news: Delta) -> dict[str, Any]:
+        """Fields of a chunk's delta."""
+        fields: dict[str, Any] = {"content": news.content} if news.content else {}
+        if news.calls:
+            fields["tool_calls"] = [{"index": call.index} | _call(call) for call in news.calls]
+        return fields | (self._reasoning(news.reasoning) if news.reasoning else {})
+
+    def finish_reason(self, reason: str | None, parser: MessageParser) -> str | None:
+        """Why an output has ended, if it has."""
+        return reason and self._use.finish_reason(reason, parser)
+
+    def _reasoning(self, text: str | None) -> dict[str, Any]:
+        # vLLM's name of today, and the one before it, which DeepSeek's API has
+        return {"reasoning": text, "reasoning_content": text} if self._shows_reasoning else {}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A call, or more of one: id and name stand in its first part."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def token_ids_of(tokenizer: Tokenizer | None, markers: Sequence[str]) -> frozenset[int]:
+    """Markers that are tokens of their own: as special tokens, texts would leave them out."""
+    if tokenizer is None:
+        return frozenset()
+    found = (tokenizer.token_to_id(marker) for marker in markers)
+    return frozenset(token_id for token_id in found if token_id is not None)

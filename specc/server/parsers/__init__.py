@@ -1,0 +1,1 @@
+"""What a model's text says besides content: thinking, and calls of tools, as the text comes."""

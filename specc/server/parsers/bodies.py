@@ -1,0 +1,311 @@
+"""What stands between the markers of a call of a tool, or in place of them."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import json
+from collections.abc import Callable, Collection
+
+from specc.server.parsers.events import CallArguments, CallBegin, CallEnd, Event
+from specc.server.parsers.json_scan import JsonScan, skip_white
+
+# what arguments are called, by which models ever
+_ARGUMENTS = ("arguments", "parameters")
+# what is left of a form after its last whole call, and says nothing by itself
+_REST = " \t\r\n,;]"
+
+
+class Body(abc.ABC):
+    """Reads one form, as it comes; where it stops being of that form depends on no cuts.
+
+    A call begins when its name is one of the request's tools and its arguments have begun. What
+    comes before that can still be told as text; what comes after it is out.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = self.is_bad = False
+        self.num_calls = 0
+        self._raw: list[str] = []
+        # a call has begun and not ended; its arguments are there
+        self._is_in_call = self._has_arguments = False
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.is_done or self.is_bad)
+
+    @property
+    def raw(self) -> str:
+        """Characters that were taken and belong to no call."""
+        return "".join(self._raw)
+
+    def feed(self, text: str, at: int, events: list[Event]) -> int:
+        """Take characters from a place on.
+
+        Args:
+            text: to take from.
+            at: the first character.
+            events: what is found is added.
+        Returns:
+            the first character that was not taken.
+        """
+        begin = at
+        while at < len(text) and self.is_open:
+            at = self._take(text, at, events)
+        if not self.num_calls:
+            self._raw.append(text[begin:at])
+        if self.is_bad and self._is_in_call and self._has_arguments:
+            # all that makes it a call is there
+            self.is_bad = False
+            self._end(events)
+        return at
+
+    def cut(self, events: list[Event]) -> str:
+        """There is no more of it, or nothing of its form; returns what is text after all."""
+        if self._is_in_call:
+            self._is_in_call = False
+            events.append(CallEnd(self._has_arguments))
+        return self.raw
+
+    @abc.abstractmethod
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        """One part of the form, or the beginning of one; returns the place after it."""
+
+    def _begin(self, name: str, events: list[Event]) -> None:
+        self._is_in_call = True
+        self.num_calls += 1
+        self._raw.clear()
+        events.append(CallBegin(name))
+
+    def _end(self, events: list[Event]) -> None:
+        """The call is whole, and so is this."""
+        self._is_in_call, self.is_done = False, True
+        events.append(CallEnd(True))
+
+
+class _Next(enum.Enum):
+    OPENING = enum.auto()
+    KEY = enum.auto()
+    KEY_OR_END = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    MORE_OR_END = enum.auto()
+
+
+class CallObject(Body):
+    """`{"name": …, "arguments": {…}}`, in any order, with any further fields.
+
+    Arguments may be called parameters, be null, or be written as a string, as OpenAI's API does.
+
+    Args:
+        names: of tools.
+        needs_arguments: without them it is no call.
+    """
+
+    def __init__(self, names: Collection[str], needs_arguments: bool = False) -> None:
+        super().__init__()
+        self._names = names
+        self._needs_arguments = needs_arguments
+        self._next = _Next.OPENING
+        self._value: JsonScan | None = None
+        # of the key or value that is read: what it is, and its text where it is wanted as a whole
+        self._part = ""
+        self._text: list[str] = []
+        self._key = ""
+        self._name: str | None = None
+        # arguments that came before the name
+        self._early: str | None = None
+
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        value = self._value
+        if value is not None:
+            end = value.feed(text, at)
+            self._read(text[at:end], events)
+            if value.is_bad:
+                self.is_bad = True
+            elif value.is_done:
+                self._value = None
+                self._end_part("".join(self._text), events)
+            return end
+        at = skip_white(text, at)
+        return at + self._take_structure(text[at], events) if at < len(text) else at
+
+    def _read(self, text: str, events: list[Event]) -> None:
+        if self._part == "object" and self._name is not None:
+            events.append(CallArguments(text))
+        elif self._part != "other":
+            self._text.append(text)
+
+    def _take_structure(self, char: str, events: list[Event]) -> int:
+        """A character between keys and values; returns how many were taken."""
+        wanted = self._next
+        if wanted in (_Next.KEY, _Next.KEY_OR_END) and char == '"':
+            self._begin_part("key")
+            return 0
+        if wanted is _Next.VALUE:
+            self._begin_value(char, events)
+            return 0
+        if wanted is _Next.OPENING and char == "{":
+            self._next = _Next.KEY_OR_END
+        elif wanted is _Next.COLON and char == ":":
+            self._next = _Next.VALUE
+        elif wanted is _Next.MORE_OR_END and char == ",":
+            self._next = _Next.KEY
+        elif wanted in (_Next.MORE_OR_END, _Next.KEY_OR_END) and char == "}" and self._is_call:
+            if not self._has_arguments:
+                self._give("{}", events)
+            self._end(events)
+        else:
+            self.is_bad = True
+        return not self.is_bad
+
+    @property
+    def _is_call(self) -> bool:
+        return self._name is not None and (self._has_arguments or not self._needs_arguments)
+
+    def _begin_part(self, part: str) -> None:
+        self._part, self._value = part, JsonScan()
+        self._text.clear()
+
+    def _begin_value(self, char: str, events: list[Event]) -> None:
+        if self._key not in _ARGUMENTS:
+            self._begin_part("name" if self._key == "name" else "other")
+        elif char == "{":
+            self._begin_part("object")
+            if self._name is not None:
+                self._begin(self._name, events)
+        elif char in ('"', "n"):
+            self._begin_part("string")
+        else:
+            self.is_bad = True
+
+    def _end_part(self, text: str, events: list[Event]) -> None:
+        self._next = _Next.MORE_OR_END
+        if self._part == "key":
+            self._key = json.loads(text)
+            self._next = _Next.COLON
+            has_it = self._name is not None if self._key == "name" else self._has_arguments
+            self.is_bad = self._key in ("name", *_ARGUMENTS) and has_it
+        elif self._part == "name":
+            name = json.loads(text)
+            if not isinstance(name, str) or name not in self._names:
+                self.is_bad = True
+                return
+            self._name = name
+            if self._early is not None:
+                self._give(self._early, events)
+        elif self._part == "object":
+            self._has_arguments = True
+            if self._name is None:
+                self._early = text
+        elif self._part == "string":
+            self._end_string(json.loads(text), events)
+
+    def _end_string(self, value: str | None, events: list[Event]) -> None:
+        """Arguments that are null, or JSON in a string."""
+        inner = "{}" if value is None else value
+        scan = JsonScan()
+        is_object = inner.lstrip().startswith("{")
+        end = skip_white(inner, scan.feed(inner, 0)) if is_object else 0
+        if not scan.is_done or end < len(inner):
+            self.is_bad = True
+        elif self._name is None:
+            self._early, self._has_arguments = inner, True
+        else:
+            self._give(inner, events)
+
+    def _give(self, arguments: str, events: list[Event]) -> None:
+        """Begin the call, and tell all of its arguments."""
+        assert self._name is not None
+        self._begin(self._name, events)
+        self._has_arguments = True
+        events.append(CallArguments(arguments))
+
+
+class NamedArguments(Body):
+    """A JSON object: arguments of a tool whose name is known.
+
+    Args:
+        name: of the tool.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._value: JsonScan | None = None
+
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        if self._value is None:
+            at = skip_white(text, at)
+            if at == len(text):
+                return at
+            if text[at] != "{":
+                self.is_bad = True
+                return at
+            self._value = JsonScan()
+            self._begin(self._name, events)
+        end = self._value.feed(text, at)
+        events.append(CallArguments(text[at:end]))
+        self.is_bad = self._value.is_bad
+        if self._value.is_done:
+            self._has_arguments = True
+            self._end(events)
+        return end
+
+
+class CallArray(Body):
+    """`[call, …]`, at least one.
+
+    Args:
+        make_call: the body of each.
+    """
+
+    def __init__(self, make_call: Callable[[], Body]) -> None:
+        super().__init__()
+        self._make_call = make_call
+        self._call: Body | None = None
+        self._wanted = "["
+
+    @property
+    def raw(self) -> str:
+        text = super().raw + (self._call.raw if self._call else "")
+        return "" if self.num_calls and not text.strip(_REST) else text
+
+    def feed(self, text: str, at: int, events: list[Event]) -> int:
+        """As of all bodies; what belongs to its calls is theirs."""
+        while at < len(text) and self.is_open:
+            at = self._take(text, at, events)
+        return at
+
+    def cut(self, events: list[Event]) -> str:
+        """As of all bodies."""
+        if self._call is not None:
+            self._call.cut(events)
+        return self.raw
+
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        if self._call is None:
+            return self._take_structure(text, at)
+        had_calls = self._call.num_calls
+        end = self._call.feed(text, at, events)
+        self.is_bad = self._call.is_bad
+        if self._call.num_calls > had_calls:
+            self.num_calls += 1
+            self._raw.clear()
+        if self._call.is_done:
+            self._call, self._wanted = None, ",]"
+        return end
+
+    def _take_structure(self, text: str, at: int) -> int:
+        end = skip_white(text, at)
+        if end < len(text):
+            char = text[end]
+            if char not in self._wanted:
+                self.is_bad = True
+            else:
+                end += 1
+                self.is_done = char == "]"
+                if not self.is_done:
+                    self._call = self._make_call()
+        self._raw.append(text[at:end])
+        return end

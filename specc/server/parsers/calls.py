@@ -1,0 +1,172 @@
+"""Calls of tools in a text: where they begin and end, and what is text all the same."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specc.server.parsers.bodies import Body
+from specc.server.parsers.events import Event, Parser, Text, find_marker
+
+# name of a tool → schema of its arguments
+Tools = Mapping[str, Any]
+_WHITE = " \t\r\n"
+
+
+def openai_id() -> str:
+    """An id as OpenAI's."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def short_id() -> str:
+    """Nine letters and digits: templates of Mistral's models refuse any other."""
+    letters = string.ascii_letters + string.digits
+    return "".join(secrets.choice(letters) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family of models writes calls.
+
+    Args:
+        make_body: what comes after the opening marker.
+        opening: marker before a call; without one, all of the text is one body.
+        closing: marker after it; none for "".
+        is_bare: a call may stand without a marker at the beginning, and after another call.
+        between: characters besides white space between two such calls.
+        inner: further markers, inside of a call.
+        interrupts: a text with which a call begins in the middle of thinking, and ends it.
+        make_id: of calls.
+    """
+
+    make_body: Callable[[Tools], Body]
+    opening: str = ""
+    closing: str = ""
+    is_bare: bool = False
+    between: str = ""
+    inner: tuple[str, ...] = ()
+    interrupts: str = ""
+    make_id: Callable[[], str] = openai_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(marker for marker in (self.opening, self.closing, *self.inner) if marker)
+
+
+class _At(enum.Enum):
+    """Where in a text it is."""
+
+    BARE = enum.auto()
+    TEXT = enum.auto()
+    BODY = enum.auto()
+    CLOSING = enum.auto()
+
+
+class CallParser(Parser):
+    """Finds calls; everything else is text.
+
+    What has the form of a call up to its arguments is one, with what is there of these. Before
+    that, anything that is not of the form (no JSON, the name of no tool) makes it text, markers
+    included.
+
+    Args:
+        form: of calls.
+        tools: of the request.
+    """
+
+    def __init__(self, form: CallFormat, tools: Tools) -> None:
+        self._form = form
+        self._tools = tools
+        self._place = _At.BARE if form.is_bare else _At.TEXT
+        self._between = ""
+        self._held = ""
+        self._body: Body | None = None
+        # what came before the body and is text if it is no call
+        self._before = ""
+        if not form.opening:
+            self._begin_body("")
+
+    def feed(self, text: str) -> list[Event]:
+        self._held += text
+        events: list[Event] = []
+        while self._held and self._advance(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        held, self._held = self._held, ""
+        if self._place is _At.BODY:
+            self._end_body(events)
+        elif self._place in (_At.CLOSING, _At.BARE) and self._between:
+            # white space, and a part of what closes a call
+            return events
+        if held:
+            events.append(Text(held))
+        return events
+
+    def _advance(self, events: list[Event]) -> bool:
+        """Go on from one place to the next; False where more text is needed for that."""
+        if self._place is _At.BODY:
+            assert self._body is not None
+            self._held = self._held[self._body.feed(self._held, 0, events) :]
+            if self._body.is_open:
+                return False
+            if self._body.is_done:
+                self._body, self._before = None, ""
+                self._between = _WHITE + self._form.between
+                self._place = _At.CLOSING if self._form.closing else self._after_call()
+            else:
+                self._end_body(events)
+            return True
+        if self._place is _At.TEXT:
+            opening = self._form.opening
+            size, marker = find_marker(self._held, *([opening] if opening else []))
+            if size:
+                events.append(Text(self._held[:size]))
+            self._held = self._held[size:].removeprefix(marker or "")
+            if marker is not None:
+                self._begin_body(marker)
+            return marker is not None
+        rest = self._held.lstrip(self._between or _WHITE)
+        if self._place is _At.CLOSING:
+            return self._close(rest)
+        if not rest:
+            return False
+        if rest[0] == "{":
+            self._begin_body(self._held[: len(self._held) - len(rest)])
+            self._held = rest
+        else:
+            self._place = _At.TEXT
+        return True
+
+    def _close(self, rest: str) -> bool:
+        closing = self._form.closing
+        if len(rest) < len(closing) and closing.startswith(rest):
+            return False
+        if rest.startswith(closing):
+            self._held = rest.removeprefix(closing)
+        self._place = self._after_call()
+        return True
+
+    def _after_call(self) -> _At:
+        return _At.BARE if self._form.is_bare else _At.TEXT
+
+    def _begin_body(self, before: str) -> None:
+        self._place = _At.BODY
+        self._body, self._before = self._form.make_body(self._tools), before
+
+    def _end_body(self, events: list[Event]) -> None:
+        """The text has ended in it, or what comes is not of its form."""
+        assert self._body is not None
+        text = self._body.cut(events)
+        if not self._body.num_calls:
+            text = self._before + text
+        if text:
+            events.append(Text(text))
+        self._body, self._before, self._place = None, "", _At.TEXT

@@ -1,0 +1,137 @@
+"""The message of one output, as its text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specc.server.parsers.calls import openai_id
+from specc.server.parsers.events import CallArguments, CallBegin, CallEnd, Event, Parser, Text
+
+
+@dataclass
+class CallDelta:
+    """What is new about a call; id and name come once, and first."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass
+class Delta:
+    """What is new about a message; of a whole text, the message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class MessageParser:
+    """Thinking first, and then text and calls of tools.
+
+    White space that stands alone between thinking, calls and the end is no content. Without calls,
+    it is: then nothing is left out.
+
+    Args:
+        reasoning: of thinking; None where there is none.
+        calls: of calls; None takes all text for content.
+        max_calls: what is called beyond is left out, as by vLLM; None is any number.
+        make_id: of calls.
+    """
+
+    def __init__(
+        self,
+        reasoning: Parser | None = None,
+        calls: Parser | None = None,
+        max_calls: int | None = None,
+        make_id: Callable[[], str] = openai_id,
+    ) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._max_calls = max_calls
+        self._make_id = make_id
+        self._num_calls = 0
+        self._num_whole = 0
+        # white space since the last call, while there is nothing else
+        self._space: str | None = ""
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """There are calls, and none was cut."""
+        return 0 < self._num_calls == self._num_whole
+
+    @property
+    def ends_with_call(self) -> bool:
+        """There is no content after the last call."""
+        return self._num_calls > 0 and self._space is not None
+
+    def feed(self, text: str, is_last: bool) -> Delta:
+        """Take a part of the text.
+
+        Args:
+            text: new characters.
+            is_last: none will follow.
+        """
+        delta = Delta()
+        for event in self._think(text, is_last):
+            if event.is_reasoning:
+                delta.reasoning += event.text
+            else:
+                self._take_text(event.text, delta)
+        if is_last and self._calls is not None:
+            self._add(self._calls.finish(), delta)
+        if is_last and self._space and not self._num_calls:
+            delta.content += self._space
+        return delta
+
+    def _think(self, text: str, is_last: bool) -> list[Text]:
+        if self._reasoning is None:
+            return [Text(text)]
+        events = self._reasoning.feed(text)
+        if is_last:
+            events += self._reasoning.finish()
+        return [event for event in events if isinstance(event, Text)]
+
+    def _take_text(self, text: str, delta: Delta) -> None:
+        if self._calls is None:
+            delta.content += text
+        else:
+            self._add(self._calls.feed(text), delta)
+
+    def _add(self, events: list[Event], delta: Delta) -> None:
+        for event in events:
+            if isinstance(event, Text):
+                self._add_content(event.text, delta)
+            elif isinstance(event, CallBegin):
+                self._space = ""
+                self._num_calls += 1
+                if self._is_wanted:
+                    delta.calls.append(CallDelta(self._index, self._make_id(), event.name))
+            elif isinstance(event, CallArguments):
+                if self._is_wanted and event.text:
+                    if not delta.calls or delta.calls[-1].index != self._index:
+                        delta.calls.append(CallDelta(self._index))
+                    delta.calls[-1].arguments += event.text
+            elif isinstance(event, CallEnd):
+                self._num_whole += event.is_whole
+
+    @property
+    def _index(self) -> int:
+        return self._num_calls - 1
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self._num_calls <= self._max_calls
+
+    def _add_content(self, text: str, delta: Delta) -> None:
+        if self._space is not None:
+            text = self._space + text
+            self._space = None if text.strip() else text
+        if self._space is None:
+            delta.content += text

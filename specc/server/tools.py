@@ -1,0 +1,182 @@
+"""Tools of a chat request: which there are, and how its outputs may call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specc.sampling.structured import StructuredOutputsParams
+from specc.server.config import ServeConfig
+from specc.server.errors import bad_request
+from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
+from specc.server.parsers.bodies import CallArray, CallObject, NamedArguments
+from specc.server.parsers.calls import CallFormat, CallParser
+from specc.server.parsers.events import Parser
+from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.parsers.message import MessageParser
+from specc.server.protocol import ChatRequest
+
+_CHOICES = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says about tools.
+
+    Args:
+        tools: name → schema of the arguments; None takes none.
+        form: of the calls that outputs may hold; None where they hold none.
+        max_calls: of one output; None is any number.
+        grammar: of outputs that have to be calls, and nothing else.
+        is_named: which tool they call, the request says.
+    """
+
+    tools: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    form: CallFormat | None = None
+    max_calls: int | None = None
+    grammar: StructuredOutputsParams | None = None
+    is_named: bool = False
+
+    def parser(self) -> Parser | None:
+        """For one output; None where it cannot call."""
+        return CallParser(self.form, self.tools) if self.form else None
+
+    def finish_reason(self, reason: str, message: MessageParser) -> str:
+        """Why an output has ended, as OpenAI's API says it.
+
+        Args:
+            reason: `stop` or `length`.
+            message: that has read all of the output.
+        """
+        if self.is_named:
+            # the client knows that there is a call, and OpenAI's API does not say it again
+            return reason
+        is_cut = reason == "length" and (self.grammar is not None or not message.ends_with_call)
+        return "tool_calls" if message.has_whole_calls and not is_cut else reason
+
+
+def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> ToolUse:
+    """Check what a request says about tools.
+
+    Args:
+        wanted: the request.
+        config: of the server.
+        reads_tools: the chat template does.
+    Raises:
+        ApiError: they are malformed, or this server cannot have them called.
+    """
+    choice = wanted.tool_choice
+    tools: dict[str, dict[str, Any] | None] = {}
+    for index, tool in enumerate(wanted.tools or ()):
+        name = tool.function.name
+        if tool.type != "function":
+            raise bad_request(
+                f"tools.{index} of type {tool.type!r}", "type function", "leave the others out",
+                f"tools.{index}.type",
+            )  # fmt: skip
+        if name in tools:
+            raise bad_request(
+                f"two tools of the name {name!r}", "a name for each", "rename one", "tools"
+            )
+        tools[name] = tool.function.parameters
+    _check_choice(choice, tools)
+    if not tools or choice == "none":
+        return ToolUse(tools)
+    if choice in (None, "auto"):
+        return _automatic(wanted, config, tools, reads_tools)
+    if has_structure(wanted):
+        raise bad_request(
+            "tool_choice beside a form of the output", "one of the two", "leave the form out",
+            "tool_choice",
+        )  # fmt: skip
+    max_calls = 1 if wanted.parallel_tool_calls is False else None
+    return _forced(tools, choice, max_calls, config)
+
+
+def _forced(
+    tools: dict[str, dict[str, Any] | None],
+    choice: Any,
+    max_calls: int | None,
+    config: ServeConfig,
+) -> ToolUse:
+    """Outputs are JSON of the tools' schemas: a list of calls, or the arguments of one."""
+    name = choice["function"]["name"] if isinstance(choice, dict) else None
+    if name is None:
+        schema = calls_schema(tools, max_calls)
+        form = CallFormat(lambda tools: CallArray(lambda: CallObject(tools)))
+    else:
+        schema = arguments_schema(tools, name)
+        form = CallFormat(lambda _: NamedArguments(name))
+    usual = CALL_FORMATS.get(config.tool_call_parser or "")
+    if usual is not None:
+        form = replace(form, make_id=usual.make_id)
+    grammar = calls_grammar(schema, config.max_grammar_chars)
+    return ToolUse(tools, form, max_calls, grammar, name is not None)
+
+
+def _automatic(
+    wanted: ChatRequest,
+    config: ServeConfig,
+    tools: dict[str, dict[str, Any] | None],
+    reads_tools: bool,
+) -> ToolUse:
+    if not config.enable_auto_tool_choice or config.tool_call_parser is None:
+        raise bad_request(
+            "tools with tool_choice auto, and a server that does not look for calls",
+            "a server that was started with --enable-auto-tool-choice and --tool-call-parser",
+            'start it so, or pass tool_choice="none"',
+            "tool_choice",
+        )
+    if not reads_tools:
+        raise bad_request(
+            "tools, and a chat template that does not read them",
+            "a template that tells the model which tools there are",
+            "start the server with such a template (--chat-template), or leave tools out",
+            "tools",
+        )
+    if has_structure(wanted):
+        raise bad_request(
+            "tools with tool_choice auto beside a form of the output, which leaves room for no"
+            " call",
+            "one of the two",
+            'leave the form out, or pass tool_choice="none"',
+            "tools",
+        )
+    max_calls = 1 if wanted.parallel_tool_calls is False else None
+    return ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
+
+
+def has_structure(wanted: ChatRequest) -> bool:
+    """Whether a request says which form its outputs have."""
+    form = wanted.response_format
+    guided = (
+        wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar,
+        wanted.structured_outputs,
+    )  # fmt: skip
+    has_guide = any(value is not None for value in guided)
+    return has_guide or (form is not None and form.type != "text")
+
+
+def _check_choice(choice: Any, tools: dict[str, Any]) -> None:
+    name = None
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        is_known = choice.get("type") == "function" and isinstance(name, str)
+    else:
+        is_known = choice in (None, "none", "auto", "required")
+    if not is_known:
+        raise bad_request(f"tool_choice={choice!r}", _CHOICES, "choose one of them", "tool_choice")
+    if choice in (None, "none", "auto"):
+        return
+    if not tools:
+        raise bad_request(
+            f"tool_choice={choice!r} without tools", "tools to call", "pass tools", "tool_choice"
+        )
+    if name is not None and name not in tools:
+        raise bad_request(
+            f"tool_choice of the function {name!r}, which tools has not got",
+            f"one of {', '.join(tools)}",
+            "choose one of them",
+            "tool_choice",
+        )

@@ -1,0 +1,96 @@
+"""Thinking is told from the answer, however the text comes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specc.server.parsers.events import find_marker
+from specc.server.parsers.message import Delta, MessageParser
+from specc.server.parsers.reasoning import FORMATS, ReasoningParser
+from tests.specc.server.parsers.pieces import cut, joined
+
+
+def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None) -> Delta:
+    return joined(
+        MessageParser(ReasoningParser(FORMATS[form], prompt)),
+        cut(text, sizes or [max(1, len(text))]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "text", "reasoning", "content"),
+    [
+        # inside, as the model or the template says
+        ("deepseek_r1", "A", "a\n</think>\n\nb", "a\n", "\n\nb"),
+        ("deepseek_r1", "A", "<think>\na</think>b", "\na", "b"),
+        ("deepseek_r1", "A", " \n<think>a</think>b", "a", "b"),
+        ("deepseek_r1", "A<think>\n", "a</think>b", "a", "b"),
+        ("qwen3", "A", "\n<think>\na\n</think>\n\nb", "\na\n", "\n\nb"),
+        ("qwen3", "A<think>\n", "a</think>b", "a", "b"),
+        ("mistral", "A", "[THINK]a[/THINK]b", "a", "b"),
+        # thinking that is off: the template has closed it
+        ("deepseek_r1", "A</think>", "a", "", "a"),
+        ("qwen3", "A<think>\n\n</think>\n\n", " a", "", " a"),
+        # a model that does not think, and one that was cut while it did
+        ("qwen3", "A", "a <think>b</think>", "", "a <think>b</think>"),
+        ("deepseek_r1", "A", "a </thi", "a </thi", ""),
+        ("qwen3", "A", "<think>a<", "a<", ""),
+        # cut in a marker, or before anything
+        ("deepseek_r1", "A", "<thi", "<thi", ""),
+        ("qwen3", "A", " <thi", "", " <thi"),
+        ("qwen3", "A", "\n\n", "", "\n\n"),
+        ("qwen3", "A", "", "", ""),
+        # only the first thinking is thinking
+        ("qwen3", "A", "<think>a</think>b</think><think>c", "a", "b</think><think>c"),
+        ("qwen3", "A", "<think></think>", "", ""),
+        ("qwen3", "A", "<think>é</think>🙂", "é", "🙂"),
+    ],
+)
+def test_what_is_thinking(form: str, prompt: str, text: str, reasoning: str, content: str) -> None:
+    want = Delta(content=content, reasoning=reasoning)
+    assert read(text, form, prompt) == want
+    for size in range(1, 9):
+        assert read(text, form, prompt, [size]) == want, size
+
+
+def test_nothing_is_held_back_that_is_certain() -> None:
+    parser = MessageParser(ReasoningParser(FORMATS["qwen3"], "<think>"))
+    assert parser.feed("a<b</thin", is_last=False).reasoning == "a<b"
+    assert parser.feed("g", is_last=False).reasoning == "</thing"
+    assert parser.feed("</think>c", is_last=False) == Delta(content="c")
+    # after the end, no marker is looked for
+    assert parser.feed("<", is_last=False) == Delta(content="<")
+
+
+PARTS = st.sampled_from(
+    ["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "é", "[/THINK]"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(PARTS, max_size=8).map("".join),
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(["A", "A<think>", "A<think></think>", "[THINK]"]),
+)
+def test_pieces_do_not_matter(text: str, sizes: list[int], form: str, prompt: str) -> None:
+    assert read(text, form, prompt, sizes) == read(text, form, prompt)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("abc", (3, None)),
+        ("ab<", (2, None)),
+        ("ab</end", (2, None)),
+        ("a</end>b<x>", (1, "</end>")),
+        ("a<x></end>", (1, "<x>")),
+        ("</en<x", (4, None)),
+        ("", (0, None)),
+    ],
+)
+def test_where_a_marker_may_begin(text: str, want: tuple[int, str | None]) -> None:
+    assert find_marker(text, "</end>", "<x>") == want
