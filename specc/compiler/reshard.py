@@ -210,7 +210,7 @@ def _check(
             f"{engine}, an engine of one rank for the backend {backend.name}",
             "one that was compiled for several: the graph of this one has kernels for a GPU in it,"
             " and cannot be cut any more",
-            f"compile it with --backend {backend.name} --tensor-parallel-size {num_ranks}",
+            f"compile it with --backend {backend.name} {_options(asked)}",
         )
     backend.check_machine()
     # code is compiled anew, and nothing is run: any processor and any amount of memory will do
@@ -218,11 +218,28 @@ def _check(
     return manifest, backend
 
 
+def _options(asked: CompileConfig) -> str:
+    """Of `specc compile`, for so many ranks and stages."""
+    sizes = {
+        "--tensor-parallel-size": asked.tensor_parallel_size,
+        "--pipeline-parallel-size": asked.pipeline_parallel_size,
+    }
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
     """Raises ConfigError: a target whose quantized weights cannot be cut anew."""
     target = manifest.models[0]
     if target.quantization is None:
         return
+    if not facts_of(manifest.backend).cuts_quantized:
+        takers = [name for name in backend_names() if facts_of(name).cuts_quantized]
+        raise ConfigError(
+            f"{engine}, an engine of weights in {target.quantization} for the backend"
+            f" {manifest.backend}",
+            f"one for {' or '.join(takers)}, or weights that are not quantized",
+            "compile the checkpoint anew; there, ranks of a stage do not share quantized weights",
+        )
     if target.whole_file not in manifest.files:
         raise ConfigError(
             f"{engine}, an engine of weights in {target.quantization} without"

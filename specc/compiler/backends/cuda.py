@@ -15,7 +15,7 @@ class CudaCompiler(CompilerBackend):
     aliases = ("gpu",)
     options: tuple[str, ...] = (
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks",
-        "quantize",
+        "pipeline_parallel_size", "quantize",
     )  # fmt: skip
     # its sums and norms are one operator: between two layers two values are alive
     cuts_first = True
