@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.manifest_entries import MemoryEntry, StageEntry
 from specc.errors import RankError
 from specc.kernels.reference import ranks
+from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.nccl_stages import NcclStages, join_stages
 from specc.runtime.ranks.stage_groups import RESULTS, StagePlace
+from tests.runtime.ranks.test_orders import INPUTS
 
 CPU = torch.device("cpu")
 
@@ -23,6 +26,8 @@ class Processes:
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
         self.done: list[str] = []
+        # what was sent last
+        self.last: torch.Tensor | None = None
         self.num_aborts = 0
 
     def allreduce(self, tensors: list[torch.Tensor], *_: Any) -> None:
@@ -31,6 +36,7 @@ class Processes:
 
     def broadcast(self, tensors: list[torch.Tensor], *_: Any) -> None:
         self.done.append("message")
+        self.last = tensors[0]
         if self.rank > 0:
             tensors[0].fill_(7)
 
@@ -97,6 +103,43 @@ def test_a_stage_of_one_rank_adds_nothing_up() -> None:
     assert torch.equal(torch.ops.specc.all_reduce(x), x)
     assert torch.equal(torch.ops.specc.gather_rows(x), x)
     assert all(not one.done for one in made.all.values())
+    made.group.close()
+
+
+def test_a_stage_in_the_middle_takes_and_gives() -> None:
+    made = Made(StagePlace(1, 1, 3))
+    memory = MemoryEntry(1, 1, 1, 1)
+    entries = [StageEntry((i,), "bfloat16", (1, None, 4), memory) for i in range(3)]
+    stages = DeviceStages(StagePlace(1, 1, 3), entries, 11, made.group)
+    given: list[torch.Tensor] = []
+
+    def run(*inputs: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        assert inputs == INPUTS
+        given.append(hidden)
+        return hidden + 1
+
+    stages.follow(run, INPUTS)
+    (hidden,) = given
+    assert (hidden.shape, hidden.dtype) == ((1, len(INPUTS[0]), 4), torch.bfloat16)
+    assert hidden.unique().tolist() == [7]
+    assert made.all["link 1 to 2"].last is not None
+    assert made.all["link 1 to 2"].last.unique().tolist() == [8]
+    assert {name: one.done for name, one in made.all.items()} == {
+        "all": [], "link 0 to 1": ["message"], "link 1 to 2": ["message"],
+    }  # fmt: skip
+    made.group.close()
+
+
+def test_the_last_stage_gives_logits_that_somebody_wants() -> None:
+    made = Made(StagePlace(1, 1, 2))
+    memory = MemoryEntry(1, 1, 1, 1)
+    entries = [StageEntry((i,), "float32", (1, None, 4), memory) for i in range(2)]
+    stages = DeviceStages(StagePlace(1, 1, 2), entries, 11, made.group)
+    for rows, wanted in ((INPUTS[7], ["message"]), (INPUTS[7][:0], [])):
+        inputs = (*INPUTS[:7], rows)
+        stages.follow(lambda *inputs, hidden: torch.zeros(len(inputs[7]), 11), inputs)
+        assert made.all[RESULTS].done == wanted
+        made.all[RESULTS].done.clear()
     made.group.close()
 
 
