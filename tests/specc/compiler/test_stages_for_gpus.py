@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 def bound(path: Path, model: ModelEntry, file: str) -> ModelProgram:
+    dtype = getattr(torch, model.dtype)
     caches = [
-        (torch.zeros(shape), torch.zeros(shape))
+        (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
         for shape in (
             (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim) for layer in model.layers
         )
@@ -125,17 +127,36 @@ def test_an_engine_of_one_rank_has_no_graph_for_stages(engines: Engines, tmp_pat
     assert caught.value.do == "compile it with --backend cuda --pipeline-parallel-size 2"
 
 
-def test_stages_of_quantized_weights(tmp_path: Path) -> None:
-    """A stage has its weights whole, so they are the integers of one rank."""
-    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint")
-    paths = tmp_path / "one", tmp_path / "two"
+def pair(root: Path, **options: Any) -> tuple[Path, Path]:
+    """A tiny model compiled in one stage and in two."""
+    checkpoint, paths = models.save_tiny("llama", root / "checkpoint"), (root / "1", root / "2")
     for stages, path in enumerate(paths, 1):
-        config = config_for(1, pipeline_parallel_size=stages, backend="cuda", quantize="int8")
+        config = config_for(1, pipeline_parallel_size=stages, backend="cuda", **options)
         with shared_traces():
             build(checkpoint, None, path, config)
+    return paths
+
+
+def test_stages_of_quantized_weights(tmp_path: Path) -> None:
+    """A stage has its weights whole, so they are the integers of one rank."""
+    paths = pair(tmp_path, quantize="int8")
     programs = opened(*paths)
     assert_alike(*programs)
     assert all(program.quantized_shapes for program in programs)
     with pytest.raises(ConfigError, match="weights in int8 for the backend cuda") as caught:
         reshard_engine(paths[1], tmp_path / "engine", 2, num_stages=1)
     assert caught.value.needed.startswith("one for cpu or eager")
+
+
+@pytest.mark.slow
+def test_half_types_are_as_exact_in_stages(tmp_path: Path) -> None:
+    """The norm at the cut is rounded, where a launch that holds a product, too, goes on exactly."""
+    whole, first, last = opened(*pair(tmp_path / "half", dtype="bfloat16"))
+    exact, *_ = opened(*pair(tmp_path / "float", dtype="float32"))
+    inputs = prompt_inputs(PROMPTS)
+    with torch.inference_mode():
+        wanted = exact(*inputs)
+        found = whole(*inputs), last(*inputs, hidden=first(*inputs))
+    errors = [(logits.float() - wanted).square().mean().sqrt().item() for logits in found]
+    assert errors[0] > 0
+    assert errors[1] < 1.1 * errors[0]
