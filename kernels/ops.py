@@ -295,6 +295,11 @@ gather_rows = _define(
 from_first = _define(
     "from_first(Tensor x) -> Tensor", reference_ranks.from_first_reference, fakes.from_first
 )
+over_link = _define(
+    "over_link(Tensor x, str link) -> Tensor",
+    reference_ranks.over_link_reference,
+    fakes.over_link,
+)
 best_of_ranks = _define(
     "best_of_ranks(Tensor score, Tensor token) -> Tensor",
     reference_ranks.best_of_ranks_reference,

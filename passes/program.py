@@ -182,7 +182,10 @@ class Program:
             dict(self.windows),
             dict(self.slopes),
             self.runtime_inputs,
-            integers=dict(self.integers),
+            self.shard,
+            dict(self.constant_keys),
+            self.ends_hidden,
+            dict(self.integers),
         )
 
     @property

@@ -129,6 +129,17 @@ def _batches_of(engine: Engine, micro_batches: int | None) -> int | None:
     """Batches of disjoint requests in flight; None where the target has no stages."""
     if engine.staged is not None:
         return micro_batches or engine.staged.num_stages
+    manifest = engine.manifest
+    if manifest is not None and manifest.stages and micro_batches is not None:
+        # a graph of a step holds its whole way through the stages
+        if micro_batches > 1:
+            raise ConfigError(
+                f"--micro-batches {micro_batches}, and stages whose steps are captured"
+                f" (backend {engine.backend})",
+                "one batch at a time: a graph of rank 0 ends with what the last stage found",
+                "leave it out, or pass --micro-batches 1",
+            )
+        return None
     if micro_batches is None:
         return None
     raise ConfigError(

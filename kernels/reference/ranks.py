@@ -31,6 +31,12 @@ class Ranks(Protocol):
     def best_of_ranks(self, scores: Sequence[Tensor], tokens: Sequence[Tensor]) -> list[Tensor]: ...
 
 
+class Links(Protocol):
+    """Ways from one rank to another, of a rank whose target has stages."""
+
+    def over_link(self, x: Tensor, link: str) -> Tensor: ...
+
+
 class LockstepGroup:
     """N ranks in one process.
 
@@ -91,12 +97,19 @@ class LockstepGroup:
 
 
 _group: Ranks | None = None
+_links: Links | None = None
 
 
 def use_group(group: Ranks | None) -> None:
     """Set the group whose one rank this process is; None: it is no rank."""
     global _group
     _group = group
+
+
+def use_links(links: Links | None) -> None:
+    """Set the links that this process is at an end of; None: it has none."""
+    global _links
+    _links = links
 
 
 def has_group() -> bool:
@@ -152,6 +165,26 @@ def from_first_reference(x: Tensor) -> Tensor:
         RankError: as in `all_reduce_reference`.
     """
     return _of_this_process().from_first([x])[0]
+
+
+def over_link_reference(x: Tensor, link: str) -> Tensor:
+    """Give what one rank has to one other rank.
+
+    Args:
+        x: any shape and dtype, the same at both ends; only the sender's values count.
+        link: name of it; a link goes one way.
+    Returns:
+        the sender's x.
+    Raises:
+        RankError: this process has no such link, or the rank at the other end is gone.
+    """
+    if _links is None:
+        raise RankError(
+            f"a value over the {link}, in a process that has no links",
+            "a rank of an engine whose target has stages",
+            "report this",
+        )
+    return _links.over_link(x, link)
 
 
 def best_of_ranks_reference(score: Tensor, token: Tensor) -> Tensor:

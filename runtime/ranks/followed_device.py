@@ -13,6 +13,7 @@ from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.device_drafts import described, gathered, logit_bytes
+from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.device_work import DraftWork, PassWork, TakeWork, Work, take, works_of
 from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
@@ -53,6 +54,7 @@ class FollowedDevice:
         names: of models, by the numbers that orders have for them; some may be others'.
         lone: of the models, those that one rank alone has.
         drafts: with such models.
+        stages: of the target, where it has several.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class FollowedDevice:
         names: Sequence[str],
         lone: Collection[str],
         drafts: FollowedDeviceDrafts,
+        stages: DeviceStages | None = None,
     ) -> None:
+        self._stages = stages
         self._models = [(name, kept.models.within.get(name)) for name in names]
         self._graphs = kept.graphs
         self._slabs = cache.slabs
@@ -139,6 +143,11 @@ class FollowedDevice:
                         logits = [model(*given).float()]
                 if work.rows:
                     gathered(logits, logit_bytes(work, self._vocab_size), device)
+                continue
+            if isinstance(work, PassWork) and self._stages is not None:
+                assert model is not None
+                with even_tokens(work.is_even):
+                    self._stages.follow(model, given)
                 continue
             if isinstance(work, PassWork):
                 for mass in given[NUM_INPUTS:]:

@@ -36,6 +36,7 @@ from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
 from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
@@ -51,7 +52,7 @@ from specc.runtime.ranks.rank_group import (
 )
 from specc.runtime.ranks.rendezvous import Launched
 from specc.runtime.ranks.signs import Signs
-from specc.runtime.ranks.stage_groups import STAGED, StageGroups, StagePlace
+from specc.runtime.ranks.stage_groups import STAGED, StageGroups, place_of
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.version import __version__
 
@@ -239,9 +240,8 @@ def _follow_orders(
     if setup["group"] == STAGED:
         group = meet_stages(orders, signs, manifest, setup, is_started)
     else:
-        group = open_group(
-            setup["group"], setup["rank"], setup["num_ranks"], setup["collective_timeout_s"]
-        )
+        sizes = (setup["rank"], setup["num_ranks"], setup["collective_timeout_s"])
+        group = open_group(setup["group"], *sizes, place_of(manifest, setup["rank"]))
     thread.group = group
     engine = load_follower(path, manifest, setup, group)
     signs.send(Message(Kind.READY))
@@ -277,7 +277,8 @@ def meet_stages(
         FaultError: rank 0 says something else than how to open them.
         RankError: a rank is gone, or cannot be reached.
     """
-    place = StagePlace(setup["rank"], manifest.tensor_parallel_size, len(manifest.stages))
+    place = place_of(manifest, setup["rank"])
+    assert place is not None
     launched = None if is_started else Launched.from_environment()
     local = range(setup["num_ranks"]) if launched is None else launched.local_ranks
     groups = StageGroups(place, local, setup["collective_timeout_s"])
@@ -342,8 +343,8 @@ def load_follower(
     within, rank, homes = kept.models.within, setup["rank"], manifest.draft_homes
     own = {name: within[name] for name in manifest.drafts_of(rank)}
     parts = FollowedDeviceDrafts(path, manifest, own, rank, kept.graphs.device)
-    names = manifest.ordered_programs
-    return FollowedDevice(kept, loaded.cache, group, vocab_size, names, homes, parts)
+    names, stages = manifest.ordered_programs, DeviceStages.of(manifest, rank, group)
+    return FollowedDevice(kept, loaded.cache, group, vocab_size, names, homes, parts, stages)
 
 
 def load_part(

@@ -44,7 +44,7 @@ from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
-from specc.runtime.ranks.stage_groups import StageGroups, StagePlace
+from specc.runtime.ranks.stage_groups import StageGroups, place_of
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
 
@@ -107,11 +107,12 @@ def load_led(
         load_operators(path, manifest)
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
-        if manifest.stages:
-            place = StagePlace(0, manifest.tensor_parallel_size, len(manifest.stages))
+        place = place_of(manifest, 0)
+        if place is not None and not is_on_gpu:
             group = StageGroups(place, local, options.collective_timeout_s)
         else:
-            group = make_group(options.num_ranks, options.collective_timeout_s, address, is_on_gpu)
+            limit_s = options.collective_timeout_s
+            group = make_group(options.num_ranks, limit_s, address, is_on_gpu, place)
     setup = {
         "path": str(path.resolve()),
         "backend": backend,

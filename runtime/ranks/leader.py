@@ -16,7 +16,13 @@ from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind, Message
-from specc.runtime.ranks.rank_group import NUM_INPUTS, drawn_tokens, whole_logits, whole_votes
+from specc.runtime.ranks.rank_group import (
+    NUM_INPUTS,
+    RankGroup,
+    drawn_tokens,
+    whole_logits,
+    whole_votes,
+)
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
@@ -64,6 +70,11 @@ class Leader:
     def check(self) -> None:
         """Raises RankError: a rank is lost."""
         self._job.check()
+
+    @property
+    def group(self) -> RankGroup:
+        """Of this rank."""
+        return self._job.group
 
     @property
     def num_stages(self) -> int:

@@ -25,6 +25,7 @@ from specc.runtime.backends.captured.graph_device import (
     GraphDevice,
     ReplayedEvent,
 )
+from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.device_work import CommitWork, PassWork, Work, give, table_of
 from specc.runtime.ranks.leader import Leader
 from specc.runtime.ranks.orders import Kind
@@ -112,10 +113,18 @@ class LedProgram(nn.Module):
         leader: orders the work.
         number: of the model among those that all ranks run.
         program: of rank 0.
+        stages: of a target in several.
     """
 
-    def __init__(self, leader: DeviceLeader, number: int, program: DeviceProgram) -> None:
+    def __init__(
+        self,
+        leader: DeviceLeader,
+        number: int,
+        program: DeviceProgram,
+        stages: DeviceStages | None = None,
+    ) -> None:
         super().__init__()
+        self._stages = stages
         self._number = number
         self.name = program.name
         self.weights = program.weights
@@ -132,6 +141,8 @@ class LedProgram(nn.Module):
         """
         with self._leader.doing(PassWork.of(inputs, self._number)):
             give(inputs)
+            if self._stages is not None:
+                return self._stages.lead(self._run[0], inputs)
             logits = self.leader.whole_logits(self._run[0](*inputs))
             self.leader.whole_votes(inputs)
             return logits

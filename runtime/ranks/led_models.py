@@ -13,6 +13,7 @@ from specc.artifact.manifest import Manifest
 from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.ranks.device_drafts import DeviceAsker, LonePass
+from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.draft_parts import asked_of, leave_parts, leave_rows, parts_of
 from specc.runtime.ranks.leader import Leader
 from specc.runtime.ranks.led_device import DeviceLeader, LedGraphs, LedProgram, share_commits
@@ -41,12 +42,19 @@ class LedDevice:
         manifest = self._manifest
         homes, vocab_size = manifest.draft_homes, manifest.models[0].vocab_size
         dtypes = {model.name: getattr(torch, model.dtype) for model in manifest.models}
+        stages = DeviceStages.of(manifest, 0, self._leader.leader.group)
         programs: dict[str, Any] = {}
         for number, name in enumerate(manifest.ordered_programs):
             programs[name] = (
                 LonePass(self._leader, number, name, homes[name], vocab_size, dtypes[name])
                 if name in homes
-                else LedProgram(self._leader, number, cast(DeviceProgram, models.within[name]))
+                else LedProgram(
+                    self._leader,
+                    number,
+                    cast(DeviceProgram, models.within[name]),
+                    # drafts have none
+                    stages if number == 0 else None,
+                )
             )
         led = replace(
             models,

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from specc.errors import RankError
 from specc.kernels.reference.ranks import LockstepGroup, use_group
 from specc.runtime.ranks.group import TIME_LIMIT_S
 from specc.runtime.ranks.rank_group import NCCL, Gathering, RankGroup
+from specc.runtime.ranks.stage_groups import StagePlace
 
 # ranks that hang are found by rank 0's watch, which names them; NCCL's own limit is a last resort
 _LEAST_LIMIT_S = 300.0
 # until a communicator that nobody needs any more is left to the end of the process
-_CLOSE_S = 5.0
+CLOSE_S = 5.0
 _STORE = "/proc/{pid}/fd/{descriptor}"
 
 
@@ -44,6 +45,9 @@ class NcclRankGroup:
         processes: torch's backend object.
         device: that tensors are on.
     """
+
+    # whether collectives of programs are its own; else it is a part of another one
+    is_of_programs: ClassVar[bool] = True
 
     def __init__(
         self, rank: int, num_ranks: int, ticket: str, processes: Any, device: torch.device
@@ -60,8 +64,9 @@ class NcclRankGroup:
         self._aborting: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._warm_up(device)
-        use_group(self)
-        atexit.register(self.close)
+        if self.is_of_programs:
+            use_group(self)
+            atexit.register(self.close)
 
     def gather(self, logits: Tensor) -> Tensor:
         """See `RankGroup.gather`; as an operator, which a capture sees."""
@@ -79,7 +84,7 @@ class NcclRankGroup:
         """Wake all ranks that wait in a collective: they end without a result."""
         with self._lock:
             if self._processes is not None:
-                self._aborting.append(_in_background(self._processes.abort))
+                self._aborting.append(in_background(self._processes.abort))
 
     def close(self) -> None:
         """Leave the group. More than once is once, and each waits until the group is left.
@@ -91,15 +96,16 @@ class NcclRankGroup:
             return
         with self._lock:
             if self._processes is not None:
-                use_group(None)
+                if self.is_of_programs:
+                    use_group(None)
                 if self.descriptor is not None:
                     os.close(self.descriptor)
                 # In a thread: it waits for graphs that hold collectives, which may live as long as
                 # the process. That thread has the last reference, so that what torch does when it
                 # destroys the object is over, too, when the thread is.
-                self._aborting.append(_in_background(self._processes.abort))
+                self._aborting.append(in_background(self._processes.abort))
                 self._processes = None
-        end_s = time.monotonic() + _CLOSE_S
+        end_s = time.monotonic() + CLOSE_S
         for thread in self._aborting:
             # one that outlives the interpreter, within torch, may end the process with SIGABRT
             thread.join(max(end_s - time.monotonic(), 0.0))
@@ -189,17 +195,18 @@ class NcclGathering(Gathering):
         address: `tcp://HOST:PORT` of rank 0, where ranks of several hosts meet; None: all are on
             this host, and meet in a file without a name.
         size: ranks.
+        place: of rank 0, where the target has stages.
     """
 
-    def __init__(self, address: str | None, size: int) -> None:
+    def __init__(self, address: str | None, size: int, place: StagePlace | None = None) -> None:
         self._descriptor = os.memfd_create("specc-nccl") if address is None else None
         if address is None:
             address = _STORE.format(pid=os.getpid(), descriptor=self._descriptor)
-        self._address = address
+        self._address, self._place = address, place
         super().__init__(NCCL + address, size, self._meet)
 
     def _meet(self, timeout_s: float) -> RankGroup:
-        group = join_nccl(self._address, 0, self.size, timeout_s)
+        group = join_nccl(self._address, 0, self.size, timeout_s, self._place)
         group.descriptor, self._descriptor = self._descriptor, None
         return group
 
@@ -211,7 +218,11 @@ class NcclGathering(Gathering):
 
 
 def join_nccl(
-    address: str, rank: int, num_ranks: int, time_limit: float = TIME_LIMIT_S
+    address: str,
+    rank: int,
+    num_ranks: int,
+    time_limit: float = TIME_LIMIT_S,
+    place: StagePlace | None = None,
 ) -> NcclRankGroup:
     """Meet the other ranks; returns when all are there, with every kind of connection made.
 
@@ -220,6 +231,7 @@ def join_nccl(
         rank: of this process, 0 … num_ranks - 1.
         num_ranks: of the engine.
         time_limit: seconds to meet.
+        place: of this rank, where the target has stages: then it has groups and links of these.
     Raises:
         RankError: not all came in time, or torch has no NCCL.
     """
@@ -237,7 +249,16 @@ def join_nccl(
         else:
             store = dist.FileStore(address, num_ranks)
             store.set_timeout(limit)
-        processes = make_processes(store, rank, num_ranks, limit, device)
+
+        def make(name: str, rank: int, count: int) -> Any:
+            own = dist.PrefixStore(name, store) if name else store
+            return make_processes(own, rank, count, limit, device)
+
+        processes = make("", rank, num_ranks)
+        if place is not None:
+            from specc.runtime.ranks.nccl_stages import join_stages
+
+            return join_stages(place, NCCL + address, processes, make, device)
         return NcclRankGroup(rank, num_ranks, NCCL + address, processes, device)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
@@ -273,7 +294,9 @@ def make_processes(
     return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
 
 
-def _in_background(run: Callable[[], object]) -> threading.Thread:
+def in_background(run: Callable[[], object]) -> threading.Thread:
+    """Run it in a thread; that it fails is for nobody."""
+
     def quietly() -> None:
         # of a group that is given up nobody needs to know more
         with contextlib.suppress(RuntimeError):

@@ -9,10 +9,15 @@ from functools import partial
 
 from specc.errors import FaultError
 from specc.runtime.ranks.rank_group import NCCL, Copies, Gathering, RankGroup
+from specc.runtime.ranks.stage_groups import StagePlace
 
 
 def make_group(
-    size: int, timeout_s: float, address: str | None = None, is_on_gpu: bool = False
+    size: int,
+    timeout_s: float,
+    address: str | None = None,
+    is_on_gpu: bool = False,
+    place: StagePlace | None = None,
 ) -> RankGroup:
     """A group of ranks that share a cut model, as its rank 0; the operators' library is loaded.
 
@@ -21,13 +26,14 @@ def make_group(
         timeout_s: that a rank waits for the others in a collective.
         address: where ranks of several hosts meet; None: all are on this host, and share memory.
         is_on_gpu: what they add up is in the memory of GPUs, one for each.
+        place: of rank 0, where a target on GPUs has stages.
     Raises:
         RankError: no memory, or a torch that cannot.
     """
     if is_on_gpu:
         from specc.runtime.ranks.nccl import NcclGathering
 
-        return NcclGathering(address, size)
+        return NcclGathering(address, size, place)
     if address is not None:
         return Gathering(address, size, partial(_join_gloo, address, 0, size))
     from specc.runtime.ranks.group import SharedGroup
@@ -35,7 +41,9 @@ def make_group(
     return SharedGroup.create(size, timeout_s)
 
 
-def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup:
+def open_group(
+    ticket: str, rank: int, size: int, timeout_s: float, place: StagePlace | None = None
+) -> RankGroup:
     """The group that rank 0 has made.
 
     Args:
@@ -43,6 +51,7 @@ def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup
         rank: of this process.
         size: ranks.
         timeout_s: see `make_group`.
+        place: of this rank, where a target on GPUs has stages.
     Raises:
         FaultError: a group of a kind that is not known here.
         RankError: rank 0 is gone, or the group has another size.
@@ -52,7 +61,7 @@ def open_group(ticket: str, rank: int, size: int, timeout_s: float) -> RankGroup
     if ticket.startswith(NCCL):
         from specc.runtime.ranks.nccl import join_nccl
 
-        return join_nccl(ticket.removeprefix(NCCL), rank, size, timeout_s)
+        return join_nccl(ticket.removeprefix(NCCL), rank, size, timeout_s, place)
     if ticket.startswith("tcp://"):
         return _join_gloo(ticket, rank, size, timeout_s)
     if not ticket.startswith("/proc/"):

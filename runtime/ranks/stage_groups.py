@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specc.artifact.manifest import Manifest
 from specc.errors import RankError
 from specc.runtime.ranks.group import SharedGroup
 from specc.runtime.ranks.links import Link
@@ -24,8 +25,15 @@ from specc.runtime.ranks.stage_results import StageResults
 
 # in a ticket, and as that of rank 0 in what the others load
 GLOO, STAGED = "gloo", "stages"
+# the link over which rank 0 gets logits or tokens
+RESULTS = "results"
 # what a rank that waits for another stage has been through: all
 _WAITS = 1 << 62
+
+
+def link_name(giver: int, taker: int) -> str:
+    """Name of the link between ranks of neighbouring stages."""
+    return f"link {giver} to {taker}"
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,20 @@ class StagePlace:
             for stage in range(self.stages):
                 found[f"stage {stage}"] = tuple(range(stage * tensor, (stage + 1) * tensor))
         for rank in range(last * tensor):
-            found[f"link {rank} to {rank + tensor}"] = (rank, rank + tensor)
-        found["results"] = (last * tensor, 0)
+            found[link_name(rank, rank + tensor)] = (rank, rank + tensor)
+        found[RESULTS] = (last * tensor, 0)
         return found
 
     def own(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Those that this rank is a member of."""
         return ((n, ranks) for n, ranks in self.members().items() if self.rank in ranks)
+
+
+def place_of(manifest: Manifest, rank: int) -> StagePlace | None:
+    """Where a rank of an engine is; None where its target has no stages."""
+    if not manifest.stages:
+        return None
+    return StagePlace(rank, manifest.tensor_parallel_size, len(manifest.stages))
 
 
 class StageGroups:
@@ -98,7 +113,7 @@ class StageGroups:
         self._links: dict[str, Link] = {}
         self._made: dict[str, str] = {}
         self._results = StageResults(
-            lambda shape, dtype: self._links["results"].receive(shape, dtype)
+            lambda shape, dtype: self._links[RESULTS].receive(shape, dtype)
         )
         self._waits = 0
         self._has_joined = False
@@ -170,17 +185,17 @@ class StageGroups:
     def give_on(self, hidden: Tensor) -> None:
         """To the same rank of the next stage."""
         rank = self.where.rank
-        self._wait(lambda: self._links[f"link {rank} to {rank + self.size}"].send(hidden))
+        self._wait(lambda: self._links[link_name(rank, rank + self.size)].send(hidden))
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """From the same rank of the stage before."""
         rank = self.where.rank
-        link = self._links[f"link {rank - self.size} to {rank}"]
+        link = self._links[link_name(rank - self.size, rank)]
         return self._wait(lambda: link.receive(shape, dtype))
 
     def give_results(self, found: Tensor) -> None:
         """To rank 0."""
-        self._wait(lambda: self._links["results"].send(found))
+        self._wait(lambda: self._links[RESULTS].send(found))
 
     def expect_results(self, shape: tuple[int, ...], dtype: Any) -> Future[Tensor]:
         """From the last stage, when they come; of rank 0, in the order of passes."""

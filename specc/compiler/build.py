@@ -49,7 +49,7 @@ from specc.compiler.quantized_models import (
     told_of_quantized,
 )
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
-from specc.compiler.stages import cut_stages, stage_entries
+from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
@@ -185,6 +185,7 @@ def _compile(
         ),
         *backend.phases(limits.max_seq_len),
     )
+    lowered_for = limits.max_seq_len
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources,
@@ -196,6 +197,7 @@ def _compile(
         *ranks,
         config.kv_cache_dtype,
         latent_pass(config, backend.facts),
+        backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
@@ -213,7 +215,8 @@ def _compile(
     limits = fit_prefill_chunk(limits, config, typed, backend.facts)
     plans = tile_plans(plans, [model.program for model in models], config)
     if config.pipeline_parallel_size > 1:
-        models[0].stages = cut_stages(models[0].program, config.pipeline_parallel_size)
+        own = backend.phases(lowered_for)
+        records += make_stages(models[0], config.pipeline_parallel_size, own, dump)
     if config.segments:
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)

@@ -12,7 +12,7 @@ from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.model_entry import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
-from specc.compiler.whole_graph import WholeGraph
+from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import position_limit, trace
@@ -53,6 +53,8 @@ class CompiledModel:
     whole_layers: tuple[AttentionLayer, ...] = ()
     # the target's before projections were fused, where its plans draft with it
     unfused: Program | None = None
+    # the target's before the backend's phases, where it is cut into stages there
+    unlowered: Program | None = None
     # what the program is cut into, where the engine has segments
     segments: list[Segment] | None = None
     # what it is cut into for the stages of a pipeline, if there are several
@@ -82,6 +84,7 @@ def compile_models(
     num_draft_ranks: int = 1,
     kv_cache_dtype: str = AUTO,
     latent: Callable[[int], Pass] | None = None,
+    stages_before: str | None = None,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -97,6 +100,7 @@ def compile_models(
         kv_cache_dtype: see `specc.artifact.kv_rows`.
         latent: makes the pass that has caches hold latents, for a number of ranks; None leaves keys
             and values as models compute them.
+        stages_before: see `CompilerBackend.phase_of_stages`.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -125,32 +129,17 @@ def compile_models(
         last: Phases = ()
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
             last = ((VOTES, (InsertBlockMass,)),)
-        whole: list[WholeGraph] = []
-        unfused: list[Program] = []
-        drafts = source.name == TARGET and any(plan.self_drafts for plan in plans)
-
-        def keep(
-            _: str,
-            phase: str,
-            program: Program = program,
-            whole: list = whole,
-            unfused: list = unfused,
-            drafts: bool = drafts,
-            firsts: tuple[str, ...] = firsts,
-            is_rounded: bool = is_rounded,
-        ) -> None:
-            if phase in firsts and not whole:
-                whole.append(WholeGraph(program, is_rounded))
-            elif phase == FUSE and drafts:
-                unfused.append(program.copy(program.name))
-
+        is_target = source.name == TARGET
+        drafts = is_target and any(plan.self_drafts for plan in plans)
+        places = (FUSE if drafts else None, stages_before if is_target else None)
+        kept = KeptGraphs(program, firsts, is_rounded, *places)
         with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *lowering, *last), dump, keep).run(program)
+            records += Pipeline((*layout, *lowering, *last), dump, kept.keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
-        if whole:
-            model.whole, model.whole_layers = whole[0].to_json(program), whole[0].layers
-        model.unfused = unfused[0] if unfused else None
+        if kept.whole is not None:
+            model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
+        model.unfused, model.unlowered = kept.unfused, kept.unlowered
         models.append(model)
         check_windows(entry, plans)
     return models, records

@@ -40,10 +40,10 @@ from specc.compiler.self_drafts import (
     cut_and_lower,
     write_self_drafts,
 )
-from specc.compiler.stages import cut_stages
+from specc.compiler.stages import make_stages
 from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
 from specc.compiler.weights import write_model_weights
-from specc.compiler.whole_graph import WholeGraph
+from specc.compiler.whole_graph import KeptGraphs, WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
@@ -105,7 +105,8 @@ def reshard_engine(
                 with phases.phase(f"rewrite {model.name}"):
                     records += _cut_anew(model, backend, config, old.limits.max_seq_len)
             if num_stages > 1:
-                models[0].stages = cut_stages(models[0].program, num_stages)
+                own_phases = backend.phases(old.limits.max_seq_len)
+                records += make_stages(models[0], num_stages, own_phases)
             if config.segments:
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
@@ -210,7 +211,7 @@ def _check(
             f"{engine}, an engine of one rank for the backend {backend.name}",
             "one that was compiled for several: the graph of this one has kernels for a GPU in it,"
             " and cannot be cut any more",
-            f"compile it with --backend {backend.name} --tensor-parallel-size {num_ranks}",
+            f"compile it with --backend {backend.name} {_options(asked)}",
         )
     backend.check_machine()
     # code is compiled anew, and nothing is run: any processor and any amount of memory will do
@@ -218,11 +219,28 @@ def _check(
     return manifest, backend
 
 
+def _options(asked: CompileConfig) -> str:
+    """Of `specc compile`, for so many ranks and stages."""
+    sizes = {
+        "--tensor-parallel-size": asked.tensor_parallel_size,
+        "--pipeline-parallel-size": asked.pipeline_parallel_size,
+    }
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
     """Raises ConfigError: a target whose quantized weights cannot be cut anew."""
     target = manifest.models[0]
     if target.quantization is None:
         return
+    if not facts_of(manifest.backend).cuts_quantized:
+        takers = [name for name in backend_names() if facts_of(name).cuts_quantized]
+        raise ConfigError(
+            f"{engine}, an engine of weights in {target.quantization} for the backend"
+            f" {manifest.backend}",
+            f"one for {' or '.join(takers)}, or weights that are not quantized",
+            "compile the checkpoint anew; there, ranks of a stage do not share quantized weights",
+        )
     if target.whole_file not in manifest.files:
         raise ConfigError(
             f"{engine}, an engine of weights in {target.quantization} without"
@@ -286,13 +304,19 @@ def _cut_anew(
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
     program, layout = in_rows(model.program), _lowering(model, backend, max_seq_len)
     is_rounded = bool(program.integers)
-    keeps_whole = config.tensor_parallel_size > 1 or (is_rounded and model.name == TARGET)
+    staged_at = None
+    if model.name == TARGET:
+        staged_at = backend.phase_of_stages(config.pipeline_parallel_size, max_seq_len)
+    is_cut = config.tensor_parallel_size > 1 or staged_at is not None
+    keeps_whole = is_cut or (is_rounded and model.name == TARGET)
     whole = WholeGraph(program, is_rounded)
+    kept = KeptGraphs(program, (), staged_at=staged_at)
     if config.tensor_parallel_size > 1:
         layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
     if any(plan.chooses_blocks for plan in config.plans) and model.name == TARGET:
         layout = (*layout, (VOTES, (InsertBlockMass,)))
-    records = Pipeline(layout).run(program)
+    records = Pipeline(layout, on_phase=kept.keep).run(program)
+    model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)
     model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import MemoryEntry, StageEntry
@@ -12,7 +15,8 @@ from specc.artifact.model_entry import ModelEntry
 from specc.artifact.weight_spec import WeightSpec
 from specc.compiler.model_entries import plan_model_memory
 from specc.errors import ConfigError
-from specc.passes.program import Program
+from specc.passes.pipeline import PassRecord, Phases, Pipeline
+from specc.passes.program import Program, constant_key
 from specc.passes.segments.cut_segments import Segment, cut_segments
 from specc.passes.segments.places import stage_places
 from specc.sharding.weight_pieces import rank_specs
@@ -61,6 +65,40 @@ def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
     return stages
 
 
+def make_stages(
+    model: CompiledModel, num_stages: int, phases: Phases = (), dump: Path | None = None
+) -> list[PassRecord]:
+    """Cut a model into stages; each goes through phases that the whole was not to go through yet.
+
+    Args:
+        model: whose stages these become.
+        num_stages: 2 or more.
+        phases: of the backend, for a model that was kept as it was before them.
+        dump: directory that gets each stage's graph after each phase, or None.
+    Returns:
+        what each pass did to them.
+    Raises:
+        ConfigError: see `cut_stages`.
+        SpeccError: a stage that the backend cannot run.
+    """
+    if model.unlowered is None:
+        model.stages = cut_stages(model.program, num_stages)
+        return []
+    stages, records = cut_stages(model.unlowered, num_stages), []
+    for stage in stages:
+        records += Pipeline(phases, dump).run(stage.program)
+        weights = dict.fromkeys(weight.key for weight in stage.program.weights.values())
+        stage.keys = (*weights, *constants_of(stage.program))
+    model.stages = stages
+    return records
+
+
+def constants_of(program: Program) -> dict[str, Tensor]:
+    """Key in the engine's weight file → constant of a program."""
+    keys = program.constant_keys
+    return {keys.get(n, constant_key(n)): value for n, value in program.constants.items()}
+
+
 def staged(model: CompiledModel) -> Iterator[tuple[Segment, ModelEntry]]:
     """Stages of a model, and what the manifest says of each; none where it has one alone."""
     for stage in model.stages:
@@ -79,12 +117,21 @@ def staged_specs(model: CompiledModel, specs: Sequence[WeightSpec]) -> dict[str,
     files = {}
     for stage, entry in staged(model):
         own = [spec for spec in specs if spec.key in set(stage.keys)]
+        own = _with_constants(own, constants_of(stage.program))
         for place in range(size):
             file = entry.rank_file(stage.number * size + place)
             files[file] = own
             if plan is not None:
                 files[file] = list(rank_specs(own, plan, place, reader))
     return files
+
+
+def _with_constants(
+    specs: Sequence[WeightSpec], constants: Mapping[str, Tensor]
+) -> list[WeightSpec]:
+    """A stage's own constants: tables that its phases have made may be others than the whole's."""
+    own = {key: WeightSpec.from_tensor(key, value) for key, value in constants.items()}
+    return [*(own.pop(spec.key, spec) for spec in specs), *own.values()]
 
 
 def stage_entries(engine: UnfinishedEngine, facts: BackendFacts) -> tuple[StageEntry, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from specc.passes.program import Program, constant_key, program_to_json
@@ -38,3 +39,40 @@ class WholeGraph:
             if entry["kind"] == "constant" and entry["key"] not in keys:
                 entry["value"] = self._constants[entry["name"]].tolist()
         return self._data
+
+
+class KeptGraphs:
+    """What a program was before some of its phases.
+
+    Args:
+        program: that goes through them.
+        firsts: phases before the first of which it is kept whole, for other cuts; `staged_at` is
+            among them.
+        keeps_order: see `WholeGraph`.
+        unfused_at: phase before which it is copied for self-drafts, or None.
+        staged_at: phase before which it is copied for its stages, or None.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        firsts: Collection[str],
+        keeps_order: bool = False,
+        unfused_at: str | None = None,
+        staged_at: str | None = None,
+    ) -> None:
+        self._program, self._keeps_order = program, keeps_order
+        self._firsts, self._unfused_at, self._staged_at = firsts, unfused_at, staged_at
+        self.whole: WholeGraph | None = None
+        self.unfused: Program | None = None
+        self.unlowered: Program | None = None
+
+    def keep(self, _: str, phase: str) -> None:
+        """Called before each phase, see `Pipeline.on_phase`."""
+        program = self._program
+        if self.whole is None and (phase in self._firsts or phase == self._staged_at):
+            self.whole = WholeGraph(program, self._keeps_order)
+        if phase == self._unfused_at:
+            self.unfused = program.copy(program.name)
+        if phase == self._staged_at:
+            self.unlowered = program.copy(program.name)

@@ -30,8 +30,8 @@ def reshard(
         typer.Option(
             "--pipeline-parallel-size",
             "-pp",
-            help="How many stages the new engine has, with so many ranks each. An engine that has"
-            " several cannot be cut anew.",
+            help="How many stages the new engine has, with so many ranks each; without it, as many"
+            " as the old one.",
             show_default=False,
         ),
     ] = None,

@@ -78,12 +78,15 @@ class CompilerBackend:
         aliases: what people and other programs call it; an error then says the right name.
         options: fields of `CompileConfig` that it takes and others do not; see `BACKEND_OPTIONS`.
         prefill_chunk: tokens of a prefill pass where nobody says how many.
+        cuts_first: stages of a pipeline are cut before its phases, which each stage then goes
+            through by itself; else the target is cut after them.
     """
 
     facts: BackendFacts
     aliases: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     prefill_chunk: int = LEAST_PREFILL_CHUNK
+    cuts_first: bool = False
 
     @property
     def name(self) -> str:
@@ -130,6 +133,16 @@ class CompilerBackend:
             max_seq_len: positions that the engine serves.
         """
         return ()
+
+    def phase_of_stages(self, num_stages: int, max_seq_len: int) -> str | None:
+        """The phase before which the target is cut into stages; None: after all, or not at all.
+
+        Args:
+            num_stages: of the target.
+            max_seq_len: see `phases`.
+        """
+        cuts_first = self.cuts_first and num_stages > 1
+        return self.phases(max_seq_len)[0][0] if cuts_first else None
 
     def model_memory(
         self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]

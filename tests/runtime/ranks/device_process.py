@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from specc.runtime.backends.captured.captured_step import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.ranks import followed_device, nccl
+from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
@@ -60,8 +62,9 @@ def simulate() -> SimulatedDevice:
 def load(path: str, options: dict[str, Any], num_ranks: int) -> Engine:
     sizes = options.get("capture", [2])
     limits = CaptureLimits(sizes=tuple(sizes), max_seconds=options.get("max_seconds", 30.0))
-    ranks = RankOptions(num_ranks, timeout_s=TIMEOUT_S, ends_process=False)
-    return Engine.load(path, capture=limits, ranks=ranks if num_ranks > 1 else None)
+    ranks = RankOptions(num_ranks, TIMEOUT_S, ends_process=False, oversubscribes=True)
+    given = {"kv_cache_tokens": options.get("kv_cache_tokens")}
+    return Engine.load(path, capture=limits, ranks=ranks if num_ranks > 1 else None, **given)
 
 
 def params_of(given: dict[str, Any]) -> SamplingParams:
@@ -71,22 +74,31 @@ def params_of(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def do(engine: Engine, device: SimulatedDevice, job: dict[str, Any]) -> dict[str, Any]:
-    """Generate, and count what was captured, replayed and ordered meanwhile."""
+def do(
+    engine: Engine, device: SimulatedDevice, job: dict[str, Any], layers: list[list[int]]
+) -> dict[str, Any]:
+    """Generate, and count what was captured, replayed and ordered meanwhile.
+
+    Sums are those of all ranks, or, of a rank alone, those of some of its layers each.
+    """
     captured = len(device.tapes)
     params = [params_of(given) for given in job["params"]]
     with warnings.catch_warnings(record=True, action="always", category=CaptureWarning) as told:
-        llm = LLM(engine, plan=job["plan"])
+        llm = LLM(engine, plan=job["plan"], micro_batches=job.get("micro_batches"))
         outputs = llm.generate(job["prompts"], params)
     target: Any = engine.target
     slabs = [slab for name in engine.manifest.led_models for slab in engine.cache.slabs[name]]
     # a rank alone leads nobody
     leader = getattr(target._program, "leader", None)
-    sums = leader.checksums(slabs) if leader is not None else []
+    if leader is not None:
+        sums = leader.checksums(slabs)
+    else:
+        sums = [checksum([slab[own] for slab in slabs]) for own in layers]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "accepted": llm.get_metrics().num_accepted_tokens,
         "captured": [captured, len(device.tapes)],
+        "preempted": llm.get_metrics().num_preemptions,
         "warnings": len(told),
         "sums": [value.hex()[:16] for value in sums],
     }
@@ -102,12 +114,14 @@ def main() -> None:
         keep_lone_rows(path)
     engine = load(sys.argv[1], options, num_ranks)
     for number, job in enumerate(options["jobs"]):
+        begin_s = time.monotonic()
         try:
-            say(**do(engine, device, job))
+            say(**do(engine, device, job, options.get("layers", [])))
             if path is not None and num_ranks == 1:
                 torch.save(engine.cache.slabs, f"{path}-{number}")
         except Exception as error:
-            say(error=f"{type(error).__name__}: {error}")
+            seconds = time.monotonic() - begin_s
+            say(error=f"{type(error).__name__}: {error}", seconds=seconds)
             break
     say(done=True)
 

@@ -49,9 +49,19 @@ CASES = [
 
 
 class Launch:
-    """Ranks in processes of their own, as torchrun starts them; ended with the block."""
+    """Ranks in processes of their own, as torchrun starts them; ended with the block.
 
-    def __init__(self, engine: Path, num_ranks: int, options: dict[str, Any]) -> None:
+    Args:
+        engine: the directory.
+        num_ranks: of it.
+        options: see `device_process.py`.
+        num_local: ranks of each host; None: all are on one.
+    """
+
+    def __init__(
+        self, engine: Path, num_ranks: int, options: dict[str, Any], num_local: int | None = None
+    ) -> None:
+        num_local = num_local or num_ranks
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -60,14 +70,14 @@ class Launch:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_local),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-P", str(SCRIPT), str(engine), json.dumps(options)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % num_local)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

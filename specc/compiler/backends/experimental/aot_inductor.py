@@ -10,8 +10,10 @@ from specc.passes.lower.experimental import aot_inductor
 class AotInductorCompiler(CudaCompiler):
     """Adds a package for each size that passes of steps have."""
 
-    # nobody has compiled packages of quantized weights
-    options = tuple(name for name in CudaCompiler.options if name != "quantize")
+    # nobody has compiled packages of quantized weights, or of stages
+    options = tuple(
+        name for name in CudaCompiler.options if name not in ("quantize", "pipeline_parallel_size")
+    )
 
     @property
     def name(self) -> str:
