@@ -36,8 +36,15 @@ def lower(model):
     return before, Runner(program, model), program, pipeline
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mixtral", torch.float32),
+        ("mixtral", torch.bfloat16),
+        ("qwen3_moe", torch.float32),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_experts_are_one_operator(name, dtype):
     model = build_model(name).to(dtype)
     before, after, program, pipeline = lower(model)

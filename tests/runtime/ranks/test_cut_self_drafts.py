@@ -175,7 +175,7 @@ def test_two_ranks_draft_what_one_does(
         pytest.param(0, GREEDY, id="chain-greedy"),
         pytest.param(0, MSS, id="chain-mss", marks=pytest.mark.slow),
         pytest.param(3, GREEDY, id="tiles-greedy", marks=pytest.mark.slow),
-        pytest.param(3, MSS, id="tiles-mss"),
+        pytest.param(3, MSS, id="tiles-mss", marks=pytest.mark.slow),
     ],
 )
 def test_votes_are_those_of_all_heads(

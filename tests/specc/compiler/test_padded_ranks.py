@@ -109,6 +109,7 @@ def test_its_graphs_run_on_as_many_ranks(
         cut.close()
 
 
+@pytest.mark.slow  # builds networks for two ranks
 def test_a_tensorrt_engine_is_built_for_each_rank(tensorrt_engine: Path) -> None:
     manifest = read_manifest(tensorrt_engine)
     required = set(manifest.required_files)

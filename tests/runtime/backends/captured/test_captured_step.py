@@ -111,7 +111,10 @@ def select(inputs: StepInputs, order: list[int]) -> StepInputs:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "batch",
+    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     inputs = rig.state(batch)
     for _ in range(4):

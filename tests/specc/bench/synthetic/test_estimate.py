@@ -30,6 +30,7 @@ from specc.kernels.cuda.register import KERNELS
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 from tests.models import tiny_config
+from tests.tiers import every
 
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1))
 OFF = SpecPlan.from_widths(())
@@ -314,7 +315,7 @@ def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
     assert more > 16 * 4 * row
 
 
-@pytest.mark.parametrize("layout", ["int8", "int4-g64", "fp8"])
+@pytest.mark.parametrize("layout", every(3, ["int8", "int4-g64", "fp8"], first=1))
 def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
     """Levels, scales and zero points once, in the nodes of products and in the floor."""
     programs = compiled(quantization=layout)
