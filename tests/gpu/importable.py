@@ -24,7 +24,9 @@ def importable() -> Iterator[Path]:
     try:
         (site / "specc").mkdir()
         folders = [ROOT / name for name in ("passes", "runtime", "kernels")]
-        for item in [*(ROOT / "specc").iterdir(), *folders]:
+        # a copy of the tree may have links to these folders in it
+        own = [item for item in (ROOT / "specc").iterdir() if not item.is_symlink()]
+        for item in [*own, *folders]:
             (site / "specc" / item.name).symlink_to(item)
         (site / "tests").mkdir()
         text = f"__path__ = [{str(ROOT / 'tests')!r}]\n"

@@ -40,6 +40,12 @@ def test_tables_change_no_bit(name):
     assert not program.calls(*TRIGONOMETRY)
     # of each table at least its angles, cosines and sines, and one lookup now
     assert len(launches(program)) <= count - 3 * TABLES[name]
+    # all lookups come before the first layer, none between two of them
+    nodes = list(program.graph.nodes)
+    tables = [node for node in nodes if node.op == "placeholder" and "rotary_" in node.target]
+    lookups = [nodes.index(user) for table in tables for user in table.users]
+    layers = [i for i, node in enumerate(nodes) if "rope_write" in str(node.target)]
+    assert all(lookup < min(layers) for lookup in lookups)
     after = Runner(program, model)
     for inputs in several_passes(VOCAB):
         assert torch.equal(before.run(inputs), after.run(inputs))

@@ -79,6 +79,9 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
     batch = Batch([Span(ends, 3, 9, (0,)), Span(middle, 0, 7, (0,))], groups)
     result = core.runner.run(batch)
     assert core.runner.num_shared_passes == is_shared
+    for request, start, end in ((ends, 3, 9), (middle, 0, 7)):
+        rows = engine.cache.history_rows(request.blocks, start, end)
+        assert engine.cache.history.view(-1)[rows].tolist() == request.token_ids[start:end]
     return result, engine.cache
 
 

@@ -91,6 +91,7 @@ def test_answers_are_what_the_engine_generates(start, saved_engine):
     want = LLM(saved_engine.path).generate("abc", SamplingParams(max_tokens=20, ignore_eos=True))[0]
     model = start()
     options = {"max_tokens": 20, "ignore_eos": True, "return_output_ids": True}
+    options |= {"exclude_input_in_output": False}
     requests = [ask(stream=stream, **options) for stream in (True, False)]
     assert model.execute(requests) is None
     finish(*requests)
@@ -100,10 +101,19 @@ def test_answers_are_what_the_engine_generates(start, saved_engine):
         assert tokens == want.outputs[0].token_ids
         assert all(v["output_ids"].dtype == np.int32 for v in values)
         text = b"".join(v["text_output"][0, 0] for v in values).decode()
-        assert text == want.outputs[0].text
+        # the prompt comes once, however many responses there are
+        assert text == "abc" + want.outputs[0].text
         assert values[-1]["finish_reason"].tolist() == [[b"length"]]
         assert not any("finish_reason" in v for v in values[:-1])
     assert len(requests[1].sender.responses) == 1 < len(requests[0].sender.responses)
+
+
+def test_counters_grow_by_what_is_new(start):
+    model = start()
+    for total in (2, 4):
+        model.execute([request := ask(max_tokens=2, ignore_eos=True)])
+        finish(request)
+        assert eventually(lambda total=total: metric("generation_tokens_total") == total)
 
 
 def test_execute_never_raises(start):

@@ -15,12 +15,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from specc.server.config import ConnectionLimits
-from specc.server.connections import EXTRA_CONNECTIONS
+from specc.server.connections import EXTRA_CONNECTIONS, Connections, StrictProtocol
 from specc.server.listener import Listener, fit, raise_file_limit
 from specc.server.log import RepeatFilter
 from tests.runtime.conftest import save_engine
@@ -243,6 +244,16 @@ def test_more_than_the_extra_ones_are_closed() -> None:
         for client in [*busy, *extra]:
             client.close()
         server.wait_until_idle()
+
+
+def test_no_more_than_the_extra_ones_stay_where_all_are_at_work() -> None:
+    connections, stay = Connections(ConnectionLimits(max_connections=2)), []
+    for _ in range(2 + EXTRA_CONNECTIONS + 3):
+        protocol = Mock(spec=StrictProtocol)
+        stay.append(connections.admit(protocol))
+        connections.serve(protocol)
+    assert stay == [True] * (2 + EXTRA_CONNECTIONS) + [False] * 3
+    assert len(connections) == 2 + EXTRA_CONNECTIONS
 
 
 @contextlib.contextmanager

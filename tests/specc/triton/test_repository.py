@@ -72,6 +72,12 @@ def test_gpus_are_instances(parse):
     assert read.parameters["gpu_device_ids"].string_value == "0,1;2,3"
 
 
+def test_values_are_written_in_ascii():
+    text = TritonConfig(parameters={"policy": 'a "quoted"\\\nvalue — ü'}).to_pbtxt("engine")
+    written = r"a \042quoted\042\134\012value \342\200\224 \303\274"
+    assert f'"policy" value {{ string_value: "{written}" }}' in text
+
+
 def test_every_sampling_option_is_an_input():
     names = {tensor.name for tensor in INPUTS} | {"stop", "structured_outputs", "logit_bias"}
     # a request to Triton is one output, and there is no tensor for scores of its prompt

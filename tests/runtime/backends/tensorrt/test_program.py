@@ -222,6 +222,17 @@ def test_contexts_of_steps_keep_their_shapes(rig: Rig) -> None:
     assert four.context._kernels is kinds.LAZY
 
 
+def test_a_shape_has_a_context_for_its_rows_of_logits(rig: Rig) -> None:
+    """A captured pass keeps the shapes of its own context."""
+    inputs = tree_pass([3, 4], TREES[:2], [0, 1])
+    every = len(inputs["tokens"])
+    for rows in (every, every - 1, every):
+        whole(rig.program, inputs | {"logit_rows": torch.arange(rows)})
+    one, two, three = rig.recorder.enqueued
+    assert one.context is three.context is not two.context
+    assert not rig.recorder.mistakes
+
+
 def test_contexts_share_memory_that_is_large_enough(rig: Rig) -> None:
     for inputs in PASSES.values():
         rig.program(**inputs)
