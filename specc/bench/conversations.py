@@ -26,6 +26,7 @@ _FIGURES = (
     "speedup_over_off", "mean_acceptance_length", "accepted_per_depth", "num_output_tokens",
     "num_steps",
 )  # fmt: skip
+_COUNTS = ("num_output_tokens", "num_steps")
 
 
 @dataclass
@@ -200,6 +201,9 @@ def category_figures(
 ) -> dict[str, dict[str, Any]]:
     """Figures of each category for JSON: as those of a run, with its questions and turns.
 
+    What is measured is None where no turn of a category fitted: nothing ran, and a speed of 0 would
+    be taken into means.
+
     Args:
         measured: of a contender, one a round.
         off: of plain decoding in the same rounds.
@@ -213,7 +217,7 @@ def category_figures(
             "num_questions": first.num_questions,
             "num_turns": len(first.turns),
             "num_left_out": first.num_left_out,
-        } | {name: found[name] for name in _FIGURES}
+        } | {name: found[name] if name in _COUNTS or first.turns else None for name in _FIGURES}
     return figures
 
 

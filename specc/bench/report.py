@@ -174,7 +174,8 @@ def _compare_talks(
         reference.outputs,
         find_talk_differences(reference, measured),
     )
-    found = identity(differences, reference.num_questions)
+    # conversations none of whose turns fitted were not compared
+    found = identity(differences, len({question for question, _ in reference.turns}))
     for item in found["differences"]:
         question, turn = reference.turns[item["prompt"]]
         item |= {"question_id": bench.questions[question].question_id, "turn": turn}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ MAX_CHOICES = 128
 MAX_DEPTH = 64
 # any origin, method or header, as browsers write it
 ANY_ORIGIN = "*"
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 1 << 20, 1 << 15, 1 << 14
 
@@ -134,6 +135,9 @@ class Origins:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
+        # browsers write those that the server has in capitals, and compare each letter
+        methods = tuple(method.upper() for method in self.allowed_methods)
+        object.__setattr__(self, "allowed_methods", methods)
         for name in ("allowed_methods", "allowed_headers"):
             for value in getattr(self, name):
                 if value != ANY_ORIGIN and not _TOKEN.fullmatch(value):
@@ -165,7 +169,7 @@ class Origins:
 
 
 def _origin(text: str) -> str:
-    """As browsers write it: in lower case, without the port that its scheme has anyway.
+    """As browsers write it: in lower case, addresses short, without the port of its scheme.
 
     Raises:
         ConfigError: no origin.
@@ -173,14 +177,22 @@ def _origin(text: str) -> str:
     if text == ANY_ORIGIN:
         return text
     match = _ORIGIN.fullmatch(text.lower())
-    if match is None:
+    try:
+        if match is None:
+            raise ValueError
+        scheme, host, digits = match.groups()
+        if host.startswith("["):
+            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
+        port = None if digits is None else int(digits)
+        if port is not None and not 0 < port < 1 << 16:
+            raise ValueError
+    except ValueError as error:
         raise ConfigError(
             f"--allowed-origin {text[:80]}",
             "a scheme and a host, with a port where it is not the usual one, or *",
             "for example --allowed-origin https://app.example; repeat it for each",
-        )
-    scheme, host, port = match.groups()
-    is_usual = port in (None, {"http": "80", "https": "443"}.get(scheme))
+        ) from error
+    is_usual = port in (None, {"http": 80, "https": 443}.get(scheme))
     return f"{scheme}://{host}" + ("" if is_usual else f":{port}")
 
 

@@ -178,7 +178,7 @@ class Handshake(asyncio.Protocol):
             )
         except OSError as error:
             # whoever speaks something else, knows another authority, or comes too late
-            _log.debug("a handshake failed: %s", error)
+            _log.debug("a handshake failed: %s", str(error) or type(error).__name__)
             return
         finally:
             self._connections.remove(self)

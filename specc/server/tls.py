@@ -49,18 +49,20 @@ def make_context(files: Tls) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(files.ssl_certfile, files.ssl_keyfile, _no_passphrase)
     except ssl.SSLError as error:
-        is_other = error.reason == "KEY_VALUES_MISMATCH"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"{option} {path}: the key of another certificate than that of"
+                f" {files.ssl_certfile}",
+                "a certificate and its own key, both in PEM",
+                "name the key that the certificate was made with",
+            ) from error
+        # which of them it is, OpenSSL does not always say
+        both = f"--ssl-certfile {files.ssl_certfile}"
+        both += "" if files.ssl_keyfile is None else f" and --ssl-keyfile {files.ssl_keyfile}"
         raise ConfigError(
-            f"{option} {path}: "
-            + (
-                f"the key of another certificate than that of {files.ssl_certfile}"
-                if is_other
-                else f"OpenSSL cannot read it ({error.reason or error})"
-            ),
-            "a certificate and its own key, both in PEM",
-            "name the key that the certificate was made with"
-            if is_other
-            else "compare --ssl-certfile and --ssl-keyfile with what your authority has sent",
+            f"{both}, which OpenSSL does not take ({error.reason or error})",
+            "a certificate and its own key, both whole, in PEM and of today's strength",
+            "compare them with what your authority has sent",
         ) from error
     if files.ssl_ca_certs is not None:
         _read(files.ssl_ca_certs, "--ssl-ca-certs")

@@ -242,6 +242,7 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
             f"write method {SUFFIX if model == SUFFIX else _NGRAM}, or leave method out",
         )
     if looks_up:
+        _check_no_ranks(values, f"model {_shown(model)}")
         _check_chain(tree, model)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         _absent(values, name, f"model {_shown(model)}", f"method {_NGRAM}, which looks tokens up")
@@ -256,7 +257,7 @@ def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
             "one of the two: looked-up tokens need no model",
             "leave out model, or method",
         )
-    _check_no_ranks(values, _NGRAM)
+    _check_no_ranks(values, f"method {_NGRAM}")
     _check_chain(tree, f"method {_NGRAM}")
     least = _integer(values, "prompt_lookup_min")
     longest = _integer(values, "prompt_lookup_max", _MOST_NGRAM_TOKENS)
@@ -266,13 +267,14 @@ def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
             "1: the longest match counts here, however short it is",
             "leave out prompt_lookup_min",
         )
-    return f"lookup:{longest or _NGRAM_TOKENS}"
+    # as vLLM has it: a shortest match alone is the longest one, too
+    return f"lookup:{longest or least or _NGRAM_TOKENS}"
 
 
 def _read_suffix(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     for name in ("model", "prompt_lookup_max", "prompt_lookup_min"):
         _absent(values, name, f"method {SUFFIX}", "no more than num_speculative_tokens besides")
-    _check_no_ranks(values, SUFFIX)
+    _check_no_ranks(values, f"method {SUFFIX}")
     _check_chain(tree, f"method {SUFFIX}")
     return SUFFIX
 
@@ -280,10 +282,10 @@ def _read_suffix(values: Mapping[str, Any], tree: TokenTree | None) -> str:
 _READERS = {"": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram, SUFFIX: _read_suffix}
 
 
-def _check_no_ranks(values: Mapping[str, Any], method: str) -> None:
+def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:
     if (size := _integer(values, "draft_tensor_parallel_size")) not in (None, 1):
         raise _refused(
-            f"method {method} and draft_tensor_parallel_size {size}",
+            f"{what} and draft_tensor_parallel_size {size}",
             "a draft model, whose weights ranks can share",
             "leave out draft_tensor_parallel_size",
         )

@@ -58,6 +58,17 @@ def test_other_origins_get_no_leave(server, origin: str) -> None:
     assert "Origin" in answer.headers["vary"]
 
 
+def test_browsers_that_ask_leave_for_a_private_network(server) -> None:
+    private = {"access-control-request-private-network": "true"}
+    allowed = "access-control-allow-private-network"
+    answer = ask(server, "/v1/completions", PAGE, **private)
+    assert (answer.status_code, answer.headers[allowed]) == (200, "true")
+    assert allowed not in ask(server, "/v1/completions", PAGE).headers
+    answer = ask(server, "/v1/completions", OTHER, **private)
+    assert answer.status_code == 400
+    assert allowed not in answer.headers
+
+
 def test_methods_that_there_are_none_of(server) -> None:
     answer = ask(server, "/v1/completions", PAGE, **{"access-control-request-method": "DELETE"})
     assert answer.status_code == 400
@@ -124,6 +135,14 @@ def test_without_origins_nothing_is_said() -> None:
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+def test_methods_as_browsers_write_them() -> None:
+    """Those of fetch in capitals; a method that is allowed in other letters would never be met."""
+    with serve(origins=Origins((PAGE,), allowed_methods=("post",))) as server:
+        assert ask(server, "/v1/completions", PAGE).status_code == 200
+        get = {"access-control-request-method": "GET"}
+        assert ask(server, "/v1/models", PAGE, **get).status_code == 400
+
+
 def test_any_origin() -> None:
     with serve(origins=Origins(("*",), allowed_headers=("X-One",))) as server:
         answer = server.post("/v1/completions", BODY, headers={"origin": OTHER})
@@ -147,7 +166,9 @@ def test_credentials() -> None:
         ("https://App.Example", "https://app.example"),
         ("https://app.example:443", "https://app.example"),
         ("http://app.example:443", "http://app.example:443"),
+        ("https://app.example:0443", "https://app.example"),
         ("http://[::1]:3000", "http://[::1]:3000"),
+        ("http://[0:0::0001]", "http://[::1]"),
         ("capacitor://localhost", "capacitor://localhost"),
         ("*", "*"),
     ],
@@ -159,7 +180,8 @@ def test_origins_as_browsers_write_them(text: str, kept: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "app.example", "https://app.example/", "https://a.example, https://b.example", "null",
-     "https://*.example", '["https://app.example"]', "https://a@b.example", "https://a.example\n"],
+     "https://*.example", '["https://app.example"]', "https://a@b.example", "https://a.example\n",
+     "https://a.example:65536", "https://a.example:0", "https://a.example:\u0664", "http://[::1::]"],
 )  # fmt: skip
 def test_what_is_no_origin(text: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-origin"):

@@ -304,8 +304,10 @@ def test_files_that_are_wrong(files, found, do) -> None:
 def test_a_file_that_is_cut(tmp_path) -> None:
     cut = tmp_path / "certificate.pem"
     cut.write_bytes(CERTIFICATE.read_bytes()[:300])
-    with pytest.raises(ConfigError, match="cannot read it"):
+    with pytest.raises(ConfigError, match="does not take") as caught:
         make_context(Tls(ssl_certfile=cut, ssl_keyfile=KEY))
+    # the key is as it should be
+    assert caught.value.found.startswith(f"--ssl-certfile {cut} and --ssl-keyfile {KEY}")
 
 
 def test_files_of_all_kinds(tmp_path) -> None:

@@ -33,6 +33,7 @@ read = SpeculativeConfig.read
             {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1},
             SpeculativeConfig("lookup:4"),
         ),
+        ({"method": "ngram", "prompt_lookup_min": 1}, SpeculativeConfig("lookup:1")),
         ({"method": "ngram_gpu", "prompt_lookup_max": 99}, SpeculativeConfig("lookup:99")),
         ({"model": "[ngram]", "prompt_lookup_max": 2}, SpeculativeConfig("lookup:2")),
         (
@@ -110,6 +111,7 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"method": "ngram", "prompt_lookup_min": 2}, "prompt_lookup_min 2", "leave out"),
         ({"method": "ngram", "model": "D/"}, "ngram and model D/", "leave out"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "parallel_size 2", "leave out"),
+        ({"model": "lookup:3", "draft_tensor_parallel_size": 2}, "lookup:3 and", "leave out"),
         ({"model": "D/", "prompt_lookup_max": 4}, "prompt_lookup_max 4", "leave out"),
         ({"method": "suffix", "model": "D/"}, "suffix and model D/", "leave out"),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max 4", "leave out"),

@@ -20,6 +20,8 @@ QUESTIONS = [
     {"question_id": 2, "category": "rag", "turns": ["hello"]},
     {"question_id": 3, "category": "rag", "turns": ["xyz", "w" * 90]},
     {"question_id": 4, "category": "rag", "turns": ["more"]},
+    # nothing of it fits
+    {"question_id": 5, "category": "long", "turns": ["w" * 90]},
 ]
 
 
@@ -42,23 +44,27 @@ def test_the_report_and_its_tables(tiny_engine, file, tmp_path):
     assert result.exit_code == 0, result.stderr
     report = json.loads(out.read_text())
     assert report["settings"]["dataset"] == str(file)
-    assert report["settings"]["num_prompts"] == 4
+    assert report["settings"]["num_prompts"] == 5
     off, speculative = report["runs"]
     for run in (off, speculative):
         assert run["identical"] is True, run["differences"]
         assert run["identical_prompts"] == 4
-        assert list(run["categories"]) == ["coding", "rag"]
-        coding, rag = run["categories"].values()
+        assert list(run["categories"]) == ["coding", "rag", "long"]
+        coding, rag, long = run["categories"].values()
         assert (coding["num_questions"], coding["num_turns"], coding["num_left_out"]) == (1, 2, 0)
         assert (rag["num_questions"], rag["num_turns"], rag["num_left_out"]) == (3, 3, 1)
+        assert (long["num_turns"], long["num_left_out"], long["num_output_tokens"]) == (0, 1, 0)
+        # a speed of 0 would be taken into means
+        measured = ("tokens_per_s", "speedup_over_off", "mean_acceptance_length")
+        assert [long[name] for name in measured] == [None] * 3
         assert run["num_output_tokens"] == coding["num_output_tokens"] + rag["num_output_tokens"]
     assert off["categories"]["rag"]["speedup_over_off"] is None
     assert off["categories"]["rag"]["mean_acceptance_length"] == 1.0
     assert speculative["categories"]["rag"]["speedup_over_off"]["median"] > 0
     assert speculative["categories"]["rag"]["mean_acceptance_length"] >= 1.0
-    assert "1 of 6 turns were left out" in result.stdout
+    assert "2 of 7 turns were left out" in result.stdout
     assert "no chat template" in result.stdout
-    assert "4 questions with prompts of" in result.stdout
+    assert "5 questions with prompts of" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines()]
     for name in ("coding", "rag", "all"):
         assert [row for row in rows if row[:2] == [name, "off"]]
@@ -77,7 +83,7 @@ def test_a_template_of_the_engine_and_few_questions(tiny_engine, file, tmp_path)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert "chat template" not in str(report["notes"])
-    assert [c["num_questions"] for c in report["runs"][0]["categories"].values()] == [1, 1]
+    assert [c["num_questions"] for c in report["runs"][0]["categories"].values()] == [1, 1, 1]
     # "<user>def f(x):", "<user>hello", and the second turn after the first and its answer
     first = [len("<user>def f(x):"), len("<user>hello")]
     assert report["settings"]["num_prompt_tokens"] > sum(first) + first[0]
