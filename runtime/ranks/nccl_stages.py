@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.ranks import LockstepGroup, Ranks, use_links
-from specc.runtime.ranks.nccl import CLOSE_S, NcclRankGroup, in_background
+from specc.runtime.ranks.nccl_group import CLOSE_S, NcclRankGroup, in_background
 from specc.runtime.ranks.stage_groups import StagePlace
 
 # torch's backend object of a name, for this rank of so many

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specc.kernels.reference import ranks
-from specc.runtime.ranks.nccl import NcclRankGroup
+from specc.runtime.ranks.nccl_group import NcclRankGroup
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ def test_operators_have_no_group_afterwards(group: NcclRankGroup, processes: Pro
 
 EXITS = """
 import threading, time
-from tests.runtime.ranks import test_nccl
+from tests.runtime.ranks import test_nccl_group
 
-class Slow(test_nccl.Processes):
+class Slow(test_nccl_group.Processes):
     def abort(self):
         self.begins.set()
         time.sleep(1)
@@ -107,7 +107,7 @@ class Slow(test_nccl.Processes):
 
 processes = Slow()
 begins = processes.begins
-group = test_nccl.NcclRankGroup(0, 1, "", processes, test_nccl.CPU)
+group = test_nccl_group.NcclRankGroup(0, 1, "", processes, test_nccl_group.CPU)
 del processes
 threading.Thread(target=group.close, daemon=True).start()
 assert begins.wait(10)
