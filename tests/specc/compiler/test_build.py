@@ -108,7 +108,7 @@ def test_report_and_dumps(built):
     assert phases[2:6] == ["trace target", "rewrite target", "trace draft_0", "rewrite draft_0"]
     assert phases[6:] == ["write programs", "write target weights", "write draft_0 weights"]
     names = {file.name for file in (path.parent / "graphs").iterdir()}
-    assert {"target.0-trace.txt", "draft_0.5-vocabulary.txt"} <= names
+    assert {"target.0-trace.txt", "draft_0.6-vocabulary.txt"} <= names
     assert compilation.warnings == []
 
 

@@ -135,7 +135,13 @@ def test_second_programs_take_the_same_caches(built: Path) -> None:
     ],
 )
 def test_what_is_planned_and_said(
-    models: Path, tmp_path: Path, choice: str, rows: str, columns: int, says: str
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    rows: str,
+    columns: int,
+    says: str,
 ) -> None:
     config = config_for(mla_cache=choice, kv_cache_dtype=rows)
     compilation = build(models / "target", None, tmp_path / "engine", config)
@@ -147,6 +153,7 @@ def test_what_is_planned_and_said(
     assert slab.nbytes == row_bytes * manifest.limits.cache_rows()
     assert manifest.memory_plan["target"].cache == slab.nbytes
     assert step_bytes(tmp_path / "engine", manifest, OFF, 10, 1).kv_cache == 10 * row_bytes
+    monkeypatch.setenv("COLUMNS", "200")
     console = render.make_console()
     with console.capture() as capture:
         console.print(render.layers_table(manifest.models))

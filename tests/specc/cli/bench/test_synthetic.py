@@ -34,7 +34,7 @@ REPORT_FIELDS = [
     "copy_bandwidth_gb_s", "copy_bandwidth", "runs", "notes",
 ]  # fmt: skip
 BYTES = {"bytes_per_step", "bytes_per_step_parts", "read_bandwidth_share"}
-RUN_FIELDS = {k: v for k, v in ENGINE_RUN_FIELDS.items() if k not in BYTES}
+RUN_FIELDS = {k: v for k, v in ENGINE_RUN_FIELDS.items() if k not in (*BYTES, "categories")}
 STEP_FIELDS = {
     "ms": float,
     "ms_min": float,
