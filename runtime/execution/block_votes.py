@@ -102,33 +102,32 @@ class BlockVotes:
         columns = zip(*found, strict=True)
         return Voters(*(list(itertools.chain(*column)) for column in columns)), num_rows
 
-    @torch.inference_mode()
+    # most passes have no voters, and entering a mode costs a step more than all else here
+
     def mass(self, voters: Voters, batch: int) -> Tensor | None:
         """What a pass of its own over `batch` sequences adds to; None: nobody votes."""
         if not voters.rows:
             return None
-        made = torch.full((batch, self._cache.shape.blocks_per_sequence), NOBODY)
-        made[voters.rows] = 0.0
-        with self._link.active():
-            return self._link.send([made])[0]
+        with torch.inference_mode():
+            made = torch.full((batch, self._cache.shape.blocks_per_sequence), NOBODY)
+            made[voters.rows] = 0.0
+            with self._link.active():
+                return self._link.send([made])[0]
 
-    @torch.inference_mode()
     def fetch(self, voters: Voters, mass: Tensor | None) -> list[PendingVotes]:
         """Bring what a pass added to such a tensor to the host."""
         if mass is None:
             return []
-        with self._link.active():
+        with torch.inference_mode(), self._link.active():
             return [PendingVotes(voters, self._link.fetch([mass[voters.rows]]))]
 
-    @torch.inference_mode()
     def begin(self, voters: Voters) -> None:
         """Let the step that is queued next add to these rows."""
         if voters.rows:
             assert self._cache.block_mass is not None
-            with self._link.active():
+            with torch.inference_mode(), self._link.active():
                 self._cache.block_mass[voters.rows] = 0.0
 
-    @torch.inference_mode()
     def end(self, voters: Voters) -> list[PendingVotes]:
         """Bring what it added to the host; nobody votes in the step after it."""
         mass = self._cache.block_mass
@@ -136,6 +135,6 @@ class BlockVotes:
             return []
         found = self.fetch(voters, mass)
         assert mass is not None
-        with self._link.active():
+        with torch.inference_mode(), self._link.active():
             mass[voters.rows] = NOBODY
         return found
