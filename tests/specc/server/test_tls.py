@@ -26,6 +26,10 @@ from tests.specc.server.test_connections import GET, POST, QUICK, until_closed
 FILES = Path(__file__).with_name("certificates")
 CERTIFICATE, KEY = FILES / "certificate.pem", FILES / "key.pem"
 OWN = Tls(ssl_certfile=CERTIFICATE, ssl_keyfile=KEY)
+LONG_STREAM = json.dumps(
+    {"prompt": "ab", "max_tokens": 50, "stream": True, "ignore_eos": True, "logprobs": 20}
+).encode()
+STREAM_LENGTH = b"Content-Length: %d\r\n\r\n" % len(LONG_STREAM)
 
 
 @pytest.fixture(scope="module")
@@ -181,15 +185,7 @@ def test_a_stream_that_nobody_reads() -> None:
     with serve(limits=limits, tls=make_context(OWN)) as server:
         safe = slow_reader(server)
         connections = server.http_server.connections
-        body = {
-            "prompt": "ab",
-            "max_tokens": 50,
-            "stream": True,
-            "ignore_eos": True,
-            "logprobs": 20,
-        }
-        data = json.dumps(body).encode()
-        safe.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        safe.sendall(POST + STREAM_LENGTH + LONG_STREAM)
         wait_for(lambda: not len(connections), "the connection stays", 30)
         server.wait_until_idle()
         safe.close()
@@ -214,15 +210,7 @@ def test_a_client_that_reads_late_misses_nothing() -> None:
     limits = dataclasses.replace(QUICK, unread_timeout_s=30)
     with serve(limits=limits, tls=make_context(OWN)) as server:
         client = slow_reader(server)
-        body = {
-            "prompt": "ab",
-            "max_tokens": 50,
-            "stream": True,
-            "ignore_eos": True,
-            "logprobs": 20,
-        }
-        data = json.dumps(body).encode()
-        client.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        client.sendall(POST + b"Connection: close\r\n" + STREAM_LENGTH + LONG_STREAM)
         (connection,) = server.http_server.connections._open
         wait_for(connection.transport.is_closing, "the answer does not end", 30)
         assert connection.below.get_write_buffer_size() > 0, "the sockets hold all of it"
