@@ -149,7 +149,8 @@ def check_pairs(
     ]
     found = 0
     for start in range(0, num, BATCH):
-        outputs = llm.generate([list(prompt)] * BATCH, params[start : start + BATCH])
+        own = params[start : start + BATCH]
+        outputs = llm.generate([list(prompt)] * len(own), own)
         for output in outputs:
             a, b, c = output.outputs[0].token_ids
             if [*prompt, a] == known:
