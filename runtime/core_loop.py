@@ -93,10 +93,9 @@ class _Watch:
 
         def wakes() -> bool:
             self._look()
-            if by_iteration and self._core.num_iterations != seen:
+            if self.has_ended or (by_iteration and self._core.num_iterations != seen):
                 return True
-            has_events = by_event and any(request.events for request in self.requests)
-            return self.has_ended or has_events
+            return by_event and any(request.events for request in self.requests)
 
         return wakes
 
@@ -107,7 +106,12 @@ class _Watch:
             self._core.scheduler.check(self.requests)
         except RequestError as error:
             self.error = error
-        self.has_ended = self.error is not None or all(s.is_finished for s in self.requests)
+        if self.error is None:
+            # looked at after each iteration: no generator for the first one that goes on
+            for request in self.requests:
+                if request.finish_reason is None:
+                    return
+        self.has_ended = True
 
 
 def _advance(core: EngineCore) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from specc.runtime.runner import Runner
@@ -63,43 +61,46 @@ class InFlight:
 
     def advance(self) -> bool:
         """Bring all requests one iteration further; False where none can run."""
-        with self._as_a_whole():
-            if not self.queued:
-                batch = self._scheduler.schedule(Beside(most=self._most_beside))
-                if not batch.prefill and not batch.groups:
-                    return False
-                self.num_iterations += 1
-                pending = self._runner.queue(batch)
-                if pending is None:
-                    self._scheduler.postprocess(batch, self._runner.run(batch))
-                    return True
-                self._hold(batch, pending)
-            # nothing is queued before it any more
-            self.queued[0].pending.complete()
-            if self.num_batches is None:
-                self._queue_ahead()
-            else:
-                self._queue_beside()
-            self._finish_oldest()
-            return True
+        self._begin()
+        has_run = self._advance()
+        self._is_whole = True
+        return has_run
 
     def settle(self) -> None:
         """Wait for what is queued, where no next iteration would, or a failure has spoilt it."""
-        with self._as_a_whole():
-            while self.queued and not self._scheduler.running:
-                self.queued[0].pending.complete()
-                self._finish_oldest()
+        self._begin()
+        while self.queued and not self._scheduler.running:
+            self.queued[0].pending.complete()
+            self._finish_oldest()
+        self._is_whole = True
 
-    @contextlib.contextmanager
-    def _as_a_whole(self) -> Iterator[None]:
-        """What runs in here ends, or the next call starts from what was committed."""
+    def _begin(self) -> None:
+        """Start from what was committed, if the call before this one ended early."""
         if not self._is_whole:
             self._runner.wait()
             self.queued.clear()
             self._scheduler.recover()
         self._is_whole = False
-        yield
-        self._is_whole = True
+
+    def _advance(self) -> bool:
+        if not self.queued:
+            batch = self._scheduler.schedule(Beside(most=self._most_beside))
+            if not batch.prefill and not batch.groups:
+                return False
+            self.num_iterations += 1
+            pending = self._runner.queue(batch)
+            if pending is None:
+                self._scheduler.postprocess(batch, self._runner.run(batch))
+                return True
+            self._hold(batch, pending)
+        # nothing is queued before it any more
+        self.queued[0].pending.complete()
+        if self.num_batches is None:
+            self._queue_ahead()
+        else:
+            self._queue_beside()
+        self._finish_oldest()
+        return True
 
     def _queue_ahead(self) -> None:
         """Queue the iteration after the only one that is queued, where it needs no results."""

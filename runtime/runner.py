@@ -127,10 +127,13 @@ class Runner:
             found = self.queue_prefill(batch.prefill).result()
             result = RunResult(**found._asdict(), prefill_s=time.perf_counter() - begin)
         for group in batch.groups:
-            voters = self._votes.of_step(group)
-            self._votes.begin(voters)
-            step = self._step(group)
-            result.votes.extend(read_votes(self._votes.end(voters)))
+            if group.plan.chooses_blocks:
+                voters = self._votes.of_step(group)
+                self._votes.begin(voters)
+                step = self._step(group)
+                result.votes.extend(read_votes(self._votes.end(voters)))
+            else:
+                step = self._step(group)
             result.steps.append(step)
             result.logprobs.append(logprobs_after(group, step))
         return result
@@ -255,12 +258,11 @@ class Runner:
 
     def _is_shared(self, batch: Batch) -> bool:
         """More than one pass would be needed, and one can do."""
-        steps = [self._steps[group.plan.name] for group in batch.groups]
         return (
             self.shares_pass
             and bool(batch.groups)
             and len(batch.groups) + bool(batch.prefill) > 1
-            and all(step.plan.tile is None for step in steps)
+            and all(self._steps[group.plan.name].plan.tile is None for group in batch.groups)
         )
 
     def queue_prefill(self, spans: list[Span]) -> PendingEnds:
@@ -268,10 +270,12 @@ class Runner:
         return self._prompts.begin(spans)()
 
     def _step(self, group: StepGroup) -> StepResult:
+        step = self._steps[group.plan.name]
+        if not group.plan.models:
+            return self._advance(step, group)
         begin = time.perf_counter()
         self._prompts.catch_up(group)
         catch_up_s = time.perf_counter() - begin
-        step = self._steps[group.plan.name]
         result = self._advance(step, group)
         stage = "step" if "step" in result.stage_s else "draft"
         if stage in result.stage_s:

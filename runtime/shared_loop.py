@@ -81,6 +81,8 @@ class SharedLoop:
         self._lock = lock
         self._advance = advance
         self._is_led = False
+        # something was done since the last iteration
+        self._has_done = False
         self._waiters: deque[_Waiter] = deque()
         self._deferred: deque[Callable[[], object]] = deque()
 
@@ -94,6 +96,7 @@ class SharedLoop:
             self._deferred.append(work)
             return
         with self._lock:
+            self._has_done = True
             work()
 
     def run(self, is_served: Callable[[], bool]) -> None:
@@ -134,9 +137,10 @@ class SharedLoop:
         try:
             while True:
                 with self._lock:
-                    # others may have done something between two iterations: closed all of it, say
-                    if is_served():
+                    # others may have closed all of it between two iterations, say
+                    if self._has_done and is_served():
                         return
+                    self._has_done = False
                     try:
                         self._advance()
                     finally:
@@ -159,6 +163,8 @@ class SharedLoop:
             heir.gate.release()
 
     def _wake_served(self) -> None:
+        if not self._waiters:
+            return
         for waiter in [waiter for waiter in self._waiters if waiter.is_served()]:
             self._waiters.remove(waiter)
             waiter.gate.release()

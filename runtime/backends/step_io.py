@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from specc.speculation.plans import SpecPlan
-
 
 class StepResult(NamedTuple):
     """What one step did for its B sequences.
@@ -73,11 +71,6 @@ class StepValues(Protocol):
 
 # called between verification and acceptance
 BeforeAccept = Callable[[StepValues], object]
-
-
-def draft_lens_of(plan: SpecPlan) -> dict[int, str]:
-    """Draft → environment name of its committed rows after a step of this plan."""
-    return {int(model.removeprefix("draft_")): f"{model}_len" for model in plan.models}
 
 
 def slots_of(draft: str) -> str:

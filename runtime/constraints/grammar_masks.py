@@ -67,7 +67,13 @@ class TreeMasks:
 
 def has_masks(requests: Sequence[Request]) -> bool:
     """Whether the logits of what follows any of them are changed."""
-    return any(s.grammar is not None or s.has_active_controls for s in requests)
+    # asked at each step: no generator
+    for request in requests:
+        if request.grammar is not None:
+            return True
+        if request.controls is not None and request.has_active_controls:
+            return True
+    return False
 
 
 def mask_trees(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specc.runtime.backends.step import Model
-from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.execution.block_votes import BlockVotes
 from specc.runtime.execution.can_draw import can_draw_prompts
 from specc.runtime.execution.device_link import DeviceLink, HostLink
@@ -117,7 +116,7 @@ class Prompts:
         A request with a step in flight is left alone: its drafts are in step.
         """
         ahead = group.ahead or [0] * len(group.requests)
-        for i in draft_lens_of(group.plan):
+        for i in group.plan.draft_lens:
             behind = [
                 Span(s, s.draft_lens[i], s.cache_len)
                 for s, more in zip(group.requests, ahead, strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.scheduling.batch import Batch, Span
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
@@ -25,10 +24,8 @@ class LookAhead:
         batches = list(queued)
         self._plans = {id(s): g.plan for b in batches for g in b.groups for s in g.requests}
         self._spans: dict[int, Span] = {id(s.request): s for b in batches for s in b.prefill}
-
-    def __bool__(self) -> bool:
-        """Whether anything is in flight."""
-        return bool(self._plans or self._spans)
+        # anything
+        self.is_queued = bool(self._plans or self._spans)
 
     def least(self, request: Request) -> int:
         """Tokens that a step in flight brings, at least."""
@@ -57,10 +54,10 @@ class LookAhead:
     def lags(self, request: Request, plan: SpecPlan) -> bool:
         """Whether a draft may have to catch up before a step of this plan."""
         before = self._plans.get(id(request))
-        moved = () if before is None or before.catch_up > plan.catch_up else draft_lens_of(before)
+        moved = () if before is None or before.catch_up > plan.catch_up else before.draft_lens
         most = request.cache_len + self.most(request)
         return any(
             request.draft_lens[draft] < most + 1 - plan.catch_up
-            for draft in draft_lens_of(plan)
+            for draft in plan.draft_lens
             if draft not in moved
         )

@@ -223,7 +223,7 @@ class Request:
             tokens taken; the others come after the end. None where the controls refuse the first.
         """
         for count, token_id in enumerate(token_ids, start=1):
-            if self._is_refused(token_id):
+            if self.controls is not None and self._is_refused(token_id):
                 self.stop_reason = self._refusal()
                 self.end("error")
                 return count - 1
@@ -233,7 +233,7 @@ class Request:
             self._update_end(token_id)
             if self._is_streamed:
                 self.events.append(self._event(token_id))
-            if self.is_finished:
+            if self.finish_reason is not None:
                 self._close()
                 return count
         return len(token_ids)
@@ -282,9 +282,10 @@ class Request:
         if has_text:
             self._pending.append(token_id)
         stop = None
-        if self._is_read_by_token or self.is_finished or len(self._pending) >= _DECODE_TOGETHER:
+        is_finished = self.finish_reason is not None
+        if self._is_read_by_token or is_finished or len(self._pending) >= _DECODE_TOGETHER:
             stop = self._decode_pending()
-        if stop is None and self.is_finished:
+        if stop is None and is_finished:
             stop = self._detokenizer.flush()
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop

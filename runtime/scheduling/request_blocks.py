@@ -127,12 +127,19 @@ class RequestBlocks:
 
     def missing(self, request: Request, plan: SpecPlan, num_ahead: int = 0) -> int:
         """Blocks that a step needs more than the request has; negative where it has more."""
-        rows = max(request.cache_len, request.prefill_end) + num_ahead + rows_behind(plan)
+        rows = max(request.cache_len, request.prefill_end) + num_ahead + plan.num_reached_rows
         return self._blocks_of(rows) - len(request.blocks)
 
     def holds(self, request: Request, plan: SpecPlan, cache_len: int) -> bool:
         """Whether the blocks of a request are enough for a step of this plan from there on."""
-        return cache_len + rows_behind(plan) <= len(request.blocks) * self._size
+        return cache_len + plan.num_reached_rows <= len(request.blocks) * self._size
+
+    def hold_all(self, requests: Iterable[Request], plans: Mapping[int, SpecPlan]) -> bool:
+        """Whether everyone's blocks are enough for a step; see `grow_all`."""
+        for request in requests:
+            if not self.holds(request, plans[id(request)], request.cache_len):
+                return False
+        return True
 
     def publish(self, request: Request) -> None:
         """Let later requests find what a request has committed."""
@@ -145,6 +152,8 @@ class RequestBlocks:
 
     def let_go(self, requests: Iterable[Request]) -> None:
         """The batch is done: blocks of those that left are free, unless another one uses them."""
+        if not self._held and not self._left:
+            return
         for request in requests:
             if (count := self._held[request]) > 1:
                 self._held[request] = count - 1
@@ -197,11 +206,3 @@ class RequestBlocks:
 
     def _most_for(self, request: Request) -> int:
         return self._shape.blocks_for(request.num_prompt_tokens, request.max_tokens)
-
-
-def rows_behind(plan: SpecPlan) -> int:
-    """Rows from the committed ones on that a step reaches.
-
-    These are its nodes, and in the history the root, the accepted tokens and the bonus token.
-    """
-    return max(plan.num_rows, plan.max_depth + 2)

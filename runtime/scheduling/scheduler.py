@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from specc.errors import RequestError
-from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
@@ -24,6 +22,7 @@ from specc.speculation.plans import OFF, SpecPlan
 
 # nothing is in flight
 _ALONE = Beside()
+_NOTHING_QUEUED = LookAhead()
 
 
 class Scheduler:
@@ -71,7 +70,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.host_drafts = HostDrafts(plans, cache.shape.rows_per_block)
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
-        self.last_plans: Counter[str] = Counter()
+        self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0
         self._blocks = RequestBlocks(cache, shares_prefixes)
         self._max_num_seqs = cache.shape.max_num_seqs
@@ -138,9 +137,10 @@ class Scheduler:
             beside: of batches in flight, whose requests have no part in it. Then it may be that
                 nobody can run: blocks may be taken until those are done.
         """
-        self._end_late(beside)
+        if self._has_deadlines:
+            self._end_late(beside)
         self._admit()
-        batch = self._pick(LookAhead(), beside)
+        batch = self._pick(_NOTHING_QUEUED, beside)
         assert batch is not None, "all results are known"
         return batch
 
@@ -167,14 +167,14 @@ class Scheduler:
     def _pick(self, ahead: LookAhead, beside: Beside) -> Batch | None:
         own = beside.share(self.running)
         ready = [s for s in own if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
-        if ahead and not self._is_worth_it(ready, ahead):
+        if ahead.is_queued and not self._is_worth_it(ready, ahead):
             return None
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
         if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
-        num_step_tokens = sum(g.plan.num_nodes * len(g.requests) for g in groups)
+        num_step_tokens = sum([g.plan.num_nodes * len(g.requests) for g in groups])
+        self.last_plans = {g.plan.name: len(g.requests) for g in groups}
         spans = self._prompts.spans(own, num_step_tokens, ahead, lambda s: self._readers(s, plan))
-        self.last_plans = Counter({g.plan.name: len(g.requests) for g in groups})
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
     def _is_worth_it(self, ready: list[Request], ahead: LookAhead) -> bool:
@@ -200,7 +200,7 @@ class Scheduler:
                 return None
             wishes[id(request)] = wish
         granted: Mapping[int, SpecPlan] = wishes
-        if not ahead:
+        if not ahead.is_queued:
             granted = self._grant(ready, wishes, beside)
         elif not self._blocks.grow_all(ready, wishes, ahead):
             return None
@@ -216,12 +216,14 @@ class Scheduler:
 
     def _group(self, plan: SpecPlan, requests: list[Request], ahead: LookAhead) -> StepGroup:
         extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
-        tokens = tuple(map(ahead.most, requests)) if ahead else ()
-        lags = any(ahead.lags(request, plan) for request in requests)
+        tokens = tuple(map(ahead.most, requests)) if ahead.is_queued else ()
+        lags = bool(plan.models) and any(ahead.lags(request, plan) for request in requests)
         return StepGroup(plan, requests, extra, tokens, lags)
 
     def _wish(self, request: Request, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
         """What a request runs of what the policy chose; None where results in flight decide."""
+        if not ahead.is_queued:
+            return plan if self._speculates(request, plan) else OFF
         least, most = ahead.least(request), ahead.most(request)
         does = self._speculates(request, plan, request.cache_len + most)
         if not most:
@@ -241,9 +243,7 @@ class Scheduler:
             the plan of those that still run, by identity.
         """
         blocks = self._blocks
-        if not self._looks_ahead and all(
-            blocks.holds(request, wishes[id(request)], request.cache_len) for request in ready
-        ):
+        if not self._looks_ahead and blocks.hold_all(ready, wishes):
             return dict(wishes)
         granted: dict[int, SpecPlan] = {}
         for request in sorted(ready, key=turn_of):
@@ -347,7 +347,7 @@ class Scheduler:
     def _readers(self, request: Request, plan: SpecPlan) -> tuple[int, ...]:
         """Drafts that read a prompt along with the target."""
         speculates = self._speculates(request, plan, request.prefill_end)
-        return tuple(draft_lens_of(plan)) if speculates else ()
+        return tuple(plan.draft_lens) if speculates else ()
 
     def _speculates(self, request: Request, plan: SpecPlan, cache_len: int | None = None) -> bool:
         """The plan drafts, the request can take part, and the deepest node has a position."""
@@ -360,7 +360,7 @@ class Scheduler:
         self._blocks.leave(request)
 
     def _release_finished(self) -> None:
-        for request in [s for s in self.running if s.is_finished]:
+        for request in [s for s in self.running if s.finish_reason is not None]:
             self._release(request)
             self.host_drafts.finish(request)
             self.stats.num_requests += 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from specc.cost.best_tree import best_tree
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.errors import ConfigError
-from specc.runtime.backends.step_io import StepResult, draft_lens_of
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.simulate.load import Load, uniform
@@ -105,7 +105,7 @@ class SimulatedRunner:
             accepted,
             [[0] * (count + 1) for count in accepted],
             after,
-            {draft: list(fed) for draft in draft_lens_of(group.plan)},
+            {draft: list(fed) for draft in group.plan.draft_lens},
             stage_s,
         )
 
@@ -125,7 +125,7 @@ class SimulatedRunner:
     def _catch_up_s(self, group: StepGroup) -> float:
         """As `Runner` does: drafts read what their first level does not reach back to."""
         seconds = 0.0
-        for number, _ in draft_lens_of(group.plan).items():
+        for number, _ in group.plan.draft_lens.items():
             room, parts = self._chunk, []
             for request in group.requests:
                 start = request.draft_lens[number]

@@ -214,6 +214,14 @@ class SpecPlan:
         return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0)
 
     @cached_property
+    def num_reached_rows(self) -> int:
+        """Rows from the committed ones on that a step reaches.
+
+        These are its nodes, and in the history the root, the accepted tokens and the bonus token.
+        """
+        return max(self.num_rows, self.max_depth + 2)
+
+    @cached_property
     def max_depth(self) -> int:
         return self.dynamic.depth if self.dynamic is not None else self.shape.max_depth
 
@@ -241,6 +249,11 @@ class SpecPlan:
         if not self.speculates:
             return ()
         return tuple(d for d in self.drafts if not (is_lookup(d) or is_self_draft(d)))
+
+    @cached_property
+    def draft_lens(self) -> dict[int, str]:
+        """Draft model → environment name of its committed rows after a step of this plan."""
+        return {int(model.removeprefix("draft_")): f"{model}_len" for model in self.models}
 
     @cached_property
     def self_drafts(self) -> tuple[SelfDraft, ...]:

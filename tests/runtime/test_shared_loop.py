@@ -267,6 +267,32 @@ def test_a_served_caller_goes_while_the_leader_goes_on() -> None:
     assert count <= 20_000
 
 
+def test_what_is_done_between_iterations_is_seen_before_the_next_one() -> None:
+    count, is_first, is_done = 0, threading.Event(), False
+
+    def advance() -> None:
+        nonlocal count
+        count += 1
+        is_first.set()
+        # the lock goes to whoever waits for it when this iteration ends
+        while count == 1 and not loop._lock._gates:
+            time.sleep(0.001)
+
+    loop = SharedLoop(FairLock(), advance)
+
+    def close() -> None:
+        nonlocal is_done
+        is_done = True
+
+    def do() -> None:
+        assert is_first.wait(WAIT_S)
+        loop.do(close)
+
+    in_threads(lambda: loop.run(lambda: is_done or count >= 50), do)
+    assert is_done
+    assert count == 1
+
+
 def test_the_next_one_leads_where_the_leader_fails() -> None:
     count, is_first = 0, threading.Event()
 

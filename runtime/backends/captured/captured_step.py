@@ -32,7 +32,6 @@ from specc.runtime.backends.step_io import (
     StepInputs,
     StepResult,
     StepValues,
-    draft_lens_of,
 )
 
 
@@ -98,7 +97,7 @@ class CapturedStep:
             # the module and its graph name each other: weights would outlive the engine until the
             # garbage collector comes by
             stage.graph.owning_module = None
-        self._drafts = draft_lens_of(self.plan)
+        self._drafts = self.plan.draft_lens
         # a capture's results stay where it put them, so each way of capturing has its own: whole,
         # in stages, or of some kind
         self._bound: dict[tuple[int, bool | StepKind], BoundStep] = {}

@@ -21,7 +21,6 @@ from specc.runtime.backends.step_io import (
     Drafted,
     StepInputs,
     StepResult,
-    draft_lens_of,
 )
 
 
@@ -47,7 +46,7 @@ class CompiledStep:
             stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
             for stage in program["stages"]
         }
-        draft_lens = draft_lens_of(self.plan)
+        draft_lens = self.plan.draft_lens
         self._drafts = list(draft_lens)
         constants = step_constants(program, self.plan)
         self._encoder = StepEncoder(stages, constants, models, list(draft_lens.values()))

@@ -18,7 +18,6 @@ from specc.runtime.backends.step_io import (
     Drafted,
     StepInputs,
     StepResult,
-    draft_lens_of,
 )
 from specc.speculation.plans import SpecPlan
 
@@ -139,7 +138,7 @@ def _result(
         environment["num_accepted"].tolist(),
         environment["output_tokens"].tolist(),
         environment["next_cache_len"].tolist(),
-        {index: environment[name].tolist() for index, name in draft_lens_of(plan).items()},
+        {index: environment[name].tolist() for index, name in plan.draft_lens.items()},
         stage_s,
         {name: environment[name] for name in reads},
     )

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
-from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.plans import SpecPlan
@@ -126,7 +125,7 @@ class PredictedSeconds:
 
     def draft_token_s(self, plan: SpecPlan, context: float) -> float:
         """Seconds in which a plan's drafts read a token after such a context, in a long pass."""
-        drafts = draft_lens_of(plan)
+        drafts = plan.draft_lens
         return (
             sum(self._read_s(plan, draft, TUNED.chunk, context) for draft in drafts) / TUNED.chunk
         )
@@ -277,7 +276,7 @@ class PredictedSeconds:
 def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
     """Draft → committed tokens that it must read before this plan's first level."""
     behind = {}
-    for draft in draft_lens_of(plan):
+    for draft in plan.draft_lens:
         missed = request.cache_len - request.draft_lens[draft]
         behind[draft] = missed if missed > plan.catch_up - 1 else 0
     return behind

@@ -26,7 +26,6 @@ from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import step_constants
-from specc.runtime.backends.step_io import draft_lens_of
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.sampling.rows import Value, Word
@@ -194,7 +193,7 @@ def _bind(
         "chosen_blocks": empty(plan.num_chosen(cache.shape.rows_per_block), dtype=torch.int64),
     }
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
-    lens = draft_lens_of(plan).values()
+    lens = plan.draft_lens.values()
     return BoundStep(stages, constants, inputs, results, lens, is_filtered)
 
 

@@ -12,7 +12,6 @@ import pytest
 from specc.runtime.scheduling.batch import Batch, StepGroup
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.request import Request
-from specc.runtime.scheduling.request_blocks import rows_behind
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
@@ -99,7 +98,7 @@ class Served:
             for group in one.groups:
                 for request in group.requests:
                     assert request in self.scheduler.running, "it was taken away from a stage"
-                    rows = request.cache_len + rows_behind(group.plan)
+                    rows = request.cache_len + group.plan.num_reached_rows
                     assert rows <= 4 * len(request.blocks), (request.request_id, group.plan.name)
             for span in one.prefill:
                 assert span.end <= 4 * len(span.request.blocks)
