@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.accept_walk_kernels import NUM_STATES, NUM_SUMS, accept_walk_kernel
+from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.row_options import Bounded
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES
@@ -148,6 +149,7 @@ def accept_walk(
             num_warps=WARPS,
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
+            **launch_options(None, not is_tried),
         )
     return path, num_accepted, output_tokens
 
@@ -160,18 +162,22 @@ _SCRATCH = {
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """The same for every compute capability."""
+    """Every dtype and what proposals may come from; dependent only what looks at no logits."""
     of_drafts = ("q_rows", "drafts", "draft_stats")
+    found: list[Shipped] = []
     for dtype in DTYPES:
         name = TYPE_NAMES[dtype]
-        yield from _shipped(f"alone-{name}", dtype, ("image", *of_drafts))
-        yield from _shipped(f"drafts-{name}", dtype, ("image",))
-        yield from _shipped(f"merged-{name}", dtype, ())
+        found += _shipped(f"alone-{name}", dtype, ("image", *of_drafts))
+        found += _shipped(f"drafts-{name}", dtype, ("image",))
+        found += _shipped(f"merged-{name}", dtype, ())
         # of proposals that were looked up
-        yield from _shipped(f"merged-alone-{name}", dtype, of_drafts)
+        found += _shipped(f"merged-alone-{name}", dtype, of_drafts)
+    for item in found:
+        yield from with_dependent(item, capability, None, is_able=False)
     # rows that follow the best tokens do not look at logits
     absent = ("logits", "target_stats", "image", *of_drafts, *_SCRATCH)
-    yield from _shipped("best", torch.bfloat16, absent)
+    for item in _shipped("best", torch.bfloat16, absent):
+        yield from with_dependent(item, capability, None)
 
 
 def _shipped(name: str, dtype: torch.dtype, absent: Sequence[str]) -> Iterator[Shipped]:

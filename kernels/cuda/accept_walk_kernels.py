@@ -24,6 +24,7 @@ from specc.kernels.cuda.accept_pass import (
     whole_pass,
 )
 from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.dependent import wait_for_earlier
 from specc.kernels.cuda.row_noise import uniform_of
 from specc.kernels.cuda.row_options import (
     DELTA,
@@ -178,7 +179,9 @@ def accept_walk_kernel(
     BV: tl.constexpr,
     BQ: tl.constexpr,
     BP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     i_b = (tl.program_id(0) // num_parts).to(tl.int64)
     i_p = tl.program_id(0) % num_parts
     p_tokens = tokens + i_b * token_stride

@@ -49,32 +49,32 @@ LINES = tl.constexpr(8)
 LINE_BYTES = tl.constexpr(128)
 
 
-def launch_options(dtype: torch.dtype, is_able: bool = True) -> dict[str, bool]:
+def launch_options(dtype: torch.dtype | None, is_able: bool = True) -> dict[str, bool]:
     """Options of a launch: the constexpr of the kernel, and what Triton's launcher takes.
 
     Args:
-        dtype: of the rows.
+        dtype: of the rows; None of a kernel of integers alone.
         is_able: there is such a configuration of the kernel.
     """
-    if not (is_able and dtype in DTYPES and is_dependent()) or INTERPRETED:
+    if not (is_able and (dtype is None or dtype in DTYPES) and is_dependent()) or INTERPRETED:
         return {"IS_DEPENDENT": False}
     return {"IS_DEPENDENT": True, "launch_pdl": True}
 
 
 def with_dependent(
-    item: Shipped, capability: int, dtype: torch.dtype, is_able: bool = True
+    item: Shipped, capability: int, dtype: torch.dtype | None, is_able: bool = True
 ) -> Iterator[Shipped]:
     """A configuration, and the same that is launched so, where a capability has that.
 
     Args:
         item: of a kernel with a constexpr `IS_DEPENDENT`.
         capability: of the device.
-        dtype: of the rows.
-        is_able: as `launch_options` has it.
+        dtype: as `launch_options` has it.
+        is_able: likewise.
     """
     constexprs = {**item.constexprs, "IS_DEPENDENT": False}
     yield replace(item, constexprs=constexprs)
-    if is_able and dtype in DTYPES and capability >= LEAST_CAPABILITY:
+    if is_able and (dtype is None or dtype in DTYPES) and capability >= LEAST_CAPABILITY:
         yield replace(
             item,
             name=f"{item.name}{SUFFIX}",

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.cuda.strided_rows import check
 
@@ -72,15 +73,16 @@ def leave_step(
             next_last_tokens.stride(0),
             BLOCK=BLOCK,
             num_warps=1,
+            **launch_options(None),
         )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """With and without drafts; the same for every compute capability."""
+    """With and without drafts."""
     for has_drafts in (False, True):
         wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
         narrow = ("cache_len", "num_accepted", "next_cache_len", *(("draft_lens",) * has_drafts))
-        yield Shipped(
+        item = Shipped(
             name="drafts" if has_drafts else "off",
             kernel=leave_step_kernel,
             signature=dict.fromkeys(wide, "*i64")
@@ -91,6 +93,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             num_stages=3,
             divisible=(*wide, *narrow),
         )
+        yield from with_dependent(item, capability, None)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -112,7 +115,9 @@ def leave_step_kernel(
     output_stride,
     next_stride,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     i_b = tl.program_id(0).to(tl.int64)
     p_row = results + i_b * results_stride
     length = tl.load(next_cache_len + i_b)

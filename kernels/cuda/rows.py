@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import Shipped
 
 BLOCK = 1024
@@ -65,7 +66,9 @@ def commit_rows_kernel(
     batch,
     BB: tl.constexpr,
     BP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     o_b = (tl.program_id(0) * BB + tl.arange(0, BB)).to(tl.int64)
     m_b = o_b < batch
     o_p = tl.arange(0, BP)
@@ -104,7 +107,9 @@ def next_tokens_kernel(
     columns,
     count,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < count
     o_b = (o // columns).to(tl.int64)
@@ -183,6 +188,7 @@ def commit_rows(path: Tensor, cache_len: Tensor, slot_of: Tensor) -> tuple[Tenso
             batch,
             BB=sizes["BB"],
             BP=sizes["BP"],
+            **launch_options(None),
         )
     return source, length
 
@@ -214,6 +220,7 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
             columns,
             batch * columns,
             BLOCK=BLOCK,
+            **launch_options(None),
         )
     return out
 
@@ -228,7 +235,7 @@ def _check_integers(operator: str, **tensors: tuple[Tensor, int]) -> None:
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """The same for every compute capability: a few integers."""
+    """A few integers."""
     yield Shipped(
         name="tree_rows",
         kernel=tree_rows_kernel,
@@ -244,7 +251,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         divisible=("cache_len", "nodes", "depths", "slot", "position"),
     )
     for width in (1, 8, 64, 1024):
-        yield Shipped(
+        item = Shipped(
             name=f"commit_rows-width{width}",
             kernel=commit_rows_kernel,
             signature={
@@ -257,7 +264,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
             num_stages=3,
             divisible=("path", "cache_len", "slot_of", "source", "length"),
         )
-    yield Shipped(
+        yield from with_dependent(item, capability, None)
+    item = Shipped(
         name="next_tokens",
         kernel=next_tokens_kernel,
         signature={
@@ -271,3 +279,4 @@ def shipped(capability: int) -> Iterator[Shipped]:
         num_stages=3,
         divisible=("last_tokens", "output_tokens", "num_accepted", "out"),
     )
+    yield from with_dependent(item, capability, None)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import Shipped
 from specc.speculation.tree import MAX_NODES
 
@@ -114,7 +115,9 @@ def record_tokens_kernel(
     block_size,
     count,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < count
     # the root, and then the output
@@ -233,6 +236,7 @@ def record_tokens(
             *history.shape,
             count,
             BLOCK=BLOCK,
+            **launch_options(None),
         )
 
 
@@ -276,7 +280,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """The same for every compute capability: a few integers."""
+    """A few integers."""
     for num_own, num_nodes in ((8, 15), (64, 127)):
         sizes = image_config(num_own, num_nodes)
         num_warps = sizes.pop("num_warps")
@@ -307,7 +311,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     pointers = ("history", "block_table", "cache_len", "num_accepted")
     tokens = ("last_tokens", "output_tokens")
     counts = ("num_last", "width", "num_columns", "num_blocks", "block_size", "count")
-    yield Shipped(
+    item = Shipped(
         name="record-tokens",
         kernel=record_tokens_kernel,
         signature={
@@ -320,3 +324,4 @@ def shipped(capability: int) -> Iterator[Shipped]:
         num_stages=3,
         divisible=(*pointers, *tokens),
     )
+    yield from with_dependent(item, capability, None)

@@ -155,12 +155,15 @@ def test_ordinary_kernels_know_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_ships(capability: int) -> None:
-    """From 9.0 on, in bfloat16, every product of few rows and attention of few rows."""
+    """From 9.0 on: in bfloat16 every product of few rows and attention of few rows; what ends a
+    step.
+    """
     items = {module: aot.items(module, capability) for module in aot.MODULES}
     has = {name for name, own in items.items() if any(item.is_dependent for item in own)}
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
     products.add("skinny_linear")
-    assert has == (products | {"attend"} if capability >= 90 else set())
+    ends = {"accept_walk", "rows", "trees", "leave_step"}
+    assert has == (products | {"attend"} | ends if capability >= 90 else set())
     for item in (item for own in items.values() for item in own):
         assert item.constexprs.get("IS_DEPENDENT", False) == item.is_dependent
         assert ("launch_pdl" in item.options) == item.is_dependent
@@ -177,7 +180,7 @@ def test_launches_say_so_only_where_they_may(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dependent, "INTERPRETED", False)
     assert launch_options(bf16) == ordinary
     with dependent_launches():
-        assert launch_options(bf16) == early
+        assert launch_options(bf16) == launch_options(None) == early
         assert launch_options(torch.float32) == launch_options(bf16, False) == ordinary
         with dependent_launches(False):
             assert launch_options(bf16) == ordinary
