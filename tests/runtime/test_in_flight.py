@@ -296,3 +296,16 @@ def test_a_hook_sees_every_step(rig) -> None:
         step.before_accept = None
     assert len(seen) == output.metrics.num_spec_steps
     assert rig.num_ahead == 0
+
+
+@pytest.mark.parametrize("plan", ["off", "chain-3"])
+def test_the_first_of_a_batch_ends_while_others_are_queued_ahead(rig, references, plan) -> None:
+    """Rows of those that are left move up: the step after it is not one of the same requests."""
+    llm = rig.llm(plan)
+    rig.num_ahead = 0
+    lengths = (6, 30, 30)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(PROMPTS[:3], params)
+    for output, (tokens, _), length in zip(outputs, references, lengths, strict=False):
+        assert output.outputs[0].token_ids == tokens[:length]
+    assert rig.num_ahead > 5

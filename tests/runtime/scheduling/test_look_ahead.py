@@ -250,6 +250,17 @@ def test_plans_change_where_drafts_are_in_step() -> None:
     assert [group.catches_up for group in third.groups] == [False, True]
 
 
+def test_results_come_first_where_they_decide_whether_a_tree_fits() -> None:
+    """Three rows on, a chain has no position for its last token; one row on, it has."""
+    scheduler, _ = make_scheduler(chunk=100, limit=10)
+    # node 2 of the chain at 10 - 1 - 3 rows is the last that fits
+    batch = running(scheduler, make_request("a", 6, max_tokens=20))
+    assert groups(batch) == {"chain-2": ["a"]}
+    assert ahead_of(scheduler, batch) is None
+    scheduler.postprocess(batch, run(batch, 0))
+    assert groups(scheduler.schedule()) == {"chain-2": ["a"]}
+
+
 def test_a_draft_that_is_in_step_by_one_row_needs_no_results() -> None:
     policy = Script(a=OFF.name)
     scheduler = scripted(policy)

@@ -375,6 +375,17 @@ def test_when_a_step_can_go_on(rig) -> None:
     assert not step.submit(inputs).can_go_on
 
 
+def test_a_step_follows_only_requests_whose_state_the_device_has(rig) -> None:
+    inputs = rig.state(2)
+    step = rig.steps["chain-3"]
+    step.submit(inputs, ["a", "b"], [False, False])
+    assert step.can_follow([0, 1], ["a", "b"])
+    assert not step.can_follow([0, 1], ["a", "c"])
+    # it keeps the states of those that have no part in a step
+    step.submit(rig.state(1), ["d"], [False])
+    assert step.can_follow([0], ["b"])
+
+
 def test_a_step_that_would_leave_the_cache_is_not_queued(rig) -> None:
     inputs = rig.state(2)
     step = rig.steps["chain-3"]
