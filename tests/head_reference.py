@@ -82,9 +82,7 @@ class Reference:
         last = self.norm("norm", y)
         own = last @ self.w["lm_head.weight"].T
         logits = torch.full((len(own), VOCAB), float("-inf"))
-        for row in range(self.case.rows):
-            offset = int(self.w["d2t"][row]) if "d2t" in self.w else 0
-            logits[:, row + offset] = own[:, row]
+        logits[:, torch.arange(self.case.rows) + self.w.get("d2t", torch.zeros(()).long())] = own
         return (last if config.get("norm_output") else y), logits
 
     def attention(self, layer: int, x: Tensor) -> Tensor:

@@ -103,12 +103,14 @@ class FeatureHead(nn.Module):
         return features
 
     def _init_weights(self, module: Any) -> None:
-        """Fill the buffers of a rotary embedding that was made on the meta device."""
-        if type(module) is type(self.rotary_emb):
-            with torch.device("cpu"):
+        """Fill the buffers of what was made on the meta device."""
+        with torch.device("cpu"):
+            if type(module) is FeatureHead and module.columns is not None:
+                module.columns.copy_(_columns(module.spec))
+            elif type(module) is type(self.rotary_emb):
                 fresh = type(module)(module.config)
-            module.inv_freq.copy_(fresh.inv_freq)
-            module.original_inv_freq.copy_(fresh.original_inv_freq)
+                module.inv_freq.copy_(fresh.inv_freq)
+                module.original_inv_freq.copy_(fresh.original_inv_freq)
 
 
 class _FirstLayer(nn.Module):
@@ -219,5 +221,5 @@ def _columns(spec: HeadSpec) -> Tensor:
     """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none."""
     ids = spec.target_ids
     assert ids is not None
-    columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size, device="cpu")
-    return columns.index_put((ids,), torch.arange(spec.draft_vocab_size, device="cpu"))
+    columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
+    return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))

@@ -1,0 +1,81 @@
+"""Programs of heads draft trees as a head does that computes every path anew."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.artifact.weights import write_weights
+from specc.passes.frontend.heads.feature_head import head_rows
+from specc.passes.frontend.trace import trace
+from specc.passes.pipeline import Pipeline
+from specc.passes.program import Program
+from tests.head_reference import hidden_states
+from tests.heads import CASES, VOCAB
+from tests.passes.frontend.heads.drafted_trees import TreeDrafts
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# one of each layout, and between them every flag, both kinds of layers, and windows
+FIRST = ("safeailab-narrow", "speculators-sliding")
+
+
+def program_of(loaded: Any) -> Program:
+    """A head's program, traced without weights."""
+    rows = head_rows(loaded.spec, torch.float32)
+    program = trace(loaded.source.module, "draft_0", rows=rows)
+    Pipeline().run(program)
+    return program
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)  # fmt: skip
+def test_trees_over_several_steps(name, load, target):
+    """Logits of every node, after acceptances of every length, of two sequences in one pass."""
+    loaded, chooser = load(name), random.Random(name)
+    prompts = [[chooser.randrange(VOCAB) for _ in range(n)] for n in (9, 4)]
+    boundaries = CASES[name].boundaries
+    drafts = TreeDrafts(
+        program_of(loaded),
+        loaded.module,
+        prompts,
+        lambda tokens: hidden_states(target, tokens, boundaries),
+    )
+    # tokens of a path that are accepted, of each sequence
+    for lengths in ((0, 3), (2, 1), (0, 0)):
+        found = drafts.step(chooser, VOCAB)
+        for b, own in enumerate(drafts.sequences):
+            assert len(found[b]) == 9
+            taps = drafts.taps_of(own.tokens[:-1])
+            for path, logits in found[b]:
+                want = loaded.reference.logits(taps, own.tokens, path)
+                torch.testing.assert_close(logits, want, **CLOSE)
+            path = chooser.choice([path for path, _ in found[b] if len(path) == 3])
+            drafts.accept(b, path[: lengths[b]], chooser.randrange(VOCAB))
+
+
+def test_weights_are_streamed_from_both_checkpoints(load, target, tmp_path):
+    """A head without an embedding has the target's rows in its file."""
+    from safetensors.torch import load_file
+
+    loaded = load("safeailab")
+    program = program_of(loaded)
+    file = Path(tmp_path) / "weights.safetensors"
+    write_weights(loaded.source.weight_specs(program), loaded.source.reader, file)
+    stored = load_file(file)
+    embedding = stored["embed_tokens.weight"]
+    assert torch.equal(embedding, target.get_input_embeddings().weight)
+    names = [key for weight in program.weights.values() for key in weight.parameters]
+    assert sorted(names) == sorted(name for name, _ in loaded.module.named_parameters())
+    for weight in program.weights.values():
+        parts = [loaded.module.get_parameter(name) for name in weight.parameters]
+        assert torch.equal(stored[weight.key], torch.cat(list(parts)))
+    assert loaded.source.unread_tensors == ()
