@@ -36,6 +36,8 @@ class FeatureHead(nn.Module):
         spec: of the head.
     """
 
+    columns: Tensor | None
+
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

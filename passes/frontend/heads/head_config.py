@@ -252,7 +252,7 @@ def _windows(
             raise HeadError(f"{name}: a layer of {item!r:.40}", f"{_FULL} or {_SLIDING}", _DO)
     if _SLIDING in types and (type(size) is not int or size < 1):
         raise HeadError(f"{name}: {_SLIDING} and sliding_window {size!r:.40}", "its size", _DO)
-    return tuple(size if item == _SLIDING else 0 for item in types)
+    return tuple(int(size or 0) if item == _SLIDING else 0 for item in types)
 
 
 def _number(raw: Mapping[str, Any], key: str, name: str) -> int | None:

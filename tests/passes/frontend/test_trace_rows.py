@@ -42,6 +42,11 @@ class Mixing(Recurrent):
         return x.cumsum(1)
 
 
+class Constant(Recurrent):
+    def hand_on(self, x):
+        return self.take.weight.unsqueeze(0)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(3)
@@ -98,7 +103,10 @@ def test_only_rows_that_are_asked_for_are_projected(program):
     assert tuple(map(str, program.logits.meta["val"].shape)) == (str(rows), str(WIDE))
 
 
-def test_what_is_handed_on_keeps_tokens_apart():
-    program = trace(Mixing().eval(), "draft_0", rows=ROWS)
-    with pytest.raises(UnsupportedGraphError, match="cumsum"):
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Mixing, "cumsum"), (Constant, "no row for each token")]
+)
+def test_what_is_handed_on_keeps_tokens_apart(kind, reason):
+    program = trace(kind().eval(), "draft_0", rows=ROWS)
+    with pytest.raises(UnsupportedGraphError, match=reason):
         Pipeline().run(program)

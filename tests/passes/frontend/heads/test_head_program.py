@@ -12,7 +12,8 @@ import torch
 from specc.artifact.weights import write_weights
 from specc.passes.frontend.heads.feature_head import head_rows
 from specc.passes.frontend.trace import trace
-from specc.passes.pipeline import Pipeline
+from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program
 from tests.head_reference import hidden_states
 from tests.heads import CASES, VOCAB
@@ -23,11 +24,11 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 FIRST = ("safeailab-narrow", "speculators-sliding")
 
 
-def program_of(loaded: Any) -> Program:
-    """A head's program, traced without weights."""
+def program_of(loaded: Any, more: Phases = ()) -> Program:
+    """A head's program, traced without weights, after these phases, too."""
     rows = head_rows(loaded.spec, torch.float32)
     program = trace(loaded.source.module, "draft_0", rows=rows)
-    Pipeline().run(program)
+    Pipeline((*PHASES, *more)).run(program)
     return program
 
 
@@ -40,11 +41,22 @@ def program_of(loaded: Any) -> Program:
 )  # fmt: skip
 def test_trees_over_several_steps(name, load, target):
     """Logits of every node, after acceptances of every length, of two sequences in one pass."""
-    loaded, chooser = load(name), random.Random(name)
+    check_trees(name, load(name), target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_trees_after_the_phases_for_cuda(name, load, target):
+    check_trees(name, load(name), target, cuda_phases(64))
+
+
+def check_trees(name: str, loaded: Any, target: Any, more: Phases = ()) -> None:
+    """Compare every node of several trees with the head that computes its path anew."""
+    chooser = random.Random(name)
     prompts = [[chooser.randrange(VOCAB) for _ in range(n)] for n in (9, 4)]
     boundaries = CASES[name].boundaries
     drafts = TreeDrafts(
-        program_of(loaded),
+        program_of(loaded, more),
         loaded.module,
         prompts,
         lambda tokens: hidden_states(target, tokens, boundaries),
