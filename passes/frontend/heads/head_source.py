@@ -67,7 +67,10 @@ def head_source(
         WeightError: its checkpoint cannot be read.
     """
     with torch.device("meta"):
-        module = FeatureHead(spec).to(dtype).eval()
+        module = FeatureHead(spec).eval()
+    for parameter in module.parameters():
+        # buffers keep their own: rotary frequencies are float32 in every model
+        parameter.data = parameter.data.to(dtype)
     reader = SafetensorsReader(spec.directory)
     shared = {parameter: _tensor_of(target, parameter, spec) for parameter in spec.shared}
     source = ModelSource(

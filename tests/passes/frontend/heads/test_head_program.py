@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specc.artifact.weights import write_weights
 from specc.passes.frontend.heads.feature_head import head_rows
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
@@ -72,22 +70,3 @@ def check_trees(name: str, loaded: Any, target: Any, more: Phases = ()) -> None:
                 torch.testing.assert_close(logits, want, **CLOSE)
             path = chooser.choice([path for path, _ in found[b] if len(path) == 3])
             drafts.accept(b, path[: lengths[b]], chooser.randrange(VOCAB))
-
-
-def test_weights_are_streamed_from_both_checkpoints(load, target, tmp_path):
-    """A head without an embedding has the target's rows in its file."""
-    from safetensors.torch import load_file
-
-    loaded = load("safeailab")
-    program = program_of(loaded)
-    file = Path(tmp_path) / "weights.safetensors"
-    write_weights(loaded.source.weight_specs(program), loaded.source.reader, file)
-    stored = load_file(file)
-    embedding = stored["embed_tokens.weight"]
-    assert torch.equal(embedding, target.get_input_embeddings().weight)
-    names = [key for weight in program.weights.values() for key in weight.parameters]
-    assert sorted(names) == sorted(name for name, _ in loaded.module.named_parameters())
-    for weight in program.weights.values():
-        parts = [loaded.module.get_parameter(name) for name in weight.parameters]
-        assert torch.equal(stored[weight.key], torch.cat(list(parts)))
-    assert loaded.source.unread_tensors == ()
