@@ -85,8 +85,8 @@ CASES = {
     "deepspec": Case(
         "DeepSpec",
         rows=VOCAB,
-        boundaries=(0, 2, 4, 6, 7),
-        config={"target_layer_ids": [-1, 1, 3, 5, 6], "num_target_layers": LAYERS},
+        boundaries=(2, 4, 5, 6, 7),
+        config={"target_layer_ids": [1, 3, 4, 5, 6], "num_target_layers": LAYERS},
         model_type="qwen3",
     ),
     "nvidia": Case(

@@ -28,6 +28,8 @@ _FIELDS = (
     "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
 _NEEDED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads")
+# what other models have, and these not; and what it is where it changes nothing
+_PLAIN: dict[str, Any] = {"partial_rotary_factor": 1, "logit_scale": 1, "is_causal": True}
 # what its layers may be called; those of heads of SafeAILab are Llama's, whatever their target
 _MODEL_TYPES = {SPECULATORS: ("llama", "qwen3"), DEEPSPEC: ("qwen3",)}
 _OWN_TYPES = ("llama", "qwen2", "qwen3")
@@ -89,7 +91,8 @@ def read_head_config(
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
     check_former(dict(own), name)
-    model_type = own.get("model_type", "llama" if layout != DEEPSPEC else "qwen3")
+    # of speculators, versions differ in what none means
+    model_type = own.get("model_type", None if layout == SPECULATORS else "llama")
     if model_type not in _MODEL_TYPES.get(layout, _OWN_TYPES):
         needed = " or ".join(_MODEL_TYPES.get(layout, _OWN_TYPES))
         raise HeadError(f"{name}: layers of model type {model_type!r:.40}", needed, _DO)
@@ -123,10 +126,6 @@ def _layers(
     for key in _NEEDED_FIELDS:
         if own.get(key) is None:
             raise HeadError(f"{name}: config.json: no {key}", "a number", _DO)
-    if own.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise HeadError(
-            f"{name}: partial_rotary_factor {own['partial_rotary_factor']}", "1, or none", _DO
-        )
     stated = own.get("num_hidden_layers")
     if stated is not None and stated != num_layers:
         raise HeadError(
@@ -135,14 +134,24 @@ def _layers(
             _DO,
         )
     parameters = own.get("rope_parameters")
+    if isinstance(parameters, Mapping) and any(isinstance(x, Mapping) for x in parameters.values()):
+        raise HeadError(
+            f"{name}: config.json: rope_parameters of several kinds of layers",
+            "one rotary embedding for all layers",
+            _DO,
+        )
+    for place in (own, parameters if isinstance(parameters, Mapping) else {}):
+        for key, plain in _PLAIN.items():
+            if place.get(key, plain) not in (None, plain):
+                raise HeadError(
+                    f"{name}: config.json: {key} is {place[key]!r:.40}", f"{plain}, or none", _DO
+                )
     if own.get("rope_theta") is None and not (
         isinstance(parameters, Mapping) and "rope_theta" in parameters
     ):
         warnings.append("config.json names no rope_theta: 10000 is taken")
     fields = {key: own[key] for key in _FIELDS if own.get(key) is not None}
     fields |= {"num_hidden_layers": num_layers, "tie_word_embeddings": False}
-    if "head_dim" not in fields:
-        fields["head_dim"] = own["hidden_size"] // own["num_attention_heads"]
     kind = Qwen3Config if has_qk_norm else LlamaConfig
     try:
         with quiet_transformers():
@@ -182,7 +191,7 @@ def _flags(
     flags = HeadFlags(**found)
     if switches.norm_before_residual is not None:
         return replace(flags, norm_before_residual=switches.norm_before_residual)
-    if raw.get("norm_before_residual") is None and layout in (SPECULATORS, DEEPSPEC):
+    if raw.get("norm_before_residual") is None and layout == SPECULATORS:
         warnings.append(
             "config.json says nothing of norm_before_residual: false is taken, as its trainer"
             " does; other readers take true"
@@ -235,12 +244,6 @@ def _windows(
         first, slides = own.get("max_window_layers"), bool(own.get("use_sliding_window"))
         if slides and type(first) is not int:
             raise HeadError(f"{name}: use_sliding_window, no max_window_layers", "a number", _DO)
-        if size is not None and "use_sliding_window" not in own:
-            raise HeadError(
-                f"{name}: sliding_window {size!r:.40}, and nothing says of which layers",
-                "layer_types, or use_sliding_window",
-                _DO,
-            )
         types = [
             _SLIDING if slides and i >= first else _FULL  # type: ignore[operator]
             for i in range(num_layers)

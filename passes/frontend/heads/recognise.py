@@ -85,6 +85,13 @@ def _fit(
     name, width = str(directory), int(config.layers.hidden_size)
     if layout == DEEPSPEC:
         _require_same("layers", raw.get("num_target_layers"), target.num_layers, target, name)
+        if len(config.windows) > 1:
+            raise HeadError(
+                f"{name}: a head of {DEEPSPEC} of {len(config.windows)} layers, each of which reads"
+                " tokens and features",
+                "one layer, as published heads have",
+                "pass such a head",
+            )
     # without the key a head is as wide as its target
     num_taps = count_taps(reader, width, config.target_width or width, target, name)
     num_rows = _draft_vocab_size(reader, config, target, name)
