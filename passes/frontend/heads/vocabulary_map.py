@@ -55,6 +55,9 @@ def read_target_ids(
             f"ids of the target, 0 … {vocab_size - 1}",
             _DO,
         )
+    if num_rows == vocab_size:
+        # ascending ids of all are all ids; heads that need no map may have one of zeros
+        return None
     if KEPT in names:
         kept = _read(reader, KEPT, (vocab_size,), (torch.bool, torch.uint8), name).bool()
         if not torch.equal(kept.nonzero().flatten(), ids):
@@ -63,7 +66,7 @@ def read_target_ids(
                 f"one set of ids in {OFFSETS} and {KEPT}",
                 _DO,
             )
-    return None if num_rows == vocab_size else ids
+    return ids
 
 
 def _read(

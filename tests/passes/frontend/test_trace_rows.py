@@ -11,6 +11,7 @@ from specc.errors import UnsupportedGraphError
 from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import RUNTIME_INPUTS, RowInput, program_to_json
+from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from tests.passes.modules import TOLERANCE, Tiny, aten, flat_logits, random_tokens
 
 ROWS = (RowInput("memo", 6, torch.float32), RowInput("is_new", 1, torch.bool))
@@ -101,6 +102,15 @@ def test_only_rows_that_are_asked_for_are_projected(program):
     rows = program.placeholder("logit_rows").meta["val"].shape[0]
     assert str(head.meta["val"].shape[-2]) == str(rows)
     assert tuple(map(str, program.logits.meta["val"].shape)) == (str(rows), str(WIDE))
+
+
+def test_copies_and_other_vocabularies_keep_what_is_handed_on(program):
+    copied = program.copy("draft_1")
+    FitVocabulary(15).run(copied)
+    assert copied.row_inputs == program.row_inputs
+    assert (copied.vocab_size, program.vocab_size) == (15, WIDE)
+    assert copied.handed_on.name == program.handed_on.name
+    assert copied.handed_on.graph is copied.graph
 
 
 @pytest.mark.parametrize(

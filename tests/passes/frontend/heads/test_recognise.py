@@ -87,6 +87,18 @@ def test_ordinary_models_are_no_heads(tmp_path):
     assert recognise(tmp_path, TARGET) is None
 
 
+def test_maps_of_zeros_where_none_is_needed(tmp_path):
+    """Files of SafeAILab have both maps, unfilled, where the head has a row for every id."""
+    maps = {"d2t": torch.zeros(VOCAB).long(), "t2d": torch.zeros(VOCAB).bool()}
+    tensors = write_head(tmp_path, replace(CASES["safeailab"], rows=VOCAB))
+    save_file(tensors | maps, tmp_path / "model.safetensors")
+    assert recognise(tmp_path, TARGET).target_ids is None
+    maps["d2t"][7] = 1
+    save_file(tensors | maps, tmp_path / "model.safetensors")
+    with pytest.raises(HeadError, match="maps rows"):
+        recognise(tmp_path, TARGET)
+
+
 # ids → boundaries
 
 IDS = {
