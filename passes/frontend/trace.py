@@ -167,9 +167,11 @@ def export_flat(model: nn.Module, rows: Sequence[RowInput] = ()) -> ExportedProg
         }
         by_row: dict[str, Any] = {"rows": {row.name: {0: tokens} for row in rows}}
         exported = export(_FlatRows(model), model, inputs | {"rows": more}, dynamic | by_row)
-        for node in exported.graph_module.graph.find_nodes(op="placeholder"):
-            if (name := str(node.target).removeprefix("rows_")) in more:
-                node.target = name
+        for row in rows:
+            # torch calls an item of a dictionary by both names
+            place = f"rows_{row.name}"
+            (node,) = exported.graph_module.graph.find_nodes(op="placeholder", target=place)
+            node.target = row.name
     require_logits(exported, type(model).__name__, batch="1")
     return exported
 
