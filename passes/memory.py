@@ -104,8 +104,7 @@ def plan_memory(
 
 def logit_row_bytes(program: Program) -> int:
     """Bytes of the logits after one token; of a rank's columns and of all, where they are cut."""
-    (output,) = program.graph.find_nodes(op="output")
-    logits = output.args[0].meta["val"]
+    logits = program.logits.meta["val"]
     columns = int(logits.shape[-1])
     if program.shard is not None and program.shard.cuts_vocabulary:
         columns += columns * program.shard.num_ranks
@@ -143,8 +142,7 @@ def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE, decod
         for used in node.all_input_nodes:
             if owner.get(used, used).op == "call_function":
                 last_use[owner[used]] = place
-    (output,) = program.graph.find_nodes(op="output")
-    result = owner.get(output.args[0])
+    result = owner.get(program.logits)
     releases: dict[int, list[fx.Node]] = {}
     for node, place in last_use.items():
         releases.setdefault(place, []).append(node)

@@ -38,6 +38,21 @@ PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
 
 @dataclass(frozen=True)
+class RowInput:
+    """One more input of a program beside tokens and positions: a row for each token of a pass.
+
+    Args:
+        name: of the input, and of the argument of the model's forward.
+        columns: of the row.
+        dtype: of its elements.
+    """
+
+    name: str
+    columns: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Weight:
     """One weight input: the concatenation of these model parameters along dim 0.
 
@@ -136,7 +151,8 @@ class Program:
     Args:
         name: `target`, `draft_0`, …
         graph_module: placeholders are weights, constants, then `runtime_inputs`, then caches; the
-            output is one tensor of logits.
+            output is one tensor of logits, or (logits, row that each token hands on), see
+            `handed_on`.
         weights: placeholder name → where its values come from.
         constants: placeholder name → small tensor (rotary frequencies, embedding scales).
         caches: placeholder name → (layer, "k" or "v").
@@ -150,6 +166,7 @@ class Program:
         ends_hidden: it is a part of a model, whose output is a value [..., tokens, ...] that the
             next part takes as `hidden`.
         integers: parameter → how the engine holds the integers that its checkpoint has of it.
+        row_inputs: of `runtime_inputs`, those that have a row for each token.
     """
 
     name: str
@@ -165,6 +182,7 @@ class Program:
     constant_keys: dict[str, str] = field(default_factory=dict)
     ends_hidden: bool = False
     integers: dict[str, KeptIntegers] = field(default_factory=dict)
+    row_inputs: tuple[str, ...] = ()
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -186,6 +204,7 @@ class Program:
             dict(self.constant_keys),
             self.ends_hidden,
             dict(self.integers),
+            self.row_inputs,
         )
 
     @property
@@ -194,6 +213,29 @@ class Program:
 
     def placeholder(self, name: str) -> fx.Node:
         return next(iter(self.graph.find_nodes(op="placeholder", target=name)))
+
+    @property
+    def logits(self) -> fx.Node:
+        """The node of the logits, or of what a part of a model hands on."""
+        (output,) = self.graph.find_nodes(op="output")
+        result: Any = output.args[0]
+        return result[0] if isinstance(result, tuple | list) else result
+
+    @logits.setter
+    def logits(self, node: fx.Node) -> None:
+        (output,) = self.graph.find_nodes(op="output")
+        other = self.handed_on
+        output.args = (node,) if other is None else ((node, other),)
+
+    @property
+    def handed_on(self) -> fx.Node | None:
+        """[1, tokens, D] that each token hands on to those that follow it, beside its logits.
+
+        None of models that do not: what follows a token finds all in the caches.
+        """
+        (output,) = self.graph.find_nodes(op="output")
+        result: Any = output.args[0]
+        return result[1] if isinstance(result, tuple | list) else None
 
     def calls(self, *targets: Any) -> list[fx.Node]:
         """Nodes that call one of these operators, in order."""
@@ -214,8 +256,7 @@ class Program:
         """Columns of the logits, of all ranks together."""
         if self.shard is not None:
             return self.shard.vocab_size
-        (output,) = self.graph.find_nodes(op="output")
-        return int(output.args[0].meta["val"].shape[-1])
+        return int(self.logits.meta["val"].shape[-1])
 
 
 def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
@@ -350,9 +391,9 @@ def program_to_json(program: Program) -> dict[str, Any]:
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         else:
-            assert name in (*RUNTIME_INPUTS, MASS, HIDDEN), name
+            assert name in (*RUNTIME_INPUTS, MASS, HIDDEN, *program.row_inputs), name
             entry["kind"] = "input"
-            if name == HIDDEN:
+            if name == HIDDEN or name in program.row_inputs:
                 value = node.meta["val"]
                 entry["dtype"] = _dtype(value.dtype)
                 # the number of tokens is the runtime's choice

@@ -51,6 +51,10 @@ class WeightError(SpeccError):
     """A checkpoint misses a tensor, or holds it in another shape or dtype."""
 
 
+class HeadError(SpeccError):
+    """A draft that reads hidden states is malformed, another target's, or of an unknown kind."""
+
+
 class VocabMismatchError(SpeccError):
     """Draft and target do not share one token map."""
 

@@ -47,6 +47,7 @@ class ModelSource:
         rope_length: length whose rotary frequencies every position has, where that is not what
             transformers computes; else None.
         kv_window: rows that its layers attend to, where it is a draft that does not see all.
+        has_own_names: its reader has each tensor under the name of the parameter.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelSource:
     is_given: bool = False
     rope_length: int | None = None
     kv_window: KVWindow | None = None
+    has_own_names: bool = False
 
     @classmethod
     def load(
@@ -197,7 +199,7 @@ class ModelSource:
         """
         sources_of: Callable[[str], tuple[Source, ...]] = _own_source
         checkpoint = None
-        if self.directory is not None:
+        if self.directory is not None and not self.has_own_names:
             module: Any = self.module
             checkpoint = CheckpointMap(module, self.reader)
             sources_of = checkpoint.sources

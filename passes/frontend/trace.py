@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,11 +21,9 @@ from torch.overrides import TorchFunctionMode
 from specc.errors import NotCausalLMError, UnsupportedGraphError
 from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.rotary import constant_frequencies
-from specc.passes.program import RUNTIME_INPUTS, Program, Weight
+from specc.passes.program import RUNTIME_INPUTS, Program, RowInput, Weight
 
 _WRAPPED = "model"
-aten = torch.ops.aten
-_SAME_VALUES = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype)
 
 
 class _RunsAsSlices(TorchFunctionMode):
@@ -97,9 +95,37 @@ class _FlatTokens(ModelCall):
         return self.logits(tokens.unsqueeze(0), positions.unsqueeze(0))
 
 
-def export_flat(model: nn.Module) -> ExportedProgram:
+class _FlatRows(nn.Module):
+    """The same of a model that takes more rows [1, T, D], and hands on one beside its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        q_start: Tensor,
+        slot: Tensor,
+        cache_len: Tensor,
+        ancestors: Tensor,
+        block_table: Tensor,
+        logit_rows: Tensor,
+        geometry: Tensor,
+        rows: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        others = {name: row.unsqueeze(0) for name, row in rows.items()}
+        handed_on, logits = self.model(tokens.unsqueeze(0), positions.unsqueeze(0), **others)
+        return logits, handed_on
+
+
+def export_flat(model: nn.Module, rows: Sequence[RowInput] = ()) -> ExportedProgram:
     """Export `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, flat.
 
+    Args:
+        model: that is exported.
+        rows: what else it takes, see `trace`.
     Raises:
         NotCausalLMError: the model does not take these inputs or return logits of this shape.
     """
@@ -133,7 +159,19 @@ def export_flat(model: nn.Module) -> ExportedProgram:
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
         "geometry": {0: Dim("blocks", min=1), 1: Dim("block_size", min=1)},
     }
-    exported = export(_FlatTokens(model), model, inputs, dynamic)
+    if not rows:
+        exported = export(_FlatTokens(model), model, inputs, dynamic)
+    else:
+        more = {
+            row.name: torch.zeros(8, row.columns, dtype=row.dtype, device=device) for row in rows
+        }
+        by_row: dict[str, Any] = {"rows": {row.name: {0: tokens} for row in rows}}
+        exported = export(_FlatRows(model), model, inputs | {"rows": more}, dynamic | by_row)
+        for row in rows:
+            # torch calls an item of a dictionary by both names
+            place = f"rows_{row.name}"
+            (node,) = exported.graph_module.graph.find_nodes(op="placeholder", target=place)
+            node.target = row.name
     require_logits(exported, type(model).__name__, batch="1")
     return exported
 
@@ -216,17 +254,29 @@ def require_logits(exported: ExportedProgram, name: str, batch: str) -> None:
     )
 
 
-def trace(model: nn.Module, name: str, rope_length: int | None = None) -> Program:
+def trace(
+    model: nn.Module,
+    name: str,
+    rope_length: int | None = None,
+    rows: Sequence[RowInput] = (),
+) -> Program:
     """Trace a model into a Program whose weights are placeholders with names of parameters.
 
     Args:
         model: that is traced.
         name: of the program.
         rope_length: see `rotary.constant_length`.
+        rows: what its forward takes besides tokens and positions, each [1, T, columns]. It then
+            returns (row that each token hands on [1, T, D], logits [1, T, V]), and the program
+            has both outputs, see `Program.handed_on`.
     """
     with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
-        exported = export_flat(model)
-        return to_program(exported, model, name, RUNTIME_INPUTS, frequencies)
+        exported = export_flat(model, rows)
+        names = tuple(row.name for row in rows)
+        inputs = RUNTIME_INPUTS + names
+        program = to_program(exported, model, name, inputs, frequencies, bool(rows))
+        program.row_inputs = names
+        return program
 
 
 def to_program(
@@ -235,6 +285,7 @@ def to_program(
     name: str,
     runtime_inputs: tuple[str, ...],
     frequencies: Mapping[str, Tensor] = MappingProxyType({}),
+    hands_on: bool = False,
 ) -> Program:
     """The Program of an exported model, with the values of its constants and buffers.
 
@@ -244,6 +295,7 @@ def to_program(
         name: of the program.
         runtime_inputs: its inputs.
         frequencies: path of a buffer → what it is in the program, see `constant_frequencies`.
+        hands_on: it has a second output, see `Program.handed_on`.
     Raises:
         UnsupportedGraphError: a buffer has no value, or frequencies are of no use.
     """
@@ -281,7 +333,8 @@ def to_program(
         values[path] = value.to(model.get_buffer(path).dtype)
     program.constants |= {placeholder: values[path] for placeholder, path in buffers.items()}
     (output,) = graph_module.graph.find_nodes(op="output")
-    output.args = (output.args[0][0],)
+    results = tuple(output.args[0])
+    output.args = (results[:2] if hands_on else results[0],)
     graph_module.graph.lint()
     return program
 
@@ -366,29 +419,3 @@ def _drop_unused_inputs(program: Program, buffers: dict[str, str]) -> None:
         program.constants.pop(node.target, None)
         buffers.pop(node.target, None)
         graph.erase_node(node)
-
-
-def position_limit(program: Program) -> int | None:
-    """Positions 0 … n - 1 that the model's position tables hold; None where it has no table.
-
-    A position past the table is an index error in the middle of a pass, so what the graph says
-    counts beside what a configuration says.
-    """
-    limits = []
-    for node in program.calls(aten.embedding.default):
-        offset = _offset_from_positions(node.args[1])
-        if offset is not None:
-            limits.append(int(node.args[0].meta["val"].shape[0]) - offset)
-    return min(limits, default=None)
-
-
-def _offset_from_positions(node: fx.Node) -> int | None:
-    """C where the node is positions + c, else None."""
-    offset = 0
-    while node.op == "call_function":
-        if node.target is aten.add.Tensor and type(node.args[1]) is int:
-            offset += node.args[1]
-        elif node.target not in _SAME_VALUES:
-            return None
-        node = node.args[0]
-    return offset if node.target == "positions" else None

@@ -72,16 +72,18 @@ class _Proof:
             return None
         if node.target in ("tokens", "positions"):
             return Tokens(0, 1, 1, None, is_position=node.target == "positions")
-        if node.target == HIDDEN:
+        if node.target == HIDDEN or node.target in self._program.row_inputs:
             size = self._sizes.of(node, node.meta["val"])
             if size is None or size.scale != 1 or size.is_rows:
-                raise self._refuse(node, "the hidden value has no row for each token")
+                raise self._refuse(node, "it has no row for each token")
             return Tokens(size.dim, node.meta["val"].dim(), 1, None)
         return _ROWS if node.target == "logit_rows" else _OPAQUE
 
     def _output(self, node: fx.Node) -> None:
-        logits = node.args[0]
+        logits, handed_on = self._program.logits, self._program.handed_on
         state = self._states[logits]
+        if handed_on is not None and not is_in_order(self._states[handed_on]):
+            raise self._refuse(handed_on, "what is handed on has no row for each token")
         if self._program.ends_hidden:
             if not is_in_order(state):
                 raise self._refuse(logits, "what is handed on has no row for each token")

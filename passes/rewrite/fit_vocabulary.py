@@ -30,11 +30,11 @@ class FitVocabulary(Pass):
         result = PassResult()
         graph = program.graph
         (output,) = graph.find_nodes(op="output")
-        own = int(output.args[0].meta["val"].shape[-1])
+        own = int(program.logits.meta["val"].shape[-1])
         if own > self.num_ids:
             with graph.inserting_before(output):
-                cut = emit_call(graph, aten.slice.Tensor, output.args[0], 1, 0, self.num_ids)
-            output.args = (cut,)
+                cut = emit_call(graph, aten.slice.Tensor, program.logits, 1, 0, self.num_ids)
+            program.logits = cut
             result.rewrites += 1
         elif own < self.num_ids:
             tokens = program.placeholder("tokens")

@@ -77,8 +77,7 @@ def padded_program(
 
 def logits_width(program: Program) -> int:
     """V of a program's logits."""
-    (output,) = program.graph.find_nodes(op="output")
-    return int(output.args[0].meta["val"].shape[-1])
+    return int(program.logits.meta["val"].shape[-1])
 
 
 def _require_same_weights(flat: Program, program: Program) -> None:

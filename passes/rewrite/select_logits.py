@@ -12,7 +12,8 @@ from specc.passes.program import Program, emit_call
 
 aten = torch.ops.aten
 
-# between the vocabulary projection and the output: element by element, one tensor input
+# between the vocabulary projection and the output: element by element, one tensor input; a padded
+# row, and one whose columns a constant chooses, are as good
 _ELEMENTWISE = (
     aten.to.dtype,
     aten.tanh.default,
@@ -38,7 +39,7 @@ class SelectLogits(Pass):
         result = PassResult()
         graph = program.graph
         (output,) = graph.find_nodes(op="output")
-        logits, rows = output.args[0], program.placeholder("logit_rows")
+        logits, rows = program.logits, program.placeholder("logit_rows")
         if logits.meta["val"].dim() != 3:
             raise NotCausalLMError(
                 f"an output of shape {tuple(logits.meta['val'].shape)}",
@@ -46,17 +47,15 @@ class SelectLogits(Pass):
                 "pass a causal language model",
             )
         chain, projection = [], logits
-        while projection.target in _ELEMENTWISE and len(projection.all_input_nodes) == 1:
+        while _is_row_by_row(projection, program):
             chain.append(projection)
             projection = projection.args[0]
         if projection.target is aten.linear.default and len(projection.users) == 1:
             _select_input(projection, rows)
             for node in reversed(chain):
-                node.meta["val"] = (
-                    node.args[0]
-                    .meta["val"]
-                    .new_empty(node.args[0].meta["val"].shape, dtype=node.meta["val"].dtype)
-                )
+                value, width = node.args[0].meta["val"], int(node.meta["val"].shape[-1])
+                shape = (*value.shape[:-1], width)
+                node.meta["val"] = value.new_empty(shape, dtype=node.meta["val"].dtype)
             result.rewrites += 1
         else:
             reason = f"the output comes from {projection.target}, not from a linear projection"
@@ -65,9 +64,22 @@ class SelectLogits(Pass):
                 flat = _end_to_end(logits)
                 logits = emit_call(graph, aten.index_select.default, flat, 1, rows)
         with graph.inserting_before(output):
-            output.args = (emit_call(graph, aten.squeeze.dim, logits, 0),)
+            program.logits = emit_call(graph, aten.squeeze.dim, logits, 0)
         graph.eliminate_dead_code()
         return result
+
+
+def _is_row_by_row(node: fx.Node, program: Program) -> bool:
+    """Whether a node makes each row of logits of the same row of its first argument alone."""
+    if node.target in _ELEMENTWISE:
+        return len(node.all_input_nodes) == 1
+    if node.target is aten.pad.default:
+        return len(node.all_input_nodes) == 1 and len(node.args[1]) == 2  # type: ignore[arg-type]
+    if node.target is not aten.index_select.default:
+        return False
+    source, dim, index = node.args
+    last = source.meta["val"].dim() - 1  # type: ignore[union-attr]
+    return dim in (-1, last) and index.target in program.constants  # type: ignore[union-attr]
 
 
 def _select_input(projection: fx.Node, rows: fx.Node) -> None:

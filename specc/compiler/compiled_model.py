@@ -15,7 +15,8 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.frontend.trace import position_limit, trace
+from specc.passes.frontend.position_limit import position_limit
+from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from specc.passes.frontend.trace import position_limit, trace
+from specc.passes.frontend.position_limit import position_limit
+from specc.passes.frontend.trace import trace
 
 
 class Model(nn.Module):

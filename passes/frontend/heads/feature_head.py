@@ -1,0 +1,227 @@
+"""EAGLE-3 and 3.1 heads as one module, for passes over flat tokens.
+
+A row pairs what is known of token i with token i + 1: the target's hidden states at i where the
+target has run there, else what the row before it has handed on. It predicts token i + 2.
+Sources: SafeAILab/EAGLE eagle/model/cnets.py; vllm-project/speculators models/eagle3/core.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specc.passes.frontend.heads.head_spec import HeadSpec
+from specc.passes.program import RowInput
+
+# inputs beside tokens and positions
+FEATURES, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
+
+
+def head_rows(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
+    """What a head's forward takes beside tokens and positions."""
+    return (
+        RowInput(FEATURES, spec.feature_columns, dtype),
+        RowInput(OWN_FEATURES, spec.width, dtype),
+        RowInput(IS_TAPPED, 1, torch.bool),
+    )
+
+
+class FeatureHead(nn.Module):
+    """A head of `HeadSpec.kind` EAGLE3; parameters are named as those of speculators.
+
+    Args:
+        spec: of the head.
+    """
+
+    columns: Tensor | None
+
+    def __init__(self, spec: HeadSpec) -> None:
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        config = spec.config
+        width, eps = spec.width, config.rms_norm_eps
+        self.config = config
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.target.vocab_size, width)
+        self.fc = _linear(spec, "fc", spec.feature_columns, width)
+        self.input_norm = _Norm(spec.feature_columns, eps) if spec.flags.norm_before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if spec.flags.fc_norm:
+            self.fc_norm = nn.ModuleList(_Norm(spec.target.width, eps) for _ in spec.boundaries)
+        self.layers = nn.ModuleList(
+            (_Layer if i else _FirstLayer)(spec, i) for i in range(len(spec.windows))
+        )
+        self.norm = _Norm(width, eps)
+        self.lm_head = nn.Linear(width, spec.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        columns = None if spec.target_ids is None else _columns(spec)
+        self.register_buffer("columns", columns, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        features: Tensor,
+        own_features: Tensor,
+        is_tapped: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the token after each row's.
+
+        Args:
+            input_ids: [1, Nt] int64, token i + 1 of the row of token i.
+            position_ids: [1, Nt] int64, i; all rows of a sequence count from the same token on.
+            features: [1, Nt, A · H], the target's hidden states at token i, side by side in the
+                order of `HeadSpec.boundaries`.
+            own_features: [1, Nt, d], what the row of token i - 1 has handed on.
+            is_tapped: [1, Nt, 1] bool, whether the row reads `features`, else `own_features`.
+        Returns:
+            what each row hands on [1, Nt, d], and logits [1, Nt, V] by the target's ids: -inf of
+            those that the head has no row for.
+        """
+        x = torch.where(is_tapped, self.fc(self._normed(features)), own_features)
+        embedded = self.embed_tokens(input_ids)
+        rotation = self.rotary_emb(embedded, position_ids)
+        x = self.layers[0](embedded, x, position_ids, rotation)
+        for layer in self.layers[1:]:
+            x = layer(x, position_ids, rotation)
+        normed = self.norm(x)
+        logits = self.lm_head(normed)
+        if self.columns is not None:
+            # before noise is added, which goes by the target's ids
+            logits = F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, self.columns)
+        return (normed if self.spec.flags.norm_output else x), logits
+
+    def _normed(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            return self.input_norm(features)
+        if self.fc_norm is not None:
+            taps = features.split(self.spec.target.width, dim=-1)
+            normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
+            return torch.cat(normed, dim=-1)
+        return features
+
+    def _init_weights(self, module: Any) -> None:
+        """Fill the buffers of what was made on the meta device."""
+        with torch.device("cpu"):
+            if type(module) is FeatureHead and module.columns is not None:
+                module.columns.copy_(_columns(module.spec))
+            elif type(module) is type(self.rotary_emb):
+                fresh = type(module)(module.config)
+                module.inv_freq.copy_(fresh.inv_freq)
+                module.original_inv_freq.copy_(fresh.original_inv_freq)
+
+
+class _FirstLayer(nn.Module):
+    """The layer that reads tokens and features, side by side, each with a norm of its own."""
+
+    def __init__(self, spec: HeadSpec, index: int) -> None:
+        super().__init__()
+        width, eps = spec.width, spec.config.rms_norm_eps
+        self.is_residual_normed = spec.flags.norm_before_residual
+        self.input_layernorm = _Norm(width, eps)
+        self.hidden_norm = _Norm(width, eps)
+        self.self_attn = _Attention(spec, index, 2 * width)
+        self.post_attention_layernorm = _Norm(width, eps)
+        self.mlp = _MLP(spec, index)
+
+    def forward(self, embedded: Tensor, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
+        normed = self.hidden_norm(x)
+        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        x = (normed if self.is_residual_normed else x) + self.self_attn(both, positions, rotation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Layer(nn.Module):
+    """An ordinary layer."""
+
+    def __init__(self, spec: HeadSpec, index: int) -> None:
+        super().__init__()
+        width, eps = spec.width, spec.config.rms_norm_eps
+        self.input_layernorm = _Norm(width, eps)
+        self.self_attn = _Attention(spec, index, width)
+        self.post_attention_layernorm = _Norm(width, eps)
+        self.mlp = _MLP(spec, index)
+
+    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, rotation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: HeadSpec, index: int, columns: int) -> None:
+        super().__init__()
+        config, name = spec.config, f"layers.{index}.self_attn"
+        self.head_dim, self.window = int(config.head_dim), spec.windows[index]
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = _linear(spec, f"{name}.q_proj", columns, size)
+        self.k_proj = _linear(spec, f"{name}.k_proj", columns, kv_size)
+        self.v_proj = _linear(spec, f"{name}.v_proj", columns, kv_size)
+        self.o_proj = _linear(spec, f"{name}.o_proj", size, spec.width)
+        eps = config.rms_norm_eps
+        self.q_norm = _Norm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+        self.k_norm = _Norm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *rotation)
+        k, v = repeat_kv(k, self.group), repeat_kv(v, self.group)
+        if self.window:
+            keys, queries = positions[:, None, None, :], positions[:, None, :, None]
+            mask = (keys <= queries) & (keys > queries - self.window)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class _MLP(nn.Module):
+    def __init__(self, spec: HeadSpec, index: int) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        width, inner, name = spec.width, int(spec.config.intermediate_size), f"layers.{index}.mlp"
+        self.gate_proj = _linear(spec, f"{name}.gate_proj", width, inner)
+        self.up_proj = _linear(spec, f"{name}.up_proj", width, inner)
+        self.down_proj = _linear(spec, f"{name}.down_proj", inner, width)
+        self.act = ACT2FN[spec.config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Norm(nn.Module):
+    """RMSNorm in float32, as Llama's."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def _linear(spec: HeadSpec, name: str, columns: int, rows: int) -> nn.Linear:
+    """With a bias where the checkpoint has one."""
+    return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
+
+
+def _columns(spec: HeadSpec) -> Tensor:
+    """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none."""
+    ids = spec.target_ids
+    assert ids is not None
+    columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
+    return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))

@@ -1,0 +1,162 @@
+"""What a draft head is, once its files are read and its target is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specc.passes.frontend.config_numbers import whole_number
+
+EAGLE3 = "eagle3"
+# whose files they are
+SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
+
+# parameters of a head that may be its target's
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a head has to fit.
+
+    Args:
+        name: what the user called the target.
+        width: H, of its residual stream.
+        num_layers: n.
+        vocab_size: V, rows of its embedding.
+    """
+
+    name: str
+    width: int
+    num_layers: int
+    vocab_size: int
+
+    @classmethod
+    def of_config(cls, name: str, config: Any) -> TargetFacts:
+        """Those of a configuration of transformers."""
+        keys = ("hidden_size", "num_hidden_layers", "vocab_size")
+        return cls(name, *(whole_number(config, key) for key in keys))
+
+
+@dataclass(frozen=True)
+class HeadSwitches:
+    """What files leave open, or say in a way that not all of their readers share.
+
+    None takes what the file says, and of what it does not say what its own trainer takes.
+
+    Args:
+        norm_before_residual: see `HeadFlags`.
+        tap_convention: what ids of layers mean, see `tap_ids`.
+        is_last_normed: of a tap after the last layer, whether it is taken after the final norm.
+    """
+
+    norm_before_residual: bool | None = None
+    tap_convention: str | None = None
+    is_last_normed: bool | None = None
+
+
+@dataclass(frozen=True)
+class HeadFlags:
+    """How EAGLE-3 and 3.1 differ.
+
+    Args:
+        norm_before_residual: the first layer adds to the normalized feature, not to the feature.
+        norm_before_fc: all taps are normalized as one row before they are projected.
+        fc_norm: each tap is normalized on its own before that.
+        norm_output: a row hands on what the last norm returns (3.1), not what it reads (3.0).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass(frozen=True)
+class RopeFacts:
+    """Rotary embedding of a head.
+
+    Args:
+        kind: of the scaling; `default` is none.
+        theta: base of the frequencies.
+        trained_length: positions that its configuration was written for.
+    """
+
+    kind: str
+    theta: float
+    trained_length: int
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSpec:
+    """A head whose files fit its target.
+
+    Args:
+        kind: `EAGLE3`.
+        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`.
+        directory: of the checkpoint.
+        target: that it fits.
+        config: of transformers, of its layers; Llama's or Qwen3's.
+        num_taps: A.
+        boundaries: of the target, one for each tap, in the order of the columns of `fc`.
+        is_last_normed: a tap at boundary n is taken after the target's final norm.
+        draft_vocab_size: Vd, rows of its head.
+        target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
+            i is id i.
+        flags: see there.
+        windows: keys that each of its layers sees, 0 is all.
+        has_qk_norm: queries and keys are normalized, each head on its own.
+        tensors: parameter of the module → tensor of the checkpoint.
+        shared: parameters that are the target's: `EMBEDDING`, `HEAD`.
+        rope: of its layers.
+        warnings: what the user should know.
+    """
+
+    kind: str
+    layout: str
+    directory: Path
+    target: TargetFacts
+    config: Any
+    num_taps: int
+    boundaries: tuple[int, ...]
+    is_last_normed: bool
+    draft_vocab_size: int
+    target_ids: Tensor | None
+    flags: HeadFlags
+    windows: tuple[int, ...]
+    has_qk_norm: bool
+    tensors: dict[str, str]
+    shared: tuple[str, ...]
+    rope: RopeFacts
+    warnings: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        """d, of its own features."""
+        return int(self.config.hidden_size)
+
+    @property
+    def feature_columns(self) -> int:
+        """A · H, of the taps of a token."""
+        return self.num_taps * self.target.width
+
+    def describe(self) -> list[str]:
+        """What it is, a line each, for people."""
+        taps = ", ".join(str(place) for place in self.boundaries)
+        last = " after the final norm" if self.is_last_normed else ""
+        ids = f"{self.draft_vocab_size} of {self.target.vocab_size} ids"
+        owner = {True: "the target's", False: "its own"}
+        rope = f"rotary embedding: {self.rope.kind}, theta {self.rope.theta:g}"
+        flags = [name for name, is_set in vars(self.flags).items() if is_set]
+        windows = ", ".join(str(window) if window else "all" for window in self.windows)
+        return [
+            f"{self.kind} head, files of {self.layout}, {len(self.windows)} layers of {self.width}",
+            f"reads the target at boundaries {taps}{last}",
+            f"embedding: {owner[EMBEDDING in self.shared]};"
+            f" head: {owner[HEAD in self.shared]}, {ids}",
+            f"{rope}, trained for {self.rope.trained_length} positions; rows seen: {windows}",
+            f"flags: {', '.join(flags) or 'none'}",
+        ]

@@ -1,0 +1,126 @@
+"""Which kind of draft a directory holds, by its configuration and the names of its tensors.
+
+A directory that says nothing of the sort is an ordinary model, which drafts by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specc.errors import HeadError
+from specc.passes.frontend.heads.head_spec import (
+    DEEPSPEC,
+    EAGLE_CONFIG,
+    SAFEAILAB,
+    SPECULATORS,
+)
+
+_NEEDED = "an EAGLE-3 or 3.1 head, or an ordinary language model"
+_DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
+_FIRST_LAYERS = ("midlayer.", "layers.0.")
+_DEEPSPEC_CLASS = "Qwen3Eagle3Model"
+# values of `speculators_model_type`
+_OTHER_METHODS = {
+    "eagle": "EAGLE 1 or 2",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "mtp": "MTP modules",
+    "peagle": "P-EAGLE",
+    "p_eagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "hydra": "Hydra",
+    "mlp": "an MLP speculator",
+    "mlp_speculator": "an MLP speculator",
+}
+# what a class in `architectures` contains, in small letters; the first one counts
+_OTHER_CLASSES = (
+    ("dspark", "DSpark"),
+    ("dflash2", "DFlash2"),
+    ("dflash", "DFlash"),
+    ("peagle", "P-EAGLE"),
+    ("medusa", "Medusa"),
+    ("hydra", "Hydra"),
+    ("mlpspeculator", "an MLP speculator"),
+    ("mtp", "MTP modules"),
+)
+# keys of a configuration that no other model has
+_OTHER_KEYS = (
+    ("markov_rank", "DSpark"),
+    ("dspark_block_size", "DSpark"),
+    ("selector_rank", "DFlash2"),
+    ("dflash_config", "DFlash"),
+    ("hydra_num_heads", "Hydra"),
+    ("medusa_num_heads", "Medusa"),
+    ("pard_token", "P-EAGLE"),
+    ("ptd_token_id", "P-EAGLE"),
+)
+# names of tensors that no other model has
+_OTHER_TENSORS = (
+    (re.compile(r"^(medusa_heads?\.|blocks\.\d+\.layers\.\d+\.)"), "Medusa"),
+    (re.compile(r"^hydra_head\."), "Hydra"),
+    (re.compile(r"^markov_head\."), "DSpark"),
+    (re.compile(r"^mask_hidden$"), "P-EAGLE"),
+)
+
+
+def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
+    """Whose layout of EAGLE-3 files this is; None of a model that is no head.
+
+    Args:
+        config: contents of config.json.
+        tensors: names in the checkpoint; none of one that cannot be read.
+        name: what the user called it, for errors.
+    Raises:
+        HeadError: a draft of another kind, or of a method that is not known.
+    """
+    names = list(tensors)
+    method = config.get("speculators_model_type")
+    classes = _classes(config)
+    if other := _other_kind(config, names, classes, method):
+        raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+    is_eagle3 = any("eagle3" in item.lower() for item in classes)
+    if method == "eagle3":
+        return SPECULATORS
+    if method is not None:
+        raise HeadError(f"{name}: speculators_model_type {method!r:.40}", _NEEDED, _DO)
+    if _DEEPSPEC_CLASS in classes:
+        return DEEPSPEC
+    if "eagle_config" in config:
+        return EAGLE_CONFIG
+    has_parts = "fc.weight" in names and any(
+        item.startswith(prefix) for item in names for prefix in _FIRST_LAYERS
+    )
+    if is_eagle3 or has_parts or "draft_vocab_size" in config:
+        return SAFEAILAB
+    if any(item.lower().startswith("eagle") for item in classes):
+        raise HeadError(f"{name}: EAGLE 1 or 2 ({classes[0]})", _NEEDED, _DO)
+    return None
+
+
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("architectures")
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+
+
+def _other_kind(
+    config: Mapping[str, Any], names: list[str], classes: list[str], method: Any
+) -> str | None:
+    """What kind of draft it is that specc does not run, and what says so."""
+    if isinstance(method, str) and method in _OTHER_METHODS:
+        return f"{_OTHER_METHODS[method]} (speculators_model_type {method})"
+    for part, kind in _OTHER_CLASSES:
+        for item in classes:
+            if part in item.lower():
+                return f"{kind} (architectures: {item})"
+    for key, kind in _OTHER_KEYS:
+        if key in config:
+            return f"{kind} (config.json has {key})"
+    for pattern, kind in _OTHER_TENSORS:
+        for item in names:
+            if pattern.search(item):
+                return f"{kind} (the checkpoint has {item})"
+    if names and all(item.startswith("mtp.") for item in names):
+        return f"MTP modules (the checkpoint has {names[0]})"
+    return None

@@ -1,0 +1,192 @@
+"""Is a directory a draft head, and does it fit its target? Headers and one map are read, no weight.
+
+Sources: SafeAILab/EAGLE eagle/model/cnets.py; vllm-project/speculators models/eagle3;
+deepseek-ai/DeepSpec deepspec/modeling/eagle3; vllm-project/vllm worker/gpu/spec_decode/eagle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from specc.errors import HeadError
+from specc.passes.frontend.heads.head_config import HeadConfig, read_head_config
+from specc.passes.frontend.heads.head_spec import (
+    DEEPSPEC,
+    EAGLE3,
+    EMBEDDING,
+    HEAD,
+    HeadSpec,
+    HeadSwitches,
+    TargetFacts,
+)
+from specc.passes.frontend.heads.head_tensors import count_layers, count_taps, match_tensors
+from specc.passes.frontend.heads.kinds import layout_of
+from specc.passes.frontend.heads.tap_ids import (
+    CONVENTIONS,
+    ENTERING,
+    boundaries_of,
+    default_ids,
+)
+from specc.passes.frontend.heads.vocabulary_map import OFFSETS, read_target_ids
+from specc.system.json_file import read_json
+
+_DO = "pass the head of this target, or download it again"
+_AS_TRAINED = HeadSwitches()
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+def recognise(
+    directory: Path, target: TargetFacts, switches: HeadSwitches = _AS_TRAINED
+) -> HeadSpec | None:
+    """What head a directory holds.
+
+    Args:
+        directory: of a draft.
+        target: that it is to draft for.
+        switches: what to take in place of what the files say.
+    Returns:
+        the head; None where this is an ordinary model, or no model at all.
+    Raises:
+        HeadError: another target's head, one with tensors too many or too few, a kind of draft
+            that specc does not run, or weights that are pickled alone.
+        WeightError: a checkpoint that cannot be read.
+        NotCausalLMError, UnsupportedRotaryError: see `read_head_config`.
+    """
+    file, name = directory / "config.json", str(directory)
+    if not file.is_file():
+        return None
+    raw = read_json(file, HeadError, "the configuration of a model", "correct config.json")
+    if not isinstance(raw, dict):
+        return None
+    if not (directory / SINGLE_FILE).is_file() and not (directory / INDEX_FILE).is_file():
+        if layout_of(raw, (), name) is not None:
+            raise _no_tensors(directory)
+        return None
+    with SafetensorsReader(directory) as reader:
+        names = list(reader.keys())
+        layout = layout_of(raw, names, name)
+        if layout is None:
+            return None
+        config = read_head_config(raw, layout, count_layers(names), switches, name)
+        return _fit(reader, config, layout, directory, target, switches, raw)
+
+
+def _fit(
+    reader: SafetensorsReader,
+    config: HeadConfig,
+    layout: str,
+    directory: Path,
+    target: TargetFacts,
+    switches: HeadSwitches,
+    raw: dict[str, Any],
+) -> HeadSpec:
+    name, width = str(directory), int(config.layers.hidden_size)
+    if layout == DEEPSPEC:
+        _require_same("layers", raw.get("num_target_layers"), target.num_layers, target, name)
+        if len(config.windows) > 1:
+            raise HeadError(
+                f"{name}: a head of {DEEPSPEC} of {len(config.windows)} layers, each of which reads"
+                " tokens and features",
+                "one layer, as published heads have",
+                "pass such a head",
+            )
+    # without the key a head is as wide as its target
+    num_taps = count_taps(reader, width, config.target_width or width, target, name)
+    num_rows = _draft_vocab_size(reader, config, target, name)
+    tensors, shared = match_tensors(reader, config, num_taps, num_rows, target, name)
+    if EMBEDDING in shared:
+        # else its own embedding has been compared with the target's
+        _require_same("ids", config.vocab_size, target.vocab_size, target, name)
+    boundaries, is_last_normed, words = _taps(config, num_taps, target, switches, name)
+    return HeadSpec(
+        kind=EAGLE3,
+        layout=layout,
+        directory=directory,
+        target=target,
+        config=config.layers,
+        num_taps=num_taps,
+        boundaries=boundaries,
+        is_last_normed=is_last_normed,
+        draft_vocab_size=num_rows,
+        target_ids=read_target_ids(reader, num_rows, target.vocab_size, name),
+        flags=config.flags,
+        windows=config.windows,
+        has_qk_norm=config.has_qk_norm,
+        tensors=tensors,
+        shared=shared,
+        rope=config.rope,
+        warnings=(*config.warnings, *words),
+    )
+
+
+def _require_same(what: str, found: Any, needed: int, target: TargetFacts, name: str) -> None:
+    if found is not None and found != needed:
+        raise HeadError(
+            f"{name}: a head for a target of {found} {what}; {target.name} has {needed}",
+            f"a head for a target of {needed} {what}",
+            "pass the head of this target",
+        )
+
+
+def _draft_vocab_size(
+    reader: SafetensorsReader, config: HeadConfig, target: TargetFacts, name: str
+) -> int:
+    """Vd, which three places may say."""
+    names = set(reader.keys())
+    found = {"config.json": config.draft_vocab_size}
+    for key in (HEAD, OFFSETS):
+        if key in names and reader.shape(key):
+            found[key] = reader.shape(key)[0]
+    said = {place: size for place, size in found.items() if size is not None}
+    if len(set(said.values())) > 1:
+        told = ", ".join(f"{size} in {place}" for place, size in said.items())
+        raise HeadError(f"{name}: ids of the head: {told}", "one number of ids", _DO)
+    return next(iter(said.values()), target.vocab_size)
+
+
+def _taps(
+    config: HeadConfig, num_taps: int, target: TargetFacts, switches: HeadSwitches, name: str
+) -> tuple[tuple[int, ...], bool, list[str]]:
+    """Boundaries, whether the last is taken after the final norm, and what to tell the user."""
+    words: list[str] = []
+    ids, convention = config.ids, config.convention
+    if convention not in CONVENTIONS:
+        raise ValueError(f"no convention of ids is called {convention}")
+    if ids is None:
+        ids, convention = default_ids(target.num_layers), switches.tap_convention or ENTERING
+        if num_taps == len(ids):
+            words.append(
+                f"config.json names no layers: {', '.join(map(str, ids))} ({convention}) are"
+                " taken, which heads are trained with where nobody chooses"
+            )
+    if len(ids) != num_taps:
+        named = f"{len(ids)} layers" if config.ids else "no layers"
+        raise HeadError(
+            f"{name}: fc reads {num_taps} hidden states of {target.width}; config.json names"
+            f" {named}",
+            f"{num_taps} ids of layers",
+            "pass the config.json of this checkpoint",
+        )
+    boundaries = boundaries_of(ids, convention, target.num_layers, name)
+    reads_last = target.num_layers in boundaries
+    if reads_last and switches.is_last_normed is None:
+        raise HeadError(
+            f"{name}: it reads what the last layer returns; nothing says whether that is before"
+            " or after the final norm",
+            f"layers before {target.num_layers - 1}, or the word of whoever trained it",
+            "pass a head that reads other layers",
+        )
+    return boundaries, reads_last and bool(switches.is_last_normed), words
+
+
+def _no_tensors(directory: Path) -> HeadError:
+    pickled = [item.name for pattern in _PICKLED for item in sorted(directory.glob(pattern))]
+    what = f"its weights are pickled ({pickled[0]})" if pickled else "it has no weights"
+    do = "convert them with safetensors.torch.save_file where you trust them"
+    return HeadError(
+        f"{directory}: a draft head; {what}",
+        SINGLE_FILE,
+        do if pickled else "download the head again",
+    )

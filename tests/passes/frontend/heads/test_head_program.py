@@ -1,0 +1,72 @@
+"""Programs of heads draft trees as a head does that computes every path anew."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specc.passes.frontend.heads.feature_head import head_rows
+from specc.passes.frontend.trace import trace
+from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.pipeline import PHASES, Phases, Pipeline
+from specc.passes.program import Program
+from tests.head_reference import hidden_states
+from tests.heads import CASES, VOCAB
+from tests.passes.frontend.heads.drafted_trees import TreeDrafts
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# one of each layout, and between them every flag, both kinds of layers, and windows
+FIRST = ("safeailab-narrow", "speculators-sliding")
+
+
+def program_of(loaded: Any, more: Phases = ()) -> Program:
+    """A head's program, traced without weights, after these phases, too."""
+    rows = head_rows(loaded.spec, torch.float32)
+    program = trace(loaded.source.module, "draft_0", rows=rows)
+    Pipeline((*PHASES, *more)).run(program)
+    return program
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)  # fmt: skip
+def test_trees_over_several_steps(name, load, target):
+    """Logits of every node, after acceptances of every length, of two sequences in one pass."""
+    check_trees(name, load(name), target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_trees_after_the_phases_for_cuda(name, load, target):
+    check_trees(name, load(name), target, cuda_phases(64))
+
+
+def check_trees(name: str, loaded: Any, target: Any, more: Phases = ()) -> None:
+    """Compare every node of several trees with the head that computes its path anew."""
+    chooser = random.Random(name)
+    prompts = [[chooser.randrange(VOCAB) for _ in range(n)] for n in (9, 4)]
+    boundaries = CASES[name].boundaries
+    drafts = TreeDrafts(
+        program_of(loaded, more),
+        loaded.module,
+        prompts,
+        lambda tokens: hidden_states(target, tokens, boundaries),
+    )
+    # tokens of a path that are accepted, of each sequence
+    for lengths in ((0, 3), (2, 1), (0, 0)):
+        found = drafts.step(chooser, VOCAB)
+        for b, own in enumerate(drafts.sequences):
+            assert len(found[b]) == 9
+            taps = drafts.taps_of(own.tokens[:-1])
+            for path, logits in found[b]:
+                want = loaded.reference.logits(taps, own.tokens, path)
+                torch.testing.assert_close(logits, want, **CLOSE)
+            path = chooser.choice([path for path, _ in found[b] if len(path) == 3])
+            drafts.accept(b, path[: lengths[b]], chooser.randrange(VOCAB))
