@@ -110,12 +110,13 @@ def test_both_sides_of_a_branch_may_wait() -> None:
 
 
 # one that reads rows before its product, one that leaves early without work, one that writes
-# caches, one whose programs share sums
+# caches, one whose programs share sums, one that ends a step
 SAMPLED = (
     "sm_90/add_norm_head/bf16-n16-dependent",
     "sm_100/attend/attend-bf16-d64-rows16-page0-causal-dependent",
     "sm_120/add_norm_rope_write/bf16-n16-dependent",
     "sm_90/skinny_linear/bf16-n32-split-dependent",
+    "sm_90/leave_step/drafts-dependent",
 )
 
 
