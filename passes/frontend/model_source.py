@@ -25,6 +25,7 @@ from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader
 from specc.passes.program import Program, Weight, constant_key
 from specc.speculation.kv_window import KVWindow
+from specc.speculation.vocabulary_map import VocabularyMap
 
 
 @dataclass
@@ -47,6 +48,7 @@ class ModelSource:
         rope_length: length whose rotary frequencies every position has, where that is not what
             transformers computes; else None.
         kv_window: rows that its layers attend to, where it is a draft that does not see all.
+        vocabulary: which of its ids stand for the target's, where it is a draft of other tokens.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ModelSource:
     is_given: bool = False
     rope_length: int | None = None
     kv_window: KVWindow | None = None
+    vocabulary: VocabularyMap | None = None
 
     @classmethod
     def load(
