@@ -9,12 +9,9 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.facts import logits_are_selected
 from specc.passes.program import Program, add_placeholder, emit_call
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
-from specc.speculation.vocabulary_map import VocabularyMap
+from specc.speculation.vocabulary_map import INPUTS, LACKING, OUTPUTS, VocabularyMap
 
 aten = torch.ops.aten
-# constants: [V] i64 of the ids that are read; [V] i64 of logits, one for each further draft id of
-# the same token; [V] bool of target ids that are never proposed
-INPUTS, OUTPUTS, LACKING = "vocabulary_inputs", "vocabulary_outputs", "vocabulary_lacking"
 
 
 class MapVocabulary(Pass):

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# constants of a draft's program: [V] i64 of the ids that are read; [V] i64 of logits, one more for
+# each further draft id of the same token; [V] bool of target ids that are never proposed
+INPUTS, OUTPUTS, LACKING = "vocabulary_inputs", "vocabulary_outputs", "vocabulary_lacking"
+
 
 @dataclass(frozen=True)
 class VocabularyMap:
