@@ -67,7 +67,9 @@ def piece_of(letter: str) -> str:
     return chr(byte) if ord("!") <= byte <= ord("~") else f"<0x{byte:02X}>"
 
 
-def save_planted(name: str, directory: Path, seed: int = 0, noise: float = 0.0) -> Path:
+def save_planted(
+    name: str, directory: Path, seed: int = 0, noise: float = 0.0, **changes: Any
+) -> Path:
     """The tiny model of this name with Llama's kind of tokenizer: same numbers, other ids.
 
     Ids are shuffled and follow special ones; two tokens have a second id, of a single byte; rows
@@ -80,8 +82,8 @@ def save_planted(name: str, directory: Path, seed: int = 0, noise: float = 0.0) 
     first = len(SPECIAL)
     # row of the target for each own row; -1: of no token
     rows = [-1] * first + order + list(TWICE) + [-1] * PADDING
-    plain = build_model(name, seed, noise)
-    model = build_model(name, seed, vocab_size=len(rows))
+    plain = build_model(name, seed, noise, **changes)
+    model = build_model(name, seed, vocab_size=len(rows), **changes)
     state = dict(plain.state_dict())
     for key in [key for key, value in state.items() if value.shape[:1] == (VOCAB,)]:
         old = state[key]
