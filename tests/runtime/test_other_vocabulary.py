@@ -20,6 +20,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
+from specc.tune.acceptance import Trajectory, draft_acceptance
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.near_ties import forgive_near_ties
@@ -160,3 +161,21 @@ def test_rows_are_those_of_the_target(zoo: Zoo, engine: Engine, plan: str) -> No
                 assert not wrong.any(), f"of {count}: {wrong.nonzero().flatten().tolist()}"
                 compared += count
     assert compared > 100
+
+
+def test_tuning_counts_in_ids_of_the_target(engine: Engine) -> None:
+    """The table of the planted draft, teacher-forced: its first child is always the one."""
+    if engine.manifest.limits.block_size == 0:
+        pytest.skip("passes of onnx are padded")
+    core = EngineCore(engine, "off")
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=2)
+    requests = [core.requests.make(list(prompt), params) for prompt in PROMPTS]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.has_work:
+        assert core.advance()
+    done = [Trajectory(x, len(prompt)) for x, prompt in zip(requests, PROMPTS, strict=True)]
+    assert draft_acceptance(engine, 0, done, 2, 3) == [[1.0, 0.0]] * 3
+    # of the other draft it is a share
+    (first, _), *_ = draft_acceptance(engine, 1, done, 2, 3)
+    assert 0.0 < first < 1.0
