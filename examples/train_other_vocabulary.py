@@ -7,13 +7,7 @@ that the pair learned from (`pair_data.py`). The draft is a Llama of the size of
 It learns the next token of that text in its own tokens, as a model of another family does, and
 nothing from the target: `examples/pair/draft-llama`.
 
-With `--adapt` that draft learns on, from the target's choices along the target's own greedy text,
-as the pair's draft did (`pair_policy.py`): it reads the target's tokens by the map of
-`specc.compiler.vocabulary`, which cut a text in other places than its own, and its logits are those
-of the tokens that both have. Positions at which the target wants another token count for nothing.
-
     python examples/train_other_vocabulary.py --minutes 18
-    python examples/train_other_vocabulary.py --adapt --minutes 14
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 # matrices this small gain nothing from a second thread, and lose where cores are shared
@@ -32,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
-from pair_data import SourceFile, encode_stream, load_corpus
+from pair_data import SourceFile, load_corpus
 from pair_parts import (
     SEQUENCE,
     Optimizer,
@@ -43,7 +36,6 @@ from pair_parts import (
     save_pair,
     write_json,
 )
-from pair_policy import build_pool, train_on_policy
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -54,23 +46,11 @@ from tokenizers import (
     processors,
     trainers,
 )
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-
-from specc.compiler.vocabulary import Vocabulary, match
-from specc.speculation.vocabulary_map import VocabularyMap
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAIR = Path(__file__).resolve().parent / "pair"
-NAME, ADAPTED = "draft-llama", "draft-llama-adapted"
-POOL_SHARE = 0.35  # of the minutes, for the target's text
-POOL_BATCH = 64
-NEVER = -30.0  # logit of tokens that the draft lacks: finite, as a loss multiplies it by 0
+NAME = "draft-llama"
 VOCAB_SIZE = 2048
 BATCH_TOKENS = 4096
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
@@ -211,71 +191,19 @@ def make_draft(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class InTargetIds(nn.Module):
-    """A draft that reads the target's ids and gives logits for them, as in an engine."""
-
-    def __init__(self, draft: LlamaForCausalLM, vocabulary: VocabularyMap, num_ids: int) -> None:
-        super().__init__()
-        self.draft = draft
-        sizes = num_ids, draft.config.vocab_size
-        self.inputs = vocabulary.inputs(*sizes)
-        self.columns, self.known = vocabulary.outputs(*sizes)
-
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        own = self.draft(input_ids=self.inputs[input_ids], use_cache=use_cache).logits.float()
-        found = torch.stack([own[..., column] for column in self.columns]).amax(dim=0)
-        return SimpleNamespace(logits=found.masked_fill(~self.known, NEVER))
-
-
-def adapt_draft(args: argparse.Namespace) -> dict[str, Any]:
-    """Teach the draft in --out the target's choices; returns how."""
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.bfloat16).eval()
-    draft = LlamaForCausalLM.from_pretrained(args.out / NAME, dtype=torch.float32).train()
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    vocabulary, told = match(
-        *(
-            Vocabulary.read(path / "tokenizer.json", model.config)
-            for path, model in ((PAIR / "target", target), (args.out / NAME, draft))
-        )
-    )
-    print(*told, flush=True)
-    stream = encode_stream(tokenizer, load_corpus()[0])
-    newline = tokenizer("\n")["input_ids"][0]
-    schedule = Schedule(10**6, POOL_SHARE * args.minutes)
-    pool = build_pool(target, stream, newline, POOL_BATCH, args.seed + 1, schedule)
-    mapped = InTargetIds(draft, vocabulary, target.config.vocab_size)
-    # the target's distribution over what both have
-    odds = pool.odds * mapped.known[pool.ids.long()]
-    pool = pool._replace(odds=torch.where(odds.sum(-1, keepdim=True) > 0, odds, pool.odds))
-    weights = mapped.known[pool.ids[..., 0].long()].float()
-    steps = train_on_policy(
-        mapped,
-        pool,
-        args.seed + 2,
-        Schedule(10**6, (1 - POOL_SHARE) * args.minutes, warmup=20, decay=0.9),
-        lambda step, seen, kl: print(f"step {step}, {seen} tokens, KL {kl:.3f}", flush=True),
-        weights,
-    )
-    own = AutoTokenizer.from_pretrained(args.out / NAME)
-    save_pair({ADAPTED: draft}, own, args.out)
-    return {"pool_prompts": len(pool.tokens), "steps": steps}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=PAIR, help="folder that gets the draft")
     add("--minutes", type=float, default=15.0, help="minutes of training")
-    add("--adapt", action="store_true", help="train the draft in --out on, by the target")
     add("--seed", type=int, default=20261126)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     facts = facts_of_training("train_other_vocabulary.py", args.seed)
-    name = ADAPTED if args.adapt else NAME
-    facts |= adapt_draft(args) if args.adapt else make_draft(args)
-    write_json(args.out / name / "training.json", facts)
+    facts |= make_draft(args)
+    write_json(args.out / NAME / "training.json", facts)
     print(facts, flush=True)
 
 
