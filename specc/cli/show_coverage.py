@@ -7,19 +7,11 @@ from pathlib import Path
 
 import torch
 import typer
-from tokenizers import Tokenizer
-from torch import Tensor
 
 from specc.artifact.directory import open_engine
-from specc.artifact.manifest import Manifest
-from specc.artifact.model_entry import ModelEntry
-from specc.artifact.safetensors_io import SafetensorsReader
+from specc.artifact.vocabulary_coverage import lacking, token_ids
 from specc.cli.prompts import needs_ids, plain_prompts
-from specc.errors import ConfigError, EngineError, RequestError
-from specc.speculation.vocabulary_map import LACKING
-from specc.system.json_file import read_json
-
-_AGAIN = "compile or copy the engine again"
+from specc.errors import ConfigError, RequestError
 
 
 def show_coverage(directory: Path, prompts: Path, as_json: bool) -> None:
@@ -41,14 +33,19 @@ def show_coverage(directory: Path, prompts: Path, as_json: bool) -> None:
             "a draft whose tokenizer is not the target's",
             "leave out --prompts: the drafts of this engine propose every token",
         )
-    tokens = torch.tensor(_tokens(directory, manifest, prompts))
-    if int(tokens.max()) >= manifest.models[0].vocab_size:
+    texts = plain_prompts(prompts)
+    needs_ids(texts, manifest.tokenizer.file is not None)
+    tokens = torch.tensor(token_ids(directory, manifest, texts), dtype=torch.int64)
+    if not len(tokens):
+        raise RequestError(f"{prompts}: no token", "texts of one token or more", "write a prompt")
+    num_ids = manifest.models[0].vocab_size
+    if len(wrong := tokens[(tokens < 0) | (tokens >= num_ids)]):
         raise RequestError(
-            f"{prompts}: token id {int(tokens.max())}",
-            f"ids below {manifest.models[0].vocab_size}",
+            f"{prompts}: token id {int(wrong[0])}",
+            f"ids from 0 to {num_ids - 1}",
             "correct the file",
         )
-    found = {model.name: ~_lacking(directory, manifest, model)[tokens] for model in drafts}
+    found = {model.name: ~lacking(directory, manifest, model)[tokens] for model in drafts}
     if as_json:
         shares = {name: is_known.float().mean().item() for name, is_known in found.items()}
         print(json.dumps({"tokens": len(tokens), "proposed": shares}, indent=1))
@@ -57,28 +54,3 @@ def show_coverage(directory: Path, prompts: Path, as_json: bool) -> None:
         count = int(is_known.sum())
         share = count / len(tokens)
         typer.echo(f"{name} can propose {count} of the {len(tokens)} tokens ({share:.1%})")
-
-
-def _tokens(directory: Path, manifest: Manifest, prompts: Path) -> list[int]:
-    """Of all prompts, one after the other."""
-    texts, file = plain_prompts(prompts), manifest.tokenizer.file
-    needs_ids(texts, file is not None)
-    tokenizer = Tokenizer.from_file(str(directory / file)) if file else None
-    ids: list[int] = []
-    for text in texts:
-        if not isinstance(text, str):
-            ids += text
-        elif tokenizer is not None:
-            ids += tokenizer.encode(text, add_special_tokens=False).ids
-    if not ids:
-        raise RequestError(f"{prompts}: no token", "texts of one token or more", "write a prompt")
-    return ids
-
-
-def _lacking(directory: Path, manifest: Manifest, model: ModelEntry) -> Tensor:
-    """[V] bool: target ids that a draft never proposes."""
-    program = read_json(directory / model.program_file, EngineError, "a program", _AGAIN)
-    key = next(item["key"] for item in program["inputs"] if item["name"] == LACKING)
-    with SafetensorsReader(directory / manifest.weights_file(model)) as reader:
-        data = b"".join(bytes(chunk) for chunk in reader.read_chunks(key))
-    return torch.frombuffer(bytearray(data), dtype=torch.bool)
