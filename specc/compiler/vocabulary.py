@@ -69,26 +69,19 @@ class Vocabulary:
             }
             names = dict(_tokens(data["model"]))
             decode = _decoder(data, str(file))
-            roles = _roles(file, config, data["model"], {**names, **_names(added)})
+            roles = _roles(file, config, data["model"], names | _names(added))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise VocabMismatchError(
                 f"{file}: a tokenizer without {error}", _NEEDED, _DO
             ) from error
         special = {i for i, (_, is_special) in added.items() if is_special}
         special.update(i for ids in roles.values() for i in ids)
-        texts, single = {}, set()
-        for index, name in names.items():
-            if index in special or index in added:
-                continue
-            found = decode(name)
-            if found is not None:
-                texts[index] = found[0]
-                single.update([index] if found[1] else [])
-        # what was added and is not special is text as it stands
-        texts |= {i: text.encode() for i, (text, _) in added.items() if i not in special}
-        texts = {index: text for index, text in sorted(texts.items()) if text}
-        count = len(names.keys() | added.keys())
-        return cls(str(file), texts, frozenset(single), roles, count)
+        # the library decodes added tokens as it does others
+        names |= _names(added)
+        found = {i: decode(name) for i, name in sorted(names.items()) if i not in special}
+        texts = {i: text for i, (text, _) in found.items() if text}
+        single = [i for i, (_, is_byte) in found.items() if is_byte]
+        return cls(str(file), texts, frozenset(single), roles, len(names))
 
 
 def match(target: Vocabulary, draft: Vocabulary) -> tuple[VocabularyMap, list[str]]:
@@ -192,7 +185,7 @@ def _names(added: Mapping[int, tuple[str, bool]]) -> dict[int, str]:
 
 
 def _decoder(data: Mapping[str, Any], source: str) -> Any:
-    """What gives the bytes of a name, and whether it is a piece of one byte; None for no text."""
+    """What gives the bytes of a name, and whether it is a piece of one byte."""
     model = data["model"]
     parts = [*_parts(data.get("decoder")), *_parts(data.get("pre_tokenizer"))]
     kinds = {part["type"] for part in parts}
@@ -221,9 +214,9 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
-def _from_letters(name: str, letters: Mapping[str, int]) -> tuple[bytes, bool] | None:
+def _from_letters(name: str, letters: Mapping[str, int]) -> tuple[bytes, bool]:
     if any(letter not in letters for letter in name):
-        return None
+        return name.encode(), False
     return bytes(letters[letter] for letter in name), False
 
 

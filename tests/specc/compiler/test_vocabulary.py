@@ -170,10 +170,15 @@ def test_a_token_of_two_roles(tmp_path):
     assert back.to_draft == {0: 1, 1: 0}
 
 
-def test_added_text_is_text_as_it_stands(tmp_path):
-    tokenizer = byte_level([b"a"])
-    tokenizer.add_tokens([AddedToken("Ġ ", special=False)])
-    assert read(tmp_path, tokenizer).texts == {0: b"a", 1: "Ġ ".encode()}
+def test_added_text_is_what_the_library_decodes(tmp_path):
+    """As it stands where it is no text of the byte alphabet; with ▁ for a space among pieces."""
+    letters, pieces = byte_level([b"a"]), sentencepiece(["a"])
+    letters.add_tokens([AddedToken("Ġ ", special=False), AddedToken("ab", special=False)])
+    assert read(tmp_path / "byte", letters).texts == {0: b"a", 1: "Ġ ".encode(), 2: b"ab"}
+    pieces.add_tokens([AddedToken("▁▁", special=False)])
+    assert read(tmp_path / "piece", pieces).texts == {3: b"a", 4: b"  "}
+    assert letters.decode([0, 1, 2]) == "aĠ ab"
+    assert pieces.decode([3, 4, 3]) == "a  a"
 
 
 def test_unigram(tmp_path):
