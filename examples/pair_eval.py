@@ -242,8 +242,8 @@ Greedy decoding, {prompts} held-out prompts, {new_tokens} new tokens, chain of {
 standard library of the interpreter that runs it, so figures on held-out text differ a little
 under another Python version.
 
-`draft-boosted` is a second draft, to be merged with the first, by `examples/boost_tune.py`
-(docs/drafts.md).
+`draft-boosted` is a second draft, to be merged with the first, by `examples/boost_tune.py`;
+`draft-llama` has another tokenizer, by `examples/train_other_vocabulary.py` (docs/drafts.md).
 
 ## Training
 

@@ -74,9 +74,9 @@ def compile(
 
     Args:
         target: Hugging Face directory or id, or a module (input_ids, position_ids) → logits.
-        draft: likewise, with the target's token map; or `self:window=W,sink=S`, the target over the
-            last W and the first S rows of its own cache, with `blocks=B` also over the blocks of
-            B rows that it attended to most; or `lookup:N`, which proposes what followed the last
+        draft: likewise, best of the target's tokens; or `self:window=W,sink=S`, the target over
+            the last W and the first S rows of its own cache, with `blocks=B` also over the blocks
+            of B rows that it attended to most; or `lookup:N`, which proposes what followed the last
             tokens (at most N of them are compared) when they came before in the request; or
             `suffix`, which looks in earlier outputs, too; or a list of these. None
             decodes plainly.

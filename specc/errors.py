@@ -56,7 +56,7 @@ class HeadError(SpeccError):
 
 
 class VocabMismatchError(SpeccError):
-    """Draft and target do not share one token map."""
+    """A tokenizer that cannot be read, or a draft that has too few of the target's tokens."""
 
 
 class TreeError(SpeccError):

@@ -25,6 +25,7 @@ from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader
 from specc.passes.program import Program, Weight, constant_key
 from specc.speculation.kv_window import KVWindow
+from specc.speculation.vocabulary_map import VocabularyMap
 
 
 @dataclass
@@ -48,6 +49,7 @@ class ModelSource:
             transformers computes; else None.
         kv_window: rows that its layers attend to, where it is a draft that does not see all.
         has_own_names: its reader has each tensor under the name of the parameter.
+        vocabulary: which of its ids stand for the target's, where it is a draft of other tokens.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ModelSource:
     rope_length: int | None = None
     kv_window: KVWindow | None = None
     has_own_names: bool = False
+    vocabulary: VocabularyMap | None = None
 
     @classmethod
     def load(

@@ -17,15 +17,16 @@ from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
+from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.quantize_like import QuantizeLike
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.shard.shard import Shard
 from specc.sharding.shard_plan import ShardPlan
+from specc.speculation.vocabulary_map import VocabularyMap
 
 
 def padded_program(
@@ -35,6 +36,7 @@ def padded_program(
     dump: Path | None = None,
     rope_length: int | None = None,
     whole_layers: Sequence[AttentionLayer] = (),
+    vocabulary: VocabularyMap | None = None,
 ) -> tuple[Program, list[PassRecord]]:
     """Trace and rewrite a model whose flat program went through all phases.
 
@@ -45,6 +47,7 @@ def padded_program(
         dump: directory for the graphs after each phase.
         rope_length: of the flat program, see `specc.passes.frontend.rotary.constant_length`.
         whole_layers: of the flat program before it was cut, if it was.
+        vocabulary: of a draft of other tokens than the target's.
     Returns:
         the program, cut as the flat one is, and what each pass did.
     Raises:
@@ -61,7 +64,7 @@ def padded_program(
         ("logits", (SelectLogits,)),
         ("fuse", (FuseQKV, FuseGateUp)),
         ("norms", (FuseRMSNorm,)),
-        ("vocabulary", (partial(FitVocabulary, width),)),
+        ("vocabulary", (partial(fits_target, vocabulary, width),)),
         ("quantize", (partial(QuantizeLike, flat),)),
     )
     if cut is not None:

@@ -91,6 +91,21 @@ class ProgramFiles:
 
 
 @dataclass(frozen=True)
+class VocabularyEntry:
+    """Of a draft whose tokens are other ones than the target's, see `docs/drafts.md`.
+
+    Args:
+        num_proposed: target ids that it can propose.
+        num_target: tokens that the target's tokenizer has.
+        num_unread: of these, those that it reads as another token.
+    """
+
+    num_proposed: int
+    num_target: int
+    num_unread: int
+
+
+@dataclass(frozen=True)
 class ModelEntry(ProgramFiles):
     """The target or a draft: `dir` holds program.json and weights.safetensors.
 
@@ -103,6 +118,7 @@ class ModelEntry(ProgramFiles):
             on length and the engine is for more than it was trained for.
         quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
         checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
+        vocabulary: of a draft of other tokens; its program takes and gives ids of the target.
     """
 
     name: str
@@ -122,6 +138,8 @@ class ModelEntry(ProgramFiles):
     rope_length: int | None = None
     quantization: str | None = None
     checkpoint_scheme: str | None = None
+    # engines that were written before there were such drafts do not say
+    vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
 
     @property
     def checkpoint(self) -> str:

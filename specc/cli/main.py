@@ -82,6 +82,14 @@ def inspect(
             "--svg", metavar="OUT.svg", help="With --sharding: draw it into this file instead."
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE.jsonl",
+            help="Show how many tokens of these texts drafts of other tokens can propose.",
+        ),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -99,10 +107,12 @@ def inspect(
       specc inspect engine/ --step step.svg
       specc inspect engine/ --sharding
       specc inspect engine/ --sharding --svg sharding.svg
+      specc inspect engine/ --prompts prompts.jsonl
       specc inspect engine/ --json | jq .manifest.plans
     """  # noqa: D301
     from specc.cli.inspect_engine import run_inspect
     from specc.cli.pictures import draw_pictures
+    from specc.cli.show_coverage import show_coverage
     from specc.cli.show_sharding import show_sharding
     from specc.errors import ConfigError
 
@@ -112,6 +122,8 @@ def inspect(
         )
     if tree is not None or step is not None:
         draw_pictures(engine, plan, tree=tree, step=step)
+    elif prompts is not None:
+        show_coverage(engine, prompts, as_json)
     elif sharding:
         show_sharding(engine, as_json, svg)
     else:

@@ -103,6 +103,17 @@ def self_draft_lines(manifest: Manifest) -> list[str]:
     return lines
 
 
+def vocabulary_lines(manifest: Manifest) -> list[str]:
+    """Drafts whose tokens are other ones than the target's."""
+    return [
+        f"{model.name} has other tokens than the target: it proposes"
+        f" {found.num_proposed} of {found.num_target} target ids, and reads {found.num_unread} as"
+        " another token (--prompts says how much of a text these are)"
+        for model in manifest.models
+        if (found := model.vocabulary) is not None
+    ]
+
+
 def rotary_lines(manifest: Manifest) -> list[str]:
     """Models whose rotary frequencies are not what transformers has in every pass."""
     return [

@@ -102,8 +102,8 @@ def build(
 
     Args:
         target: Hugging Face directory or id, or a module (input_ids, position_ids) → logits.
-        drafts: likewise, with the target's token map: one or several. None: lookups alone, or no
-            plan but off.
+        drafts: likewise, one or several; where their tokens are other ones than the target's, they
+            propose what both have. None: lookups alone, or no plan but off.
         output: engine directory to make.
         config: options.
         tokenizer: directory or tokenizer.json, where the target is a module.

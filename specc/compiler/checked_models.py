@@ -93,6 +93,7 @@ class CheckedModels:
         if num_layers := _named_size(candidates[0].config, _LAYERS):
             check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
+        check_uncut(config, tokens)
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
         return cls(candidates, dtypes, tokens, told, windows, config.weight_only)
@@ -111,8 +112,20 @@ class CheckedModels:
                 sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
                 source.kv_window = window
+                source.vocabulary = self.tokens.maps.get(candidate.name)
                 sources.append(source)
         return sources
+
+
+def check_uncut(config: CompileConfig, tokens: TokenizerFiles) -> None:
+    """Raises ConfigError: ranks share drafts, of which one has other tokens than the target."""
+    if tokens.maps and config.draft_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--draft-tensor-parallel-size {config.draft_tensor_parallel_size}, and"
+            f" {next(iter(tokens.maps))}, whose tokens are other ones than the target's",
+            "a whole vocabulary on each rank that drafts: the target's ids are chosen from it",
+            "leave --draft-tensor-parallel-size at 1: rank 0 drafts alone",
+        )
 
 
 def _head_dims(model: Any) -> list[int]:

@@ -20,8 +20,8 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.segments.cut_segments import Segment
@@ -119,7 +119,8 @@ def compile_models(
         layout = (*first_phases(latent, ranks), *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
-            layout = (*layout, (VOCABULARY, (partial(FitVocabulary, num_ids),)))
+            fits = partial(fits_target, source.vocabulary, num_ids)
+            layout = (*layout, (VOCABULARY, (fits,)))
             if source.kv_window is not None:
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
         if ranks > 1:

@@ -9,7 +9,7 @@ import torch
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
-from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry, VocabularyEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError
@@ -18,6 +18,7 @@ from specc.passes.memory import ModelMemory, PassShape, plan_memory
 from specc.passes.program import Program
 from specc.passes.step.tiles import logit_rows, pass_rows
 from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.vocabulary_map import VocabularyMap
 
 DEFAULT_MAX_SEQ_LEN = 4096
 LEAST_PREFILL_CHUNK = 512
@@ -58,7 +59,14 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         dtype=str(source.dtype).removeprefix("torch."),
         location=source.location,
         rope_length=source.rope_length,
+        vocabulary=_describe_vocabulary(source.vocabulary),
     )
+
+
+def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | None:
+    if vocabulary is None:
+        return None
+    return VocabularyEntry(vocabulary.num_proposed, vocabulary.num_target, vocabulary.num_unread)
 
 
 def describe_unread(names: Sequence[str]) -> str:

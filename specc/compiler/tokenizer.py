@@ -1,4 +1,4 @@
-"""The tokenizer part of a compilation: one token map for all models, and transformers' own ids.
+"""The tokenizer part of a compilation: the token maps of all models, and transformers' own ids.
 
 An engine tokenizes with tokenizer.json alone. Transformers may add other special tokens than that
 file says, for example because tokenizer_config.json has `add_bos_token`; so both are asked, and
@@ -18,9 +18,11 @@ from tokenizers import Tokenizer
 
 from specc.artifact.manifest_entries import TokenizerEntry
 from specc.compiler.checks import Candidate
+from specc.compiler.vocabulary import Vocabulary, match
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.hf_tokenizer import HfTokenizer
+from specc.speculation.vocabulary_map import VocabularyMap
 
 TOKENIZER_FILE = "tokenizer.json"
 _TEXTS = (
@@ -46,12 +48,14 @@ class TokenizerFiles:
         file: where it was read; None where the engine takes token ids only.
         data: content of the engine's file.
         warnings: what the user should know.
+        maps: draft → which of its ids stand for the target's, where they are other ones.
     """
 
     entry: TokenizerEntry
     file: Path | None = None
     data: bytes = b""
     warnings: list[str] = field(default_factory=list)
+    maps: dict[str, VocabularyMap] = field(default_factory=dict)
 
 
 def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> TokenizerFiles:
@@ -61,7 +65,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
         models: the target first.
         tokenizer: directory or tokenizer.json, where the target is a module.
     Raises:
-        VocabMismatchError: no tokenizer, or models whose ids mean different tokens.
+        VocabMismatchError: no tokenizer, or a draft that has too few of the target's tokens.
     """
     target = models[0]
     file = Path(tokenizer) if tokenizer else None
@@ -75,19 +79,26 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
         empty = hashlib.sha256(b"").hexdigest()
         return TokenizerFiles(TokenizerEntry(None, empty, eos, None, False))
     target_map = TokenMap.from_file(file)
-    warnings = []
+    warnings, maps = [], {}
     for model in models[1:]:
-        if model.directory is not None:
-            draft_map = TokenMap.from_file(model.directory / TOKENIZER_FILE)
+        if model.directory is None:
+            continue
+        draft_file = model.directory / TOKENIZER_FILE
+        draft_map = TokenMap.from_file(draft_file)
+        if target_map.first_difference(draft_map) is None:
             warnings += target_map.require_same(draft_map)
-    data, told = follow_transformers(file)
+        else:
+            own = Vocabulary.read(file, target.config)
+            maps[model.name], told = match(own, Vocabulary.read(draft_file, model.config))
+            warnings += told
+    data, said = follow_transformers(file)
     bos = getattr(target.config, "bos_token_id", None)
     # an empty text becomes what the tokenizer puts around every text
     begins = Tokenizer.from_buffer(data).encode("").ids[:1]
     entry = TokenizerEntry(
         file.name, target_map.sha256(), eos, bos, bos is not None and begins == [bos]
     )
-    return TokenizerFiles(entry, file, data, warnings + told)
+    return TokenizerFiles(entry, file, data, warnings + said, maps)
 
 
 def follow_transformers(file: Path) -> tuple[bytes, list[str]]:
@@ -206,6 +217,11 @@ class TokenMap:
         items = json.dumps(sorted(self.tokens.items()), ensure_ascii=True)
         return hashlib.sha256(items.encode()).hexdigest()
 
+    def first_difference(self, other: TokenMap) -> int | None:
+        """The first id that means different tokens in two maps; None where none does."""
+        common = sorted(self.tokens.keys() & other.tokens.keys())
+        return next((i for i in common if self.tokens[i] != other.tokens[i]), None)
+
     def require_same(self, draft: TokenMap) -> list[str]:
         """Compare with a draft's map; returns warnings.
 
@@ -216,21 +232,20 @@ class TokenMap:
             VocabMismatchError: an id means different tokens, the first of which is named, or no
                 id is in both maps.
         """
-        common = sorted(self.tokens.keys() & draft.tokens.keys())
-        if not common:
+        if not self.tokens.keys() & draft.tokens.keys():
             raise VocabMismatchError(
                 f"no id is in both {self._example()} and {draft._example()}",
                 "one token map: acceptance compares token ids",
                 "choose a draft of the target's family",
             )
-        for index in common:
-            if self.tokens[index] != draft.tokens[index]:
-                raise VocabMismatchError(
-                    f"token {index} is {self.tokens[index]!r} in {self.source}"
-                    f" and {draft.tokens[index]!r} in {draft.source}",
-                    "one token map: acceptance compares token ids",
-                    "choose a draft of the target's family",
-                )
+        index = self.first_difference(draft)
+        if index is not None:
+            raise VocabMismatchError(
+                f"token {index} is {self.tokens[index]!r} in {self.source}"
+                f" and {draft.tokens[index]!r} in {draft.source}",
+                "one token map: acceptance compares token ids",
+                "choose a draft of the target's family",
+            )
         missing = sorted(self.tokens.keys() - draft.tokens.keys())
         if not missing:
             return []

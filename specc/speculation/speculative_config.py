@@ -54,7 +54,7 @@ _OTHER_KEYS: dict[str, tuple[Any, str]] = {
     "num_speculative_tokens_per_batch_size": (None, _TUNE),
     "disable_by_batch_size": (None, _TUNE),
     "enable_adaptive_verification": (False, _TUNE),
-    "use_heterogeneous_vocab": (False, "choose a draft that has the target's token map"),
+    "use_heterogeneous_vocab": (True, "write true or false: a draft's tokens may always differ"),
     "parallel_drafting": (False, "choose a draft that proposes one token after another"),
     "rejection_sample_method": ("standard", _RULE),
     "draft_sample_method": (None, _RULE),
@@ -187,7 +187,8 @@ def _known(given: Any) -> dict[str, Any]:
             neutral, do = _OTHER_KEYS[key]
             # 0 and 1 are no booleans here, although Python says that they are equal
             is_bool = isinstance(value, bool)
-            if value is not None and (value != neutral or is_bool != isinstance(neutral, bool)):
+            asks = value is not None and not (value is False and isinstance(neutral, bool))
+            if asks and (value != neutral or is_bool != isinstance(neutral, bool)):
                 raise _refused(f"{key} {_shown(value)}", f"none of vLLM's {key}", do)
         else:
             close = difflib.get_close_matches(str(key), (*_KEYS, *_OTHER_KEYS), n=1)

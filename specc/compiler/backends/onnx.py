@@ -49,7 +49,7 @@ class PaddedCompiler(CompilerBackend):
                 source = model.source
                 sizes = (entry.rows.total, engine.dump, source.rope_length)
                 program, done = padded_program(
-                    source.module, model.program, *sizes, model.whole_layers
+                    source.module, model.program, *sizes, model.whole_layers, source.vocabulary
                 )
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program

@@ -242,17 +242,44 @@ def test_plan_without_draft(models, tmp_path):
     assert found == "plan tree-2-2-1 without a draft"
 
 
-def test_other_tokenizer(models, tmp_path):
+def test_other_tokens(models, tmp_path):
+    """A draft that has two of the target's tokens the other way round is told, and mapped."""
     other = tmp_path / "other"
     shutil.copytree(models / "draft", other)
-    text = (other / "tokenizer.json").read_text()
-    data = json.loads(text)
+    swap_tokens(other / "tokenizer.json")
+    found = build(models / "target", other, tmp_path / "engine", options(TREE, backend="eager"))
+    (told,) = [text for text in found.warnings if "other tokens" in text]
+    assert "proposes 128 of 128 target ids, and reads 0 as" in told
+    assert "Outputs stay the target's" in told
+    outputs, metrics = generate(tmp_path / "engine")
+    assert outputs == generate(tmp_path / "engine", "off")[0]
+    assert metrics.mean_acceptance_length > 1.0
+
+
+def test_tokens_without_known_bytes(models, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(models / "draft", other)
+    swap_tokens(other / "tokenizer.json", decoder=None, pre_tokenizer=None)
+    found = refused(VocabMismatchError, tmp_path, models / "target", other, options(TREE))
+    assert "without bytes or the sign ▁" in found
+
+
+def test_ranks_do_not_share_a_draft_of_other_tokens(models, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(models / "draft", other)
+    swap_tokens(other / "tokenizer.json")
+    shared = options(TREE, tensor_parallel_size=2, draft_tensor_parallel_size=2)
+    found = refused(ConfigError, tmp_path, models / "target", other, shared)
+    assert found.startswith("--draft-tensor-parallel-size 2, and draft_0")
+
+
+def swap_tokens(file, **changes):
+    """Give two tokens of a tokenizer each other's id."""
+    data = json.loads(file.read_text()) | changes
     vocab = data["model"]["vocab"]
     first, second = sorted(vocab, key=vocab.get)[5:7]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(data))
-    found = refused(VocabMismatchError, tmp_path, models / "target", other, options(TREE))
-    assert found.startswith(f"token 5 is {first!r}")
+    file.write_text(json.dumps(data))
 
 
 def test_missing_tokenizer(models, tmp_path):

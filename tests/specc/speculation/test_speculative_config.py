@@ -46,6 +46,9 @@ read = SpeculativeConfig.read
             SpeculativeConfig("D/"),
         ),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 1}, SpeculativeConfig("suffix")),
+        # tokens that differ are mapped whether this is said or not
+        ({"model": "D/", "use_heterogeneous_vocab": True}, SpeculativeConfig("D/")),
+        ({"model": "D/", "use_heterogeneous_vocab": False}, SpeculativeConfig("D/")),
     ],
 )
 def test_it_says_what_options_say(given, wanted):
@@ -91,6 +94,12 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"model": "D/", "tensor_parallel_size": 2}, "tensor_parallel_size 2", "draft_tensor"),
         ({"model": "D/", "parallel_drafting": True}, "parallel_drafting true", "choose a draft"),
         ({"model": "D/", "parallel_drafting": 0}, "parallel_drafting 0", "choose a draft"),
+        (
+            {"model": "D/", "use_heterogeneous_vocab": "yes"},
+            "use_heterogeneous_vocab yes",
+            "write true or false",
+        ),
+        ({"model": "D/", "use_heterogeneous_vocab": 1}, "use_heterogeneous_vocab 1", "write true"),
         # methods
         ({}, "neither method nor model", "ngram"),
         ({"method": "eagle3", "model": "H/"}, "eagle3", "self:window"),
