@@ -41,8 +41,8 @@ class Branch:
 class BranchedTape(Tape):
     """Recorded operators of two streams."""
 
-    def __init__(self, device: Any) -> None:
-        super().__init__()
+    def __init__(self, device: Any, *more: Any) -> None:
+        super().__init__(*more)
         self.branches: list[Branch] = []
         self.current: Branch | None = None
         self._owner = device
@@ -100,9 +100,7 @@ class BranchedTape(Tape):
 
 class _LateBranchedTape(BranchedTape, _LateTape):
     def __init__(self, device: Any) -> None:
-        _LateTape.__init__(self, device)
-        BranchedTape.__init__(self, device)
-        self._device = device
+        super().__init__(device, device)
 
 
 class _Branches:

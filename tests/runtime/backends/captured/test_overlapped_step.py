@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured import captured_step
@@ -250,6 +252,38 @@ def test_halves_that_share_a_sequence_race(engines, monkeypatch, rows) -> None:
         assert rig.device.written_by_both() == ["draft_0_slab_0"]
     found = conflicts(tape_of(step, 8), slabs.values())
     assert any("specc.leave_step" in line and "specc.tree_rows" in line for line in found), found
+
+
+def test_both_halves_draft_one_after_the_other(rig) -> None:
+    """And both are verified so; a draft and a verification run beside each other, and no more.
+
+    Kernels have counters beside a cache, and beside a weight: for one launch at a time.
+    """
+    step = rig.steps["tree-2-1"]
+    step.capture(8)
+    tape = tape_of(step, 8)
+    (branch,) = tape.branches
+    beside = tape.calls[branch.after : branch.until]
+    parts = [tape.calls[: branch.after], branch.calls, beside, tape.calls[branch.until :]]
+    assert [passes_of(rig, calls) for calls in parts] == [
+        ["draft_0"], ["draft_0"], ["target"], ["target"],
+    ]  # fmt: skip
+
+
+def passes_of(rig: Rig, calls: list[Any]) -> list[str]:
+    """Models of which operators are given the last weight."""
+    given = {
+        value.untyped_storage().data_ptr()
+        for _, args, kwargs, _ in calls
+        for value in tree_leaves((args, kwargs))
+        if isinstance(value, torch.Tensor)
+    }
+    models = {"target": rig.other.target, "draft_0": rig.other.drafts[0]}
+    return [
+        name
+        for name, model in models.items()
+        if model.head.untyped_storage().data_ptr() in given  # type: ignore[attr-defined]
+    ]
 
 
 @pytest.mark.parametrize("plan", WHOLE, ids=lambda plan: plan.name)
