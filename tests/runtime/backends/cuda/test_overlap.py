@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from specc.cli.main import app
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.backends.captured import backend as captured_backend
@@ -83,6 +85,12 @@ def inputs_of(engine: Engine) -> StepInputs:
 def test_it_is_off_unless_asked_for(engine_dir, device) -> None:
     bound = [step_of(load(engine_dir, overlaps=on))._bind(BATCH) for on in (False, True)]
     assert [isinstance(one, OverlappedStep) for one in bound] == [False, True]
+
+
+def test_inspect_says_which_plans_are_in_halves(engine_dir) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(engine_dir)])
+    line = "--overlap: tree-2-1 in halves from 8 sequences on; whole: off (drafts nothing)"
+    assert line in result.stdout.splitlines()
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(engine_dir, device) -> None:
