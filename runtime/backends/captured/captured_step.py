@@ -392,16 +392,16 @@ class CapturedStep:
 
     def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep | OverlappedStep:
         if kind and kind != UNFILTERED:
-            return ExtendedStep(kind, self._graphs, self.plan, *self._of_rows(0, bucket))
+            return ExtendedStep(kind, self._graphs, self.plan, **self._of_rows(0, bucket))
         side = None if self.is_split else self._side
         halves = halves_of(bucket) if side else None
         parts = [
-            BoundStep(*self._of_rows(*rows), is_filtered=kind is None)
+            BoundStep(**self._of_rows(*rows), is_filtered=kind is None)
             for rows in halves or [(0, bucket)]
         ]
-        return OverlappedStep(*parts, side) if side and halves else parts[0]
+        return OverlappedStep(parts[0], parts[1], side) if side and halves else parts[0]
 
-    def _of_rows(self, first: int, last: int) -> tuple[Any, ...]:
+    def _of_rows(self, first: int, last: int) -> dict[str, Any]:
         """What a bound step takes, of some rows of the buffers."""
         # plans read as many proposals, weights and blocks as they have
         widths = {
@@ -409,9 +409,13 @@ class CapturedStep:
             "vote_weights": len(self.plan.drafts),
             "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
         }
-        inputs = {**self._slabs, **self._buffers.rows(first, last, widths)}
-        results = self._buffers.results[first:last]
-        return self._stages, self._constants, inputs, results, self._drafts.values()
+        return {
+            "stages": self._stages,
+            "constants": self._constants,
+            "inputs": {**self._slabs, **self._buffers.rows(first, last, widths)},
+            "results": self._buffers.results[first:last],
+            "draft_lens": self._drafts.values(),
+        }
 
     @staticmethod
     def _seen(bound: BoundStep | OverlappedStep, *rows: Any) -> HookValues:
