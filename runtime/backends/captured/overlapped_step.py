@@ -4,12 +4,13 @@
                         and verification of the first (the other one), until both are done,
     then verification of the second half.
 
-Each half is a whole step of its sequences: what it reads and writes of caches and history lies in
-their blocks, and of inputs and results in their rows. So the branches share what they read alone:
-weights of nobody, since one runs drafts and the other the target, and blocks of common prefixes.
-Both drafts run after each other, and so do both verifications: what kernels keep beside a cache or
-a weight (`specc.kernels.cuda.arrivals`) serves one launch at a time. Noise is a function of seed,
-position and purpose, whoever draws it.
+Each half is a whole step of its sequences: what it writes of caches and history lies in their own
+blocks, and of inputs and results in their rows. Blocks of common prefixes are read; the first level
+of a draft may write rows of them once more, in the draft's cache, of which the other branch moves
+rows of its own sequences and reads no others. One branch runs drafts and the other the target, each
+with its own weights and caches. So what kernels keep beside these (`specc.kernels.cuda.arrivals`)
+serves one launch at a time: both drafts run one after the other, and so do both verifications.
+Noise is a function of seed, position and purpose, whoever draws it.
 
 It is one replay as any other step: what comes before and after it knows nothing of the halves.
 """
