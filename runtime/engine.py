@@ -21,6 +21,7 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
 from specc.runtime.backends.offload_budget import check_offload, least_of
+from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
@@ -153,6 +154,7 @@ class Engine:
         rank_timeout_s: float = 30.0,
         oversubscribes: bool = False,
         offload_weights: int | str | None = None,
+        overlaps: bool = False,
     ) -> Engine:
         """Open an engine directory; weights stay in the memory-mapped files.
 
@@ -177,10 +179,13 @@ class Engine:
             offload_weights: bytes of memory that weights of the target may take, or `auto`: the
                 others are read from their file in every pass, for engines with segments, or on a
                 GPU copied from the host's memory.
+            overlaps: captured steps draft for one half of their sequences while they verify the
+                other half, see `check_overlap`.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
-            ConfigError: more sequences or fewer threads than possible; ranks that cannot be.
+            ConfigError: more sequences or fewer threads than possible; ranks that cannot be, or
+                steps that cannot overlap.
         """
         path = Path(path)
         with unreplaced(path):
@@ -195,11 +200,18 @@ class Engine:
             )
             _check_dtypes(manifest)
             check_offload(manifest, backend or manifest.backend, offload_weights)
+            if overlaps:
+                run_by = backend or manifest.backend
+                check_overlap(manifest, run_by, max_num_seqs, offload_weights)
             check_threads(num_threads, "num_threads")
             if num_threads is not None:
                 torch.set_num_threads(num_threads)
             limits = LoadLimits(
-                max_num_seqs, kv_cache_tokens, capture, offload_weights=offload_weights
+                max_num_seqs,
+                kv_cache_tokens,
+                capture,
+                offload_weights=offload_weights,
+                overlaps=overlaps,
             )
             backend = backend or manifest.backend
             if ranks is None and manifest.parallel is not None:

@@ -99,6 +99,12 @@ class EngineArgs:
         "Run more ranks of a sharded engine on this machine than it has cores, which is slow.",
         "--oversubscribe",
     )
+    overlaps: bool = option(
+        False,
+        "On CUDA, draft for one half of a batch while the target verifies the other half, from 8"
+        " sequences on. Off by default: not measured, and a loss where passes wait for weights.",
+        "--overlap",
+    )
     micro_batches: int | None = option(
         None,
         "Batches of different requests that the stages of a pipeline have at once; without it, one"
@@ -215,6 +221,7 @@ class EngineArgs:
                 rank_timeout_s=self.rank_timeout_s,
                 oversubscribes=self.oversubscribes,
                 offload_weights=self.offload_weights,
+                overlaps=self.overlaps,
             )
         self._check(engine)
         return engine

@@ -37,6 +37,8 @@ class LoadLimits:
         offload_weights: bytes that weights of the target may take in memory, of each rank: others
             are read from their file in every pass; `auto` is what is free. None: they are mapped.
         num_local: ranks of this machine, which share what is free.
+        overlaps: of backends that capture, steps draft for one half of their sequences while they
+            verify the other half, see `check_overlap`.
         skips: of other backends, plans whose steps are not loaded.
     """
 
@@ -47,6 +49,7 @@ class LoadLimits:
     ranks: DeviceRanks | None = None
     offload_weights: int | str | None = None
     num_local: int = 1
+    overlaps: bool = False
     skips: frozenset[str] = frozenset()
 
 

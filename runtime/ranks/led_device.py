@@ -24,6 +24,7 @@ from specc.runtime.backends.captured.graph_device import (
     Graph,
     GraphDevice,
     ReplayedEvent,
+    SideStream,
 )
 from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.device_work import CommitWork, PassWork, Work, give, table_of
@@ -186,6 +187,9 @@ class LedGraphs:
 
     def copy_stream(self) -> CopyStream:
         return self._graphs.copy_stream()
+
+    def side_stream(self) -> SideStream:
+        return self._graphs.side_stream()
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self._graphs.host_buffer(*shape, dtype=dtype)

@@ -54,6 +54,8 @@ class BackendFacts:
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
         cuts_quantized: several ranks may have parts of a quantized weight.
+        overlaps: a captured step may draft for one half of its sequences while it verifies the
+            other's.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
             a time; 0 where products read integers at any number of rows.
     """
@@ -80,6 +82,7 @@ class BackendFacts:
     quantized: tuple[str, ...] = ()
     quantizes_experts: bool = False
     cuts_quantized: bool = False
+    overlaps: bool = False
     decoded_bytes: int = 0
 
     def most_voting_dim(self, dtype: str) -> int | None:
@@ -157,7 +160,7 @@ register(
     BackendFacts(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
         attention=NATIVE, voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
-        offloads_weights="weights", quantized=_QUANTIZED, decoded_bytes=64 << 20,
+        offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
     )
 )  # fmt: skip
 register(

@@ -110,6 +110,15 @@ class RepeatingDevice:
     def wait(self, point: object) -> None:
         pass
 
+    def side_stream(self) -> RepeatingDevice:
+        return self
+
+    def forked(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        pass
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 

@@ -155,7 +155,7 @@ def _print_limits(console: Console, engine: Path, manifest: Manifest) -> None:
         f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
         f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest)
     )
-    for line in _segment_lines(manifest, engine):
+    for line in (*_segment_lines(manifest, engine), *_overlap_lines(manifest)):
         console.print(line, soft_wrap=True)
     probe = render.probe_line(manifest.probe) if manifest.probe else "none"
     console.print(f"\nprobe: {probe}")
@@ -181,6 +181,23 @@ def _segment_lines(manifest: Manifest, engine: Path) -> list[str]:
         f" has {format_bytes(largest)}"
     )
     return lines
+
+
+def _overlap_lines(manifest: Manifest) -> list[str]:
+    """Which plans `--overlap` runs in halves, and why it leaves others whole; none if refused."""
+    if not facts_of(manifest.backend).overlaps:
+        return []
+    from specc.runtime.backends.captured.overlapped_step import FEWEST, whole_reason
+    from specc.runtime.backends.overlap import check_overlap
+
+    try:
+        check_overlap(manifest, manifest.backend)
+    except ConfigError:
+        return []
+    reasons = {entry.plan.name: whole_reason(entry.plan) for entry in manifest.plans}
+    halves = ", ".join(name for name, reason in reasons.items() if not reason)
+    whole = ", ".join(f"{name} ({reason})" for name, reason in reasons.items() if reason)
+    return [f"--overlap: {halves} in halves from {FEWEST} sequences on; whole: {whole}"]
 
 
 def _print_profile(console: Console, engine: Path, manifest: Manifest) -> None:

@@ -214,6 +214,9 @@ class MetaGraphs:
     def copy_stream(self) -> Any:
         return None
 
+    def side_stream(self) -> Any:
+        return None
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
 

@@ -6,7 +6,9 @@ wrote does only now and then.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from tests.gpu.results import Device, Results
 
 REPLAYS = 50
 BATCHES = (1, 3, 8)
+# steps that are queued one after another, to time one of them, and how often
+QUEUED, ROUNDS = 20, 5
 SEED = 3
 # the same shapes as those of the step benchmark: what it has compiled is used again
 SHAPES = "llama-3.1-8b/llama-3.2-1b"
@@ -49,6 +53,29 @@ def check_pair(results: Results, device: Device) -> None:
                 run = partial(compare, engine, step, inputs, device)
                 results.check(f"{plan}, {batch} sequences", run)
                 results.note(compiles=count())
+
+
+def check_overlap(results: Results, device: Device) -> None:
+    """The demo pair in float32: one half of eight sequences drafts while the other is verified."""
+    device.prepare()
+    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.engine import Engine
+    from tests.mixed_sampling import mixed_sampling
+
+    count, batch = count_compiles(device), 8
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "pair"
+        whole = pair_engine(path, "float32", CaptureLimits.lazy())
+        halves = Engine.load(path, capture=CaptureLimits.lazy(), overlaps=True)
+        table = _blocks(whole)
+        for plan, step in halves.steps.items():
+            if not step.plan.speculates:
+                continue
+            rows = [(5 + b, 9 + b, 11 + 7 * b) for b in range(batch)]
+            inputs = (rows, table[:batch], *mixed_sampling(batch))
+            run = partial(compare_halves, whole, halves, plan, inputs, device)
+            results.check(f"{plan}, {batch} sequences in halves", run)
+            results.note(compiles=count())
 
 
 def check_8b(results: Results, device: Device) -> None:
@@ -130,6 +157,51 @@ def compare_dependent(engine: Any, step: Any, inputs: Any, device: Device) -> di
         step.launches_dependent, step._captured, step._bound = chosen, captured, bound
 
 
+def compare_halves(
+    whole: Any, halves: Any, plan: str, inputs: Any, device: Device
+) -> dict[str, Any]:
+    """As `compare`, of a step in halves; its tokens are those of a whole one. Both are timed.
+
+    Returns:
+        as `compare`, and ms of a step both ways: medians of rounds that alternate.
+    Raises:
+        AssertionError: as `compare`; or the tokens are others.
+    """
+    from specc.runtime.backends.captured.overlapped_step import OverlappedStep
+    from specc.runtime.backends.step_io import StepInputs
+
+    found = compare(halves, halves.steps[plan], inputs, device)
+    bucket = halves.steps[plan].bucket_of(len(inputs[0]))
+    is_split = isinstance(halves.steps[plan]._bound[bucket, False], OverlappedStep)
+    assert is_split, f"{plan} for {bucket} sequences is not in halves"
+    said = []
+    for engine in (whole, halves):
+        fill(engine.cache.environment, engine.vocab_size)
+        step = engine.steps[plan]
+        said.append(step.advance(StepInputs(*inputs), engine.cache.environment)[:4])
+    assert said[0] == said[1], f"in halves {said[1]}; as a whole {said[0]}"
+    rounds = [
+        [_step_ms(engine.steps[plan], StepInputs(*inputs), device) for engine in (whole, halves)]
+        for _ in range(ROUNDS)
+    ]
+    ms = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return found | {"whole_ms": ms[0], "halves_ms": ms[1]}
+
+
+def _step_ms(step: Any, inputs: Any, device: Device) -> float:
+    """Of steps that are queued one after another, each going on from what the last has left."""
+    step.submit(inputs).result()
+    begin_s = time.perf_counter()
+    pending = None
+    for _ in range(QUEUED):
+        pending = step.submit_next(len(inputs.rows))
+    device.synchronize()
+    ms = 1000 * (time.perf_counter() - begin_s) / QUEUED
+    assert pending is not None
+    pending.result()
+    return ms
+
+
 def fill(slabs: Mapping[str, Any], vocab_size: int) -> None:
     """Caches of other rows than a step writes, all of them seen by it or by none."""
     import torch
@@ -143,7 +215,7 @@ def fill(slabs: Mapping[str, Any], vocab_size: int) -> None:
 
 
 def replays_alike(
-    step: Any, slabs: Mapping[str, Any], inputs: Any, device: Device, count: int = REPLAYS
+    step: Any, slabs: Mapping[str, Any], inputs: Any, device: Device, count: int | None = None
 ) -> dict[str, Any]:
     """Run a step once without its graph, then replay it; caches are put back each time.
 
@@ -152,10 +224,11 @@ def replays_alike(
         slabs: name → cache.
         inputs: of the step.
         device: that is waited for.
-        count: replays.
+        count: replays; None is `REPLAYS`.
     Raises:
         AssertionError: which replay differs, and where.
     """
+    count = count or REPLAYS
     bucket = step.bucket_of(len(inputs.rows))
     step.capture(bucket)
     key = (bucket, step.is_split)

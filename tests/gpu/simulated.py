@@ -61,6 +61,8 @@ def prepare(kind: str) -> None:
         replace(module, "TOKENS", 13)
     replace(replay, "BATCHES", (1, 3))
     replace(replay, "REPLAYS", 3)
+    replace(replay, "QUEUED", 2)
+    replace(replay, "ROUNDS", 1)
     replace(collectives, "CALLS", 2)
     replace(collectives, "ROUNDS", 1)
     replace(benchmark, "ATTENTION_ROUNDS", 1)

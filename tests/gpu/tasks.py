@@ -161,6 +161,7 @@ def command_a() -> list[Stage]:
     measured = task("steps", "8b-1b", "benchmark:measure_steps", {}, 60.0)
     replays = [
         task("replay", "float32", "replay:check_pair", {}, 40.0),
+        task("replay", "overlap", "replay:check_overlap", {}, 40.0),
         task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
         task("replay", "nccl", "collectives:check_step", {}, 60.0),
     ]

@@ -51,22 +51,30 @@ class Rig:
 
 
 @contextlib.contextmanager
-def late_rig(models: Any, path: Path, config: CompileConfig, **options: Any) -> Iterator[Rig]:
+def late_rig(
+    models: Any,
+    path: Path,
+    config: CompileConfig,
+    device: LateDevice | None = None,
+    **options: Any,
+) -> Iterator[Rig]:
     """Compile the tiny pair for a device that runs late, and load it there, guarded.
 
     Args:
         models: tiny ones.
         path: of the engine, beside which the draft is saved.
         config: for the backend `cuda`.
+        device: that runs late; None makes one.
         options: of `Engine.load`.
     """
     draft = save_draft(models, path.parent / "draft")
     engines.build(models.target, draft, path, config)
-    device = LateDevice()
+    device = device or LateDevice()
+    options = {"capture": CaptureLimits.lazy(), **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(captured_backend, "cuda_device", lambda: device)
-        rig = Rig(Engine.load(path, capture=CaptureLimits.lazy(), **options), device, path=path)
+        rig = Rig(Engine.load(path, **options), device, path=path)
         guard_blocks(rig)
         yield rig
 

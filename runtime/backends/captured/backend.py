@@ -95,8 +95,8 @@ class CapturedBackend(RuntimeBackend):
         models = self.load_models(path, manifest, cache, graphs, limits.rank, budget)
         if limits.ranks is not None:
             graphs, models = limits.ranks.join(graphs, models)
-        # collectives and copies of weights run on streams beside that of the step
-        is_alone = limits.ranks is None and budget is None
+        # collectives, copies of weights and drafts run on streams beside that of the step
+        is_alone = limits.ranks is None and budget is None and not limits.overlaps
         # below 0 nothing is captured while the engine loads
         can_measure = is_alone and capture.max_seconds >= 0
 
@@ -108,7 +108,8 @@ class CapturedBackend(RuntimeBackend):
         steps = (
             load_steps(
                 path, manifest, models.within, cache, graphs, capture, models.adapt,
-                skips_filters=self.skips_filters, before_capture=prepare,
+                skips_filters=self.skips_filters, overlaps=limits.overlaps,
+                before_capture=prepare,
             )
             if manifest.plans
             else {}

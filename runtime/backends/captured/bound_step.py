@@ -81,13 +81,25 @@ class BoundStep:
             OperatorError: an operator failed.
         """
         try:
-            with unfiltered(not self._is_filtered):
-                for part in self.parts:
-                    part()
+            self.run_parts()
         finally:
-            # nobody reads it after the step, and captured memory would stay taken for it
-            for name in self.environment.keys() - self._lasting_names:
-                del self.environment[name]
+            self.let_go()
+
+    def run_parts(self, first: int = 0, last: int | None = None) -> None:
+        """Some of the parts, and what they put into the environment stays there.
+
+        Raises:
+            OperatorError: an operator failed.
+        """
+        with unfiltered(not self._is_filtered):
+            for part in self.parts[first:last]:
+                part()
+
+    def let_go(self) -> None:
+        """Of what parts have put into the environment."""
+        # nobody reads it after the step, and captured memory would stay taken for it
+        for name in self.environment.keys() - self._lasting_names:
+            del self.environment[name]
 
     def _leave_results(self) -> None:
         env = self.environment

@@ -18,7 +18,8 @@ from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
-from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice
+from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, SideStream
+from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
@@ -58,6 +59,8 @@ class CapturedStep:
             the cache is dense.
         adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: capture a second graph of each bucket, for batches without filters.
+        side: steps draft there for half of their sequences while they verify the other half, see
+            `OverlappedStep`; None: never.
     Raises:
         EngineError: a malformed program.
     """
@@ -73,12 +76,14 @@ class CapturedStep:
         by_block: bool = False,
         adapt: Adapt = leave_alone,
         skips_filters: bool = False,
+        side: SideStream | None = None,
     ) -> None:
         self.skips_filters = skips_filters
         # kernels of graphs that are captured from now on may start early, see `dependent_launches`
         self.launches_dependent = False
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
+        self._side = None if whole_reason(self.plan) else side
         self.buckets = tuple(buckets)
         self._buffers = buffers
         self._graphs = graphs
@@ -100,7 +105,7 @@ class CapturedStep:
         self._drafts = self.plan.draft_lens
         # a capture's results stay where it put them, so each way of capturing has its own: whole,
         # in stages, or of some kind
-        self._bound: dict[tuple[int, bool | StepKind], BoundStep] = {}
+        self._bound: dict[tuple[int, bool | StepKind], BoundStep | OverlappedStep] = {}
         self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
         # what the step that was queued last does besides
         self.kind: StepKind | None = None
@@ -232,7 +237,7 @@ class CapturedStep:
             result = pending.result()
             batch, places = len(inputs.rows), pending.places
             bucket = self.bucket_of(rows_of(batch, places))
-            seen = HookValues(self._bound[bucket, True], bucket, batch, places)
+            seen = self._seen(self._bound[bucket, True], bucket, batch, places)
             return result._replace(values={name: seen[name] for name in reads})
 
     @contextlib.contextmanager
@@ -315,7 +320,7 @@ class CapturedStep:
             *early, accept = parts
             for part in early:
                 part()
-            self.before_accept(HookValues(bound, bucket, batch, places))
+            self.before_accept(self._seen(bound, bucket, batch, places))
             accept()
 
         def finish(begin_s: float) -> PendingReplay:
@@ -384,22 +389,37 @@ class CapturedStep:
             )
             return None
 
-    def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep:
-        buffers = self._buffers
+    def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep | OverlappedStep:
+        if kind and kind != UNFILTERED:
+            return ExtendedStep(kind, self._graphs, self.plan, **self._of_rows(0, bucket))
+        side = None if self.is_split else self._side
+        halves = halves_of(bucket) if side else None
+        parts = [
+            BoundStep(**self._of_rows(*rows), is_filtered=kind is None)
+            for rows in halves or [(0, bucket)]
+        ]
+        return OverlappedStep(parts[0], parts[1], side) if side and halves else parts[0]
+
+    def _of_rows(self, first: int, last: int) -> dict[str, Any]:
+        """What a bound step takes, of some rows of the buffers."""
         # plans read as many proposals, weights and blocks as they have
         widths = {
             "proposals": self.plan.max_depth,
             "vote_weights": len(self.plan.drafts),
             "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
         }
-        inputs = dict(self._slabs)
-        for name, view in buffers.inputs.items():
-            inputs[name] = view[:bucket, : widths[name]] if name in widths else view[:bucket]
-        results = buffers.results[:bucket]
-        own = (self._stages, self._constants, inputs, results, self._drafts.values())
-        if kind == UNFILTERED:
-            return BoundStep(*own, is_filtered=False)
-        return ExtendedStep(kind, self._graphs, self.plan, *own) if kind else BoundStep(*own)
+        return {
+            "stages": self._stages,
+            "constants": self._constants,
+            "inputs": {**self._slabs, **self._buffers.rows(first, last, widths)},
+            "results": self._buffers.results[first:last],
+            "draft_lens": self._drafts.values(),
+        }
+
+    @staticmethod
+    def _seen(bound: BoundStep | OverlappedStep, *rows: Any) -> HookValues:
+        assert isinstance(bound, BoundStep), "a step whose stages are captured one by one"
+        return HookValues(bound, *rows)
 
 
 def _look_at_nothing(values: StepValues) -> None:

@@ -30,6 +30,7 @@ def load_steps(
     adapt: Adapt = leave_alone,
     *,
     skips_filters: bool = False,
+    overlaps: bool = False,
     before_capture: Callable[[Mapping[str, CapturedStep]], object] = lambda steps: None,
 ) -> dict[str, CapturedStep]:
     """The steps of an engine; what is captured at once is up to `limits`.
@@ -43,6 +44,7 @@ def load_steps(
         limits: of capturing.
         adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: see `CapturedStep`.
+        overlaps: steps may run in halves, see `OverlappedStep`.
         before_capture: called with the steps, of which nothing is captured yet.
     Raises:
         EngineError: a file is absent or malformed, or a step cannot run.
@@ -51,6 +53,7 @@ def load_steps(
     # of the drafts, other ranks may have some
     num_models = max(len(manifest.models), *(1 + len(plan.models) for plan in plans))
     buffers = make_buffers(graphs, cache, plans, num_models)
+    side = graphs.side_stream() if overlaps else None
     steps = {
         entry.name: CapturedStep(
             read_json(path / entry.file),
@@ -62,6 +65,7 @@ def load_steps(
             by_block=cache.rows is not None,
             adapt=adapt,
             skips_filters=skips_filters,
+            side=side,
         )
         for entry in manifest.plans
     }

@@ -63,6 +63,21 @@ class CopyStream(Protocol):
         ...
 
 
+class SideStream(Protocol):
+    """A second stream, whose operators run beside those of the stream of this thread.
+
+    Inside of a capture they are a branch of the graph, which has to be joined before it ends.
+    """
+
+    def forked(self) -> AbstractContextManager[object]:
+        """What is queued within runs after all that was queued before, and beside what follows."""
+        ...
+
+    def join(self) -> None:
+        """What is queued from now on runs after all that was queued within `forked`."""
+        ...
+
+
 class GraphDevice(Protocol):
     """A device that runs work in order and can capture it."""
 
@@ -97,6 +112,10 @@ class GraphDevice(Protocol):
 
     def copy_stream(self) -> CopyStream:
         """Another second stream."""
+        ...
+
+    def side_stream(self) -> SideStream:
+        """Another stream for operators."""
         ...
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -162,6 +162,11 @@ class StepBuffers:
                 part[rows] = given[name].to(view.dtype)
         self._device.copy_(self._inputs[stage], non_blocking=True)
         self._fences[stage] = self._graphs.record_event()
+
+    def rows(self, first: int, last: int, widths: Mapping[str, int]) -> dict[str, Tensor]:
+        """Some rows of the inputs, by name; of those in `widths`, so many columns."""
+        found = {name: view[first:last] for name, view in self.inputs.items()}
+        return found | {name: found[name][:, :width] for name, width in widths.items()}
 
     @contextlib.contextmanager
     def kept_inputs(self, bucket: int) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
-from specc.runtime.backends.captured.graph_device import CopyStream
+from specc.runtime.backends.captured.graph_device import CopyStream, SideStream
 from specc.system.extras import install_command
 
 
@@ -102,6 +103,9 @@ class CudaGraphs:
     def copy_stream(self) -> CopyStream:
         return CudaCopies(self.device)
 
+    def side_stream(self) -> SideStream:
+        return CudaSide(self.device)
+
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
@@ -140,6 +144,32 @@ class CudaCopies:
 
     def wait(self, point: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(point)
+
+
+class CudaSide:
+    """`SideStream` of a CUDA GPU.
+
+    No `record_stream`: torch gives memory that was taken on one stream to that stream alone again.
+    What is taken within `forked` is used by the stream of the thread after a `join`, and the side
+    stream goes on only at the next fork, after all of that; nothing is taken before a fork, used
+    within, and let go of between that and the join.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def choose_gpu(local_rank: int, num_local: int) -> None:

@@ -31,7 +31,14 @@ def bench(
     ],
     args: Annotated[
         EngineArgs,
-        Fields("num_threads", "verify", "offload_weights", "rank_timeout_s", "oversubscribes"),
+        Fields(
+            "num_threads",
+            "verify",
+            "offload_weights",
+            "rank_timeout_s",
+            "oversubscribes",
+            "overlaps",
+        ),
     ],
     engine: Annotated[
         Path | None,
@@ -75,6 +82,7 @@ def bench_serve(
             "offload_weights",
             "rank_timeout_s",
             "oversubscribes",
+            "overlaps",
         ),
     ],
     engine: Annotated[

@@ -26,6 +26,7 @@ def chat(
             "offload_weights",
             "rank_timeout_s",
             "oversubscribes",
+            "overlaps",
         ),
     ],
     sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],

@@ -29,6 +29,7 @@ def run(
             "offload_weights",
             "rank_timeout_s",
             "oversubscribes",
+            "overlaps",
             "micro_batches",
         ),
     ],

@@ -31,6 +31,7 @@ def serve(
             "offload_weights",
             "rank_timeout_s",
             "oversubscribes",
+            "overlaps",
             "micro_batches",
             policy={
                 "help": "What chooses plans: goodput (the default of engines that speculate),"

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from specc.runtime.backends.captured.graph_device import SideStream
+
 aten = torch.ops.aten
 # read values on the host, or make shapes of them
 _FORBIDDEN = {
@@ -150,6 +152,9 @@ class SimulatedDevice:
     def copy_stream(self) -> SimulatedCopies:
         return SimulatedCopies()
 
+    def side_stream(self) -> SideStream:
+        return SimulatedSide()
+
     def synchronize(self) -> None:
         self.num_waits += 1
 
@@ -177,6 +182,18 @@ class SimulatedCopies:
         return self
 
     def wait(self, point: object) -> None: ...
+
+
+class SimulatedSide:
+    """A second stream for operators that is never ahead nor late; `branched_device.py` has others.
+
+    What it is given runs where it is given.
+    """
+
+    def forked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None: ...
 
 
 class ReplayedEvent:

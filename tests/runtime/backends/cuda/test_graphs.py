@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.runtime.backends.cuda.graphs import CudaGraphs
+from specc.runtime.backends.cuda.graphs import CudaGraphs, CudaSide
 
 
 class OperatorError(Exception):
@@ -119,6 +119,39 @@ def fails_in_capture() -> Callable[[], None]:
 
 CLEANING = ("capture_end", "endAllocateToPool", "graph_pool_handle")
 ERRORS = (TypeError("incompatible function arguments"), RuntimeError("the capture is invalid"))
+
+
+def test_a_side_stream_is_forked_and_joined(monkeypatch):
+    """It waits for what was queued before a fork; what follows a join waits for it, no more."""
+    done: list[str] = []
+
+    class Named:
+        def __init__(self, device: Any = None) -> None:
+            self.name = "side"
+
+        def wait_stream(self, other: Any) -> None:
+            done.append(f"{self.name} waits for {other.name}")
+
+    current = [Named()]
+    current[0].name = "main"
+
+    @contextlib.contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Named)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    side = CudaSide(torch.device("cuda", 0))
+    with side.forked():
+        done.append(f"draft on {current[-1].name}")
+    done.append(f"verify on {current[-1].name}")
+    side.join()
+    assert done == [
+        "side waits for main", "draft on side", "verify on main", "main waits for side",
+    ]  # fmt: skip
 
 
 def test_a_failed_capture_is_ended_and_its_pool_left(make):
