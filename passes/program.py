@@ -17,6 +17,7 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
 from specc.sharding.shard_plan import ShardPlan
+from specc.speculation.taps import Taps
 
 # inputs of every model program, in order, before the caches; shapes in kernels/reference/core.py
 RUNTIME_INPUTS = (
@@ -33,6 +34,8 @@ RUNTIME_INPUTS = (
 MASS = "mass"
 # one more, after those, of a part of a model: the value that the part before it hands on
 HIDDEN = "hidden"
+# one more cache, after those of the layers: rows that a target keeps for drafts
+FEATURES = "features"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
@@ -150,6 +153,7 @@ class Program:
         ends_hidden: it is a part of a model, whose output is a value [..., tokens, ...] that the
             next part takes as `hidden`.
         integers: parameter → how the engine holds the integers that its checkpoint has of it.
+        taps: what it writes to its input `features`; None: it has no such input.
     """
 
     name: str
@@ -165,6 +169,7 @@ class Program:
     constant_keys: dict[str, str] = field(default_factory=dict)
     ends_hidden: bool = False
     integers: dict[str, KeptIntegers] = field(default_factory=dict)
+    taps: Taps | None = None
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -186,6 +191,7 @@ class Program:
             dict(self.constant_keys),
             self.ends_hidden,
             dict(self.integers),
+            self.taps,
         )
 
     @property
@@ -199,6 +205,13 @@ class Program:
         """Nodes that call one of these operators, in order."""
         found = [n for t in targets for n in self.graph.find_nodes(op="call_function", target=t)]
         return sorted(found)
+
+    @property
+    def feature_width(self) -> int:
+        """Columns of a row of `features`; 0 where there is no such input."""
+        if self.taps is None:
+            return 0
+        return int(self.placeholder(FEATURES).meta["val"].shape[2])
 
     @property
     def num_parameters(self) -> int:
@@ -349,6 +362,14 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"kind": "cache", "layer": layer, "part": part}
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
+        elif name == FEATURES:
+            assert program.taps is not None
+            # paged as the caches of the layers are, after which it has its number
+            value = node.meta["val"]
+            entry |= {"kind": "cache", "layer": len(program.caches) // 2, "part": "rows"}
+            entry |= {"dtype": _dtype(value.dtype), "shape": [program.feature_width]}
+            entry["boundaries"] = list(program.taps.boundaries)
+            entry["is_last_normed"] = program.taps.is_last_normed
         else:
             assert name in (*RUNTIME_INPUTS, MASS, HIDDEN), name
             entry["kind"] = "input"
