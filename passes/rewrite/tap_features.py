@@ -26,6 +26,7 @@ _PRODUCTS = (
     aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, ops.grouped_mm,
     ops.tree_attention,
 )  # fmt: skip
+_SCALINGS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 _DO = "choose another draft: this model's hidden states cannot be read"
 
 
@@ -53,16 +54,16 @@ class TapFeatures(Pass):
         graph = program.graph
         tapped = tapped_values(program, self._taps)
         cache = program.placeholder(next(iter(program.caches))).meta["val"]
-        order = {node: i for i, node in enumerate(graph.nodes)}
-        after = max(tapped, key=lambda node: order[node]).next
-        with graph.inserting_before(after):
+        (output,) = graph.find_nodes(op="output")
+        # last: what reads a sum before the product of its norm is done keeps the two apart
+        with graph.inserting_before(output):
             rows = [_rows(graph, node, cache.dtype) for node in tapped]
             row = rows[0] if len(rows) == 1 else emit_call(graph, aten.cat.default, rows, -1)
         width = int(row.meta["val"].shape[1])
         value = cache.new_empty(*cache.shape[:2], width)
         slab = add_placeholder(program, FEATURES, value, last_placeholder(graph))
         inputs = [program.placeholder(name) for name in ("q_start", "slot", "block_table")]
-        with graph.inserting_before(after):
+        with graph.inserting_before(output):
             emit_call(graph, ops.write_rows, row, slab, *inputs)
         program.taps = self._taps
         result.rewrites += len(tapped)
@@ -94,9 +95,16 @@ def tapped_values(program: Program, taps: Taps) -> list[fx.Node]:
 
 
 def _normed(program: Program, like: fx.Node) -> fx.Node:
-    """What logits are projected from: the value that `logit_rows` chooses rows of."""
+    """What logits are projected from: the value that `logit_rows` chooses rows of.
+
+    A number that it is multiplied with before that belongs to the projection (MiniCPM 3).
+    """
     users = list(program.placeholder("logit_rows").users)
     chosen = users[0].args[0] if len(users) == 1 else None
+    while isinstance(chosen, fx.Node) and chosen.target in _SCALINGS:
+        if isinstance(chosen.args[1], fx.Node):
+            break
+        chosen = chosen.args[0]
     if not isinstance(chosen, fx.Node) or _width(chosen) != _width(like):
         raise _refusal(program, "logits that no projection of the final norm's output gives")
     return chosen
