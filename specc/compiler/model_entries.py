@@ -9,7 +9,7 @@ import torch
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
-from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry, TapsEntry
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError
@@ -58,7 +58,15 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         dtype=str(source.dtype).removeprefix("torch."),
         location=source.location,
         rope_length=source.rope_length,
+        taps=_describe_taps(program),
     )
+
+
+def _describe_taps(program: Program) -> TapsEntry | None:
+    taps = program.taps
+    if taps is None:
+        return None
+    return TapsEntry(taps.boundaries, taps.is_last_normed, program.feature_width)
 
 
 def describe_unread(names: Sequence[str]) -> str:
