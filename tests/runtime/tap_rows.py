@@ -76,6 +76,7 @@ def serve(
     oracle: Oracle,
     num_tokens: int = NUM_TOKENS,
     every: int = 3,
+    count: int = 6,
     **params: Any,
 ) -> EngineCore:
     """Requests of several lengths, some with a common beginning, that come one after the other.
@@ -86,6 +87,7 @@ def serve(
         oracle: looks at rows after every step.
         num_tokens: that each puts out.
         every: steps until the next one comes.
+        count: of requests; the first has a prompt of one token.
         params: of sampling.
     """
     core = EngineCore(engine, plan)
@@ -96,6 +98,7 @@ def serve(
 
     prefix = text(2 * CHUNK + 3)
     waiting = [text(1), prefix + text(4), text(40), prefix + text(9), prefix[:CHUNK], text(7)]
+    waiting = waiting[:count]
     requests: list[Request] = []
     num_steps = 0
     while waiting or core.scheduler.has_work:

@@ -48,8 +48,8 @@ def test_rows_of_captured_steps(zoo: Zoo, path: Path, plan: str, device: Any) ->
 
 @SLOW
 def test_rows_of_the_kernels(zoo: Zoo, path: Path, device: Any, triton_kernels: None) -> None:
-    """All of it with the Triton kernels, in their interpreter."""
-    engine = load(path, capture=CaptureLimits.lazy())
+    """All of it with the Triton kernels, in their interpreter: one request, a few steps."""
+    engine = load(path, capture=CaptureLimits(sizes=(1,), max_seconds=-1))
     oracle = Oracle(zoo.reference_model(NAME))
-    serve(engine, PLANS[1].name, oracle, num_tokens=5)
-    assert oracle.num_rows > 300
+    serve(engine, PLANS[1].name, oracle, num_tokens=10, count=1)
+    assert oracle.num_rows > 8
