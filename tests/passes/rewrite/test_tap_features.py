@@ -163,14 +163,14 @@ def test_the_input_is_the_last_cache() -> None:
 def test_what_is_fused_for_a_device_is_the_same() -> None:
     """Norms, products, the embedding and the head are fused as without taps."""
     model, program = of("llama")
-    plain, made = program.copy("target"), tap(program, Taps((0, 1, 2)))
+    plain, made = program.copy("target"), tap(program, Taps((0, 1)))
     records = [Pipeline(cuda_phases(64)).run(item) for item in (plain, made)]
     rewrites = [[(x.name, x.rewrites, len(x.declined)) for x in found] for found in records]
     assert rewrites[0] == rewrites[1]
     assert made.calls(ops.add_norm_gate_up)
     assert made.calls(ops.embed_norm_rope_write)
     _, rows = run(made, model, TOKENS)
-    wanted = torch.cat(hidden_states(model, TOKENS)[:3], -1)
+    wanted = torch.cat(hidden_states(model, TOKENS)[:2], -1)
     torch.testing.assert_close(rows, wanted, rtol=1e-4, atol=1e-4)
 
 
