@@ -140,6 +140,10 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
     return torch.empty_like(last_tokens)
 
 
+def take_rows(slab: Tensor, slots: Tensor, *args: object) -> Tensor:
+    return slab.new_empty(*slots.shape, slab.shape[2])
+
+
 def commit_kv(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
     return None
 

@@ -62,7 +62,7 @@ CPU_OPERATORS = (
     "tree_expand", "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens",
     "draft_children", "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots",
     "vote_chain", "lookup", "record_tokens", "node_winners", "column_winners", "all_reduce",
-    "gather_rows", "from_first", "best_of_ranks",
+    "gather_rows", "from_first", "best_of_ranks", "write_rows", "take_rows",
 )  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
@@ -83,6 +83,10 @@ C_SHIMS = {
     " AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
+    "write_rows": "AOTITorchError aoti_torch_cpu_write_rows(AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)",
+    "take_rows": "AOTITorchError aoti_torch_cpu_take_rows(AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*)",
     "all_reduce": "AOTITorchError aoti_torch_cpu_all_reduce(AtenTensorHandle, AtenTensorHandle*)",
 }
 # the sources that define what Python, compiled programs and steps call; kernels after the same
@@ -90,7 +94,8 @@ C_SHIMS = {
 _INTERFACE = (
     "programs.cpp", "programs.h", "quantized_operators.cpp", "ranks_functions.cpp",
     "ranks_links.cpp", "ranks_operators.cpp", "ranks_segment.h", "register.cpp",
-    "sampling_operators.cpp", "segments.cpp", "segments.h", "shims.h", "step_operators.cpp",
+    "sampling_operators.cpp", "segments.cpp", "segments.h", "shims.h", "slab_row_operators.cpp",
+    "step_operators.cpp",
     "tensors.h", "tree_operators.cpp", "weight_stream.cpp", "weight_stream.h",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"

@@ -22,6 +22,7 @@ from specc.kernels.reference import products as reference_products
 from specc.kernels.reference import quantized as reference_quantized
 from specc.kernels.reference import ranks as reference_ranks
 from specc.kernels.reference import sampling as reference_sampling
+from specc.kernels.reference import slab_rows as reference_rows
 from specc.kernels.reference import trees as reference_trees
 from specc.kernels.reference.core import rows_at_once as rows_at_once
 
@@ -188,6 +189,17 @@ commit_kv = _define(
     "commit_kv(Tensor(a!) slab, Tensor source, Tensor target, Tensor block_table) -> ()",
     reference_commit.commit_kv_reference,
     fakes.commit_kv,
+)
+# rows of any width, paged as K and V are: hidden states that drafts read
+write_rows = _define(
+    "write_rows(Tensor x, Tensor(a!) slab, Tensor q_start, Tensor slot, Tensor block_table) -> ()",
+    reference_rows.write_rows_reference,
+    lambda *args: None,
+)
+take_rows = _define(
+    "take_rows(Tensor slab, Tensor slots, Tensor q_start, Tensor block_table) -> Tensor",
+    reference_rows.take_rows_reference,
+    fakes.take_rows,
 )
 grouped_mm = _define(
     "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",

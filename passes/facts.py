@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specc.kernels import ops
-from specc.passes.program import Program
+from specc.passes.program import FEATURES, Program
 
 aten = torch.ops.aten
 # attention as models call it
@@ -64,6 +64,16 @@ def attention_is_summed(program: Program) -> bool:
     """Every attention over blocks has a sum of what each of them gets."""
     calls = program.calls(ops.tree_attention, ops.attend)
     return len(calls) == len(program.calls(ops.block_mass)) == len(program.layers) > 0
+
+
+def features_are_written(program: Program) -> bool:
+    """One call writes rows to the input that holds them, and nothing else has that input."""
+    calls = program.calls(ops.write_rows)
+    return (
+        program.taps is not None
+        and len(calls) == 1
+        and list(program.placeholder(FEATURES).users) == calls
+    )
 
 
 def logits_are_selected(program: Program) -> bool:

@@ -92,6 +92,7 @@ def plan_memory(
         for x in program.layers
         for columns in x.cached_columns
     )
+    row += program.feature_width * dtype.itemsize
     constants = sum(value.nbytes for value in program.constants.values())
     num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
     return ModelMemory(

@@ -17,6 +17,7 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
 from specc.sharding.shard_plan import ShardPlan
+from specc.speculation.taps import Taps
 
 # inputs of every model program, in order, before the caches; shapes in kernels/reference/core.py
 RUNTIME_INPUTS = (
@@ -33,6 +34,8 @@ RUNTIME_INPUTS = (
 MASS = "mass"
 # one more, after those, of a part of a model: the value that the part before it hands on
 HIDDEN = "hidden"
+# one more cache, after those of the layers: rows that a target keeps for drafts
+FEATURES = "features"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
@@ -167,6 +170,7 @@ class Program:
             next part takes as `hidden`.
         integers: parameter → how the engine holds the integers that its checkpoint has of it.
         row_inputs: of `runtime_inputs`, those that have a row for each token.
+        taps: what it writes to its input `features`; None: it has no such input.
     """
 
     name: str
@@ -183,6 +187,7 @@ class Program:
     ends_hidden: bool = False
     integers: dict[str, KeptIntegers] = field(default_factory=dict)
     row_inputs: tuple[str, ...] = ()
+    taps: Taps | None = None
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -205,6 +210,7 @@ class Program:
             self.ends_hidden,
             dict(self.integers),
             self.row_inputs,
+            self.taps,
         )
 
     @property
@@ -241,6 +247,13 @@ class Program:
         """Nodes that call one of these operators, in order."""
         found = [n for t in targets for n in self.graph.find_nodes(op="call_function", target=t)]
         return sorted(found)
+
+    @property
+    def feature_width(self) -> int:
+        """Columns of a row of `features`; 0 where there is no such input."""
+        if self.taps is None:
+            return 0
+        return int(self.placeholder(FEATURES).meta["val"].shape[2])
 
     @property
     def num_parameters(self) -> int:
@@ -390,6 +403,14 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"kind": "cache", "layer": layer, "part": part}
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
+        elif name == FEATURES:
+            assert program.taps is not None
+            # paged as the caches of the layers are, after which it has its number
+            value = node.meta["val"]
+            entry |= {"kind": "cache", "layer": len(program.caches) // 2, "part": "rows"}
+            entry |= {"dtype": _dtype(value.dtype), "shape": [program.feature_width]}
+            entry["boundaries"] = list(program.taps.boundaries)
+            entry["is_last_normed"] = program.taps.is_last_normed
         else:
             assert name in (*RUNTIME_INPUTS, MASS, HIDDEN, *program.row_inputs), name
             entry["kind"] = "input"

@@ -53,12 +53,18 @@ def stream_values(program: Program) -> list[fx.Node]:
     return values
 
 
-def layer_regions(program: Program) -> list[LayerRegion]:
+_SKIPPED = "leave out --draft self:layers and self:skip: this model's layers cannot be skipped"
+
+
+def layer_regions(program: Program, do: str = _SKIPPED) -> list[LayerRegion]:
     """The layers of a program, one for each attention, in the order of execution.
 
     A layer begins at the last value of the stream before its attention, and ends where the next one
     begins; the last one ends after as many values as the one before it.
 
+    Args:
+        program: after its attention was rewritten.
+        do: what a refusal advises.
     Raises:
         UnsupportedGraphError: no such values between two attentions, or values that lead past all.
     """
@@ -67,7 +73,9 @@ def layer_regions(program: Program) -> list[LayerRegion]:
     values = stream_values(program)
     before = [node for node in values if calls and order[node] < order[calls[0]]]
     if not before:
-        raise _refusal(program, "no value that all of it goes through before the first attention")
+        raise _refusal(
+            program, "no value that all of it goes through before the first attention", do
+        )
     like = before[-1].meta["val"]
     values = [node for node in values if _is_like(node.meta["val"], like)]
     starts = [
@@ -77,12 +85,12 @@ def layer_regions(program: Program) -> list[LayerRegion]:
     for first, second, call in zip(starts, starts[1:], calls[1:], strict=False):
         if second <= first:
             raise _refusal(
-                program, f"no value of the stream between {call.name} and the one before"
+                program, f"no value of the stream between {call.name} and the one before", do
             )
     counts = [second - first for first, second in itertools.pairwise(starts)]
     ends = [*starts[1:], starts[-1] + (counts[-1] if counts else 1)]
     if ends[-1] >= len(values):
-        raise _refusal(program, "a last layer that is another than the one before it")
+        raise _refusal(program, "a last layer that is another than the one before it", do)
     return [
         LayerRegion(values[start], values[end], call)
         for start, end, call in zip(starts, ends, calls, strict=True)
@@ -94,9 +102,9 @@ def _is_like(value: Tensor, other: Tensor) -> bool:
     return value.dtype == other.dtype and str(tuple(value.shape)) == str(tuple(other.shape))
 
 
-def _refusal(program: Program, found: str) -> UnsupportedGraphError:
+def _refusal(program: Program, found: str, do: str) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"layers of {program.name}: {found}",
         "a residual stream: blocks that add to one value, which nothing leads past",
-        "leave out --draft self:layers and self:skip: this model's layers cannot be skipped",
+        do,
     )

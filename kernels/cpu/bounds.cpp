@@ -32,6 +32,9 @@ struct Table {
     refuse(indexed("block_table[" + std::to_string(sequence) + "]", first, ids[first]),
            up_to(num_blocks - 1) + ": the cache has " + std::to_string(num_blocks) + " blocks");
   }
+  void check_slot(const char* name, int64_t place, int64_t slot) const {
+    if (slot >= rows()) refuse_slot(indexed(name, place, slot));
+  }
   [[noreturn]] void refuse_length(int64_t length) const {
     refuse(indexed("cache_len", sequence, length),
            up_to(rows()) + ": its sequence has " + std::to_string(count) + " blocks of " +
@@ -49,24 +52,38 @@ Table table_of(const History& a, int64_t b) {
           a.num_blocks};
 }
 
+struct Range {
+  int64_t begin, end;
+};
+
+void check_begin(const int32_t* q_start) {
+  if (q_start[0] != 0) refuse(indexed("q_start", 0, q_start[0]), "0");
+}
+
+// Tokens of a sequence among those of a pass.
+Range tokens_of(const int32_t* q_start, int64_t b, int64_t num_tokens) {
+  const int64_t begin = q_start[b], end = q_start[b + 1];
+  if (end < begin || end > num_tokens)
+    refuse(indexed("q_start", b + 1, end),
+           std::to_string(begin) + " … " + std::to_string(num_tokens) +
+               ": it ascends up to the number of tokens");
+  return {begin, end};
+}
+
 }  // namespace
 
 void check_bounds(const TreeAttention& a) {
   constexpr int64_t kMaxPosition = std::numeric_limits<int32_t>::max();
-  if (a.q_start[0] != 0) refuse(indexed("q_start", 0, a.q_start[0]), "0");
+  check_begin(a.q_start);
   for (int64_t b = 0; b < a.batch; ++b) {
     const Table table{a.block_table + b * a.blocks_per_sequence, b, a.blocks_per_sequence,
                       a.block_size, a.num_blocks};
-    const int64_t begin = a.q_start[b], end = a.q_start[b + 1];
-    if (end < begin || end > a.num_tokens)
-      refuse(indexed("q_start", b + 1, end),
-             std::to_string(begin) + " … " + std::to_string(a.num_tokens) +
-                 ": it ascends up to the number of tokens");
+    const auto [begin, end] = tokens_of(a.q_start, b, a.num_tokens);
     int64_t slots = 0, lowest_slot = table.rows(), lowest_position = kMaxPosition;
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = a.slot[t], position = a.position[t];
       if (slot < 0) continue;
-      if (slot >= table.rows()) table.refuse_slot(indexed("slot", t, slot));
+      table.check_slot("slot", t, slot);
       if (position < 0 || position > kMaxPosition)
         refuse(indexed("position", t, position), up_to(kMaxPosition));
       slots = std::max(slots, slot + 1);
@@ -99,6 +116,21 @@ void check_bounds(const CommitKV& a) {
       if (from == to) continue;
       for (const int64_t slot : {from, to})
         table.check(slot / table.block_size, slot / table.block_size + 1);
+    }
+  }
+}
+
+void check_bounds(const SlabRows& a) {
+  check_begin(a.q_start);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const Table table{a.block_table + b * a.blocks_per_sequence, b, a.blocks_per_sequence,
+                      a.block_size, a.num_blocks};
+    const auto [begin, end] = tokens_of(a.q_start, b, a.num_tokens);
+    for (int64_t i = begin * a.per_token; i < end * a.per_token; ++i) {
+      const int64_t slot = a.slot[i];
+      if (slot < 0) continue;
+      table.check_slot("slot", i, slot);
+      table.check(slot / table.block_size, slot / table.block_size + 1);
     }
   }
 }

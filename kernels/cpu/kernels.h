@@ -154,6 +154,27 @@ struct CommitKV {
 void commit_kv(const CommitKV& a);
 void check_bounds(const CommitKV& a);  // as above
 
+// specc::write_rows, specc::take_rows; semantics: kernels/reference/slab_rows.py.
+struct SlabRows {
+  int64_t item_bytes;
+  int64_t num_tokens;  // Nt
+  int64_t per_token;   // rows of a token: K, or 1 where they are written
+  int64_t width;       // W
+  void* slab;          // [blocks, block_size, W]
+  int64_t block_stride, row_stride;
+  int64_t num_blocks, block_size;
+  int64_t batch;               // B
+  const int32_t* q_start;      // [B + 1]
+  const int32_t* slot;         // [Nt, per_token], -1 = none
+  const int32_t* block_table;  // [B, blocks_per_sequence]
+  int64_t blocks_per_sequence;
+  void* rows;  // [Nt, per_token, W]: what is written, or what is read
+  int64_t rows_stride;
+};
+void write_rows(const SlabRows& a, int num_threads);
+void take_rows(const SlabRows& a, int num_threads);
+void check_bounds(const SlabRows& a);  // as above
+
 // specc::merge_trees; semantics: merge_trees_reference.
 struct MergeTrees {
   int64_t batch, total, num_trees;

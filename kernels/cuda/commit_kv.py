@@ -94,19 +94,19 @@ def config(num_moves: int, row: int) -> dict[str, int]:
 
 
 def commit_kv(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
-    if slab.dim() != 6 or slab.shape[1] != 2 or not slab.is_contiguous():
+    if slab.dim() != 6 or slab.shape[1] not in (1, 2) or not slab.is_contiguous():
         raise ValueError(
             f"commit_kv: found slab {list(slab.shape)} of strides {slab.stride()};"
-            " needed contiguous [L, 2, blocks, block_size, HK, D]"
+            " needed contiguous [L, 2, blocks, block_size, HK, D], or 1 part of a layer"
         )
     _check_moves(source, target, block_table)
-    num_layers, _, num_blocks, block_size, heads, dim = slab.shape
+    num_layers, num_parts, num_blocks, block_size, heads, dim = slab.shape
     batch, num_moves = source.shape
     row = heads * dim
     if slab.numel() == 0 or source.numel() == 0 or block_table.shape[1] == 0:
         return
     sizes = config(num_moves, row)
-    commit_kv_kernel[(triton.cdiv(row, sizes["BD"]), num_layers * 2, batch)](
+    commit_kv_kernel[(triton.cdiv(row, sizes["BD"]), num_layers * num_parts, batch)](
         slab.view(BITS[slab.element_size()]),
         source,
         target,

@@ -34,6 +34,7 @@ from specc.kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.rows import commit_rows, next_tokens, tree_rows
 from specc.kernels.cuda.skinny_linear import skinny_linear
+from specc.kernels.cuda.slab_rows import take_rows, write_rows
 from specc.kernels.cuda.tree_expand import tree_expand
 from specc.kernels.cuda.trees import image_slots, record_tokens, vote_chain
 from specc.kernels.cuda.write_kv import write_kv
@@ -91,6 +92,7 @@ KERNELS: dict[str, Callable] = {
         accept, draft_children, leave_step, node_winners,
         add_norm_gate_up, add_norm_linear, add_norm_rope_write,
         add_norm_head, embed_norm_rope_write, experts, linear_q, skinny_linear,
+        take_rows, write_rows,
     )
 }  # fmt: skip
 _registered: dict[str, torch.library.Library] = {}

@@ -21,6 +21,7 @@ from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.trace import export_flat
 from specc.passes.program import (
+    FEATURES,
     MASS,
     RUNTIME_INPUTS,
     AttentionLayer,
@@ -30,6 +31,7 @@ from specc.passes.program import (
     constant_key,
 )
 from specc.passes.rewrite.absorb_latent import values_in_keys
+from specc.speculation.taps import Taps
 
 _GEOMETRY = "geometry"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -134,7 +136,10 @@ class _Values:
         elif kind == "constant":
             program.constants[name] = self._constants[entry["key"]]
         elif kind == "cache":
-            program.caches[name] = (entry["layer"], entry["part"])
+            if name == FEATURES:
+                program.taps = Taps(tuple(entry["boundaries"]), entry["is_last_normed"])
+            else:
+                program.caches[name] = (entry["layer"], entry["part"])
             shape = (*self._traced[_GEOMETRY].shape, *shape)
         else:
             raise ValueError(f"{name} is a {kind}")

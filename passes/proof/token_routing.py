@@ -50,13 +50,14 @@ ALONG = frozenset(
 REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))
 # along the last dimension where no shape says otherwise
 NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm", "add_rms_norm", "act_and_mul"))
-# operands that are [heads, tokens, head_dim], the first of each operator, then tables
+# operands that are [heads, tokens, head_dim], the first of each operator, then [tokens, columns]
 ATTENTION = {
     "tree_attention": (3, 0),
     "attend": (1, 0),
     "block_mass": (1, 0),
     "write_kv": (2, 0),
     "rope_write": (3, 2),
+    "write_rows": (0, 1),
 }
 # products of rows of tokens with parameters; operands of tokens by name, then tables
 ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

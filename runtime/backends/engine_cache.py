@@ -21,7 +21,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# k and v cache of each layer
+# k and v cache of each layer; then, of a target that keeps hidden states, their slab, twice
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -70,6 +70,10 @@ def make_cache(
                 parts = 1
             shape_of = SlabShape(slab.num_layers, slab.num_kv_heads, columns, parts)
             specs[model.name].append(shape_of)
+        if model.taps is not None:
+            # in the type of the model, whatever that of K and V is
+            rows_of_taps = SlabShape(1, 1, model.taps.width, 1, DTYPES[model.dtype])
+            specs[model.name].append(rows_of_taps)
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
 
@@ -80,7 +84,7 @@ def rows_of(manifest: Manifest) -> CacheRows | None:
 
 
 def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
-    """A model's layers' k and v caches, as they are now."""
+    """A model's layers' k and v caches, as they are now; see `LayerCaches`."""
     slabs = cache.slabs[model.name]
     found = []
     for layer in model.layers:
@@ -97,7 +101,16 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
         columns = (layer.head_dim + scale, layer.value_dim + scale)
         keys, values = parts[0].split(columns, dim=-1)
         found.append((keys, values))
+    if model.taps is not None:
+        features = features_of(model, cache)
+        found.append((features, features))
     return found
+
+
+def features_of(model: ModelEntry, cache: KVCache) -> Tensor:
+    """[blocks, block_size, W] hidden states that a target keeps, see `TapsEntry`."""
+    # one part of one layer of one head
+    return cache.slabs[model.name][len(model.slabs)][0, 0, :, :, 0]
 
 
 def _shape_of(shape: CacheShape, num_tokens: int) -> CacheShape:

@@ -69,7 +69,7 @@ def check_program(program: Mapping[str, Any], num_layers: int) -> None:
 
     Args:
         program: content of `program.json`.
-        num_layers: of the model, each with two caches.
+        num_layers: of the model, each with two caches; and one more of what it keeps for drafts.
     Raises:
         EngineError: another schema, or an input that is none.
     """
@@ -92,7 +92,8 @@ def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
         return True
     if kind == "cache":
         layer = entry.get("layer")
-        return type(layer) is int and 0 <= layer < num_layers and entry.get("part") in ("k", "v")
+        is_known = entry.get("part") in ("k", "v", "rows")
+        return type(layer) is int and 0 <= layer < num_layers and is_known
     shapes = (entry.get("shape"), entry.get("blocks_of", []))
     has_shapes = all(isinstance(s, list) and all(type(n) is int for n in s) for s in shapes)
     is_named = all(isinstance(entry.get(name), str) for name in ("key", "dtype"))

@@ -86,12 +86,16 @@ class CacheShape:
 
 
 class SlabShape(NamedTuple):
-    """Layers, heads, columns of a row, and parts of a layer: K and V, or rows that hold both."""
+    """Layers, heads, columns of a row, and parts of a layer: K and V, or rows that hold both.
+
+    The type is that of the model's rows, where it is not said.
+    """
 
     layers: int
     heads: int
     columns: int
     parts: int = 2
+    dtype: torch.dtype | None = None
 
 
 class KVCache:
@@ -128,8 +132,14 @@ class KVCache:
         self.slabs: dict[str, list[Tensor]] = {
             model: [
                 zeroed_slab(
-                    (*slab[::3], shape.num_blocks, *self._block(slab.heads), slab.columns),
-                    dtype if isinstance(dtype, torch.dtype) else dtype[model],
+                    (
+                        slab.layers,
+                        slab.parts,
+                        shape.num_blocks,
+                        *self._block(slab.heads),
+                        slab.columns,
+                    ),
+                    slab.dtype or (dtype if isinstance(dtype, torch.dtype) else dtype[model]),
                     self.device,
                 )
                 for slab in (SlabShape(*spec) for spec in specs)

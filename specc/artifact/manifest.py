@@ -131,6 +131,10 @@ class Manifest:
         """Return JSON-ready data, `schema_version` first."""
         data = {"schema_version": self.schema_version} | _plain(dataclasses.asdict(self))
         data["memory_plan"]["total"] = self.total_memory
+        for model in data["models"]:
+            # engines without drafts that read hidden states are as they were before there were some
+            if model["taps"] is None:
+                del model["taps"]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]

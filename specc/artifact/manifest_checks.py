@@ -46,6 +46,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
         raise invalid("models is empty", "the target, then drafts")
     for model in models:
         check_relative(model.dir)
+        _check_taps(model)
         for layer in model.layers:
             if not 0 <= layer.slab < len(model.slabs):
                 raise invalid(
@@ -59,6 +60,18 @@ def check_models(models: Sequence[ModelEntry]) -> None:
                     f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
                     f"head_dim {slab.head_dim}",
                 )
+
+
+def _check_taps(model: ModelEntry) -> None:
+    taps = model.taps
+    if taps is None:
+        return
+    last = len(model.layers)
+    if not taps.boundaries or not all(0 <= b <= last for b in taps.boundaries) or taps.width < 1:
+        raise invalid(
+            f"{model.name}.taps has boundaries {list(taps.boundaries)} of {taps.width} columns",
+            f"boundaries 0 … {last}, and 1 column or more",
+        )
 
 
 def _geometry(entry: LayerEntry | SlabEntry) -> tuple[int, int, int, bool]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from specc.speculation.taps import Taps
+
 # metadata of a field that files need not have
 MAY_BE_ABSENT = "may_be_absent"
 
@@ -65,6 +67,21 @@ class SlabEntry:
         return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
 
 
+@dataclass(frozen=True)
+class TapsEntry:
+    """Rows that the target keeps of its tokens for drafts, in a slab after those of its layers.
+
+    Args:
+        boundaries: where they are taken, see `specc.speculation.taps`.
+        is_last_normed: the last boundary is taken after the final norm.
+        width: columns of a row, of all boundaries together.
+    """
+
+    boundaries: tuple[int, ...]
+    is_last_normed: bool
+    width: int
+
+
 def rank_prefix(rank: int | None) -> str:
     """What the name of a file begins with of which each rank has its own; None: there is one."""
     return "" if rank is None else f"rank-{rank}."
@@ -119,6 +136,7 @@ class ModelEntry(ProgramFiles):
         quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
         checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
         vocabulary: of a draft of other tokens; its program takes and gives ids of the target.
+        taps: hidden states that it keeps for drafts; None where none reads any.
     """
 
     name: str
@@ -140,6 +158,18 @@ class ModelEntry(ProgramFiles):
     checkpoint_scheme: str | None = None
     # engines that were written before there were such drafts do not say
     vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+    taps: TapsEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+
+    @property
+    def kept_taps(self) -> Taps | None:
+        """Hidden states that it keeps."""
+        entry = self.taps
+        return None if entry is None else Taps(entry.boundaries, entry.is_last_normed)
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs whose rows move with what is accepted: those of the layers, and that of taps."""
+        return len(self.slabs) + (self.taps is not None)
 
     @property
     def checkpoint(self) -> str:

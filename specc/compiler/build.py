@@ -37,6 +37,7 @@ from specc.compiler.engine_plans import (
     check_budgets,
     check_kv_windows,
     check_outgrown,
+    check_taps,
     check_views,
     check_voters,
     engine_plans,
@@ -65,6 +66,7 @@ from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
+from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
 from specc.version import __version__
 
@@ -97,6 +99,7 @@ def build(
     dump_graphs: Path | None = None,
     listen: Callable[[ProgressEvent], None] = lambda event: None,
     probe: Callable[[Path], dict[str, Any]] | None = None,
+    taps: Taps | None = None,
 ) -> Compilation:
     """Compile and write an engine.
 
@@ -111,6 +114,7 @@ def build(
         dump_graphs: directory that gets each program's graph after each phase.
         listen: called as phases begin, advance and end.
         probe: called with the finished engine, before it gets its name; what it returns is stored.
+        taps: hidden states of the target that its drafts read.
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
@@ -123,6 +127,7 @@ def build(
     check_options(config, backend)
     check_views(plans, config, backend.facts)
     check_kv_windows(config, len(draft_models), backend.facts)
+    check_taps(taps, config, backend.facts)
     config = backend.adapt(config)
     with inductor_directory(), EngineWriter(output, force=force) as writer:
         check_dump(dump_graphs)
@@ -130,13 +135,15 @@ def build(
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
         with phases.phase("load models"):
             sources = checked.load()
-        engine, records = _compile(sources, plans, config, backend, writer, phases, dump_graphs)
+        engine, records = _compile(
+            sources, plans, config, backend, writer, phases, dump_graphs, taps
+        )
         memory = plan_engine_memory(engine, backend)
         parallel = ranks_of(engine, backend.facts)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             write_self_drafts(writer, engine.self_drafts)
-            slabs = {model.name: len(model.entry.slabs) for model in engine.models}
+            slabs = {model.name: model.entry.num_slabs for model in engine.models}
             sizes = (backend.facts.is_padded, engine.limits.block_size)
             is_cut = engine.models[0].program.shard is not None or bool(engine.models[0].stages)
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
@@ -166,6 +173,7 @@ def _compile(
     writer: EngineWriter,
     phases: PhaseTimer,
     dump: Path | None,
+    taps: Taps | None,
 ) -> tuple[UnfinishedEngine, list[PassRecord]]:
     """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
     # what can be refused before tracing
@@ -198,6 +206,7 @@ def _compile(
         config.kv_cache_dtype,
         latent_pass(config, backend.facts),
         backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
+        taps,
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]

@@ -23,12 +23,14 @@ from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.store_int8 import StoreInt8
+from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.segments.cut_segments import Segment
 from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
+from specc.speculation.taps import Taps
 
 # phases that not every model has: how caches hold rows, what fits a draft to its target, what
 # bounds the rows that it attends to, and what cuts a target
@@ -37,6 +39,8 @@ CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
 MLA = "latent"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
+# what lets a target keep hidden states for drafts
+TAPS = "taps"
 
 
 @dataclass
@@ -86,6 +90,7 @@ def compile_models(
     kv_cache_dtype: str = AUTO,
     latent: Callable[[int], Pass] | None = None,
     stages_before: str | None = None,
+    taps: Taps | None = None,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -102,6 +107,7 @@ def compile_models(
         latent: makes the pass that has caches hold latents, for a number of ranks; None leaves keys
             and values as models compute them.
         stages_before: see `CompilerBackend.phase_of_stages`.
+        taps: hidden states that the target keeps for drafts.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -116,7 +122,11 @@ def compile_models(
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
-        layout = (*first_phases(latent, ranks), *cache_phases(kv_cache_dtype))
+        layout = first_phases(latent, ranks)
+        if source.name == TARGET and taps is not None:
+            # after the graph that self-drafts take: they keep nothing
+            layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))
+        layout = (*layout, *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
             fits = partial(fits_target, source.vocabulary, num_ids)

@@ -14,6 +14,7 @@ from specc.passes.step.tiles import tile_plan
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.taps import Taps
 from specc.speculation.views import View
 
 
@@ -72,6 +73,38 @@ def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: Backe
                 "one of the two: blocks are chosen for the target's own program, and fewer layers"
                 " or other weights are a second one",
                 f"pass --draft {without.option}, or --draft {own.view.option}",
+            )
+
+
+def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) -> None:
+    """Whether the target can keep hidden states, where drafts read some.
+
+    Raises:
+        ConfigError: programs take padded batches, or a target is cut into parts.
+    """
+    if taps is None:
+        return
+    if backend.is_padded:
+        others = [name for name in backend_names() if not facts_of(name).is_padded]
+        raise ConfigError(
+            f"a draft that reads hidden states, and the backend {backend.name}, whose caches have"
+            " no place for them",
+            f"a backend of flat tokens: {' or '.join(others)}",
+            f"pass --backend {others[0]}, or another draft",
+        )
+    parts = {
+        "--segments": config.segments,
+        f"--tensor-parallel-size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"--pipeline-parallel-size {config.pipeline_parallel_size}": (
+            config.pipeline_parallel_size > 1
+        ),
+    }
+    for option, is_given in parts.items():
+        if is_given:
+            raise ConfigError(
+                f"a draft that reads hidden states, and {option}",
+                "a target in one piece, which keeps them",
+                f"leave out {option.split()[0]}, or choose another draft",
             )
 
 

@@ -103,7 +103,7 @@ class EngineExtension:
                 for file in {entry.file, entry.winners_file}:
                     self._writer.path(file).unlink(missing_ok=True)
         self._plans = list(plans)
-        slabs = {model.name: len(model.slabs) for model in self._manifest.models}
+        slabs = {model.name: model.num_slabs for model in self._manifest.models}
         is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
         windowed = self._manifest.windowed

@@ -9,7 +9,13 @@ import torch
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
-from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry, VocabularyEntry
+from specc.artifact.model_entry import (
+    LayerEntry,
+    ModelEntry,
+    SlabEntry,
+    TapsEntry,
+    VocabularyEntry,
+)
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError
@@ -60,6 +66,7 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         location=source.location,
         rope_length=source.rope_length,
         vocabulary=_describe_vocabulary(source.vocabulary),
+        taps=_describe_taps(program),
     )
 
 
@@ -67,6 +74,13 @@ def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | 
     if vocabulary is None:
         return None
     return VocabularyEntry(vocabulary.num_proposed, vocabulary.num_target, vocabulary.num_unread)
+
+
+def _describe_taps(program: Program) -> TapsEntry | None:
+    taps = program.taps
+    if taps is None:
+        return None
+    return TapsEntry(taps.boundaries, taps.is_last_normed, program.feature_width)
 
 
 def describe_unread(names: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from specc.compiler.compiled_model import (
     CompiledModel,
 )
 from specc.compiler.engine_files import write_programs, write_report, write_steps
-from specc.compiler.engine_plans import check_views, tile_plans
+from specc.compiler.engine_plans import check_taps, check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.self_drafts import (
     DERIVE,
@@ -97,6 +97,7 @@ def reshard_engine(
         num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
         config = _config_of(old, backend, num_ranks, num_stages)
         check_views(config.plans, config, backend.facts)
+        check_taps(old.models[0].kept_taps, config, backend.facts)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
@@ -127,7 +128,7 @@ def reshard_engine(
                 _take_over(engine, old, writer)
                 write_programs(writer, cut)
                 write_self_drafts(writer, own)
-                slabs = {model.name: len(model.entry.slabs) for model in models}
+                slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
                 steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from specc.kernels import fakes, ops
-from specc.kernels.reference import commit, core
+from specc.kernels import ops
+from specc.kernels.reference import commit, core, slab_rows
 from specc.kernels.reference.block_mass import block_mass_reference
 from tests.native_library import load_native
 
 NAMES = (
     "tree_attention", "linear", "tree_expand", "accept_winners", "commit_kv",
-    "tree_rows", "commit_rows", "next_tokens",
+    "tree_rows", "commit_rows", "next_tokens", "write_rows", "take_rows",
 )  # fmt: skip
 _ORACLES = torch.library.Library("specc_reference", "DEF")
 
@@ -28,9 +28,9 @@ for _name in NAMES:
     _schema = str(getattr(ops, _name)._schema)
     _ORACLES.define(_schema.removeprefix("specc::"))
     _oracle = f"{_name}_reference"
-    _module = core if hasattr(core, _oracle) else commit
+    _module = next(m for m in (core, commit, slab_rows) if hasattr(m, _oracle))
     _ORACLES.impl(_name, getattr(_module, _oracle), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"specc_reference::{_name}", getattr(fakes, _name), lib=_ORACLES)
+    torch.library.register_fake(f"specc_reference::{_name}", ops.FAKES[_name], lib=_ORACLES)
 _ORACLES.define(str(ops.block_mass._schema).removeprefix("specc::"))
 _ORACLES.impl("block_mass", block_mass_reference, "CompositeExplicitAutograd")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -195,6 +196,29 @@ def _commit_kv(rng: random.Random) -> Arguments:
         "target": torch.randint(-1, rows, (paged.batch, moves), dtype=dtype),
         "block_table": paged.table,
     }
+
+
+def _slab_rows(rng: random.Random) -> tuple[Arguments, int, int]:
+    """Slab, tokens and tables; how many tokens there are, and how many rows a sequence has."""
+    paged = _Paged(rng, 8)
+    counts = [rng.choice((0, 1, 3, 9)) for _ in range(paged.batch)]
+    starts = _i32([0, *itertools.accumulate(counts)])
+    slab = _floats(rng, paged.num_blocks, paged.block_size, rng.choice((0, *_WIDTHS)))
+    rows = paged.table.shape[1] * paged.block_size if paged.batch else 1
+    tokens = sum(counts) + rng.choice((0, 0, 2))
+    return {"slab": slab, "q_start": starts, "block_table": paged.table}, tokens, rows
+
+
+def _write_rows(rng: random.Random) -> Arguments:
+    made, tokens, rows = _slab_rows(rng)
+    x = torch.randn(tokens, made["slab"].shape[2]).to(made["slab"].dtype)
+    return {**made, "x": x, "slot": torch.randint(-1, rows, (tokens,), dtype=torch.int32)}
+
+
+def _take_rows(rng: random.Random) -> Arguments:
+    made, tokens, rows = _slab_rows(rng)
+    shape = tokens, rng.choice((0, 1, 1, 4))
+    return {**made, "slots": torch.randint(-1, rows, shape, dtype=torch.int32)}
 
 
 def _tree_rows(rng: random.Random) -> Arguments:
@@ -404,6 +428,8 @@ BUILDERS: dict[str, Builder] = {
     "tree_expand": _tree_expand,
     "accept_winners": _accept_winners,
     "commit_kv": _commit_kv,
+    "write_rows": _write_rows,
+    "take_rows": _take_rows,
     "tree_rows": _tree_rows,
     "commit_rows": _commit_rows,
     "next_tokens": _next_tokens,

@@ -29,7 +29,7 @@ from typing import Any
 
 # files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
-    "rows", "leave_step", "commit_kv", "write_kv", "block_mass",
+    "rows", "leave_step", "commit_kv", "write_kv", "slab_rows", "block_mass",
     "act_and_mul", "rms_norm", "rope_write", "sampling",
     "accept_winners", "tree_expand", "merge", "trees", "lookup", "attend",
     "add_norm_linear", "add_norm_gate_up", "add_norm_rope_write",

@@ -18,6 +18,7 @@ def check_commit_kv(
     device: torch.device,
     *,
     layers: int = 2,
+    parts: int = 2,
     block_size: int = 4,
     num_slots: int = 24,
     heads: int = 2,
@@ -38,7 +39,7 @@ def check_commit_kv(
     ids = list(range(1, batch * per_sequence + 2))
     random.Random(3).shuffle(ids)
     table = torch.tensor(ids[: batch * per_sequence], dtype=torch.int32).view(batch, per_sequence)
-    shape = (layers, 2, num_blocks, block_size, heads, dim)
+    shape = (layers, parts, num_blocks, block_size, heads, dim)
     size = torch.Size(shape).numel()
     memory = torch.full((size + 2 * PADDING,), canary, dtype=torch.uint8).to(dtype)
     # neighbouring integers that all dtypes hold exactly

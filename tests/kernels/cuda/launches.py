@@ -29,6 +29,7 @@ from specc.kernels.cuda import (
     rope_write,
     rows,
     sampling,
+    slab_rows,
     tree_expand,
     trees,
     write_kv,
@@ -205,6 +206,17 @@ def _write_kv_calls() -> Iterator[Any]:
                 yield write_kv.write_kv(k, k, *_cache_arguments(num_tokens, size, dtype))
 
 
+def _slab_rows_calls() -> Iterator[Any]:
+    starts, table = _meta(2, dtype=I32), _meta(1, 256, dtype=I32)
+    for dtype in FLOATS:
+        slab = _meta(300, 16, 3072, dtype=dtype)
+        for num_tokens in (1, 512):
+            slot = _meta(num_tokens, dtype=I32)
+            x = _meta(num_tokens, 3072, dtype=dtype)
+            yield slab_rows.write_rows(x, slab, starts, slot, table)
+            yield slab_rows.take_rows(slab, slot.view(-1, 1), starts, table)
+
+
 def _rope_write_calls() -> Iterator[Any]:
     whole = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256))
     for dtype in FLOATS:
@@ -337,6 +349,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "rope_write": _rope_write_calls,
     "rows": _rows_calls,
     "sampling": _sampling_calls,
+    "slab_rows": _slab_rows_calls,
     "tree_expand": _tree_expand_calls,
     "trees": _trees_calls,
     "write_kv": _write_kv_calls,

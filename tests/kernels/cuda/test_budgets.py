@@ -129,6 +129,7 @@ ALIGNING = {
     "stride_qh", "stride_qt", "stride_kh", "stride_kt", "stride_vh", "stride_vt",
     "stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin",
     "stride_kcb", "stride_kcs", "stride_kch", "stride_vcb", "stride_vcs", "stride_vch",
+    "width", "stride_x", "stride_sb", "stride_ss",
 }  # fmt: skip
 
 

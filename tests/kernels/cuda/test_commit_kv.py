@@ -46,6 +46,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
             {"num_slots": 96, "heads": 1, "dtype": torch.uint8},
             id="90-moves-8-bits",
         ),
+        pytest.param(
+            [path_moves(3, [0, 2, 3], 5), path_moves(9, [0, 1, 4, 8, 12], 5)],
+            {"layers": 1, "parts": 1, "heads": 1, "dim": 96},
+            id="one-part",
+        ),
     ],
 )
 def test_commit_kv(moves, options, device):

@@ -16,7 +16,9 @@ from specc.passes.lower.cpu.lower import LAYOUT_PHASES
 from specc.passes.memory import PassShape, plan_memory
 from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.shard.shard import Shard
+from specc.speculation.taps import Taps
 from tests import models
 from tests.traces import trace_once
 
@@ -61,6 +63,20 @@ def test_what_is_written_is_read_and_cut_alike(name: str) -> None:
         fresh = traced(name, (*PHASES, *cut))
         assert program_to_json(again) == program_to_json(fresh)
         assert again.shard == fresh.shard
+
+
+def test_what_is_kept_for_drafts_is_read_back() -> None:
+    taps = Taps((2, 0), is_last_normed=True)
+    whole = traced("llama", (*PHASES, ("taps", (partial(TapFeatures, taps),))))
+    data = program_to_json(whole)
+    found = read_back(whole, data)
+    assert program_to_json(found) == data
+    assert (found.taps, found.feature_width) == (taps, 128)
+    assert found.caches == whole.caches
+    # 64 rows of two hidden states of 64 columns
+    plain = traced("llama", PHASES)
+    planned = [plan_memory(item, torch.float32, 64, [SHAPE]).cache for item in (found, plain)]
+    assert planned[0] - planned[1] == 64 * 128 * 4
 
 
 def test_new_nodes_are_named_after_the_graph_alone() -> None:
