@@ -132,9 +132,11 @@ class Manifest:
         data = {"schema_version": self.schema_version} | _plain(dataclasses.asdict(self))
         data["memory_plan"]["total"] = self.total_memory
         for model in data["models"]:
-            # engines without drafts that read hidden states are as they were before there were some
-            if model["taps"] is None:
-                del model["taps"]
+            # engines without such drafts are as they were before there were some: versions of specc
+            # that know neither field open them
+            for name in ("taps", "vocabulary"):
+                if model[name] is None:
+                    del model[name]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]

@@ -4,7 +4,8 @@ Names of tokens say little. A byte-level vocabulary (GPT-2's) writes each byte a
 alphabet of its own, `Ġthe` and `Ã¤`; one of SentencePiece writes a space as ▁ and what has no piece
 as bytes, `▁the` and `<0xC3>`. So ordinary tokens are compared by the bytes that they decode to
 within a text, and special ones by what the configurations say that they are for: the text of a
-special token is never in an output, and an ordinary token may have the same.
+special token is never in an output, and an ordinary token may have the same. Special tokens of no
+such role, as those around the turns of a chat, are compared with each other, by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Vocabulary:
         single_bytes: of these ids, the pieces that stand for a byte of what has no piece.
         roles: role → ids of special tokens.
         num_tokens: special ones included.
+        others: name → id of special tokens of no role.
     """
 
     source: str
@@ -51,6 +53,7 @@ class Vocabulary:
     single_bytes: frozenset[int]
     roles: Mapping[str, tuple[int, ...]]
     num_tokens: int
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, file: Path, config: Any) -> Vocabulary:
@@ -81,7 +84,9 @@ class Vocabulary:
         found = {i: decode(name) for i, name in sorted(names.items()) if i not in special}
         texts = {i: text for i, (text, _) in found.items() if text}
         single = [i for i, (_, is_byte) in found.items() if is_byte]
-        return cls(str(file), texts, frozenset(single), roles, len(names))
+        in_roles = {i for ids in roles.values() for i in ids}
+        others = {names[i]: i for i in sorted(special - in_roles)}
+        return cls(str(file), texts, frozenset(single), roles, len(names), others)
 
 
 def match(target: Vocabulary, draft: Vocabulary) -> tuple[VocabularyMap, list[str]]:
@@ -112,7 +117,12 @@ def match(target: Vocabulary, draft: Vocabulary) -> tuple[VocabularyMap, list[st
         if ids and target.roles.get(role):
             from_draft[target.roles[role][0]] += ids
             done.update(ids)
-    to_draft, unread = {}, 0
+    same = {
+        target.others[name]: draft.others[name] for name in target.others if name in draft.others
+    }
+    for index, own in same.items():
+        from_draft[index] = [own]
+    to_draft, unread = dict(same), 0
     unknown = next((draft.roles[role][0] for role in (UNK, EOS, BOS) if draft.roles.get(role)), 0)
     for index, text in target.texts.items():
         if text not in owns:

@@ -102,6 +102,7 @@ class BenchOptions(PromptFile, ReportOptions):
             "--target-checkpoint": self.target_checkpoint,
             "--draft-checkpoint": self.draft_checkpoint,
             "--verify": self.args.verify,
+            "--overlap": self.args.overlaps or None,
         }
 
     def settings(self) -> Settings:

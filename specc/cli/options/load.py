@@ -173,6 +173,7 @@ class LoadOptions(TrafficOptions, ReportOptions):
             "--backend": self.args.backend,
             "--verify": self.args.verify,
             "--threads": self.args.num_threads,
+            "--overlap": self.args.overlaps or None,
             "--share-prefixes": self.share_prefixes or None,
             "--table": self.table,
             "--measure-table": self.measure_table,

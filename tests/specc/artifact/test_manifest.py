@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from specc.artifact.directory import open_engine
 from specc.artifact.manifest_entries import ParallelEntry, TokenizerEntry
+from specc.artifact.model_entry import TapsEntry, VocabularyEntry
 from tests.specc.artifact.engine_folders import make_manifest, refused, write_engine
 
 
@@ -93,6 +95,21 @@ class TestManifest:
         manifest = open_engine(tmp_path / "engine")
         assert manifest.probe is None
         assert manifest.tokenizer.file is None
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("vocabulary", VocabularyEntry(90, 100, 4)), ("taps", TapsEntry((1, 2), False, 16))],
+)
+def test_a_model_names_only_what_it_has(tmp_path, name, entry):
+    """Versions that refuse fields which they do not know open engines that need none of them."""
+    plain = make_manifest()
+    assert all(name not in model for model in plain.to_json()["models"])
+    models = (dataclasses.replace(plain.models[0], **{name: entry}), plain.models[1])
+    write_engine(tmp_path / "engine", make_manifest(models=models))
+    said = json.loads((tmp_path / "engine/manifest.json").read_text())
+    assert [name in model for model in said["models"]] == [True, False]
+    assert open_engine(tmp_path / "engine").models == models
 
 
 @pytest.mark.parametrize(

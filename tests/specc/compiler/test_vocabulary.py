@@ -157,6 +157,23 @@ def test_special_tokens_by_role(tmp_path):
     assert found.inputs(9, 5).tolist() == [3, 4, 0, 0, 0, 2, 1, 0, 0]
 
 
+def test_special_tokens_of_no_role_by_name(tmp_path):
+    """What stands around turns of a chat, where it is special in both: not an ordinary token."""
+    special = ["<|end|>", "<|turn|>", "<|c|>"]
+    target = read(tmp_path / "target", byte_level([b"a"], special), Config(eos_token_id=1))
+    draft = read(
+        tmp_path / "draft", sentencepiece(["a", "<|c|>"], (*SPECIAL, "<|turn|>", "<|end|>")),
+        unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+    )  # fmt: skip
+    assert target.others == {"<|turn|>": 2, "<|c|>": 3}
+    assert draft.others == {"<|turn|>": 3, "<|end|>": 4}
+    found, _ = match(target, draft)
+    # <|c|> of the draft is an ordinary token, and the target's <|end|> has a role
+    assert found.from_draft == {0: (5,), 1: (2,), 2: (3,)}
+    assert found.to_draft == {0: 5, 1: 2, 2: 3}
+    assert (found.num_proposed, found.num_unread) == (3, 1)
+
+
 def test_a_token_of_two_roles(tmp_path):
     """What the draft ends texts with begins them, too; the target has two."""
     target = vocabulary({0: b"a", 1: b"", 2: b""}, roles={"bos": (1,), "eos": (2,)})

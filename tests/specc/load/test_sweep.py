@@ -294,6 +294,7 @@ def _prompts(folder: Path) -> Path:
         (["--base-url", "x", "--simulate", "t"], "--base-url and --simulate"),
         (["--base-url", "localhost"], "--base-url localhost"),
         (["--base-url", "http://localhost:1", "--backend", "eager"], "--backend"),
+        (["--simulate", "t", "--overlap"], "--overlap"),
         (["--simulate", "t", "--acceptance", ".8"], "counts the prompts' tokens"),
         (["--simulate", "t"], "without --acceptance"),
         (["engine", "--acceptance", ".8"], "--acceptance"),

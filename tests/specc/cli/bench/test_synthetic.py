@@ -281,6 +281,7 @@ def test_plans_without_a_tree(chain, acceptance, plan):
         (("--synthetic", "PAIR", "--plan", "off"), ("--plan", "--tree")),
         (("--synthetic", "PAIR", "--prompts", "p.jsonl"), ("--prompts with --synthetic",)),
         (("--synthetic", "PAIR", "--verify"), ("--verify with --synthetic",)),
+        (("--synthetic", "PAIR", "--overlap"), ("--overlap with --synthetic",)),
         (("--synthetic", "PAIR", "--against", "vllm"), ("vllm", "transformers")),
         (("target", "--synthetic", "PAIR"), ("both target and --synthetic", "one of them")),
         (("target", "--context", 5), ("--context with an engine",)),
