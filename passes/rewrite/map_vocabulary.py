@@ -36,7 +36,7 @@ class MapVocabulary(Pass):
     def run(self, program: Program) -> PassResult:
         graph, result = program.graph, PassResult()
         (output,) = graph.find_nodes(op="output")
-        logits, tokens = output.args[0], program.placeholder("tokens")
+        logits, tokens = program.logits, program.placeholder("tokens")
         sizes = self._num_ids, int(logits.meta["val"].shape[-1])
         table = _constant(program, INPUTS, self._vocabulary.inputs(*sizes))
         first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -56,7 +56,7 @@ class MapVocabulary(Pass):
             for other in others:
                 best = emit_call(graph, aten.maximum.default, best, other)
             found = emit_call(graph, aten.masked_fill.Scalar, best, mask, -torch.inf)
-        output.args = (found,)
+        program.logits = found
         result.rewrites += 2
         return result
 

@@ -120,6 +120,15 @@ def inspect(
         raise ConfigError(
             f"--svg {svg} without --sharding", "what is to be drawn", "pass --sharding, too"
         )
+    if prompts is not None:
+        others = {"--tree": tree, "--step": step, "--sharding": sharding, "--pass": only}
+        others |= {"--why": why, "--verify": verify}
+        if given := next((name for name, value in others.items() if value), None):
+            raise ConfigError(
+                f"--prompts {prompts} with {given}",
+                "one thing to show",
+                f"run specc inspect twice, once with --prompts and once with {given}",
+            )
     if tree is not None or step is not None:
         draw_pictures(engine, plan, tree=tree, step=step)
     elif prompts is not None:

@@ -152,7 +152,7 @@ def _told(
     return [
         f"{draft.source} has other tokens than {target.source}: the draft proposes"
         f" {found.num_proposed} of {found.num_target} target ids, and reads {found.num_unread} as"
-        f" the token that they end with{few}. Outputs stay the target's"
+        f" another token{few}. Outputs stay the target's"
     ]
 
 

@@ -223,7 +223,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
         f"{_MODEL}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
-        else "name a small model of the target's token map as model, or self:window=512",
+        else "name a small model as model, or self:window=512",
     )
 
 

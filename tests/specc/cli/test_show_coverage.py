@@ -58,3 +58,9 @@ def test_drafts_of_the_same_tokens(tiny_engine, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n')
     assert_refused(invoke("inspect", tiny_engine, "--prompts", file), "without a draft of other")
+
+
+@pytest.mark.parametrize("other", [("--verify",), ("--pass", "FuseQKV"), ("--tree", "a.svg")])
+def test_one_thing_at_a_time(tiny_engine, tmp_path, other):
+    result = invoke("inspect", tiny_engine, "--prompts", tmp_path / "any", *other)
+    assert_refused(result, f"with {other[0]}")
