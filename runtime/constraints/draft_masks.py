@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -44,9 +45,8 @@ class DraftMasks:
             inputs: of the draft's program, as of `ModelProgram.forward`.
             logits: [R, V], which stay as they are.
         """
-        tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = (
-            None if value is None else value.tolist() for value in inputs[:8]
-        )
+        given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
+        tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
