@@ -64,23 +64,20 @@ class DraftMasks:
 
 
 class _Grown:
-    """What one draft has been fed of a tree; node 0 is the root."""
+    """What a draft has been fed of a tree; node 0 is the root."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
         self._parents: dict[int, int] = {}
 
     def add(self, node: int, token: int, words: Sequence[int]) -> None:
-        """A node that is fed after those above it; a root begins another draft's tree.
+        """A node, after those above it; one of another draft takes the place of the same node.
 
         Args:
             node: its row after the committed ones.
             token: of the node.
             words: bit j of word w is set where node 64w + j is above it, or the node itself.
         """
-        if node == 0:
-            self._tokens.clear()
-            self._parents.clear()
         self._tokens[node] = token
         self._parents[node] = max((n for n in _bits(words) if n != node), default=-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule
 from specc.sampling.structured import StructuredOutputsParams
-from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.native_library import load_native
 from tests.runtime.constraints.test_grammar_masks import (
@@ -41,6 +42,13 @@ FREE = SamplingParams(max_tokens=12, ignore_eos=True)
 # whose first child ends, and whose second goes on
 IRREGULAR = SpecPlan.from_tree(TokenTree((-1, 0, 0, 2, 3)))
 DYNAMIC = SpecPlan.from_dynamic(DynamicTree(5, 3, 2))
+# a view of one block of the sink and the last two, of sequences that have more
+VIEW = "self_w16_s4"
+SEVERAL = (
+    SpecPlan.from_widths((2, 1), (VIEW,)),
+    SpecPlan.from_widths((1, 1), ("draft_0", VIEW), MERGE),
+    SpecPlan.from_widths((1, 1, 1), (VIEW, "draft_0"), VOTE),
+)
 PLANS = ("tree-2-1", "chain-3", IRREGULAR.name, DYNAMIC.name)
 
 
@@ -49,11 +57,11 @@ def engine(tiny_engine: Path) -> Engine:
     engine = Engine.load(tiny_engine)
     models = {"target": engine.target, "draft_0": engine.drafts[0]}
     slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
-    for plan in (IRREGULAR, DYNAMIC):
+    block_size = engine.cache.shape.block_size
+    for plan in (IRREGULAR, DYNAMIC, *SEVERAL):
         assert plan.num_rows <= engine.cache.shape.max_nodes
-        engine.steps[plan.name] = EagerStep(
-            json.loads(json.dumps(fuse_step(plan, slabs).to_json())), models
-        )
+        program = fuse_step(plan, slabs, block_size=block_size).to_json()
+        engine.steps[plan.name] = EagerStep(json.loads(json.dumps(program)), models)
     return engine
 
 
@@ -117,13 +125,19 @@ def run(engine: Engine, plan: str, **options: Any) -> tuple[LLM, list[Any]]:
         for one in (TURNS, CODE)
     ]
     llm = LLM(engine, plan)
-    outputs = llm.generate(["hello", "abab", "{"], [own[0], FREE, own[1]])
+    outputs = llm.generate(["hello", "abab", "{.." * 17], [own[0], FREE, own[1]])
     return llm, [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_drafts_propose_what_the_grammar_allows(engine, watch, plan) -> None:
-    """At every node, in every order of drafting; where less is allowed than proposed, all of it."""
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> Callable[[float], list[Any]]:
+    """Outputs of plain decoding at a temperature."""
+    return functools.cache(lambda temperature: run(engine, "off", temperature=temperature)[1])
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(plan.name for plan in SEVERAL)])
+def test_drafts_propose_what_the_grammar_allows(engine, plain, watch, plan) -> None:
+    """At every node, and where less is allowed than proposed, all of it; nothing else comes out."""
     seen = []
 
     def see(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
@@ -137,6 +151,7 @@ def test_drafts_propose_what_the_grammar_allows(engine, watch, plan) -> None:
     watch.see = see
     for temperature in (0.0, 1.2):
         _, outputs = run(engine, plan, temperature=temperature)
+        assert outputs == plain(temperature)
         assert [output.finish_reason for output in outputs] == ["stop", "length", "stop"]
     # below the root, too
     assert sum(count for is_below, count in seen if is_below) > 10
@@ -166,14 +181,9 @@ def test_acceptance_sees_what_was_drawn_from(engine, watch, plan, rule) -> None:
     assert seen.count(1) > 2
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_greedy_and_coupled_outputs_are_those_of_plain_decoding(engine, plan) -> None:
-    for options in (
-        {"temperature": 0.0},
-        {"temperature": 1.2},
-        {"temperature": 1.2, "rule": "delta"},
-    ):
-        assert run(engine, plan, **options)[1] == run(engine, "off", **options)[1]
+@pytest.mark.parametrize("plan", [IRREGULAR.name, DYNAMIC.name])
+def test_delta_puts_out_what_plain_decoding_does(engine, plain, plan) -> None:
+    assert run(engine, plan, temperature=1.2, rule="delta")[1] == plain(1.2)
 
 
 def test_what_alone_may_follow_is_proposed(engine) -> None:
