@@ -1,9 +1,10 @@
 r"""Structured outputs under speculation: are they valid, as without it, and how many tokens a step?
 
 Every prompt is completed under every schema, by every plan of the engine, greedy and sampled by the
-rule coupled; outputs are validated by the package jsonschema, which knows nothing of the library
-that makes the masks, and compared with those of plan off. Prompts are the lines of the files, each
-cut at up to three places, so that there are enough of them.
+rule coupled, with `--unmasked` once more with drafts that know nothing of the grammar. Outputs are
+validated by the package jsonschema, which knows nothing of the library that makes the masks, and
+compared with those of plan off. Prompts are the lines of the files, each cut at up to three places,
+so that there are enough of them.
 
     specc compile --target examples/pair/target --draft examples/pair/draft --tree 1,1,1,1 \
         --tree 3,2,1 --tree dynamic:8,3,3 -o out/structured
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import jsonschema
 import llguidance
@@ -30,6 +32,7 @@ import torch
 import typer
 
 from specc.cli.prompts import plain_prompts
+from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_masks import TreeMasks
 from specc.runtime.engine import Engine
@@ -103,7 +106,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Costs:
-    """Of masks, over all steps of a measurement; the first tokens' masks count, too."""
+    """Of masks, over all steps of a measurement; the first tokens' masks count, too.
+
+    `hook_s` is what drafts and verification wait for, `num_hooks` are the verifications.
+    """
 
     num_masks: int = 0
     mask_s: float = 0.0
@@ -112,12 +118,12 @@ class Costs:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count all masks and hooks meanwhile."""
-        mask, hook = GrammarState.mask, TreeMasks.__call__
+        """Count all masks that are made, and all hooks, meanwhile."""
+        make, hook, drafts = GrammarState._make_mask, TreeMasks.__call__, DraftMasks.__call__
 
         def timed_mask(state: GrammarState) -> bytes | None:
             begin = time.perf_counter()
-            found = mask(state)
+            found = make(state)
             self.mask_s += time.perf_counter() - begin
             self.num_masks += 1
             return found
@@ -128,11 +134,25 @@ class Costs:
             self.hook_s += time.perf_counter() - begin
             self.num_hooks += 1
 
-        GrammarState.mask, TreeMasks.__call__ = timed_mask, timed_hook  # type: ignore[method-assign]
-        try:
+        def timed_drafts(masks: DraftMasks, inputs: Any, logits: Any) -> Any:
+            begin = time.perf_counter()
+            found = drafts(masks, inputs, logits)
+            self.hook_s += time.perf_counter() - begin
+            return found
+
+        with (
+            mock.patch.object(GrammarState, "_make_mask", timed_mask),
+            mock.patch.object(TreeMasks, "__call__", timed_hook),
+            mock.patch.object(DraftMasks, "__call__", timed_drafts),
+        ):
             yield
-        finally:
-            GrammarState.mask, TreeMasks.__call__ = mask, hook  # type: ignore[method-assign]
+
+
+@contextmanager
+def unmasked_drafts() -> Iterator[None]:
+    """Drafts propose what they like meanwhile: masks come with verification alone."""
+    with mock.patch.object(DraftMasks, "of", return_value=None):
+        yield
 
 
 def read_prompts(files: list[Path], count: int) -> list[str]:
@@ -207,6 +227,7 @@ def measure_plan(
     complete(free, prompts[:40], replace(params, max_tokens=48), None)
     return {
         "plan": plan,
+        "drafts": "masked",
         "temperature": params.temperature,
         "num_outputs": len(prompts) * len(SCHEMAS),
         "num_valid": sum(row["num_valid"] for row in rows.values()),
@@ -223,12 +244,19 @@ def measure_plan(
     }
 
 
+def show(row: dict[str, Any]) -> None:
+    """Print a row, without its schemas."""
+    brief = {name: value for name, value in row.items() if name != "schemas"}
+    print(json.dumps(brief), flush=True)
+
+
 def main(
     engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE")],
     files: Annotated[list[Path] | None, typer.Option("--prompts")] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts")] = 200,
     max_tokens: Annotated[int, typer.Option("--max-tokens")] = 400,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature")] = None,
+    compares: Annotated[bool, typer.Option("--unmasked", help="also unmasked drafts")] = False,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure structured outputs of an engine."""
@@ -240,8 +268,12 @@ def main(
         wanted: dict[str, list[list[int]]] = {}
         for plan in (OFF.name, *(name for name in engine.plans if name != OFF.name)):
             rows.append(measure_plan(engine, plan, prompts, params, wanted))
-            brief = {name: value for name, value in rows[-1].items() if name != "schemas"}
-            print(json.dumps(brief), flush=True)
+            show(rows[-1])
+            if compares and engine.plans[plan].speculates:
+                with unmasked_drafts():
+                    row = measure_plan(engine, plan, prompts, params, wanted)
+                rows.append(row | {"drafts": "unmasked"})
+                show(rows[-1])
     report = {
         "command": shlex.join(["python", "examples/measure_structured.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),

@@ -14,6 +14,7 @@ from torch import Tensor
 from specc.runtime.backends.captured.step_scores import StepExtras
 from specc.runtime.backends.step import Model, PendingStep, QueuedStep, Step
 from specc.runtime.backends.step_io import StepInputs, StepResult
+from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar_masks import has_masks
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
@@ -296,7 +297,9 @@ class Runner:
         return hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        return self._rows.inputs(group.requests, group.extra, group.ahead)
+        inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
+        masks = DraftMasks.of(group)
+        return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
 
 def _no_more() -> None:

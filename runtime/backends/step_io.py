@@ -39,6 +39,7 @@ class StepInputs(NamedTuple):
         sampling_words: [B, 4] int64.
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
             `chosen_blocks` [B, C] int64 columns of the block table.
+        mask_drafts: changes what drafts find likely; steps that a device replays leave it alone.
     """
 
     rows: Sequence[Sequence[int]]
@@ -46,6 +47,7 @@ class StepInputs(NamedTuple):
     sampling_values: Tensor
     sampling_words: Tensor
     extra: Mapping[str, Tensor] = MappingProxyType({})
+    mask_drafts: MaskDrafts | None = None
 
 
 class Drafted(NamedTuple):
@@ -69,6 +71,9 @@ class StepValues(Protocol):
     def __setitem__(self, name: str, value: Tensor, /) -> None: ...
 
 
+# called after each pass of a draft with its inputs, as of `ModelProgram.forward`, and its logits
+# [R, V]; returns the logits that children are drawn from, and that acceptance takes for q
+MaskDrafts = Callable[[Sequence[Tensor | None], Tensor], Tensor]
 # called between verification and acceptance
 BeforeAccept = Callable[[StepValues], object]
 

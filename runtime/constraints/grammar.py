@@ -17,6 +17,7 @@ class GrammarState:
     """Where one request is in its grammar; for one thread.
 
     `push` and `pop` look ahead along a draft's tokens, `advance` takes what the request put out.
+    A mask is made once for each place: drafts and the target ask for the same ones.
 
     Args:
         matcher: at the root of the request's next tree; owned from now on.
@@ -30,6 +31,9 @@ class GrammarState:
         self._ends = ends
         self._refused: int | None = None
         self._num_masks, self._mask_s = 0, 0.0
+        # tokens ahead of the output, and masks that were made, by these
+        self._ahead: list[int] = []
+        self._made: dict[tuple[int, ...], bytes | None] = {}
         self.is_over = False
 
     @property
@@ -62,6 +66,9 @@ class GrammarState:
             self._refused = token_id
             self.is_over = True
         else:
+            self._ahead.clear()
+            made = self._made.items()
+            self._made = {path[1:]: mask for path, mask in made if path[:1] == (token_id,)}
             self.is_over = is_end or (self._ends.is_own and self.mask() is None)
         return self.is_over
 
@@ -72,6 +79,12 @@ class GrammarState:
         """
         if self._is_slow:
             return None
+        place = tuple(self._ahead)
+        if place not in self._made:
+            self._made[place] = self._make_mask()
+        return self._made[place]
+
+    def _make_mask(self) -> bytes | None:
         begin_s = time.thread_time()
         mask = self._matcher.compute_bitmask()
         self._num_masks += 1
@@ -90,11 +103,15 @@ class GrammarState:
 
     def push(self, token_id: int) -> bool:
         """Look one token ahead; False, and nothing changed, where the grammar does not allow it."""
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        if self._matcher.try_consume_tokens([token_id]) != 1:
+            return False
+        self._ahead.append(token_id)
+        return True
 
     def pop(self) -> None:
         """Take back the last token of `push`."""
         self._matcher.rollback(1)
+        self._ahead.pop()
 
     def goes_on(self, mask: bytes, token_id: int) -> bool:
         """Whether this state, whose mask it is, allows a token that does not end the output."""

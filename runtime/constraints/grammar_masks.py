@@ -18,8 +18,8 @@ from specc.speculation.plans import SpecPlan
 class TreeMasks:
     """Changes the target's logits between verification and acceptance; a hook of one step.
 
-    A tree's drafts need no mask: a token that the grammar does not allow has the logit -inf at its
-    parent, so that no rule accepts it, and nothing below it is ever reached.
+    Whatever a tree's drafts propose: a token that the grammar does not allow has the logit -inf at
+    its parent, so that no rule accepts it, and nothing below it is ever reached.
 
     Args:
         requests: of the step, at least one with a grammar or with controls.
@@ -136,26 +136,43 @@ def tree_masks(
     # nodes from the root to where the grammar is, and their children that were not looked at yet;
     # a chain may be deeper than Python calls
     path = [(0, iter(children.get(0, ())))]
-    while path:
-        node, rest = path[-1]
-        child = next(rest, None)
-        if child is None:
-            path.pop()
-            if path:
-                grammar.pop()
-        elif grammar.goes_on(masks[node], tokens[child]) and grammar.push(tokens[child]):
-            if (mask := grammar.mask()) is None:
-                grammar.pop()
-            else:
-                masks[child] = mask
+    try:
+        while path:
+            node, rest = path[-1]
+            child = next(rest, None)
+            if child is None:
+                path.pop()
+                if path:
+                    grammar.pop()
+            elif grammar.goes_on(masks[node], tokens[child]) and grammar.push(tokens[child]):
                 path.append((child, iter(children.get(child, ()))))
+                if (mask := grammar.mask()) is None:
+                    path.pop()
+                    grammar.pop()
+                else:
+                    masks[child] = mask
+    finally:
+        # where something failed, too
+        for _ in path[1:]:
+            grammar.pop()
     return masks
 
 
 def mask_rows(
-    logits: Tensor, masks: Mapping[int, bytes], link: HostLink | DeviceLink | None = None
+    logits: Tensor,
+    masks: Mapping[int, bytes],
+    link: HostLink | DeviceLink | None = None,
+    revives: bool = False,
 ) -> Tensor:
-    """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay."""
+    """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay.
+
+    Args:
+        logits: [R, V].
+        masks: row → mask.
+        link: with one, nothing waits for the device.
+        revives: where the logits have nothing but -inf for what a mask allows, as those of a
+            draft that lacks these tokens, all that is allowed is equally likely.
+    """
     if not masks:
         return logits
     device, num_rows = logits.device, len(masks)
@@ -164,4 +181,7 @@ def mask_rows(
     bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    if revives:
+        is_dead = masked.amax(dim=-1, keepdim=True) == -torch.inf
+        masked = masked.masked_fill(is_allowed & is_dead, 0.0)
     return logits.index_copy(0, rows, masked)

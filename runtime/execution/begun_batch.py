@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 from specc.runtime.backends.step import BegunStep, FinishStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs
+from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.execution.batch_rows import BatchRows
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
 from specc.runtime.execution.can_draw import drawn_step, drawn_steps
@@ -187,7 +188,9 @@ class BegunBatches:
         return step
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        return self._rows.inputs(group.requests, group.extra, group.ahead)
+        inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
+        masks = DraftMasks.of(group)
+        return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
 
 def _length(batch: Batch) -> int:

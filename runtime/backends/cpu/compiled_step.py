@@ -19,6 +19,7 @@ from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     Drafted,
+    MaskDrafts,
     StepInputs,
     StepResult,
 )
@@ -51,9 +52,14 @@ class CompiledStep:
         constants = step_constants(program, self.plan)
         self._encoder = StepEncoder(stages, constants, models, list(draft_lens.values()))
         self._stages = list(stages)
-        self._accept = self._stages.index("accept_commit")
+        accept = self._stages.index("accept_commit")
         self._native = self._encoder.runner
-        self._values = _RunnerValues(self._native, self._encoder.slots_before(self._accept))
+        self._values = _RunnerValues(self._native, self._encoder.slots_before(accept))
+        # as the runner counts them: the draft's has a part for each pass, and one for what follows
+        self._num_passes = len(self._encoder.passes)
+        self._verify = self._num_passes + self._stages.index("verify")
+        self._accept = self._num_passes + accept
+        self._end = self._num_passes + len(self._stages)
         self._width = self.plan.max_depth + 1
 
     @property
@@ -73,7 +79,7 @@ class CompiledStep:
         self._run_stages([environment[name] for name in encoder.inputs])
         results = native.outputs(encoder.output_slots)
         environment.update(zip(encoder.output_names, results, strict=True))
-        return dict(zip(self._stages, native.seconds(), strict=True))
+        return self._stage_s(native.seconds())
 
     @property
     def staged(self) -> StagedStep | None:
@@ -95,9 +101,11 @@ class CompiledStep:
         rows, block_table = inputs.rows, inputs.block_table
         flat_rows = [value for row in rows for value in row]
         first = 0
+        if inputs.mask_drafts is not None:
+            first = self._draft_masked(flat_rows, block_table, inputs.mask_drafts)
         if self.before_accept is not None:
+            self._step(flat_rows, block_table, [], first, self._accept, [])
             first = self._accept
-            self._step(flat_rows, block_table, [], 0, first, [])
             with torch.inference_mode():
                 self.before_accept(self._values)
         return self._finish(flat_rows, block_table, first, reads)
@@ -106,9 +114,11 @@ class CompiledStep:
         """Run what stands before the target's pass; see `Drafted`."""
         self._encoder.bind(slabs)
         self._encoder.bind_rows(inputs)
-        verify = self._stages.index("verify")
         flat_rows = [value for row in inputs.rows for value in row]
-        self._step(flat_rows, inputs.block_table, [], 0, verify, [])
+        first = 0
+        if inputs.mask_drafts is not None:
+            first = self._draft_masked(flat_rows, inputs.block_table, inputs.mask_drafts)
+        self._step(flat_rows, inputs.block_table, [], first, self._verify, [])
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
             for name, value in values.items():
@@ -124,12 +134,25 @@ class CompiledStep:
         """Another one: what was drafted is kept in the native runner of a step."""
         return CompiledStep(self._program, self._models)
 
+    def _draft_masked(
+        self, flat_rows: list[int], block_table: Tensor, mask_drafts: MaskDrafts
+    ) -> int:
+        """Run the draft's passes, and change the logits of each; returns the part that follows."""
+        native = self._native
+        for part, one in enumerate(self._encoder.passes):
+            self._step(flat_rows, block_table, [], part, part + 1, [])
+            with torch.inference_mode():
+                given = [None if slot is None else native.get(slot) for slot in one.inputs]
+                logits = native.get(one.logits)
+                native.set_constant(one.logits, mask_drafts(given, logits))
+        return self._num_passes
+
     def _finish(
         self, flat_rows: list[int], block_table: Tensor, first: int, reads: Sequence[str]
     ) -> StepResult:
         """Run the stages that are left, and read the results."""
         native = self._native
-        slots, last = self._encoder.host_slots, len(self._stages)
+        slots, last = self._encoder.host_slots, self._end
         kept = [self._encoder.slot_of(name) for name in reads]
         ints, seconds = self._step(flat_rows, block_table, slots, first, last, kept)
         batch = block_table.shape[0]
@@ -148,7 +171,7 @@ class CompiledStep:
                 draft: ints[start : start + batch]
                 for draft, start in zip(self._drafts, starts)  # noqa: B905
             },
-            dict(zip(self._stages, seconds)),  # noqa: B905
+            self._stage_s(seconds),
             {name: native.get(slot) for name, slot in zip(reads, kept)},  # noqa: B905
         )
 
@@ -163,8 +186,14 @@ class CompiledStep:
         except RuntimeError as error:
             raise stream_error(error) or error from None
 
+    def _stage_s(self, seconds: Sequence[float]) -> dict[str, float]:
+        """Seconds of each stage, of those that the runner counts."""
+        if count := self._num_passes:
+            seconds = [sum(seconds[: count + 1]), *seconds[count + 1 :]]
+        return dict(zip(self._stages, seconds))  # noqa: B905
+
     def _run_stages(self, inputs: list[Tensor]) -> None:
-        native, last = self._native, len(self._stages)
+        native, last = self._native, self._end
         if self.before_accept is None:
             native.run(inputs, 0, last)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,18 @@ _ROW_INPUTS = ("sampling_values", "sampling_words")
 # what it returns as integers; drafts' lengths follow
 _HOST_RESULTS = ("num_accepted", "output_tokens", "next_cache_len")
 _TENSOR = torch.TensorType.get()
+
+
+class DraftPass(NamedTuple):
+    """A pass of a draft, at the end of a part of its stage.
+
+    Args:
+        inputs: slot of each input of the program; None where it is given none.
+        logits: slot of the result.
+    """
+
+    inputs: list[int | None]
+    logits: int
 
 
 class StepEncoder:
@@ -51,6 +63,8 @@ class StepEncoder:
         self._slots = {name: i for i, name in enumerate([*names, *constants])}
         num_values = len(self._slots) + sum(len(graph.graph.nodes) for graph in stages.values())
         self.runner = torch.classes.specc.StepRunner(num_values)
+        # the draft's, in their order
+        self.passes: list[DraftPass] = []
         for name, value in constants.items():
             self.runner.set_constant(self._slots[name], value)
         self._next = len(self._slots)
@@ -58,11 +72,11 @@ class StepEncoder:
         self._after: list[dict[str, int]] = []
         # slots of what stages hand to each other
         self._passed_on: list[int] = []
-        for graph in stages.values():
+        for name, graph in stages.items():
             if self._after:
                 self.runner.pass_on(self._passed_on)
             self.runner.begin_stage()
-            self._encode_stage(graph, static)
+            self._encode_stage(graph, static, is_draft=name == "draft")
         self._bound: Mapping[str, Tensor] | None = None
         self._rows: dict[str, Tensor] = {}
         extra = ("vote_weights", "proposals", "chosen_blocks")
@@ -107,9 +121,11 @@ class StepEncoder:
         """Name → slot of what the stages before `stage` compute."""
         return self._after[stage - 1]
 
-    def _encode_stage(self, graph: fx.GraphModule, static_names: set[str]) -> None:
+    def _encode_stage(self, graph: fx.GraphModule, static_names: set[str], is_draft: bool) -> None:
+        """Encode a stage; that of the draft in parts, each up to the end of one of its passes."""
         slots: dict[fx.Node, int] = {}
         static: set[fx.Node] = set()
+        free: list[int] = []
         kept = {*graph.graph.find_nodes(op="placeholder"), *_outputs(graph).values()}
         releases = last_used([n for n in graph.graph.nodes if n.op != "output"], kept)
         for node in graph.graph.nodes:
@@ -128,9 +144,16 @@ class StepEncoder:
                 slots[node] = self._next
                 self._next += 1
                 self._encode_node(node, slots, static)
-                for used in releases[node]:
-                    if used not in static:
-                        self.runner.release(slots[used])
+                free += [slots[used] for used in releases[node] if used not in static]
+                if is_draft and node.op == "call_module":
+                    # what a pass was fed can be read up to the next instruction, which follows
+                    given = [slots.get(arg) for arg in node.args]
+                    self.passes.append(DraftPass(given, slots[node]))
+                    self.runner.begin_stage()
+                    continue
+                for slot in free:
+                    self.runner.release(slot)
+                free.clear()
 
     def _encode_node(self, node: fx.Node, slots: dict[fx.Node, int], static: set[fx.Node]) -> None:
         runner, result = self.runner, slots[node]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     Drafted,
+    MaskDrafts,
     StepInputs,
     StepResult,
 )
@@ -46,9 +48,13 @@ class EagerStep:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
         self._constants = step_constants(program, self.plan)
+        # while drafts run
+        self._mask_drafts: list[MaskDrafts] = []
+        drafts = {name: _Masked(model, self._mask_drafts) for name, model in models.items()}
         self._stages: list[tuple[str, list[str], nn.Module]] = []
         for stage in program["stages"]:
-            graph = graph_from_json(stage["graph"], modules=models)
+            called = drafts if stage["name"] == "draft" else models
+            graph = graph_from_json(stage["graph"], modules=called)
             adapt(graph)
             names = [node.target for node in graph.graph.find_nodes(op="placeholder")]
             # the module and its graph name each other: with that cycle, weights and caches would
@@ -93,14 +99,16 @@ class EagerStep:
     ) -> StepResult:
         """See `Step.advance`."""
         environment = _environment(inputs, slabs)
-        stage_s = self.run(environment)
+        with self._masked(inputs):
+            stage_s = self.run(environment)
         return _result(self.plan, environment, stage_s, reads)
 
     @torch.inference_mode()
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
         """Run what stands before the target's pass; see `Drafted`."""
         environment = {**_environment(inputs, slabs), **self._constants}
-        stage_s = self._run_stages(environment, ["draft"])
+        with self._masked(inputs):
+            stage_s = self._run_stages(environment, ["draft"])
 
         def accept(values: Mapping[str, Tensor], reads: Sequence[str]) -> StepResult:
             environment.update(values)
@@ -112,6 +120,36 @@ class EagerStep:
     def another(self) -> StagedStep:
         """Itself: each draft has an environment of its own."""
         return self
+
+    @contextmanager
+    def _masked(self, inputs: StepInputs) -> Iterator[None]:
+        """What its drafts find likely is changed as the inputs say."""
+        self._mask_drafts[:] = [] if inputs.mask_drafts is None else [inputs.mask_drafts]
+        try:
+            yield
+        finally:
+            self._mask_drafts.clear()
+
+
+class _Masked(nn.Module):
+    """A program whose logits are changed, as a draft stage calls it.
+
+    Args:
+        program: the draft's.
+        masks: what changes them, at the time of the call; one or none.
+    """
+
+    def __init__(self, program: nn.Module, masks: Sequence[MaskDrafts]) -> None:
+        super().__init__()
+        # not a module of this one: it is listed elsewhere
+        self._program = [program]
+        self._masks = masks
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        logits = self._program[0](*inputs)
+        for mask in self._masks:
+            logits = mask(inputs, logits)
+        return logits
 
 
 def _environment(inputs: StepInputs, slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import StepInputs, StepResult, StepValues
+from specc.runtime.backends.step_io import MaskDrafts, StepInputs, StepResult, StepValues
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
@@ -34,7 +34,14 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
 
 
 def advance(
-    pair: Pair, plan: str, batch: int, seed: int, *, eager: bool = False, is_greedy: bool = False
+    pair: Pair,
+    plan: str,
+    batch: int,
+    seed: int,
+    *,
+    eager: bool = False,
+    is_greedy: bool = False,
+    mask_drafts: MaskDrafts | None = None,
 ) -> StepResult:
     """A step over freshly filled caches: equal calls have equal results."""
     pair.fill_caches()
@@ -47,7 +54,8 @@ def advance(
         )
     ]
     tensors = (inputs[name] for name in ("block_table", "sampling_values", "sampling_words"))
-    return engine.steps[plan].advance(StepInputs(rows, *tensors), engine.cache.environment)
+    given = StepInputs(rows, *tensors, mask_drafts=mask_drafts)
+    return engine.steps[plan].advance(given, engine.cache.environment)
 
 
 def found(result: StepResult) -> tuple[object, ...]:
@@ -202,3 +210,54 @@ def test_hooks_in_a_batch_of_two(pair: Pair, plan: str) -> None:
     # near the end of the context `off` takes over; here nothing is near it
     assert len(sizes) == wanted[1][0]
     assert max(sizes) == 2 * num_nodes
+
+
+def masking(seen: list[object]) -> MaskDrafts:
+    """Forbids two thirds of the tokens, others after each token and at each place."""
+
+    def mask(inputs: Sequence[Tensor | None], logits: Tensor) -> Tensor:
+        assert torch.is_inference_mode_enabled()
+        tokens, slots, logit_rows = inputs[0], inputs[3], inputs[7]
+        seen.append([None if value is None else value.tolist() for value in inputs])
+        place = (tokens + slots)[logit_rows]
+        is_allowed = (torch.arange(logits.shape[1]) + place[:, None]) % 3 == 0
+        return logits.masked_fill(~is_allowed, -torch.inf)
+
+    return mask
+
+
+@pytest.mark.parametrize("plan", SPECULATIVE)
+def test_drafts_are_masked_as_in_the_eager_step(pair: Pair, plan: str) -> None:
+    """Each pass with what it was fed, and what is drawn of it; the step after it has no mask."""
+    engine = pair.compiled
+    for seed, batch in enumerate((1, 3, 1)):
+        whole = advance(pair, plan, batch, seed)
+        calls: dict[bool, list[object]] = {True: [], False: []}
+        trees: dict[bool, list[object]] = {True: [], False: []}
+        results = []
+        for eager, one in ((True, pair.eager), (False, engine)):
+            own = trees[eager]
+            one.steps[plan].before_accept = lambda values, own=own: own.append(
+                values["tokens"].tolist()
+            )
+            mask = masking(calls[eager])
+            results.append(advance(pair, plan, batch, seed, eager=eager, mask_drafts=mask))
+            one.steps[plan].before_accept = None
+        assert found(results[0]) == found(results[1])
+        assert calls[True] == calls[False]
+        assert trees[True] == trees[False]
+        assert len(calls[True]) == engine.plans[plan].max_depth
+        assert found(advance(pair, plan, batch, seed)) == found(whole)
+
+
+@pytest.mark.parametrize("plan", SPECULATIVE[:1])
+def test_a_mask_that_fails_leaves_the_step_as_it_was(pair: Pair, plan: str) -> None:
+    wanted = advance(pair, plan, 2, 0)
+
+    def fails(inputs: Sequence[Tensor | None], logits: Tensor) -> Tensor:
+        raise ValueError("no mask")
+
+    for eager in (False, True):
+        with pytest.raises(ValueError, match="no mask"):
+            advance(pair, plan, 2, 0, eager=eager, mask_drafts=fails)
+        assert found(advance(pair, plan, 2, 0, eager=eager)) == found(wanted)

@@ -1,0 +1,104 @@
+"""Drafts that obey grammars: what a request's grammar forbids is not proposed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.grammar_masks import mask_rows, tree_masks
+from specc.runtime.scheduling.batch import StepGroup
+from specc.speculation.tree import WORD_BITS
+
+
+class DraftMasks:
+    """Masks the logits of a step's drafts, pass by pass: see `StepInputs.mask_drafts`.
+
+    Where a node stands follows from what the draft is fed: row i after the committed ones is node i
+    of what this draft has grown, and a token names its ancestors by these rows. So it is the same
+    for static and dynamic trees, tiles of levels, and views of self-drafts. The masks are those
+    that verification asks for again.
+
+    Args:
+        grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
+    """
+
+    def __init__(self, grammars: Sequence[GrammarState | None]) -> None:
+        self._grammars = grammars
+        self._grown = [_Grown() for _ in grammars]
+
+    @classmethod
+    def of(cls, group: StepGroup) -> DraftMasks | None:
+        """For a group of requests; None where no draft is asked, or nobody has a grammar."""
+        if not group.plan.asked:
+            return None
+        grammars = [request.grammar for request in group.requests]
+        return None if all(grammar is None for grammar in grammars) else cls(grammars)
+
+    def __call__(self, inputs: Sequence[Tensor | None], logits: Tensor) -> Tensor:
+        """The logits [R, V] of a pass, -inf at what grammars forbid; rows of dead nodes stay.
+
+        Args:
+            inputs: of the draft's program, as of `ModelProgram.forward`.
+            logits: [R, V], which stay as they are.
+        """
+        given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
+        tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
+        wanted: list[dict[int, int]] = [{} for _ in self._grammars]
+        for row, place in enumerate(logit_rows):
+            b = bisect_right(q_start, place) - 1
+            if self._grammars[b] is not None:
+                # a causal pass brings the tokens up to the root, which alone has logits
+                words = [1] if ancestors is None else ancestors[place]
+                node = slots[place] - cache_len[b]
+                self._grown[b].add(node, tokens[place], words)
+                wanted[b][node] = row
+        masks: dict[int, bytes] = {}
+        for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
+            if grammar is not None:
+                masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
+        return mask_rows(logits, masks, revives=True)
+
+
+class _Grown:
+    """What a draft has been fed of a tree; node 0 is the root."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
+
+    def add(self, node: int, token: int, words: Sequence[int]) -> None:
+        """A node, after those above it; one of another draft takes the place of the same node.
+
+        Args:
+            node: its row after the committed ones.
+            token: of the node.
+            words: bit j of word w is set where node 64w + j is above it, or the node itself.
+        """
+        self._tokens[node] = token
+        self._parents[node] = max((n for n in _bits(words) if n != node), default=-1)
+
+    def masks(self, grammar: GrammarState, nodes: Iterable[int]) -> dict[int, bytes]:
+        """Node → mask after the path down to it, of some nodes; see `tree_masks`."""
+        kept = {0}
+        for node in nodes:
+            while node not in kept:
+                kept.add(node)
+                node = self._parents[node]
+        order = sorted(kept)
+        place = {node: i for i, node in enumerate(order)}
+        parents = [place[self._parents[node]] if node else -1 for node in order]
+        found = tree_masks(grammar, [self._tokens[node] for node in order], parents)
+        return {node: found[place[node]] for node in nodes if place[node] in found}
+
+
+def _bits(words: Sequence[int]) -> Iterator[int]:
+    """Places of the bits that are set, over words of `WORD_BITS`; the last one is the sign."""
+    for first, word in enumerate(words):
+        rest = word & (1 << WORD_BITS) - 1
+        while rest:
+            yield first * WORD_BITS + (rest & -rest).bit_length() - 1
+            rest &= rest - 1

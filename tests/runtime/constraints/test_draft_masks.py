@@ -1,0 +1,430 @@
+"""Drafts that obey grammars: what they propose, what they were drawn from, and what comes out."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.eager.step import EagerStep
+from specc.runtime.constraints.draft_masks import DraftMasks
+from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.grammar_masks import TreeMasks, mask_rows, tree_masks
+from specc.runtime.constraints.grammars import Grammars
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.scheduling.request import Request
+from specc.sampling.params import SamplingParams
+from specc.sampling.rows import Rule
+from specc.sampling.structured import StructuredOutputsParams
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
+from specc.speculation.tree import TokenTree
+from tests.native_library import load_native
+from tests.runtime.constraints.test_grammar_masks import (
+    CHOICES,
+    EOS,
+    VOCAB,
+    BruteForce,
+    byte_tokenizer,
+)
+
+# what follows a node depends on its depth
+TURNS = StructuredOutputsParams(regex="([a-c][d-f][g-i]){2,6}")
+CODE = StructuredOutputsParams(regex="[0-9]{2,5}-[a-f]{1,9}")
+ONE = StructuredOutputsParams(choice=["nothing else but this one"])
+FREE = SamplingParams(max_tokens=12, ignore_eos=True)
+# whose first child ends, and whose second goes on
+IRREGULAR = SpecPlan.from_tree(TokenTree((-1, 0, 0, 2, 3)))
+DYNAMIC = SpecPlan.from_dynamic(DynamicTree(5, 3, 2))
+# a view of one block of the sink and the last two, of sequences that have more
+VIEW = "self_w16_s4"
+SEVERAL = (
+    SpecPlan.from_widths((2, 1), (VIEW,)),
+    SpecPlan.from_widths((1, 1), ("draft_0", VIEW), MERGE),
+    SpecPlan.from_widths((1, 1, 1), (VIEW, "draft_0"), VOTE),
+)
+PLANS = ("tree-2-1", "chain-3", IRREGULAR.name, DYNAMIC.name)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_engine: Path) -> Engine:
+    engine = Engine.load(tiny_engine)
+    models = {"target": engine.target, "draft_0": engine.drafts[0]}
+    slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
+    block_size = engine.cache.shape.block_size
+    for plan in (IRREGULAR, DYNAMIC, *SEVERAL):
+        assert plan.num_rows <= engine.cache.shape.max_nodes
+        program = fuse_step(plan, slabs, block_size=block_size).to_json()
+        engine.steps[plan.name] = EagerStep(json.loads(json.dumps(program)), models)
+    return engine
+
+
+class Watch:
+    """What may follow each node of each verified tree, by matchers of its own."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self._engine = engine
+        self.see: Callable[[TreeMasks, Any, int, dict[int, set[int]]], None] = _look_away
+        hook = TreeMasks.__call__
+
+        def watched(masks: TreeMasks, values: Any) -> None:
+            parents = _parents(masks, values)
+            for b, request in enumerate(masks._requests):
+                if request.grammar is not None:
+                    tokens = values["tokens"][b].tolist()
+                    self.see(masks, values, b, self.allowed(request, tokens, parents[b]))
+            hook(masks, values)
+
+        patch.setattr(TreeMasks, "__call__", watched)
+
+    def allowed(
+        self, request: Request, tokens: Sequence[int], parents: Sequence[int]
+    ) -> dict[int, set[int]]:
+        """Node → what may follow it, of nodes on allowed paths that are no ends."""
+        found = {}
+        paths = {0: ()}
+        for node, parent in enumerate(parents):
+            if node and parent in found and tokens[node] in found[parent]:
+                paths[node] = (*paths[parent], tokens[node])
+            if node in paths and (mask := self._fresh(request, paths[node])) is not None:
+                whole = int.from_bytes(mask, "little")
+                found[node] = {token for token in range(260) if whole >> token & 1}
+        return found
+
+    def _fresh(self, request: Request, path: Sequence[int]) -> bytes | None:
+        grammar = self._engine.grammars.start(request.params.structured_outputs)
+        tokens = [*request.token_ids[request.num_prompt_tokens :], *path]
+        return None if any(grammar.advance(token) for token in tokens) else grammar.mask()
+
+
+def _look_away(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
+    """Nobody asks."""
+
+
+def _parents(masks: TreeMasks, values: Any) -> list[list[int]]:
+    if masks._plan.is_static:
+        return [list(masks._plan.tree.parents)] * len(masks._requests)
+    return values["parents"].tolist()
+
+
+@pytest.fixture
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(engine, monkeypatch)
+
+
+def run(engine: Engine, plan: str, **options: Any) -> tuple[LLM, list[Any]]:
+    """Two grammars, and between them a request that nothing constrains."""
+    own = [
+        SamplingParams(max_tokens=30, structured_outputs=one, seed=3, **options)
+        for one in (TURNS, CODE)
+    ]
+    llm = LLM(engine, plan)
+    outputs = llm.generate(["hello", "abab", "{.." * 17], [own[0], FREE, own[1]])
+    return llm, [output.outputs[0] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> Callable[[float], list[Any]]:
+    """Outputs of plain decoding at a temperature."""
+    return functools.cache(lambda temperature: run(engine, "off", temperature=temperature)[1])
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(plan.name for plan in SEVERAL)])
+def test_drafts_propose_what_the_grammar_allows(engine, plain, watch, plan) -> None:
+    """At every node, and where less is allowed than proposed, all of it; nothing else comes out."""
+    seen = []
+
+    def see(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
+        parents, tokens = _parents(masks, values)[b], values["tokens"][b].tolist()
+        for node, wanted in allowed.items():
+            made = [tokens[i] for i, parent in enumerate(parents) if i and parent == node]
+            likely = made[: len(wanted)]
+            assert set(likely) <= wanted, (node, made, wanted)
+            seen.append((node > 0, len(likely)))
+
+    watch.see = see
+    for temperature in (0.0, 1.2):
+        _, outputs = run(engine, plan, temperature=temperature)
+        assert outputs == plain(temperature)
+        assert [output.finish_reason for output in outputs] == ["stop", "length", "stop"]
+    # below the root, too
+    assert sum(count for is_below, count in seen if is_below) > 10
+
+
+@pytest.mark.parametrize("rule", ["mss", "swor"])
+@pytest.mark.parametrize("plan", ["tree-2-1", "chain-3", IRREGULAR.name])
+def test_acceptance_sees_what_was_drawn_from(engine, watch, plan, rule) -> None:
+    """The kept logits of a draft are those of the grammar's tokens; others' are whole."""
+    seen = []
+
+    def see(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
+        batch, tree = len(masks._requests), masks._plan.tree
+        for depth in range(tree.max_depth):
+            fed = [node for node in tree.levels[depth] if node not in tree.leaves]
+            rows = values[f"q_{depth}"].view(batch, len(fed), -1)
+            for node, row in zip(fed, rows[b], strict=True):
+                if node in allowed:
+                    finite = set((row > -torch.inf).nonzero()[:, 0].tolist())
+                    assert finite == allowed[node]
+                    seen.append(depth)
+            if batch == 3:
+                assert bool((rows[1] > -torch.inf).all())
+
+    watch.see = see
+    run(engine, plan, temperature=1.2, rule=rule)
+    assert seen.count(1) > 2
+
+
+@pytest.mark.parametrize("plan", [IRREGULAR.name, DYNAMIC.name])
+def test_delta_puts_out_what_plain_decoding_does(engine, plain, plan) -> None:
+    assert run(engine, plan, temperature=1.2, rule="delta")[1] == plain(1.2)
+
+
+def test_what_alone_may_follow_is_proposed(engine) -> None:
+    """Models of random weights agree on a text that leaves no choice."""
+    params = SamplingParams(max_tokens=30, structured_outputs=ONE)
+    llm = LLM(engine, "chain-3")
+    (output,) = llm.generate("hello", params)
+    num_tokens = len(output.outputs[0].token_ids)
+    assert output.outputs[0].text == ONE.choice[0]
+    # the prompt yields the first; each step four, until EOS
+    assert llm.get_metrics().num_spec_steps == -(-(num_tokens - 1) // 4)
+
+
+def test_plans_that_share_a_pass_mask_their_drafts(engine, watch) -> None:
+    """A prompt comes while another request is in its trees: all have one pass of the target."""
+    seen = []
+
+    def see(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
+        tokens = values["tokens"][b].tolist()
+        reached = [node for node in range(3) if node in allowed and len(allowed[node])]
+        assert all(tokens[node + 1] in allowed[node] for node in reached)
+        seen.append(len(reached))
+
+    watch.see = see
+    llm = LLM(engine, "chain-3")
+    params = SamplingParams(max_tokens=30, structured_outputs=CODE)
+    # more requests than places: prompts of the last ones come while others are in their trees
+    llm.generate(["a", "b" * 9, "hello", "abab", "c", "d"], params)
+    assert llm._runner.num_shared_passes > 0
+    assert len(seen) > 10
+
+
+def test_a_mask_is_made_once(engine, monkeypatch) -> None:
+    """Drafts and verification ask at the same nodes."""
+    made: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    # by state: its output; states are kept, so that no two have one id
+    outputs: dict[int, list[int]] = {}
+    states: list[GrammarState] = []
+    make, advance = GrammarState._make_mask, GrammarState.advance
+
+    def output_of(state: GrammarState) -> list[int]:
+        if id(state) not in outputs:
+            states.append(state)
+        return outputs.setdefault(id(state), [])
+
+    def counted(state: GrammarState) -> bytes | None:
+        made.append((id(state), tuple(output_of(state)), tuple(state._ahead)))
+        return make(state)
+
+    def advanced(state: GrammarState, token: int) -> bool:
+        output_of(state).append(token)
+        return advance(state, token)
+
+    monkeypatch.setattr(GrammarState, "_make_mask", counted)
+    monkeypatch.setattr(GrammarState, "advance", advanced)
+    run(engine, IRREGULAR.name)
+    assert len(made) > 20
+    assert len(made) == len(set(made))
+
+
+def test_a_step_that_fails_leaves_no_mask(engine, monkeypatch) -> None:
+    """The next step of the plan, of a request without a grammar, drafts as before."""
+    step, trees = engine.steps["chain-3"], []
+    monkeypatch.setattr(step, "before_accept", lambda v: trees.append(v["tokens"].tolist()))
+    state, call, left = engine.grammars.start(CODE), DraftMasks.__call__, iter(range(4))
+    LLM(engine, "chain-3").generate("abab", FREE)
+    wanted = trees[:]
+
+    def fails(masks: DraftMasks, inputs: Any, logits: Any) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError("a draft's pass")
+        return call(masks, inputs, logits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.grammars, "start", lambda params: state)
+        patch.setattr(DraftMasks, "__call__", fails)
+        with pytest.raises(RuntimeError, match="a draft's pass"):
+            LLM(engine, "chain-3").generate("hello", SamplingParams(structured_outputs=CODE))
+    # nor has the grammar gone ahead
+    assert state._ahead == []
+    trees.clear()
+    LLM(engine, "chain-3").generate("abab", FREE)
+    assert trees == wanted
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(byte_tokenizer(["<|end|>", "<|eot|>"]), VOCAB, EOS)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+def test_a_grammar_is_at_the_root_after_a_failure(grammars, monkeypatch, calls) -> None:
+    tokenizer = byte_tokenizer(["<|end|>", "<|eot|>"])
+    a, b, c, d = tokenizer.encode("abcd").ids
+    tokens, parents = [0, a, b, c, d, b], [-1, 0, 1, 2, 2, 0]
+    wanted = tree_masks(grammars.start(StructuredOutputsParams(choice=CHOICES)), tokens, parents)
+    assert len(wanted) == 6
+    grammar = grammars.start(StructuredOutputsParams(choice=CHOICES))
+    make, left = grammar._make_mask, iter(range(calls))
+
+    def fails() -> bytes | None:
+        if next(left, None) is None:
+            raise RuntimeError("no mask")
+        return make()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "_make_mask", fails)
+        with pytest.raises(RuntimeError, match="no mask"):
+            tree_masks(grammar, tokens, parents)
+    assert tree_masks(grammar, tokens, parents) == wanted
+    # and what is known stays true as the output grows
+    assert not grammar.advance(a)
+    below = {0: wanted[1], 1: wanted[2], 2: wanted[3], 3: wanted[4]}
+    assert tree_masks(grammar, [0, b, c, d], [-1, 0, 1, 1]) == below
+    assert not grammar.advance(b)
+    assert tree_masks(grammar, [0, c], [-1, 0]) == {0: wanted[2], 1: wanted[3]}
+
+
+def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) -> None:
+    """As where it has no row of these tokens; a row that has one keeps to it."""
+    first = byte_tokenizer().encode("abc").ids
+    own = [grammars.start(StructuredOutputsParams(choice=CHOICES)) for _ in range(2)]
+    logits = torch.full((2, VOCAB), 5.0)
+    logits[0, first] = logits[1, first[1:]] = -torch.inf
+    ones = torch.ones(2, dtype=torch.int32)
+    places = torch.arange(3)
+    inputs = (places[:2], None, places, ones, ones, None, None, places[:2])
+    found = DraftMasks(own)(inputs, logits)
+    wanted = torch.full((2, VOCAB), -torch.inf)
+    wanted[0, first], wanted[1, first[0]] = 0.0, 5.0
+    assert torch.equal(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def native_operators() -> Any:
+    load_native()
+    return torch.ops.specc_cpu
+
+
+class Toy:
+    """One step of a draft with the tree 2, 2 for many sequences, whose target is a table.
+
+    Draft and target like forbidden tokens as much as allowed ones. Level by level as a step does:
+    mask, draw, feed.
+    """
+
+    def __init__(self, grammars: Grammars, operators: Any, rule: Rule, first_seed: int) -> None:
+        self.batch, self.operators, self.rule = 2000, operators, rule
+        values = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]] * self.batch)
+        words = torch.tensor([[first_seed + b, 0, rule, 1] for b in range(self.batch)])
+        self.sampling = (values, words)
+        self.lengths = torch.full((self.batch,), 3, dtype=torch.int32)
+        self.own = [
+            grammars.start(StructuredOutputsParams(choice=CHOICES)) for _ in range(self.batch)
+        ]
+        self.masks = DraftMasks(self.own)
+        generator = torch.Generator().manual_seed(5)
+        # after token v
+        self.target, self.draft = torch.randn(2, VOCAB, VOCAB, generator=generator)
+        liked = byte_tokenizer().encode("abcé xyz").ids
+        for table in (self.target, self.draft):
+            table[:, liked] += 5.0
+            table[:, [*EOS]] += 5.0
+
+    def levels(self, keeps_whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Tokens [B, 7] and what is kept for q."""
+        batch, lengths = self.batch, self.lengths
+        root = torch.zeros(batch, 1, dtype=torch.int64)
+        tokens, kept = [root], []
+        for depth, (count, nodes, columns) in enumerate(((1, [0], [1]), (2, [1, 2], [3, 5]))):
+            fed = tokens[-1]
+            words = torch.tensor([[1]] if depth == 0 else [[0b011], [0b101]])
+            slots = lengths[:, None] + torch.tensor(nodes, dtype=torch.int32)
+            logits = self.draft[fed.flatten()]
+            masked = self.masks(
+                (
+                    fed.flatten(),
+                    None,
+                    torch.arange(0, batch * count + 1, count),
+                    slots.flatten(),
+                    lengths,
+                    words.repeat(batch, 1),
+                    None,
+                    torch.arange(batch * count),
+                ),
+                logits,
+            )
+            kept.append(logits if keeps_whole else masked)
+            column = torch.tensor(columns, dtype=torch.int32)
+            drawn = self.operators.draft_children(
+                masked, 2, lengths, column, depth, *self.sampling, False
+            )[0]
+            tokens.append(drawn.view(batch, 2 * count))
+        return torch.cat(tokens, dim=1), kept
+
+    def outputs(self, keeps_whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accepted tokens of each sequence, and its output [B, 3]."""
+        tokens, kept = self.levels(keeps_whole)
+        parents = [-1, 0, 0, 1, 1, 2, 2]
+        above = torch.tensor([parents] * self.batch, dtype=torch.int32)
+        rows: dict[int, bytes] = {}
+        for b, (grammar, row) in enumerate(zip(self.own, tokens.tolist(), strict=True)):
+            found = tree_masks(grammar, row, parents)
+            rows |= {b * 7 + node: mask for node, mask in found.items()}
+        logits = mask_rows(self.target[tokens.flatten()], rows)
+        q_rows = torch.tensor([-1, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+        history = torch.zeros(1, 16, dtype=torch.int32)
+        table = torch.zeros(self.batch, 1, dtype=torch.int32)
+        _, accepted, output = self.operators.accept(
+            logits, tokens, above, 2, None, q_rows, kept, *self.sampling,
+            self.lengths, history, table,
+        )  # fmt: skip
+        return accepted, output
+
+    def deviations(self, keeps_whole: bool = False) -> Iterator[float]:
+        """Of the first token, and of the second after each first one: in standard deviations."""
+        oracle = BruteForce(byte_tokenizer(["<|end|>", "<|eot|>"]))
+        accepted, output = self.outputs(keeps_whole)
+        for place, path in ((0, ()), *((1, (v,)) for v in oracle.allowed(()))):
+            is_there = accepted >= place
+            for depth, token in enumerate(path):
+                is_there &= output[:, depth] == token
+            found, count = output[is_there, place], int(is_there.sum())
+            # delta proposes the same two after each node
+            assert count > 20 or (place and self.rule == Rule.DELTA)
+            if not count:
+                continue
+            allowed = sorted(oracle.allowed(path))
+            shares = self.target[path[-1] if path else 0, allowed].softmax(0)
+            for token, share in zip(allowed, shares.tolist(), strict=True):
+                spread = (share * (1 - share) / count) ** 0.5
+                off = abs((found == token).float().mean().item() - share)
+                yield off / spread if spread else off * 1e9
+
+
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+def test_tokens_are_distributed_as_in_plain_decoding(grammars, native_operators, rule) -> None:
+    assert max(Toy(grammars, native_operators, rule, 7000).deviations()) < 4.5
+
+
+@pytest.mark.parametrize("rule", [Rule.MSS, Rule.SWOR], ids=["mss", "swor"])
+def test_whole_logits_kept_for_q_are_noticed(grammars, native_operators, rule) -> None:
+    """What was drawn from is masked: acceptance by anything else puts out something else."""
+    assert max(Toy(grammars, native_operators, rule, 7000).deviations(keeps_whole=True)) > 9
