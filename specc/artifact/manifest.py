@@ -133,8 +133,12 @@ class Manifest:
         data["memory_plan"]["total"] = self.total_memory
         for model in data["models"]:
             # engines without drafts that read hidden states are as they were before there were some
-            if model["taps"] is None:
-                del model["taps"]
+            for name in ("taps", "head"):
+                if model[name] is None:
+                    del model[name]
+        for plan in data["plans"]:
+            if not plan["heads"]:
+                del plan["heads"]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]
