@@ -53,8 +53,14 @@ class ReadFeatures(Pass):
         q_start, slot, table = map(program.placeholder, ("q_start", "slot", "block_table"))
         first = next(node for node in graph.nodes if node.op == "call_function")
         with graph.inserting_before(first):
+            # padding is far below zero; and what the operator reads has to lie in one piece
             named = [
-                emit_call(graph, aten.slice.Tensor, rows, 1, column, column + 1)
+                emit_call(
+                    graph,
+                    aten.clamp.default,
+                    emit_call(graph, aten.slice.Tensor, rows, 1, column, column + 1),
+                    -1,
+                )
                 for column in range(2)
             ]
             tapped, handed = (

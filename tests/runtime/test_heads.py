@@ -146,3 +146,20 @@ def test_outputs_are_those_without_drafts(
             core.advance()
         found[name] = [request.output_token_ids for request in requests]
     assert found["off"] == found[plan.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("block_size", [BLOCK, 0])
+def test_compiled_programs(
+    plan: SpecPlan, block_size: int, compiled: Callable[..., Path], reference_of: Callable[..., Any]
+) -> None:
+    """Rows of all tokens, and outputs; what passes compute is not seen there."""
+    path = compiled(label=f"cpu-{block_size}", backend="cpu", block_size=block_size)
+    core = EngineCore(load(path), plan.name)
+    oracle = HeadOracle(*reference_of(NAME))
+    found = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
+    assert oracle.num_rows > 500
+    core = EngineCore(load(path), "off")
+    plain = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
