@@ -51,6 +51,12 @@ class HeadOracle:
         model: Any = core.engine.drafts[self.number]
         model.register_forward_hook(lambda _, given, logits: self._look(core, given, logits))
 
+    def reset(self) -> None:
+        """Forget requests: those of another engine may have the same names."""
+        self._taps.clear()
+        self._features.clear()
+        self._tokens.clear()
+
     def taps(self, request: Request, count: int) -> Tensor:
         """[count, A · H] of the first tokens."""
         known = self._taps.get(request.request_id)

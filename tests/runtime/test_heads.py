@@ -79,7 +79,11 @@ def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(CHAIN, marks=pytest.mark.slow), TREE, DYNAMIC],
+    ids=lambda plan: plan.name,
+)
 def test_logits_of_every_node(
     plan: SpecPlan, compiled: Callable[..., Path], reference_of: Callable[..., Any]
 ) -> None:
@@ -87,11 +91,11 @@ def test_logits_of_every_node(
     core = EngineCore(load(compiled()), plan.name)
     oracle = HeadOracle(*reference_of(NAME))
     oracle.watch(core)
-    serve(core, oracle, prompts_of(BLOCK), temperature=1.5)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
     stats = core.scheduler.stats
     assert oracle.depths == set(range(plan.max_depth))
     assert oracle.num_nodes > 100
-    assert oracle.num_rows > 500
+    assert oracle.num_rows > 300
     assert stats.num_cached_tokens > 2 * BLOCK
     assert stats.mean_acceptance_length > 1.0
 
@@ -160,6 +164,7 @@ def test_compiled_programs(
     oracle = HeadOracle(*reference_of(NAME))
     found = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
     assert oracle.num_rows > 500
+    oracle.reset()
     core = EngineCore(load(path), "off")
     plain = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
