@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specc.kernels import ops
-from specc.passes.program import FEATURES, Program
+from specc.passes.program import FEATURES, HANDED_ON, Program
 
 aten = torch.ops.aten
 # attention as models call it
@@ -73,6 +73,22 @@ def features_are_written(program: Program) -> bool:
         program.taps is not None
         and len(calls) == 1
         and list(program.placeholder(FEATURES).users) == calls
+    )
+
+
+def own_features_are_kept(program: Program) -> bool:
+    """A head has one output, reads two slabs, and writes to the one that is its own."""
+    written = program.calls(ops.write_rows)
+    reads = program.calls(ops.take_rows)
+    own, target = (set(program.placeholder(name).users) for name in (HANDED_ON, FEATURES))
+    return (
+        program.reads_features
+        and program.handed_on is None
+        and len(written) == 1
+        and len(reads) == 2
+        and own == {written[0], *(node for node in reads if node not in target)}
+        and len(target) == 1
+        and target <= set(reads)
     )
 
 

@@ -36,6 +36,9 @@ MASS = "mass"
 HIDDEN = "hidden"
 # one more cache, after those of the layers: rows that a target keeps for drafts
 FEATURES = "features"
+# of a head, caches after those of its layers are rows that it keeps for itself, and `FEATURES` of
+# its target; and one more input of its passes, which of their rows each token reads
+HANDED_ON, FEATURE_ROWS = "handed_on", "feature_rows"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 
@@ -250,10 +253,16 @@ class Program:
 
     @property
     def feature_width(self) -> int:
-        """Columns of a row of `features`; 0 where there is no such input."""
-        if self.taps is None:
+        """Columns of the rows that it keeps besides K and V; 0 where it keeps none."""
+        if self.taps is None and not self.reads_features:
             return 0
-        return int(self.placeholder(FEATURES).meta["val"].shape[2])
+        kept = HANDED_ON if self.reads_features else FEATURES
+        return int(self.placeholder(kept).meta["val"].shape[2])
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether it is a head that reads its target's slab, see `ReadFeatures`."""
+        return FEATURE_ROWS in self.row_inputs
 
     @property
     def num_parameters(self) -> int:
@@ -403,6 +412,11 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"kind": "cache", "layer": layer, "part": part}
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
+        elif program.reads_features and name in (HANDED_ON, FEATURES):
+            value = node.meta["val"]
+            place = len(program.caches) // 2 + (name == FEATURES)
+            entry |= {"kind": "cache", "layer": place, "part": "rows"}
+            entry |= {"dtype": _dtype(value.dtype), "shape": [int(value.shape[2])]}
         elif name == FEATURES:
             assert program.taps is not None
             # paged as the caches of the layers are, after which it has its number

@@ -37,6 +37,7 @@ from specc.runtime.scheduling.batch import (
     StepGroup,
 )
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.speculation.plans import heads_of
 
 
 class _Own(NamedTuple):
@@ -111,8 +112,9 @@ class Runner:
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
         self._votes = BlockVotes(cache, self._link)
         self._prompts = Prompts(
-            target, drafts, cache, prefill_chunk, operators, self._link, self._votes, drawn, staged
-        )
+            target, drafts, cache, prefill_chunk, operators, self._link, self._votes, drawn, staged,
+            heads_of(step.plan for step in steps.values()),
+        )  # fmt: skip
         self._begun = BegunBatches(
             steps, cache, self._prompts, self._rows, self._votes, self._link, drawn
         )

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.lower.onnx import lower
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
-from specc.passes.program import Program
+from specc.passes.program import Program, RowInput
 from specc.passes.rewrite import padded
 
 Trace = Callable[[nn.Module, str, int | None], Program]
@@ -36,9 +36,16 @@ _written: dict[Hashable, tuple[bytes, OnnxFile]] = {}
 
 
 def trace_once(
-    model: nn.Module, name: str, rope_length: int | None = None, how: Trace = trace
+    model: nn.Module,
+    name: str,
+    rope_length: int | None = None,
+    how: Trace = trace,
+    rows: Sequence[RowInput] = (),
 ) -> Program:
     """What `how` makes of a model, for the caller to change."""
+    if rows:
+        # of a head, which is small
+        return trace(model, name, rope_length, rows)
     key = fingerprint(model)
     if key is None:
         return how(model, name, rope_length)

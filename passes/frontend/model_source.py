@@ -21,6 +21,7 @@ from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
+from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader
 from specc.passes.program import Program, Weight, constant_key
@@ -50,6 +51,7 @@ class ModelSource:
         kv_window: rows that its layers attend to, where it is a draft that does not see all.
         has_own_names: its reader has each tensor under the name of the parameter.
         vocabulary: which of its ids stand for the target's, where it is a draft of other tokens.
+        head: what it is, where it reads the target's hidden states.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ModelSource:
     kv_window: KVWindow | None = None
     has_own_names: bool = False
     vocabulary: VocabularyMap | None = None
+    head: HeadSpec | None = None
 
     @classmethod
     def load(
@@ -144,7 +147,7 @@ class ModelSource:
     def max_position(self) -> int | None:
         """Longest sequence of the model, or None where neither config nor graph says."""
         stated = hf_model.max_position(self.config, self.rope_length)
-        if self.kv_window is not None:
+        if self.kv_window is not None or self.head is not None:
             # no query meets a key that is further back; a table of positions ends all the same
             stated = None
         known = [limit for limit in (stated, self.position_rows) if limit is not None]

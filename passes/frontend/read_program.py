@@ -21,7 +21,9 @@ from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.trace import export_flat
 from specc.passes.program import (
+    FEATURE_ROWS,
     FEATURES,
+    HANDED_ON,
     MASS,
     RUNTIME_INPUTS,
     AttentionLayer,
@@ -123,6 +125,10 @@ class _Values:
         entry, program = self._entries[name], self._program
         kind = entry["kind"]
         if kind == "input":
+            if name == FEATURE_ROWS:
+                program.runtime_inputs += (FEATURE_ROWS,)
+                program.row_inputs = (FEATURE_ROWS,)
+                return self._like.new_empty((self._like.shape[0], 2), dtype=torch.int32)
             if name not in RUNTIME_INPUTS:
                 raise ValueError(f"an input {name}")
             return self._traced[name]
@@ -136,7 +142,9 @@ class _Values:
         elif kind == "constant":
             program.constants[name] = self._constants[entry["key"]]
         elif kind == "cache":
-            if name == FEATURES:
+            if program.reads_features and name in (HANDED_ON, FEATURES):
+                pass  # what they are, their names say
+            elif name == FEATURES:
                 program.taps = Taps(tuple(entry["boundaries"]), entry["is_last_normed"])
             else:
                 program.caches[name] = (entry["layer"], entry["part"])

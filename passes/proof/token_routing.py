@@ -68,6 +68,8 @@ ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embed_norm_rope_write": (("tokens",), ("cos", "sin")),
     "experts": (("x",), ("ids", "weights")),
 }
+# rows that tokens name, each its own, in slabs that are no tokens: the place of the names
+NAMED_ROWS = {"take_rows": 1}
 # what of these operands is a parameter
 PARAMETERS = ("gamma", "weight", "bias", "embedding", "gate_up", "down")
 LINEAR = ("linear", "linear_q", "skinny_linear")

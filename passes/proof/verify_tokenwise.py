@@ -112,6 +112,8 @@ class _Proof:
             return self._attention(node, *routing.ATTENTION[name])
         if name in routing.ROWS:
             return self._rows(node, *routing.ROWS[name])
+        if name in routing.NAMED_ROWS:
+            return self._named_rows(node, node.args[routing.NAMED_ROWS[name]])
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
@@ -371,6 +373,15 @@ class _Proof:
                 raise self._refuse(node, f"{bound['rows'].name} is not logit_rows")
             first = replace(first, order=_ROWS)
         return self._result(node, first)
+
+    def _named_rows(self, node: fx.Node, names: Any) -> Any:
+        """Rows of a slab that each token names; the slab is a cache, which tokens do not own."""
+        state = self._states[names]
+        if not is_in_order(state) or (state.dim, state.ndim) != (0, 2):
+            raise self._refuse(node, f"{names.name} is not [tokens, rows]")
+        if any(self._states[x] != _OPAQUE for x in node.all_input_nodes if x is not names):
+            raise self._mixes(node)
+        return self._result(node, state)
 
     def _mixes(self, node: fx.Node) -> UnsupportedGraphError:
         return self._refuse(node, f"{target_name(node.target)} mixes tokens outside attention")

@@ -55,7 +55,8 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             size, row = last_fed - first_fed, num_fed - k + first_fed
             rows = g.node_rows(words, row, row + size, num_fed)
             part = g.part(best, 1, first_fed, last_fed, k)
-            logits = feed_level(g, grower, part, rows, row, size, level)
+            above = g.part(best_parents, 1, first_fed, last_fed, k)
+            logits = feed_level(g, grower, part, rows, row, size, level, above)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
             parts.append(children(g, logits, k, columns, level, scored=True))
@@ -87,7 +88,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     )
     words, depths = g.parts(specc.ancestor_words.default, 2, tree[1])
     outputs = {"tokens": tree[0], "parents": tree[1], "ancestors": words, "depths": depths}
-    if not grower.is_target:
+    if grower.keeps_rows:
         rows = _rows_of_candidates(g, plan, g.cat(*fed))
         kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
         outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)

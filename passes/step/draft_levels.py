@@ -26,6 +26,8 @@ class Grower:
         num_first: last tokens of a sequence that its first level reads.
         is_target: a self-draft: it reads and writes the target's cache.
         view: of a self-draft that sees a part of it by another block table; else None.
+        rows_before: of a head, [B] int32 rows before the one that pairs the target's features of
+            the last committed token with the root; else None. Its rows are one behind the target's.
     """
 
     draft: str
@@ -33,11 +35,20 @@ class Grower:
     num_first: int
     is_target: bool = False
     view: DraftView | None = None
+    rows_before: fx.Node | None = None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Its rows of accepted nodes are moved and kept: those of a head are computed again."""
+        return not self.is_target and self.rows_before is None
 
     @classmethod
     def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> Grower:
         """Of a plan's draft; what a view sees is computed here, once for all levels."""
         own = SelfDraft.named(draft)
+        if draft in plan.heads:
+            before = g.call(aten.sub.Tensor, g["cache_len"], 1)
+            return cls(draft, draft, plan.first_level(draft), rows_before=before)
         if own is None:
             return cls(draft, draft, plan.first_level(draft))
         cuts_itself = draft in g.windowed
@@ -53,7 +64,8 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     proposed. Feeding all that it can lack is idempotent and keeps the shape; tokens before the
     sequence have negative slots, which makes them dead. A self-draft is fed the root alone: it
     would overwrite the target's rows of other tokens with what it computes from less than they were
-    computed from.
+    computed from. A head reads the target's features of the token before each of its own, and
+    overwrites what it has drafted from features of its own.
     """
     if grower.is_target:
         root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
@@ -61,7 +73,7 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
         return feed_level(g, grower, g.last(g["last_tokens"], 1), ancestors, 0, 1, 0)
     batch, count = g.batch, grower.num_first
     nodes = g.arange(1 - count, 1, 1, torch.int32)
-    slots, positions = g.rows(nodes, nodes)
+    slots, positions = g.rows(nodes, nodes, grower.rows_before)
     total = g.multiple(batch, count)
     return g.model(
         grower.program,
@@ -69,11 +81,18 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
-        g["cache_len"],
+        g["cache_len"] if grower.rows_before is None else grower.rows_before,
         None,
         g["block_table"],
         g.arange(count - 1, total, count, torch.int64),
+        *([] if grower.rows_before is None else [_feature_rows(g, slots, is_own=False)]),
     )
+
+
+def _feature_rows(g: StepGraph, rows: fx.Node, is_own: bool) -> fx.Node:
+    """[Nt, 2] int32 of rows [Nt] that tokens read: the target's, or the head's own."""
+    none = g.call(aten.full_like.default, rows, -1)
+    return g.call(aten.stack.default, [none, rows] if is_own else [rows, none], 1)
 
 
 def feed_level(
@@ -84,6 +103,7 @@ def feed_level(
     first_slot: int | fx.Node,
     count: int,
     depth: int,
+    parents: fx.Node | None = None,
 ) -> fx.Node:
     """Feed `count` nodes of one depth; returns their logits [B * count, V].
 
@@ -95,6 +115,8 @@ def feed_level(
         first_slot: the draft's row of the first node, the others after it; or all rows, [count].
         count: nodes of a sequence.
         depth: of all of them.
+        parents: the draft's row of the parent of each node, which heads read: [count] or
+            [B, count] int32.
     """
     batch, view = g.batch, grower.view
     if isinstance(first_slot, int):
@@ -102,19 +124,29 @@ def feed_level(
     else:
         nodes = first_slot
     depths = g.call(aten.full_like.default, nodes, depth)
-    slots, positions = g.rows(nodes, depths)
+    slots, positions = g.rows(nodes, depths, grower.rows_before)
     if view is not None:
         slots, _ = g.rows(nodes, depths, view.cache_len)
+    length = g["cache_len"] if view is None else view.cache_len
+    features = []
+    if grower.rows_before is not None:
+        length = grower.rows_before
+        assert parents is not None, "a head reads what its parents hand on"
+        # below 0 where a sequence is padding
+        above = g.call(aten.unsqueeze.default, length, 1)
+        above = g.flat(g.call(aten.add.Tensor, above, parents))
+        features = [_feature_rows(g, above, is_own=True)]
     return g.model(
         grower.program,
         g.flat(tokens),
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
-        g["cache_len"] if view is None else view.cache_len,
+        length,
         ancestors,
         g["block_table"] if view is None else view.block_table,
         g.arange(0, g.multiple(batch, count), 1, torch.int64),
+        *features,
     )
 
 
@@ -161,7 +193,11 @@ def draft_tree(
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
                 rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[between]), g.batch)
                 slots = g.constant(f"{name}_nodes", int32(between))
-                logits = feed_level(g, grower, tokens, rows, slots, len(between), depth)
+                above = None
+                if grower.rows_before is not None:
+                    parents = int32([tree.parents[node] for node in between])
+                    above = g.constant(f"{name}_parents", parents)
+                logits = feed_level(g, grower, tokens, rows, slots, len(between), depth, above)
                 logits = _rows_of(g, logits, f"{name}_rows", between, fed)
             found.append(logits)
             counts = [len(tree.children(node)) for node in fed]

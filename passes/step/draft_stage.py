@@ -36,7 +36,8 @@ class Proposals:
         q_rows: of each node, which row of logits it was drawn from; -1 is none.
         logits: [B * F, V] of each level.
         slots: of each node, the draft's row after the committed ones, -1 for none; None of
-            lookups and self-drafts, which have no cache of their own to commit in.
+            lookups and self-drafts, which have no cache of their own to commit in, and of heads,
+            which compute rows of accepted nodes again.
     """
 
     tokens: fx.Node
@@ -82,7 +83,7 @@ def _static(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     (draft,) = plan.drafts
     tree = plan.shape
     logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, 0)
-    if draft in plan.models:
+    if draft in plan.models and draft not in plan.heads:
         g.constant(slots_name(draft), int32(fed_slots(tree)))
     return {"tokens": tokens} | _drawn_from(g, plan, logits, q_rows_of(tree))
 
@@ -133,7 +134,7 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
     logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, column)
     constant = g.constant(f"parents_of_{draft}", int32(tree.parents))
     parents = g.expand_rows(constant, num_nodes)
-    slots = fed_slots(tree) if draft in plan.models else None
+    slots = fed_slots(tree) if draft in plan.models and draft not in plan.heads else None
     return Proposals(tokens, parents, q_rows_of(tree), logits, slots)
 
 

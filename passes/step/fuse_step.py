@@ -215,7 +215,10 @@ def _accept_commit_stage(
         width = g.arange(0, max_depth + 1, 1, torch.int32)
         targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
     g.constant(slots_name(TARGET), torch.arange(num_nodes, dtype=torch.int32))
-    for model in (TARGET, *plan.models):
+    for head in plan.heads:
+        # tokens that it has read, one more than its rows: the root is the last of them
+        outputs[f"{head}_len"] = g.call(aten.add.Tensor, g["cache_len"], 1)
+    for model in (TARGET, *(name for name in plan.models if name not in plan.heads)):
         source, length = g.parts(
             specc.commit_rows.default, 2, path, g["cache_len"], g[slots_name(model)]
         )

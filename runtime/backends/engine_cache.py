@@ -21,7 +21,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# k and v cache of each layer; then, of a target that keeps hidden states, their slab, twice
+# k and v cache of each layer; then, of a target that keeps hidden states, their slab, twice; of a
+# head the slab of what it hands on, twice, and then that of its target
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -74,6 +75,9 @@ def make_cache(
             # in the type of the model, whatever that of K and V is
             rows_of_taps = SlabShape(1, 1, model.taps.width, 1, DTYPES[model.dtype])
             specs[model.name].append(rows_of_taps)
+        if model.head is not None:
+            handed_on = SlabShape(1, 1, model.head.width, 1, DTYPES[model.dtype])
+            specs[model.name].append(handed_on)
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
 
@@ -104,11 +108,18 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
     if model.taps is not None:
         features = features_of(model, cache)
         found.append((features, features))
+    if model.head is not None:
+        # what the target keeps for it is its last slab
+        for rows in (features_of(model, cache), cache.slabs["target"][-1][0, 0, :, :, 0]):
+            found.append((rows, rows))
     return found
 
 
 def features_of(model: ModelEntry, cache: KVCache) -> Tensor:
-    """[blocks, block_size, W] hidden states that a target keeps, see `TapsEntry`."""
+    """[blocks, block_size, W] rows that a model keeps besides K and V.
+
+    Hidden states of a target, see `TapsEntry`; what a head hands on, see `HeadEntry`.
+    """
     # one part of one layer of one head
     return cache.slabs[model.name][len(model.slabs)][0, 0, :, :, 0]
 

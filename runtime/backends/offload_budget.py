@@ -27,7 +27,7 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
 
     Raises:
         ConfigError: a backend that keeps weights in memory, an engine in stages or without
-            segments, or one whose drafts are programs of the target.
+            segments, or one whose drafts are programs of the target or read its hidden states.
     """
     if offload_weights is None:
         return
@@ -64,6 +64,13 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
             f"{found} of an engine whose target drafts, too ({names})",
             "drafts with weights of their own, or lookups: each level of a draft would read the"
             " target's weights once more, so that a step takes as long as the tokens it may bring",
+            "compile with another --draft, or leave --offload-weights out",
+        )
+    if heads := [model.name for model in manifest.models if model.head is not None]:
+        raise ConfigError(
+            f"{found} of an engine whose draft reads the target's hidden states"
+            f" ({', '.join(heads)})",
+            "drafts that read tokens alone: no target that keeps hidden states has been run so",
             "compile with another --draft, or leave --offload-weights out",
         )
 

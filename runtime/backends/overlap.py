@@ -23,8 +23,8 @@ def check_overlap(
         offload_weights: as of `LoadLimits`.
     Raises:
         ConfigError: a backend whose steps are not captured as graphs of two branches, an engine of
-            several ranks, weights that are copied in every pass, drafts of the target itself, no
-            draft model, or too few sequences.
+            several ranks, weights that are copied in every pass, drafts of the target itself or
+            of its hidden states, no draft model, or too few sequences.
     """
     found = "--overlap"
     if not facts_of(backend).overlaps:
@@ -55,6 +55,13 @@ def check_overlap(
             "draft models: counters beside the target's weights and caches serve one pass at a"
             " time",
             "leave it out, or compile with other drafts alone",
+        )
+    if heads := [model.name for model in manifest.models if model.head is not None]:
+        raise ConfigError(
+            f"{found} of an engine whose draft reads the target's hidden states"
+            f" ({', '.join(heads)})",
+            "draft models that read tokens alone: only they are known to run beside the target",
+            "leave it out, or compile with another draft",
         )
     if all(map(whole_reason, plans)):
         reasons = "; ".join(f"{plan.name} {whole_reason(plan)}" for plan in plans)

@@ -63,6 +63,7 @@ def _levels(
             made[f"{name}_fed"] = torch.tensor([place[node] for node in between])
             made[f"{name}_ancestors"] = words[between]
             made[f"{name}_nodes"] = _int32(between)
+            made[f"{name}_parents"] = _int32([tree.parents[node] for node in between])
             made[f"{name}_rows"] = torch.tensor([between.index(node) for node in fed])
             children = [tree.children(node) for node in fed]
             made[f"{name}_columns"] = _int32([column + own[0] for own in children])

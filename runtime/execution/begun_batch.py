@@ -121,6 +121,8 @@ class BegunBatches:
             found_rows = taken()
             # what other batches did meanwhile is theirs
             pass_s = begun_s + time.perf_counter() - wait_s
+            if batch.prefill:
+                self._prompts.after_pass(batch.prefill)
             result = RunResult(prefill_s=pass_s * _length(batch) / num_tokens, pass_s=pass_s)
             votes = self._votes.fetch(voters, mass)
             if batch.prefill:

@@ -43,6 +43,21 @@ class PassInputs(NamedTuple):
             None, self.block_table, self.logit_rows,
         )  # fmt: skip
 
+    @property
+    def of_head(self) -> tuple[Tensor | None, ...]:
+        """The same of a draft that reads the target's hidden states: one row back, no logits.
+
+        A row of a head pairs the hidden states of a token with the token after it; so the row
+        before that of each token reads them here.
+        """
+        # a sequence's first token has no row before it: the slot -1 is dead
+        slots = self.slots - 1
+        return (
+            self.tokens, (self.positions - 1).clamp(min=0), self.q_start, slots,
+            (self.cache_len - 1).clamp(min=0), None, self.block_table, self.logit_rows[:0],
+            torch.stack([slots, torch.full_like(slots, -1)], 1),
+        )  # fmt: skip
+
     def without_logits(self) -> PassInputs:
         """For a model that has nothing to say about these tokens."""
         return self._replace(logit_rows=self.logit_rows[:0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Prompts:
         votes: on the blocks of prompts.
         drawn: for prompts whose first tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
+        heads: numbers of the drafts that read the target's hidden states.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Prompts:
         votes: BlockVotes,
         drawn: DrawnPrograms | None,
         staged: StagedModel | None,
+        heads: Collection[int] = (),
     ) -> None:
         self.begin_target: Begin = at_once(target) if staged is None else staged.begin
         self._drafts = drafts
@@ -58,6 +60,7 @@ class Prompts:
         self._votes = votes
         self._drawn = drawn
         self._staged = staged
+        self._heads = frozenset(heads)
 
     @torch.inference_mode()
     def begin(self, spans: list[Span]) -> Callable[[], PendingEnds]:
@@ -74,6 +77,7 @@ class Prompts:
             is_drawn = self._drawn is not None and can_draw_prompts(spans)
             begin = self.begin_drawn(prompt_draws(spans)) if is_drawn else self.begin_target
             taken = begin(*given)
+        self.after_pass(spans)
 
         @torch.inference_mode()
         def finish() -> PendingEnds:
@@ -99,6 +103,8 @@ class Prompts:
         with self._link.active():
             self._cache.record(inputs.history_rows, inputs.tokens)
         for i, draft in enumerate(self._drafts):
+            if i in self._heads:
+                continue  # see `after_pass`
             mine = [span for span in spans if i in span.drafts]
             if mine == spans:
                 draft(*inputs.without_logits().of_model)
@@ -106,12 +112,20 @@ class Prompts:
                 self.causal_pass(draft, mine)
         return inputs
 
+    def after_pass(self, spans: list[Span]) -> None:
+        """Have heads read prompts, too: what the target's pass over them has left."""
+        for i in self._heads:
+            if mine := [span for span in spans if i in span.drafts]:
+                self._read(i, mine)
+
     def first_tokens(self, logits: Tensor, requests: list[Request]) -> Tensor:
         """What follows each prompt, see `first_tokens`."""
         return first_tokens(logits, requests, self._cache, self._link, self._operators)
 
     def catch_up(self, group: StepGroup) -> None:
         """Feed drafts the committed tokens that their first level does not reach back to.
+
+        What a head has read is counted in tokens, too: its last row is one before the last of them.
 
         A request with a step in flight is left alone: its drafts are in step.
         """
@@ -123,7 +137,15 @@ class Prompts:
                 if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
             ]
             for spans in split_spans(behind, self._prefill_chunk):
-                self.causal_pass(self._drafts[i], spans)
+                self._read(i, spans)
+
+    @torch.inference_mode()
+    def _read(self, draft: int, spans: list[Span]) -> None:
+        """Feed a draft tokens of several requests, which the target has read."""
+        inputs = self._send(causal_inputs(spans, self._cache))
+        given = inputs.of_head if draft in self._heads else inputs.of_model
+        with self._link.active():
+            self._drafts[draft](*given)
 
     @torch.inference_mode()
     def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:

@@ -5,6 +5,9 @@ equal tokens from the first one on. A block is published once its rows cannot ch
 committed past its end; rows after that belong to trees. Which drafts have committed past it, too,
 is noted block by block: plans without a draft then still share the target's rows, and a draft that
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
+
+The last row of a head in a block (see `docs/drafts.md`) is made of the first token after the block,
+too. Where there are heads that token belongs to the key, so that a block waits for it.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ class PrefixCache:
     Args:
         pool: of the cache.
         rows_per_block: of the cache.
+        has_heads: drafts read the target's hidden states.
     """
 
-    def __init__(self, pool: BlockPool, rows_per_block: int) -> None:
+    def __init__(self, pool: BlockPool, rows_per_block: int, has_heads: bool = False) -> None:
         self._pool = pool
+        self._num_after = int(has_heads)
         self._size = rows_per_block
 
     def find(self, request: Request) -> Hit:
@@ -64,9 +69,10 @@ class PrefixCache:
     def publish(self, request: Request) -> None:
         """Let others find what a request has committed since the last call."""
         size, blocks = self._size, request.blocks
-        for i in range(request.num_published, request.cache_len // size):
+        known = min(request.cache_len, len(request.token_ids) - self._num_after)
+        for i in range(request.num_published, known // size):
             self._pool.publish(blocks[i], self._key(request, i))
-        request.num_published = max(request.num_published, request.cache_len // size)
+        request.num_published = max(request.num_published, known // size)
         for draft, length in enumerate(request.draft_lens):
             done = min(length // size, request.num_published)
             for i in range(request.num_published_of[draft], done):
@@ -78,7 +84,8 @@ class PrefixCache:
         keys = request.block_keys
         while len(keys) <= index:
             start = len(keys) * self._size
-            tokens = array("q", request.token_ids[start : start + self._size]).tobytes()
+            end = start + self._size + self._num_after
+            tokens = array("q", request.token_ids[start:end]).tobytes()
             before = keys[-1] if keys else b""
             keys.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return keys[index]

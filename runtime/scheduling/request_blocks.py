@@ -23,15 +23,18 @@ class RequestBlocks:
         cache: whose blocks.
         shares_prefixes: look for the rows of a prompt among those of earlier requests. Not where a
             block is a whole request.
+        has_heads: see `PrefixCache`.
     """
 
-    def __init__(self, cache: KVCache, shares_prefixes: bool = True) -> None:
+    def __init__(
+        self, cache: KVCache, shares_prefixes: bool = True, has_heads: bool = False
+    ) -> None:
         self._pool = cache.allocator
         self._shape = cache.shape
         is_paged = bool(cache.shape.block_size) and cache.rows is None
         self._size = cache.shape.rows_per_block
         self._shares_prefixes = shares_prefixes and is_paged
-        self._prefixes = PrefixCache(self._pool, self._size)
+        self._prefixes = PrefixCache(self._pool, self._size, has_heads)
         # batches in flight that use the blocks of a request; and those that left meanwhile
         self._held: Counter[Request] = Counter()
         self._left: dict[Request, None] = {}

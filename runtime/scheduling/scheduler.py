@@ -18,7 +18,7 @@ from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.speculation.metrics import SpecStats
-from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.plans import OFF, SpecPlan, heads_of
 
 # nothing is in flight
 _ALONE = Beside()
@@ -72,7 +72,7 @@ class Scheduler:
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0
-        self._blocks = RequestBlocks(cache, shares_prefixes)
+        self._blocks = RequestBlocks(cache, shares_prefixes, bool(heads_of(plans.values())))
         self._max_num_seqs = cache.shape.max_num_seqs
         self._plans = plans
         self._position_limit = position_limit

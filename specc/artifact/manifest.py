@@ -133,10 +133,13 @@ class Manifest:
         data["memory_plan"]["total"] = self.total_memory
         for model in data["models"]:
             # engines without such drafts are as they were before there were some: versions of specc
-            # that know neither field open them
-            for name in ("taps", "vocabulary"):
+            # that know none of these fields open them
+            for name in ("taps", "vocabulary", "head"):
                 if model[name] is None:
                     del model[name]
+        for plan in data["plans"]:
+            if not plan["heads"]:
+                del plan["heads"]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]

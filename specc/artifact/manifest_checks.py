@@ -47,6 +47,8 @@ def check_models(models: Sequence[ModelEntry]) -> None:
     for model in models:
         check_relative(model.dir)
         _check_taps(model)
+        if model.head is not None and (model is models[0] or models[0].taps is None):
+            raise invalid(f"{model.name}.head, and no taps of the target", "a target with taps")
         for layer in model.layers:
             if not 0 <= layer.slab < len(model.slabs):
                 raise invalid(
@@ -63,7 +65,13 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 
 
 def _check_taps(model: ModelEntry) -> None:
-    taps = model.taps
+    taps, head = model.taps, model.head
+    if head is not None and (taps is not None or head.width < 1):
+        raise invalid(
+            f"{model.name}.head has rows of {head.width} columns, and"
+            f" {'taps' if taps else 'no taps'}",
+            "1 column or more, of a draft that keeps nothing for others",
+        )
     if taps is None:
         return
     last = len(model.layers)
@@ -143,8 +151,14 @@ def check_plans(
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
+    heads = [model.name for model in models if model.head is not None]
     for plan in plans:
         _check_plan(plan, [model.name for model in models], limits)
+        if list(plan.heads) != [name for name in plan.plan.models if name in heads]:
+            raise invalid(
+                f"plan {plan.name} has heads {', '.join(plan.heads) or '(none)'}",
+                f"those of its drafts: {', '.join(heads) or '(none)'}",
+            )
 
 
 def check_self_drafts(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
+from specc.artifact.model_entry import MAY_BE_ABSENT
 from specc.speculation.plans import SpecPlan
 
 
@@ -108,12 +109,14 @@ class PlanEntry:
     combine: str
     tile: int | None
     file: str
+    # engines that were written before there were heads do not say
+    heads: tuple[str, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
-        return cls(*shape, plan.drafts, plan.combine, plan.tile, file)
+        return cls(*shape, plan.drafts, plan.combine, plan.tile, file, plan.heads)
 
     @property
     def winners_file(self) -> str:

@@ -82,6 +82,28 @@ class TapsEntry:
     width: int
 
 
+@dataclass(frozen=True)
+class HeadEntry:
+    """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
+
+    Args:
+        kind: `eagle3`.
+        layout: whose files it came from.
+        width: columns of the row that each of its tokens hands on, in a slab after those of its
+            layers.
+        trained_length: positions that its configuration was written for.
+        shared: parameters that are the target's.
+        assumed: what its files do not say and was taken for it, for people.
+    """
+
+    kind: str
+    layout: str
+    width: int
+    trained_length: int
+    shared: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+
 def rank_prefix(rank: int | None) -> str:
     """What the name of a file begins with of which each rank has its own; None: there is one."""
     return "" if rank is None else f"rank-{rank}."
@@ -137,6 +159,7 @@ class ModelEntry(ProgramFiles):
         checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
         vocabulary: of a draft of other tokens; its program takes and gives ids of the target.
         taps: hidden states that it keeps for drafts; None where none reads any.
+        head: of a draft that reads them.
     """
 
     name: str
@@ -159,6 +182,7 @@ class ModelEntry(ProgramFiles):
     # engines that were written before there were such drafts do not say
     vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     taps: TapsEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+    head: HeadEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
 
     @property
     def kept_taps(self) -> Taps | None:
@@ -168,7 +192,10 @@ class ModelEntry(ProgramFiles):
 
     @property
     def num_slabs(self) -> int:
-        """Slabs whose rows move with what is accepted: those of the layers, and that of taps."""
+        """Slabs whose rows move with what is accepted: those of the layers, and that of taps.
+
+        Those of heads never move: what was accepted is computed again.
+        """
         return len(self.slabs) + (self.taps is not None)
 
     @property

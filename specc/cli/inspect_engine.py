@@ -118,6 +118,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         render.source_lines,
         render.self_draft_lines,
         render.vocabulary_lines,
+        render.head_lines,
         render.rotary_lines,
         render.weight_lines,
     )

@@ -114,6 +114,24 @@ def vocabulary_lines(manifest: Manifest) -> list[str]:
     ]
 
 
+def head_lines(manifest: Manifest) -> list[str]:
+    """Drafts that read hidden states of the target: what they are, and what was assumed."""
+    lines, taps = [], manifest.models[0].taps
+    for model in manifest.models:
+        if (head := model.head) is None or taps is None:
+            continue
+        places = ", ".join(map(str, taps.boundaries))
+        last = ", the last after the final norm" if taps.is_last_normed else ""
+        shared = " and ".join(head.shared) or "none"
+        lines.append(
+            f"{model.name} is a head ({head.kind}, files of {head.layout}): it reads the target at"
+            f" boundaries {places}{last}, and was trained for {head.trained_length} positions;"
+            f" weights of the target: {shared}"
+        )
+        lines += [f"{model.name}: {text}" for text in head.assumed]
+    return lines
+
+
 def rotary_lines(manifest: Manifest) -> list[str]:
     """Models whose rotary frequencies are not what transformers has in every pass."""
     return [

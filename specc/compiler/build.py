@@ -43,6 +43,7 @@ from specc.compiler.engine_plans import (
     engine_plans,
     tile_plans,
 )
+from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.quantized_models import (
     check_cut_integers,
@@ -114,7 +115,7 @@ def build(
         dump_graphs: directory that gets each program's graph after each phase.
         listen: called as phases begin, advance and end.
         probe: called with the finished engine, before it gets its name; what it returns is stored.
-        taps: hidden states of the target that its drafts read.
+        taps: hidden states of the target that are kept; None: those that its heads read.
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
@@ -133,6 +134,9 @@ def build(
         check_dump(dump_graphs)
         with phases.phase("check models"):
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
+        heads = taps_of(checked.candidates)
+        taps, plans = heads or taps, with_heads(plans, checked.candidates)
+        check_taps(taps, config, backend.facts)
         with phases.phase("load models"):
             sources = checked.load()
         engine, records = _compile(
@@ -150,7 +154,8 @@ def build(
             steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
-        warnings = [*checked.warnings, *said, *told, *told_of_quantized(engine.models)]
+        lengths = trained_lengths(checked.candidates, engine.limits.max_seq_len)
+        warnings = [*checked.warnings, *said, *lengths, *told, *told_of_quantized(engine.models)]
         warnings += write_engine_weights(engine)
         emitted = backend.emit(engine)
         records += emitted.records

@@ -21,12 +21,14 @@ from specc.compiler.checks import (
     open_models,
 )
 from specc.compiler.engine_plans import check_voters
+from specc.compiler.heads import check_heads
 from specc.compiler.quantized_models import check_quantized
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.config_numbers import whole_number
+from specc.passes.frontend.heads.head_source import head_source
 from specc.passes.frontend.model_source import ModelSource
 from specc.speculation.kv_window import KVWindow
 
@@ -85,6 +87,7 @@ class CheckedModels:
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
+        check_heads(candidates, dtypes, config)
         check_logits(config, candidates[0], dtypes[0])
         check_voters(config.plans, _head_dims(candidates[0].config), dtypes[0], backend.facts)
         for candidate in candidates:
@@ -104,11 +107,14 @@ class CheckedModels:
         Raises:
             SpeccError: see `ModelSource.load`.
         """
-        sources = []
+        sources: list[ModelSource] = []
         models = zip(self.candidates, self.dtypes, self.kv_windows, strict=True)
         for candidate, dtype, window in models:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
+                if candidate.head is not None:
+                    sources.append(head_source(candidate.head, sources[0], kind, candidate.name))
+                    continue
                 sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
                 source.kv_window = window

@@ -16,17 +16,20 @@ from torch import nn
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.safetensors_io import TensorReader
+from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.artifact.weights import MemoryReader
 from specc.config import AUTO, DTYPES, CompileConfig
 from specc.errors import (
     ConfigError,
+    HeadError,
     ModelNotFoundError,
     OutputError,
     SpeccError,
     WeightError,
 )
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.heads.head_spec import HeadSpec, TargetFacts
+from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
 from specc.speculation.plans import OFF
@@ -56,6 +59,7 @@ class Candidate:
         checkpoint_dtype: what most of its weights are stored in.
         rope_length: of the engine, see `specc.passes.frontend.rotary.constant_length`.
         scheme: how its checkpoint is quantized; None where it is not.
+        head: what it is, where it reads the target's hidden states.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Candidate:
     checkpoint_dtype: str
     rope_length: int | None = None
     scheme: str | None = None
+    head: HeadSpec | None = None
 
     @classmethod
     def open(
@@ -98,6 +103,31 @@ class Candidate:
                 dtype = _stored_dtype(reader)
                 return cls(name, model, directory, config, dtype, rope_length, scheme)
 
+    @classmethod
+    def open_draft(
+        cls,
+        name: str,
+        model: ModelLike,
+        target: Candidate,
+        rope_length: int | None = None,
+        is_weight_only: bool = False,
+    ) -> Candidate:
+        """Read a draft, which may be a head of its target; arguments and errors as of `open`.
+
+        Raises:
+            HeadError: a draft of hidden states that does not fit this target, or is not known.
+        """
+        if isinstance(model, nn.Module) or not str(model).strip():
+            return cls.open(name, model, rope_length, is_weight_only)
+        with errors_of(name):
+            directory = hf_model.resolve_directory(model)
+            head = _head_of(directory, target)
+            if head is None:
+                return cls.open(name, model, rope_length, is_weight_only)
+            with SafetensorsReader(directory) as reader:
+                dtype = _stored_dtype(reader)
+            return cls(name, model, directory, head.config, dtype, None, None, head)
+
     @property
     def max_position(self) -> int | None:
         return hf_model.max_position(self.config, self.rope_length)
@@ -117,9 +147,34 @@ def open_models(
     is_weight_only: bool = False,
 ) -> list[Candidate]:
     """The target and its drafts; see `Candidate`."""
-    names = ["target", *(f"draft_{number}" for number in range(len(drafts)))]
-    models = zip(names, [target, *drafts], strict=True)
-    return [Candidate.open(*model, rope_length, is_weight_only) for model in models]
+    opened = [Candidate.open("target", target, rope_length, is_weight_only)]
+    for number, draft in enumerate(drafts):
+        sizes = (opened[0], rope_length, is_weight_only)
+        opened.append(Candidate.open_draft(f"draft_{number}", draft, *sizes))
+    return opened
+
+
+def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
+    """The head in a directory; None where it is an ordinary model.
+
+    Raises:
+        HeadError: another target's, or a target of which nothing is known.
+    """
+    name = type(target.model).__name__ if target.directory is None else str(target.model)
+    facts = TargetFacts.of_config(name, target.config)
+    is_known = min(facts.width, facts.num_layers, facts.vocab_size) > 0
+    try:
+        found = recognise(directory, facts)
+    except HeadError as error:
+        if is_known:
+            raise
+        raise HeadError(
+            f"{directory}: a draft head, and the target {name} has no configuration that says how"
+            " wide and how deep it is",
+            "hidden_size, num_hidden_layers and vocab_size",
+            "pass the directory of the target",
+        ) from error
+    return found
 
 
 @contextmanager
@@ -187,10 +242,14 @@ def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> list[st
         ConfigError: `max_seq_len` or a draft's window is beyond the positions of a model, or
             `rope_length` is of no use.
     """
-    told = check_rope_length({model.name: model.config for model in models}, config.rope_length)
+    # how far a head was trained is no limit: what it proposes is verified
+    configs = {model.name: model.config for model in models if model.head is None}
+    told = check_rope_length(configs, config.rope_length)
     windows = config.kv_windows_of(len(models) - 1)
     known = {}
     for model, rows in zip(models, windows, strict=True):
+        if model.head is not None:
+            continue
         label = type(model.model).__name__ if model.directory is None else str(model.model)
         lengths = (config.max_seq_len, config.rope_length)
         with errors_of(model.name), advice_for(model.model):

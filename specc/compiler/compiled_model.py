@@ -14,6 +14,7 @@ from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass
+from specc.passes.frontend.heads.feature_head import head_rows
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
@@ -22,6 +23,7 @@ from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
+from specc.passes.rewrite.read_features import ReadFeatures
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
@@ -39,7 +41,7 @@ CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
 MLA = "latent"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
-# what lets a target keep hidden states for drafts
+# what lets a target keep hidden states for drafts, and drafts read them
 TAPS = "taps"
 
 
@@ -118,7 +120,8 @@ def compile_models(
     for source in sources:
         author = source.module if source.is_given else source.label
         with phases.phase(f"trace {source.name}"), advice_for(author):
-            program = trace(source.module, source.name, source.rope_length)
+            rows = () if source.head is None else head_rows(source.head, source.dtype)
+            program = trace(source.module, source.name, source.rope_length, rows=rows)
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
@@ -126,6 +129,8 @@ def compile_models(
         if source.name == TARGET and taps is not None:
             # after the graph that self-drafts take: they keep nothing
             layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))
+        if source.head is not None:
+            layout = (*layout, (TAPS, (ReadFeatures,)))
         layout = (*layout, *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size

@@ -21,8 +21,9 @@ from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
-from specc.errors import ConfigError
+from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.heads.kinds import layout_of
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key, program_to_json
@@ -30,6 +31,7 @@ from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF, SpecPlan
+from specc.system.json_file import read_json
 
 _NAMES = ("target", "draft_0")
 
@@ -68,7 +70,18 @@ class ShapeOptions:
 
 
 def load_config(directory: Path) -> Any:
-    """The configuration in a directory, checked; see `hf_model.load_config`."""
+    """The configuration in a directory, checked; see `hf_model.load_config`.
+
+    Raises:
+        ConfigError: it is that of a draft head.
+    """
+    raw = read_json(directory / "config.json", NotCausalLMError, "an object", "correct it")
+    if isinstance(raw, dict) and layout_of(raw, (), str(directory)) is not None:
+        raise ConfigError(
+            f"--synthetic and the draft head {directory}",
+            "models that read tokens alone: no hidden states are drawn for heads",
+            "leave --draft out, or compile an engine with the head and measure that",
+        )
     return hf_model.load_config(directory)
 
 

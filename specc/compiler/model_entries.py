@@ -10,6 +10,7 @@ import torch
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.artifact.model_entry import (
+    HeadEntry,
     LayerEntry,
     ModelEntry,
     SlabEntry,
@@ -19,6 +20,7 @@ from specc.artifact.model_entry import (
 from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError
+from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.memory import ModelMemory, PassShape, plan_memory
 from specc.passes.program import Program
@@ -67,6 +69,7 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         rope_length=source.rope_length,
         vocabulary=_describe_vocabulary(source.vocabulary),
         taps=_describe_taps(program),
+        head=None if source.head is None else describe_head(source.head),
     )
 
 
@@ -74,6 +77,12 @@ def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | 
     if vocabulary is None:
         return None
     return VocabularyEntry(vocabulary.num_proposed, vocabulary.num_target, vocabulary.num_unread)
+
+
+def describe_head(spec: HeadSpec) -> HeadEntry:
+    """The manifest's entry of a head."""
+    length = spec.rope.trained_length
+    return HeadEntry(spec.kind, spec.layout, spec.width, length, spec.shared, spec.warnings)
 
 
 def _describe_taps(program: Program) -> TapsEntry | None:

@@ -81,7 +81,8 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     target_map = TokenMap.from_file(file)
     warnings, maps = [], {}
     for model in models[1:]:
-        if model.directory is None:
+        if model.directory is None or model.head is not None:
+            # a head has the ids of its target
             continue
         draft_file = model.directory / TOKENIZER_FILE
         draft_map = TokenMap.from_file(draft_file)

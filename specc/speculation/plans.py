@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ class SpecPlan:
         tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
             until the tree is verified.
+        heads: of its drafts, those that read the target's hidden states, see `docs/drafts.md`.
     Raises:
         TreeError: more nodes than a tree may have, or nodes out of order.
         ConfigError: proposals that cannot be combined so, or a tile of no node.
@@ -56,6 +57,7 @@ class SpecPlan:
     drafts: tuple[str, ...] = _FIRST_DRAFT
     combine: str = ""
     tile: int | None = None
+    heads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
@@ -230,11 +232,13 @@ class SpecPlan:
         """Last tokens of a sequence that the first level of a draft model reads.
 
         After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
-        and of several drafts' proposals all that the others made.
+        and of several drafts' proposals all that the others made. A head has seen none of what was
+        accepted with the target's hidden states, which it reads now.
         """
         if all(map(is_self_draft, self.drafts)):
             return 1
-        return self.max_depth + 1 if self.combine else min(2, self.max_depth + 1)
+        reads_all = self.combine or self.heads
+        return self.max_depth + 1 if reads_all else min(2, self.max_depth + 1)
 
     def first_level(self, draft: str) -> int:
         """Last tokens of a sequence that the first level of a draft reads.
@@ -345,6 +349,9 @@ class SpecPlan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["dynamic"] = asdict(self.dynamic) if self.dynamic else None
+        if not self.heads:
+            # plans without heads are as they were before there were any
+            del data["heads"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
     @classmethod
@@ -359,6 +366,7 @@ class SpecPlan:
                 drafts=tuple(data["drafts"]),
                 combine=data["combine"],
                 tile=data["tile"],
+                heads=tuple(data.get("heads", ())),
             )
         except (KeyError, TypeError, AssertionError) as error:
             raise EngineError(
@@ -369,6 +377,11 @@ class SpecPlan:
 def is_lookup(draft: str) -> bool:
     """Whether a draft looks tokens up, rather than asking a model or the target."""
     return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
+
+
+def heads_of(plans: Iterable[SpecPlan]) -> set[int]:
+    """Numbers of the drafts of some plans that read the target's hidden states."""
+    return {int(name.removeprefix("draft_")) for plan in plans for name in plan.heads}
 
 
 def lookup_ngram(draft: str) -> int | None:

@@ -21,12 +21,15 @@ from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
 OPTION = "--speculative-config"
-_MODEL, _NGRAM = "draft_model", "ngram"
+_MODEL, _NGRAM, _EAGLE3 = "draft_model", "ngram", "eagle3"
 # names of vLLM's → what specc calls it
-_METHODS = {_MODEL: _MODEL, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM, SUFFIX: SUFFIX}
+_METHODS = {
+    _MODEL: _MODEL, _EAGLE3: _EAGLE3, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM,
+    SUFFIX: SUFFIX,
+}  # fmt: skip
 # vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
 _OTHER_METHODS = (
-    "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
+    "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
     "extract_hidden_states",
 )  # fmt: skip
 # tokens that vLLM compares where nothing is said
@@ -220,7 +223,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
     raise _refused(
         f"method {_shown(method)}",
-        f"{_MODEL}, {_NGRAM} or {SUFFIX}",
+        f"{_MODEL}, {_EAGLE3}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
         else "name a small model as model, or self:window=512",
@@ -248,6 +251,18 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         _absent(values, name, f"model {_shown(model)}", f"method {_NGRAM}, which looks tokens up")
     return model
+
+
+def _read_head(values: Mapping[str, Any], tree: TokenTree | None) -> str:
+    """A head, which the files of its directory say that it is."""
+    model = _text(values, "model")
+    if not model or model.startswith("self:") or not split_drafts([model])[0]:
+        raise _refused(
+            f"method {_EAGLE3} " + (f"and model {_shown(model)}" if model else "without model"),
+            "the directory or id of a head",
+            'add "model": "H/"' if not model else "leave method out, or name a head",
+        )
+    return _read_model(values, tree)
 
 
 def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
@@ -280,7 +295,10 @@ def _read_suffix(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     return SUFFIX
 
 
-_READERS = {"": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram, SUFFIX: _read_suffix}
+_READERS = {
+    "": _read_model, _MODEL: _read_model, _EAGLE3: _read_head, _NGRAM: _read_ngram,
+    SUFFIX: _read_suffix,
+}  # fmt: skip
 
 
 def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:

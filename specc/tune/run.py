@@ -158,7 +158,8 @@ def tune(
         phases: tells the listener how far this is.
         offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:
-        ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
+        ConfigError: an engine without drafts or with heads, or batch sizes that it was not
+            compiled for.
         RequestError: text for an engine without a tokenizer.
     """
     manifest = open_engine(directory, None, weights_budget=least_of(offload_weights))
@@ -166,6 +167,12 @@ def tune(
     if not drafts:
         raise ConfigError(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
+        )
+    if heads := [model.source for model in manifest.models if model.head is not None]:
+        raise ConfigError(
+            f"an engine whose draft is a head ({', '.join(heads)})",
+            "drafts that read tokens alone: nothing measures passes over hidden states yet",
+            "choose a plan with --plan, or compile with another draft",
         )
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
     if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):

@@ -84,6 +84,7 @@ def head_source(
         [f"{name.replace('_', ' ')}: {text}" for text in spec.warnings],
     )
     source.has_own_names = True
+    source.head = spec
     return source
 
 

@@ -26,7 +26,7 @@ from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
 from specc.kernels import fakes, native, ops
 from specc.passes.lower.inductor.warm import warm_inductor
-from specc.passes.program import HIDDEN, MASS
+from specc.passes.program import FEATURE_ROWS, HIDDEN, MASS
 from specc.system.child_processes import ChildProcesses
 from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
@@ -167,11 +167,12 @@ class BoundProgram(nn.Module):
                 self.register_parameter(f"w{self.num_weights}", value)
                 self.num_weights += 1
         self.takes_mass = any(entry.get("name") == MASS for entry in program["inputs"])
-        # of a segment of a model: sizes of the value that it takes, None for that of the tokens
+        # of a segment of a model, or a head: sizes of the value that it takes, None for that of
+        # the tokens
         self.hidden = [
             (entry["shape"], getattr(torch, entry["dtype"]))
             for entry in program["inputs"]
-            if entry["kind"] == "input" and entry["name"] == HIDDEN
+            if entry["kind"] == "input" and entry["name"] in (HIDDEN, FEATURE_ROWS)
         ]
         self.kinds = [entry["kind"] for entry in program["inputs"]]
         self.cache_shapes = [

@@ -80,7 +80,8 @@ class CompiledProgram:
         self.native.bind_weights(used, [names[name] for name in used])
         self.native.expect_flat_inputs(takes_mass(program))
         for entry in program["inputs"]:
-            if entry["name"] == "hidden" and entry["kind"] == "input":
+            if entry["name"] in ("hidden", "feature_rows") and entry["kind"] == "input":
+                # one more input, last
                 sizes = [-1 if size is None else size for size in entry["shape"]]
                 like = torch.empty(0, dtype=getattr(torch, entry["dtype"]))
                 self.native.expect_hidden(sizes, like)

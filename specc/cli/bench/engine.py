@@ -165,11 +165,16 @@ def plans_beside_off(engine: Engine, options: BenchOptions) -> list[str]:
 def _load_baselines(
     engine: Engine, options: BenchOptions, batches: Any, depth: int
 ) -> tuple[list[Any], list[str]]:
-    from specc.bench.baseline import Checkpoints, load_contenders
+    from specc.bench.baseline import ASSISTED, Checkpoints, load_contenders
 
     manifest = engine.manifest
     assert manifest is not None, "an engine that was loaded has a manifest"
     sources = [model.checkpoint for model in manifest.models]
-    draft = options.draft_checkpoint or (sources[1] if len(sources) > 1 else None)
+    # transformers has no draft that reads hidden states
+    is_head = len(sources) > 1 and manifest.models[1].head is not None
+    draft = options.draft_checkpoint or (sources[1] if len(sources) > 1 and not is_head else None)
     checkpoints = Checkpoints(options.target_checkpoint or sources[0], draft, manifest.dtype)
-    return load_contenders(checkpoints, batches, options.tokens, depth)
+    contenders, notes = load_contenders(checkpoints, batches, options.tokens, depth)
+    if is_head and draft is None:
+        notes = [f"{ASSISTED} is left out: transformers has no draft like {sources[1]}, a head"]
+    return contenders, notes

@@ -50,7 +50,7 @@ class DraftOptions:
     )
     speculative_config: str | None = option(
         None,
-        "The same as vLLM has it, as JSON: method (draft_model, ngram or suffix), model,"
+        "The same as vLLM has it, as JSON: method (draft_model, eagle3, ngram or suffix), model,"
         " num_speculative_tokens and a few more; instead of --draft, --tree, --combine and"
         " --num-speculative-tokens.",
         "--speculative-config",

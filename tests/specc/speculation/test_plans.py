@@ -227,7 +227,8 @@ def test_manifest_round_trip(named):
     assert entry.plan == plan
     assert (entry.name, entry.file) == (plan.name, "steps/x.json")
     assert json.loads(json.dumps(dataclasses.asdict(entry))).keys() == plan.to_json().keys() | {
-        "file"
+        "file",
+        "heads",
     }
 
 

@@ -102,7 +102,10 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"model": "D/", "use_heterogeneous_vocab": 1}, "use_heterogeneous_vocab 1", "write true"),
         # methods
         ({}, "neither method nor model", "ngram"),
-        ({"method": "eagle3", "model": "H/"}, "eagle3", "self:window"),
+        ({"method": "eagle", "model": "H/"}, "eagle", "self:window"),
+        ({"method": "eagle3"}, "eagle3 without model", "add"),
+        ({"method": "eagle3", "model": "suffix"}, "eagle3 and model suffix", "name a head"),
+        ({"method": "eagle3", "model": "self:window=64"}, "model self:window=64", "name a head"),
         ({"method": "deepseek_mtp"}, "deepseek_mtp", "self:window"),
         ({"method": "draft-model", "model": "D/"}, "draft-model", "write draft_model"),
         ({"method": 3}, "method 3", "self:window"),

@@ -53,6 +53,7 @@ class Row:
     feature: Tensor
     is_tapped: bool
     ancestors: int = 0
+    parent: int = -1  # slot of the row whose own feature it reads
 
 
 class TreeDrafts:
@@ -130,10 +131,11 @@ class TreeDrafts:
     def _node(self, b: int, node: int, token: int) -> Row:
         own, rows = self.sequences[b], len(self.sequences[b].tokens) - 1
         parent = PARENTS[node]
-        feature = own.handed_on[rows - 1 if parent < 0 else rows + parent]
+        above = rows - 1 if parent < 0 else rows + parent
+        feature = own.handed_on[above]
         position = rows + _depth(node) - 1
         words = sum(1 << item for item in _path(node))
-        return Row(b, rows + node, position, token, feature, False, words)
+        return Row(b, rows + node, position, token, feature, False, words, above)
 
     def _run(self, rows: list[Row], lengths: list[int], is_tree: bool) -> Tensor:
         """[rows, V] logits; what rows hand on is kept by slot."""
@@ -154,7 +156,10 @@ class TreeDrafts:
         names = [str(node.target) for node in self._program.graph.find_nodes(op="placeholder")]
         values = [self._stored[x] if x in self._stored else inputs[x] for x in names]
         with torch.no_grad():
-            logits, handed_on = self._graph.run(*values)
+            return self._logits(self._graph.run(*values), rows)
+
+    def _logits(self, output: Any, rows: list[Row]) -> Tensor:
+        logits, handed_on = output
         for row, value in zip(rows, handed_on[0], strict=True):
             self.sequences[row.sequence].handed_on[row.slot] = value
         return logits
@@ -167,6 +172,35 @@ class TreeDrafts:
         for i, row in enumerate(rows):
             made["features" if row.is_tapped else "own_features"][i] = row.feature
         return {**made, "is_tapped": torch.tensor([[row.is_tapped] for row in rows])}
+
+
+class PagedDrafts(TreeDrafts):
+    """Runs a head's program after `ReadFeatures`: what rows hand on lies in a slab of its own."""
+
+    def __init__(self, program: Program, *args: Any) -> None:
+        super().__init__(program, *args)
+        for name in ("handed_on", "features"):
+            width = program.placeholder(name).meta["val"].shape[2]
+            # what nothing was written to is no number
+            slab = torch.full((len(self.sequences) * BLOCKS, BLOCK, int(width)), torch.nan)
+            self._stored[name] = slab
+
+    def _node(self, b: int, node: int, token: int) -> Row:
+        # nobody here knows what was handed on
+        self.sequences[b].handed_on = dict.fromkeys(range(BLOCK * BLOCKS), torch.empty(0))
+        return super()._node(b, node, token)
+
+    def _rows(self, rows: list[Row]) -> dict[str, Tensor]:
+        named = []
+        for row in rows:
+            if row.is_tapped:
+                block = self.sequences[row.sequence].table[row.slot // BLOCK]
+                self._stored["features"][block, row.slot % BLOCK] = row.feature
+            named.append((row.slot, -1) if row.is_tapped else (-1, row.parent))
+        return {"feature_rows": torch.tensor(named, dtype=torch.int32)}
+
+    def _logits(self, output: Any, rows: list[Row]) -> Tensor:
+        return output
 
 
 def _depth(node: int) -> int:

@@ -13,13 +13,17 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program
+from specc.passes.rewrite.read_features import ReadFeatures
 from tests.head_reference import hidden_states
 from tests.heads import CASES, VOCAB
-from tests.passes.frontend.heads.drafted_trees import TreeDrafts
+from tests.passes.frontend.heads.drafted_trees import PagedDrafts, TreeDrafts
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 # one of each layout, and between them every flag, both kinds of layers, and windows
 FIRST = ("safeailab-narrow", "speculators-sliding")
+
+
+READ: Phases = (("features", (ReadFeatures,)),)
 
 
 def program_of(loaded: Any, more: Phases = ()) -> Program:
@@ -42,18 +46,38 @@ def test_trees_over_several_steps(name, load, target):
     check_trees(name, load(name), target)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)  # fmt: skip
+def test_trees_over_slabs(name, load, target):
+    """The same of programs that read features from slabs, and write there what they hand on."""
+    check_trees(name, load(name), target, READ, PagedDrafts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_trees_after_the_phases_for_cuda(name, load, target):
     check_trees(name, load(name), target, cuda_phases(64))
 
 
-def check_trees(name: str, loaded: Any, target: Any, more: Phases = ()) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_trees_over_slabs_after_the_phases_for_cuda(name, load, target):
+    check_trees(name, load(name), target, (*READ, *cuda_phases(64)), PagedDrafts)
+
+
+def check_trees(
+    name: str, loaded: Any, target: Any, more: Phases = (), kind: type[TreeDrafts] = TreeDrafts
+) -> None:
     """Compare every node of several trees with the head that computes its path anew."""
     chooser = random.Random(name)
     prompts = [[chooser.randrange(VOCAB) for _ in range(n)] for n in (9, 4)]
     boundaries = CASES[name].boundaries
-    drafts = TreeDrafts(
+    drafts = kind(
         program_of(loaded, more),
         loaded.module,
         prompts,

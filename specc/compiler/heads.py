@@ -1,0 +1,106 @@
+"""Drafts that read the target's hidden states: what the target keeps for them, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specc.compiler.checks import Candidate
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.speculation.plans import SpecPlan
+from specc.speculation.taps import Taps
+
+
+def check_heads(
+    candidates: Sequence[Candidate], dtypes: Sequence[str], config: CompileConfig
+) -> None:
+    """Compare heads with what else was asked for.
+
+    Args:
+        candidates: the target first.
+        dtypes: of each.
+        config: options.
+    Raises:
+        ConfigError: heads that read different hidden states, one of another type than what it
+            reads, one that is to see a part of its rows, or an option that heads do not go with.
+    """
+    heads = [(x, dtype) for x, dtype in zip(candidates, dtypes, strict=True) if x.head is not None]
+    if not heads:
+        return
+    first = heads[0][0]
+    for candidate, dtype in heads:
+        if dtype != dtypes[0]:
+            raise ConfigError(
+                f"{_called(candidate)} in {dtype}, which reads hidden states of {dtypes[0]}",
+                f"the target's type: {dtypes[0]}",
+                "leave out --draft-dtype",
+            )
+        if _taps(candidate) != _taps(first):
+            raise ConfigError(
+                f"{_called(first)} reads boundaries {_shown(first)}, {_called(candidate)}"
+                f" {_shown(candidate)}",
+                "heads that read the same hidden states: the target keeps one row a token",
+                "pass one of the two heads",
+            )
+    windows = config.kv_windows_of(len(candidates) - 1)
+    for candidate, window in zip(candidates, windows, strict=True):
+        if candidate.head is not None and window is not None:
+            raise ConfigError(
+                f"--draft-kv {window.option}, and {_called(candidate)}",
+                "a draft model of its own: a head sees what its layers were trained to see",
+                "leave out --draft-kv",
+            )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"--quantize {config.quantization}, and {_called(first)}",
+            "a target and heads in one floating-point type",
+            "leave out --quantize, or choose another draft",
+        )
+
+
+def check_no_heads(candidates: Sequence[Candidate], what: str) -> None:
+    """Raises ConfigError: something that has no place for heads was asked for."""
+    for candidate in candidates:
+        if candidate.head is not None:
+            raise ConfigError(
+                f"{what}, and {_called(candidate)}",
+                "a draft that reads tokens alone",
+                "choose another draft",
+            )
+
+
+def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
+    """What the target keeps for its heads; None where it has none."""
+    return next((_taps(x) for x in candidates if x.head is not None), None)
+
+
+def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> list[SpecPlan]:
+    """The plans, each with the heads among its drafts."""
+    heads = [candidate.name for candidate in candidates if candidate.head is not None]
+    return [replace(plan, heads=tuple(x for x in plan.models if x in heads)) for plan in plans]
+
+
+def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:
+    """What the user should know where sequences become longer than a head was trained for."""
+    return [
+        f"{_called(x)} was trained for {x.head.rope.trained_length} positions, and sequences have"
+        f" up to {max_seq_len}: beyond, fewer of its tokens are accepted"
+        for x in candidates
+        if x.head is not None and x.head.rope.trained_length < max_seq_len
+    ]
+
+
+def _called(candidate: Candidate) -> str:
+    return f"the head {candidate.model} ({candidate.name.replace('_', ' ')})"
+
+
+def _taps(candidate: Candidate) -> Taps:
+    assert candidate.head is not None
+    return Taps(candidate.head.boundaries, candidate.head.is_last_normed)
+
+
+def _shown(candidate: Candidate) -> str:
+    taps = _taps(candidate)
+    places = ", ".join(map(str, taps.boundaries))
+    return f"{places} (the last after the final norm)" if taps.is_last_normed else places
