@@ -12,13 +12,22 @@ import pytest
 import torch
 
 from specc.artifact.manifest import Manifest
+from specc.bench import baseline
+from specc.cli.bench.engine import BenchOptions, _load_baselines
+from specc.cli.render import head_lines
 from specc.compiler.build import build
+from specc.compiler.in_memory import load_config
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, HeadError, SpeccError
+from specc.progress import PhaseTimer
+from specc.runtime.backends.offload_budget import check_offload
+from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.tune.options import TuneOptions
+from specc.tune.run import tune
 from tests import models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
@@ -307,3 +316,32 @@ def test_two_heads_that_read_other_places(zoo: Zoo, target: Path, tmp_path: Path
     ]
     with pytest.raises(ConfigError, match=r"boundaries 2, 4, 5, .* 3, 1, 6, 7"):
         build(target, heads, tmp_path / "e", options(plans=()))
+
+
+def test_what_has_no_place_for_heads(
+    zoo: Zoo, compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, manifest = compiled(), Engine.load(compiled()).manifest
+    assert manifest is not None
+    with pytest.raises(ConfigError, match="--overlap of an engine whose draft reads"):
+        check_overlap(manifest, "cuda")
+    with pytest.raises(ConfigError, match="--offload-weights of an engine whose draft reads"):
+        check_offload(manifest, "cuda", 1 << 20)
+    with pytest.raises(ConfigError, match="an engine whose draft is a head"):
+        tune(path, [[1, 2, 3]], TuneOptions(), PhaseTimer(lambda event: None))
+    head = zoo.once(f"head-{NAME}", lambda made: write_head(made, CASES[NAME]))
+    with pytest.raises(ConfigError, match="--synthetic and the draft head"):
+        load_config(head)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        baseline, "load_contenders", lambda pair, *sizes: (asked.append(pair), ([], ["no"]))[1]
+    )
+    contenders, notes = _load_baselines(Engine.load(path), BenchOptions(), [], 3)
+    assert contenders == []
+    assert asked[0].draft is None
+    assert notes == [
+        f"transformers-assisted is left out: transformers has no draft like {head}, a head"
+    ]
+    lines = head_lines(manifest)
+    assert "reads the target at boundaries 2, 4, 5, and was trained for 64 positions" in lines[0]
+    assert "config.json names no layers" in lines[1]
