@@ -116,7 +116,8 @@ class Prompts:
         """Have heads read prompts, too: what the target's pass over them has left."""
         for i in self._heads:
             if mine := [span for span in spans if i in span.drafts]:
-                self._read(i, mine)
+                with self._link.active():
+                    self._read(i, mine)
 
     def first_tokens(self, logits: Tensor, requests: list[Request]) -> Tensor:
         """What follows each prompt, see `first_tokens`."""
@@ -143,9 +144,7 @@ class Prompts:
     def _read(self, draft: int, spans: list[Span]) -> None:
         """Feed a draft tokens of several requests, which the target has read."""
         inputs = self._send(causal_inputs(spans, self._cache))
-        given = inputs.of_head if draft in self._heads else inputs.of_model
-        with self._link.active():
-            self._drafts[draft](*given)
+        self._drafts[draft](*(inputs.of_head if draft in self._heads else inputs.of_model))
 
     @torch.inference_mode()
     def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:

@@ -7,7 +7,8 @@ is noted block by block: plans without a draft then still share the target's row
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
 
 The last row of a head in a block (see `docs/drafts.md`) is made of the first token after the block,
-too. Where there are heads that token belongs to the key, so that a block waits for it.
+too. Where there are heads that token belongs to the key: it is known as soon as the rows are
+committed, but for a request that ends there, whose last block nobody finds.
 """
 
 from __future__ import annotations
@@ -69,10 +70,9 @@ class PrefixCache:
     def publish(self, request: Request) -> None:
         """Let others find what a request has committed since the last call."""
         size, blocks = self._size, request.blocks
-        known = min(request.cache_len, len(request.token_ids) - self._num_after)
-        for i in range(request.num_published, known // size):
+        for i in range(request.num_published, request.cache_len // size):
             self._pool.publish(blocks[i], self._key(request, i))
-        request.num_published = max(request.num_published, known // size)
+        request.num_published = max(request.num_published, request.cache_len // size)
         for draft, length in enumerate(request.draft_lens):
             done = min(length // size, request.num_published)
             for i in range(request.num_published_of[draft], done):

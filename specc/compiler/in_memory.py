@@ -75,7 +75,9 @@ def load_config(directory: Path) -> Any:
     Raises:
         ConfigError: it is that of a draft head.
     """
-    raw = read_json(directory / "config.json", NotCausalLMError, "an object", "correct it")
+    file = directory / "config.json"
+    # where it is missing, the error is that of every model
+    raw = read_json(file, NotCausalLMError, "an object", "correct it") if file.is_file() else None
     if isinstance(raw, dict) and layout_of(raw, (), str(directory)) is not None:
         raise ConfigError(
             f"--synthetic and the draft head {directory}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.manifest import Manifest
+from specc.bench import baseline
+from specc.cli.bench.engine import BenchOptions, _load_baselines
+from specc.cli.render import head_lines
 from specc.compiler.build import build
+from specc.compiler.in_memory import load_config
 from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError, HeadError, SpeccError
+from specc.progress import PhaseTimer
+from specc.runtime.backends.offload_budget import check_offload
+from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.tune.options import TuneOptions
+from specc.tune.run import tune
 from tests import models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
@@ -168,3 +180,168 @@ def test_compiled_programs(
     core = EngineCore(load(path), "off")
     plain = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+
+
+MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
+VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
+TILED = replace(TREE, name="tiled", tile=2)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)],
+    ids=lambda plan: plan.name,
+)
+def test_beside_other_drafts(
+    plan: SpecPlan, zoo: Zoo, target: Path, reference_of: Callable[..., Any]
+) -> None:
+    """A model and a head propose together: each gets the accepted tokens of the other."""
+    sizes = {**SIZES, "num_hidden_layers": 1}
+    other = zoo.once("head-beside", lambda path: models.save_tiny("llama", path, 77, **sizes))
+    head = zoo.once(f"head-{NAME}", lambda path: write_head(path, CASES[NAME]))
+    path = zoo.once(
+        "heads-beside",
+        lambda made: build(target, [other, head], made, options(plans=(MERGED, VOTED))),
+    )
+    core = EngineCore(load(path), plan.name)
+    oracle = HeadOracle(*reference_of(NAME), number=1)
+    oracle.watch(core)
+    texts = prompts_of(BLOCK)[1:3]
+    found = serve(core, oracle, texts, num_tokens=8, temperature=1.5)
+    assert oracle.num_nodes > 20
+    assert core.engine.plans[plan.name].heads == ("draft_1",)
+    oracle.reset()
+    plain = serve(EngineCore(load(path), "off"), oracle, texts, num_tokens=8, temperature=1.5)
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != NAME])
+def test_heads_of_every_layout(
+    name: str, compiled: Callable[..., Path], reference_of: Callable[..., Any]
+) -> None:
+    core = EngineCore(load(compiled(name)), TREE.name)
+    oracle = HeadOracle(*reference_of(name))
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
+    assert oracle.num_nodes > 100
+
+
+@pytest.mark.slow
+def test_trees_in_tiles(compiled: Callable[..., Path], reference_of: Callable[..., Any]) -> None:
+    """Levels are fed in parts where the logits of all nodes exceed the engine's limit."""
+    core = EngineCore(load(compiled(label="tiles", plans=(TILED,))), TILED.name)
+    oracle = HeadOracle(*reference_of(NAME))
+    oracle.watch(core)
+    assert core.engine.plans[TILED.name].tile == 2
+    serve(core, oracle, prompts_of(BLOCK)[:3])
+    assert oracle.num_nodes > 30
+
+
+def test_every_plan_by_load(
+    compiled: Callable[..., Path], reference_of: Callable[..., Any]
+) -> None:
+    """Where the policy chooses by load, plans change from step to step."""
+    core = EngineCore(load(compiled()), policy="goodput")
+    oracle = HeadOracle(*reference_of(NAME))
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK)[2:4], num_tokens=12)
+    assert oracle.num_nodes > 10
+
+
+def test_what_the_engine_says(compiled: Callable[..., Path], target: Path) -> None:
+    path = compiled()
+    manifest = Engine.load(path).manifest
+    assert manifest is not None
+    one, head = manifest.models
+    assert one.taps is not None
+    assert (one.taps.boundaries, one.taps.width) == ((2, 4, 5), 3 * WIDTH)
+    assert head.head is not None
+    assert (head.head.kind, head.head.layout) == ("eagle3", "SafeAILab")
+    assert (head.head.width, head.head.trained_length) == (24, 64)
+    assert head.head.shared == ()
+    rows = manifest.limits.cache_rows()
+    # K and V of 2 heads of 6, and what a token hands on
+    assert manifest.memory_plan["draft_0"].cache == rows * 4 * (2 * 2 * 6 + 24)
+    slabs = Engine.load(path).cache.slabs["draft_0"]
+    assert sum(slab.nbytes for slab in slabs) == manifest.memory_plan["draft_0"].cache
+    assert [entry.heads for entry in manifest.plans] == [("draft_0",)] * 3 + [()]
+
+
+def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
+    def changed(change: Callable[[Any], object], found: str) -> None:
+        data = json.loads((compiled() / "manifest.json").read_text())
+        change(data)
+        with pytest.raises(EngineError, match=found):
+            Manifest.from_json(data)
+
+    changed(lambda x: x["plans"][0].pop("heads"), r"plan chain-3 has heads \(none\)")
+    changed(lambda x: x["models"][0].pop("taps"), "no taps of the target")
+    changed(lambda x: x["models"][1]["head"].update(width=0), "rows of 0 columns")
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"backend": "onnx", "block_size": 0}, "the backend onnx"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ({"segments": True}, "--segments"),
+        ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the head"),
+        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"quantize": "int8", "backend": "cpu"}, "--quantize int8, and the head"),
+    ],
+)
+def test_what_heads_do_not_go_with(
+    zoo: Zoo, target: Path, tmp_path: Path, changes: dict[str, Any], found: str
+) -> None:
+    head = zoo.once(f"head-{NAME}", lambda path: write_head(path, CASES[NAME]))
+    with pytest.raises(SpeccError, match=found):
+        build(target, head, tmp_path / "e", options(plans=(), **changes))
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_head_of_another_target(zoo: Zoo, tmp_path: Path) -> None:
+    head = zoo.once(f"head-{NAME}", lambda path: write_head(path, CASES[NAME]))
+    sizes = {**SIZES, "hidden_size": 2 * WIDTH}
+    other = zoo.once("head-other", lambda path: models.save_tiny("llama", path, **sizes))
+    with pytest.raises(HeadError, match="draft 0: "):
+        build(other, head, tmp_path / "e", options(plans=()))
+
+
+def test_two_heads_that_read_other_places(zoo: Zoo, target: Path, tmp_path: Path) -> None:
+    heads = [
+        zoo.once(f"head-{name}", lambda path, name=name: write_head(path, CASES[name]))
+        for name in (NAME, "nvidia")
+    ]
+    with pytest.raises(ConfigError, match=r"boundaries 2, 4, 5, .* 3, 1, 6, 7"):
+        build(target, heads, tmp_path / "e", options(plans=()))
+
+
+def test_what_has_no_place_for_heads(
+    zoo: Zoo, compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, manifest = compiled(), Engine.load(compiled()).manifest
+    assert manifest is not None
+    with pytest.raises(ConfigError, match="--overlap of an engine whose draft reads"):
+        check_overlap(manifest, "cuda")
+    with pytest.raises(ConfigError, match="--offload-weights of an engine whose draft reads"):
+        check_offload(manifest, "cuda", 1 << 20)
+    with pytest.raises(ConfigError, match="an engine whose draft is a head"):
+        tune(path, [[1, 2, 3]], TuneOptions(), PhaseTimer(lambda event: None))
+    head = zoo.once(f"head-{NAME}", lambda made: write_head(made, CASES[NAME]))
+    with pytest.raises(ConfigError, match="--synthetic and the draft head"):
+        load_config(head)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        baseline, "load_contenders", lambda pair, *sizes: (asked.append(pair), ([], ["no"]))[1]
+    )
+    contenders, notes = _load_baselines(Engine.load(path), BenchOptions(), [], 3)
+    assert contenders == []
+    assert asked[0].draft is None
+    assert notes == [
+        f"transformers-assisted is left out: transformers has no draft like {head}, a head"
+    ]
+    lines = head_lines(manifest)
+    assert "reads the target at boundaries 2, 4, 5, and was trained for 64 positions" in lines[0]
+    assert "config.json names no layers" in lines[1]

@@ -34,7 +34,7 @@ def make_scheduler(
 ) -> tuple[Scheduler, KVCache]:
     shape = CacheShape(MAX_SEQ_LEN, 3, block_size, max_num_seqs, num_blocks)
     cache = KVCache(shape, {}, torch.float32)
-    plans = {OFF.name: OFF, CHAIN.name: CHAIN}
+    plans = {OFF.name: OFF, CHAIN.name: CHAIN, plan.name: plan}
     policy = FixedPolicy(plan.name)
     options = {"shares_prefixes": False} | options
     return Scheduler(cache, plans, policy, chunk, limit, **options), cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -241,6 +242,26 @@ def test_a_draft_that_lags_shares_only_what_it_has_seen() -> None:
     scheduler.add(third)
     scheduler.schedule()
     assert (third.cache_len, third.draft_lens) == (8, [8])
+
+
+def test_a_block_of_a_head_is_shared_with_the_token_after_it() -> None:
+    """Its last row is made of that token: sequences that go on otherwise do not share it."""
+    plan = replace(CHAIN, heads=("draft_0",))
+    scheduler, cache = make_scheduler(chunk=100, shares_prefixes=True, max_num_seqs=4, plan=plan)
+    # the first token follows the whole second block: it is known once the prompt is done
+    first = request("a", list(range(8)), max_tokens=8)
+    scheduler.add(first)
+    batch = scheduler.schedule()
+    assert not cache.allocator.has_key(first.blocks[1])
+    scheduler.postprocess(batch, run(batch))
+    assert cache.allocator.has_key(first.blocks[1])
+    after = first.token_ids[8]
+    for name, token, shared in (("b", after, 8), ("c", after + 1, 4)):
+        other = request(name, [*range(8), token, 50])
+        scheduler.add(other)
+        scheduler.schedule()
+        assert (name, other.cache_len, other.draft_lens) == (name, shared, [shared])
+    assert other.blocks[1] != first.blocks[1]
 
 
 def test_prefixes_outlive_their_requests_until_blocks_are_needed() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from specc.passes.facts import own_features_are_kept
 from specc.passes.frontend.heads.feature_head import head_rows
+from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.read_features import ReadFeatures
 from tests.head_reference import hidden_states
 from tests.heads import CASES, VOCAB
@@ -56,6 +59,21 @@ def test_trees_over_several_steps(name, load, target):
 def test_trees_over_slabs(name, load, target):
     """The same of programs that read features from slabs, and write there what they hand on."""
     check_trees(name, load(name), target, READ, PagedDrafts)
+
+
+def test_what_is_written_is_read_back(load):
+    """Graph, inputs, and the rows that the memory plan counts."""
+    program = program_of(load("safeailab-narrow"), READ)
+    data = program_to_json(program)
+    constants = {constant_key(name): value for name, value in program.constants.items()}
+    layers = [(layer.name, layer.window) for layer in program.layers]
+    keys = [*(weight.key for weight in program.weights.values()), *constants]
+    found = read_program(data, constants, layers, keys)
+    assert program_to_json(found) == data
+    assert own_features_are_kept(found)
+    assert (found.runtime_inputs, found.row_inputs) == (program.runtime_inputs, ("feature_rows",))
+    assert (found.taps, found.feature_width) == (None, 24)
+    verify_graph(found, "reading", is_final=True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
 from tests.lossless import Zoo
 from tests.runtime.head_rig import HeadOracle, load, prompts_of, serve
 
-NAME, BLOCK = "safeailab-narrow", 4
+NAME, BLOCK = "safeailab", 4
 PLANS = (SpecPlan.from_widths((2, 2, 1)), SpecPlan.from_dynamic(DynamicTree(6, 3, 3)))
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -59,3 +59,15 @@ def test_rows_of_captured_steps(engine: Any, plan: str, device: Any) -> None:
         oracle.reset()
     assert found[plan] == found["off"]
     assert oracle.num_rows > 300
+
+
+@SLOW
+def test_rows_of_the_kernels(engine: Any, device: Any, triton_kernels: None) -> None:
+    """All of it with the Triton kernels, in their interpreter: one request, a few steps."""
+    path, oracle = engine
+    oracle.reset()
+    before = oracle.num_rows
+    limits = CaptureLimits(sizes=(1,), max_seconds=-1)
+    core = EngineCore(load(path, capture=limits), PLANS[0].name)
+    serve(core, oracle, prompts_of(BLOCK)[4:5], num_tokens=6)
+    assert oracle.num_rows > before + 20
