@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.facts import features_are_written
+from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING, boundaries_of
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import FEATURES, RUNTIME_INPUTS, Program, program_to_json
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.tap_features import TapFeatures
-from specc.speculation.taps import AFTER, CONVENTIONS, ENTERING, Taps, boundaries_of
+from specc.speculation.taps import Taps
 from tests import models
 from tests.passes.modules import Tiny, dense_logits, flat_logits, traced
 from tests.passes.test_residual import LedPast, NoStream, TwoAttentions
@@ -233,19 +234,6 @@ def test_models_whose_boundaries_are_not_known(kind: type[Tiny], taps: Taps, fou
     assert "hidden states cannot be read" in error.value.do
 
 
-def test_published_ids() -> None:
-    assert boundaries_of([2, 16, 29], ENTERING) == (2, 16, 29)
-    assert boundaries_of([1, 15, 28], AFTER) == (2, 16, 29)
-    assert boundaries_of([-1, 3], AFTER) == (0, 4)
-    assert boundaries_of([], AFTER) == ()
-    for convention, first in ((ENTERING, -1), (AFTER, -2)):
-        with pytest.raises(ConfigError, match=f"id {first} of a layer"):
-            boundaries_of([0, first], convention)
-    assert set(CONVENTIONS) == {ENTERING, AFTER}
-    with pytest.raises(ConfigError, match="'before'"):
-        boundaries_of([0], "before")
-
-
 def test_an_id_after_a_layer_is_what_it_returns() -> None:
     """Both conventions on the module itself."""
     model, program = of("llama")
@@ -256,10 +244,10 @@ def test_an_id_after_a_layer_is_what_it_returns() -> None:
         )
     wanted = hidden_states(model, TOKENS)
     for number in range(2):
-        taps = Taps(boundaries_of([number], AFTER))
+        taps = Taps(boundaries_of([number], AFTER, 2, "head"))
         _, rows = run(tap(program, taps), model, TOKENS)
         torch.testing.assert_close(rows, returned[number][0], rtol=1e-4, atol=1e-4)
-        taps = Taps(boundaries_of([number], ENTERING))
+        taps = Taps(boundaries_of([number], ENTERING, 2, "head"))
         _, rows = run(tap(program, taps), model, TOKENS)
         torch.testing.assert_close(rows, wanted[number], rtol=1e-4, atol=1e-4)
     assert len(program.calls(ops.write_rows)) == 0
