@@ -95,12 +95,14 @@ def _look_up(
     graph = program.graph
     inputs = graph.find_nodes(op="placeholder")
     first = next(node for node in inputs if node.target in program.runtime_inputs)
-    fake = mode.from_tensor(table, static_shapes=True)
+    positions = program.placeholder("positions")
+    # where the trace has its tensors; torch 2.11 refuses a lookup across devices
+    values = torch.empty_like(table, device=positions.meta["val"].device)
+    fake = mode.from_tensor(values, static_shapes=True)
     placeholder = add_placeholder(program, name, fake, first.prev)
     program.constants[name] = table
     size = table.shape[1] // 2
     with graph.inserting_before(before):
-        positions = program.placeholder("positions")
         rows = emit_call(graph, aten.embedding.default, placeholder, positions)
         return [
             emit_call(graph, aten.slice.Tensor, rows, 1, start, start + size) for start in (0, size)

@@ -10,6 +10,7 @@ again afterwards.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import statistics
@@ -34,6 +35,8 @@ SWITCH = "SPECC_DEPENDENT_LAUNCHES"
 DEPENDENT, ORDINARY = "dependent", "ordinary"
 # CUDA of torch and of the driver: programmatic edges of graphs are in 12.3 and newer
 _LEAST_CUDA = (12, 3)
+# the driver's library, which a process with a GPU has loaded
+_DRIVER = "libcuda.so.1"
 # a step that gains less may be as fast either way
 _LEAST_GAIN = 0.002
 _ROUNDS, _REPLAYS, _CHECKS = 5, 5, 5
@@ -63,13 +66,24 @@ def can_launch_dependent(device: torch.device) -> bool:
 
     major, minor = torch.cuda.get_device_capability(device)
     own = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    # only in builds for CUDA
-    driver = vars(torch._C)["_cuda_getDriverVersion"]()
     return (
         10 * major + minor >= LEAST_CAPABILITY
         and own >= _LEAST_CUDA
-        and (driver // 1000, driver % 1000 // 10) >= _LEAST_CUDA
+        and driver_cuda() >= _LEAST_CUDA
     )
+
+
+def driver_cuda() -> tuple[int, int]:
+    """The newest CUDA of the driver, (major, minor); (0, 0) where it does not say.
+
+    Torch has no function for it in every version, so the driver itself is asked.
+    """
+    number = ctypes.c_int()
+    try:
+        status = ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return 0, 0
+    return (0, 0) if status else (number.value // 1000, number.value % 1000 // 10)
 
 
 def choose_launches(

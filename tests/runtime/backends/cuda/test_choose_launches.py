@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -240,16 +241,17 @@ def test_what_was_found_is_kept_for_this_gpu_and_engine(tiny_engine: Path, tmp_p
 
 def test_what_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_launch_dependent(torch.device("cpu"))
-    facts: dict[str, Any] = {"capability": (9, 0), "cuda": "12.8", "driver": 12040}
+    facts: dict[str, Any] = {"capability": (9, 0), "cuda": "12.8", "driver": (12, 4)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: facts["driver"], raising=False)
+    monkeypatch.setattr(chosen, "driver_cuda", lambda: facts["driver"])
     device = torch.device("cuda", 0)
     for change, wanted in (
         ({}, True),
-        ({"capability": (12, 0), "cuda": "13.0", "driver": 13000}, True),
+        ({"capability": (12, 0), "cuda": "13.0", "driver": (13, 0)}, True),
         ({"capability": (8, 9)}, False),
         ({"cuda": "12.1"}, False),
-        ({"driver": 12020}, False),
+        ({"driver": (12, 2)}, False),
+        ({"driver": (0, 0)}, False),
         ({"cuda": None}, False),
     ):
         before = dict(facts)
@@ -260,6 +262,29 @@ def test_what_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv(chosen.SWITCH, "0")
     assert not can_launch_dependent(device)
+
+
+DRIVER = """
+int cuDriverGetVersion(int *version) {{ *version = {version}; return {status}; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "wanted"), [(12040, 0, (12, 4)), (13000, 0, (13, 0)), (13000, 3, (0, 0))]
+)
+def test_the_driver_says_its_version(
+    version: int, status: int, wanted: tuple[int, int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text(DRIVER.format(version=version, status=status), encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setattr(chosen, "_DRIVER", str(library))
+    assert chosen.driver_cuda() == wanted
+
+
+def test_no_driver_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "_DRIVER", str(tmp_path / "libcuda.so.1"))
+    assert chosen.driver_cuda() == (0, 0)
 
 
 def test_a_cache_that_is_not_there_is_a_warning(rig: Rig, tmp_path: Path) -> None:
