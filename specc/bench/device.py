@@ -151,6 +151,20 @@ class Replay(NamedTuple):
     end: Any
 
 
+class KernelTime(NamedTuple):
+    """Launches of a kernel, and microseconds of all of them."""
+
+    count: int
+    us: float
+
+
+class Kernels(NamedTuple):
+    """Launches of some work; on a GPU, also those of each kernel, by name."""
+
+    count: int
+    times: dict[str, KernelTime]
+
+
 class TimedGraphs:
     """A `GraphDevice` whose replays can be timed and counted.
 
@@ -182,14 +196,14 @@ class TimedGraphs:
         finally:
             self._replays = None
 
-    def count_kernels(self, work: Callable[[], object]) -> int:
+    def count_kernels(self, work: Callable[[], object]) -> Kernels:
         """Kernels that some work launches: by the profiler of a GPU, else operators that write."""
         if self.device.type == "cuda":
             return _profile_kernels(work, self.clock)
         self._counter = OperatorCounter()
         try:
             work()
-            return self._counter.count
+            return Kernels(self._counter.count, {})
         finally:
             self._counter = None
 
@@ -233,11 +247,17 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
 
-def kernels_among(events: Iterable[tuple[str, bool]]) -> int:
-    """Kernels among what a profiler saw: (name, whether it ran on the device); copies are none."""
-    return sum(
-        on_device and not name.startswith(("Memcpy", "Memset")) for name, on_device in events
-    )
+def kernels_among(events: Iterable[tuple[str, bool, float]]) -> Kernels:
+    """Kernels among what a profiler saw: (name, whether it ran on the device, microseconds).
+
+    Copies are none.
+    """
+    found: dict[str, KernelTime] = {}
+    for name, on_device, us in events:
+        if on_device and not name.startswith(("Memcpy", "Memset")):
+            before = found.get(name, KernelTime(0, 0.0))
+            found[name] = KernelTime(before.count + 1, before.us + us)
+    return Kernels(sum(item.count for item in found.values()), found)
 
 
 def measure_copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> dict[str, Any]:
@@ -279,14 +299,17 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _profile_kernels(work: Callable[[], object], clock: Clock) -> int:
+def _profile_kernels(work: Callable[[], object], clock: Clock) -> Kernels:
     activities = [torch.profiler.ProfilerActivity.CUDA]
     clock.wait()
     with torch.profiler.profile(activities=activities) as profile:
         work()
         clock.wait()
     on_device = torch.autograd.DeviceType.CUDA
-    return kernels_among((event.name, event.device_type == on_device) for event in profile.events())
+    return kernels_among(
+        (event.name, event.device_type == on_device, event.time_range.elapsed_us())
+        for event in profile.events()
+    )
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -45,6 +45,8 @@ class StepFigures:
         sampled_length: as `acceptance_length`, of these.
         stage_ms: milliseconds of each stage, from other runs, in which each was its own graph.
         kernels: that one step launches; None while nobody has counted them.
+        kernel_us: name → launches of a step, and microseconds of all of them, as the profiler of a
+            GPU sees them, the longest first.
     """
 
     step_ms: Spread
@@ -57,6 +59,7 @@ class StepFigures:
     sampled_length: float | None = None
     stage_ms: dict[str, float] = field(default_factory=dict)
     kernels: float | None = None
+    kernel_us: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class StepBench:
@@ -135,11 +138,9 @@ class StepBench:
         """
         step = self._step(plan)
         count = self._steps_of_queue(step)
-        return replace(
-            figures,
-            stage_ms=self._stages(step, stages, count, rounds),
-            kernels=self._kernels(step, min(count, _COUNTED_STEPS)),
-        )
+        stage_ms = self._stages(step, stages, count, rounds)
+        kernels, kernel_us = self._kernels(step, min(count, _COUNTED_STEPS))
+        return replace(figures, stage_ms=stage_ms, kernels=kernels, kernel_us=kernel_us)
 
     def _rounds(
         self, step: QueuedStep, count: int, rounds: int, inputs: StepInputs
@@ -236,8 +237,15 @@ class StepBench:
         finally:
             step.before_accept = None
 
-    def _kernels(self, step: QueuedStep, count: int) -> float:
-        return self._graphs.count_kernels(lambda: self._queue(step, count)) / count
+    def _kernels(
+        self, step: QueuedStep, count: int
+    ) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Of one step: how many, and launches and microseconds by name."""
+        found = self._graphs.count_kernels(lambda: self._queue(step, count))
+        longest = sorted(found.times.items(), key=lambda item: -item[1].us)
+        return found.count / count, {
+            name: (item.count / count, item.us / count) for name, item in longest
+        }
 
 
 def _look_away(values: object) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +180,7 @@ class CapturedStep:
         with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
             run = self._bind(bucket).run
             run()
-            return self._graphs.capture(run)
+            return _Alone(self._graphs.capture(run), run)
 
     def submit(
         self,
@@ -420,6 +420,16 @@ class CapturedStep:
     def _seen(bound: BoundStep | OverlappedStep, *rows: Any) -> HookValues:
         assert isinstance(bound, BoundStep), "a step whose stages are captured one by one"
         return HookValues(bound, *rows)
+
+
+class _Alone(NamedTuple):
+    """A graph and the step that it was captured from, whose constants it reads at each replay."""
+
+    graph: Graph
+    run: Callable[[], object]
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 def _look_at_nothing(values: StepValues) -> None:

@@ -93,6 +93,9 @@ class GraphDevice(Protocol):
     def capture(self, run: Callable[[], object]) -> Graph:
         """Capture `run`, which has run before: nothing in it may compile, allocate anew or wait.
 
+        A graph reads what `run` read at the addresses where it lay, and keeps none of it: whatever
+        holds the graph has to hold these tensors, too.
+
         Raises:
             RuntimeError: an operator cannot be captured.
         """

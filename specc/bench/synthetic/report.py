@@ -162,6 +162,7 @@ def step_report(bench: ShapesBench, plan: str, generate_ms: float = 0.0) -> dict
         "host_share": 1 - found.step_ms.median / generate_ms if generate_ms else None,
         "stage_ms": found.stage_ms,
         "kernels": found.kernels,
+        "kernel_us": found.kernel_us,
         "kernels_counted": (
             "profiler" if bench.engine.cache.device.type == "cuda" else "operators that write"
         ),

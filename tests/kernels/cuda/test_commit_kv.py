@@ -120,9 +120,10 @@ def inputs() -> dict:
     ],
     ids=["kv", "contiguous", "strides", "float", "width", "table-i64", "batch", "1025"],
 )
-def test_bad_inputs_are_refused_with_their_values(change, found):
+def test_bad_inputs_are_refused_with_their_values(change, found, device):
+    given = {name: value.to(device) for name, value in (inputs() | change).items()}
     if found is None:
-        kernels.commit_kv(**(inputs() | change))
+        kernels.commit_kv(**given)
         return
     with pytest.raises(ValueError, match=found):
-        kernels.commit_kv(**(inputs() | change))
+        kernels.commit_kv(**given)

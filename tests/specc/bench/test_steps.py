@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench import device as bench_device
+from specc.bench import steps
 from specc.bench.device import (
+    Kernels,
+    KernelTime,
     OperatorCounter,
     RepeatingDevice,
     TimedGraphs,
@@ -234,9 +237,22 @@ def test_views_are_no_kernels():
 
 
 def test_copies_are_no_kernels():
-    events = [("gemm", True), ("Memcpy DtoH", True), ("Memset (Device)", True), ("aten::mm", False)]
-    assert kernels_among(events) == 1
-    assert kernels_among([]) == 0
+    events = [("gemm", True, 2.0), ("Memcpy DtoH", True, 1.0), ("Memset (Device)", True, 1.0)]
+    events += [("aten::mm", False, 9.0), ("norm", True, 1.0), ("gemm", True, 3.0)]
+    assert kernels_among(events) == (3, {"gemm": (2, 5.0), "norm": (1, 1.0)})
+    assert kernels_among([]) == (0, {})
+
+
+def test_kernels_of_a_step_by_their_time(monkeypatch):
+    """Of two steps that were profiled; the longest first."""
+    _, _, bench = make_bench(SimulatedDevice())
+    figures = bench.time("off", rounds=1)
+    times = {"norm": KernelTime(4, 6.0), "gemm": KernelTime(2, 9.0)}
+    monkeypatch.setattr(bench._graphs, "count_kernels", lambda work: Kernels(6, times))
+    monkeypatch.setattr(steps, "_COUNTED_STEPS", 2)
+    found = bench.add_parts("off", figures, STAGES["off"], rounds=1)
+    assert found.kernels == 3
+    assert list(found.kernel_us.items()) == [("gemm", (1, 4.5)), ("norm", (2, 3.0))]
 
 
 def test_copy_bandwidth_counts_both_directions(monkeypatch):
