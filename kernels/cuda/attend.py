@@ -54,6 +54,8 @@ def attend(
     lengths.
     """
     _check(q, k_cache, v_cache, q_start, position, slot, cache_len, ancestors, block_table)
+    if not scale > 0:
+        raise ValueError(f"attend: found scale {scale}; needed a positive one")
     num_heads, num_tokens, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, value_dim = v_cache.shape
     num_seqs, num_pages = block_table.shape
@@ -208,6 +210,8 @@ _POINTERS = (
     "q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", "q_start", "position", "slot",
     "cache_len", "ancestors", "block_table",
 )  # fmt: skip
+# older than the keys that the kernel before writes: it finds its places by them
+_EARLY = ("q_start", "position", "slot", "cache_len")
 _DIVISIBLE_STRIDES = (
     "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
     "stride_vb", "stride_vs", "stride_vh",
@@ -256,4 +260,5 @@ def _shipped_attend(
         c.num_stages,
         (*_POINTERS, *_DIVISIBLE_STRIDES),
         c.max_registers,
+        early=_EARLY,
     )  # fmt: skip
