@@ -49,6 +49,10 @@ class LaunchWarning(UserWarning):
     """Dependent launches do not work here, and are not used."""
 
 
+class DependentFault(FaultError):
+    """The device takes no more work, and dependent launches were what it was given last."""
+
+
 # seconds of some replays in a row
 Timer = Callable[[Callable[[], object]], float]
 # what this process has measured so far, as `choose_launches` returns it
@@ -105,7 +109,8 @@ def choose_launches(
         what was found now, ready for JSON: `plan`; `batches`, for each its size `batch`, `ms` of a
         step by launches, and `differ`, replays whose results were others; and `chosen`.
     Raises:
-        FaultError: the device takes no more work; the next load leaves dependent launches out.
+        FaultError: the device takes no more work; after dependent launches, the next load leaves
+            them out.
     """
     report = []
     for name, step in steps.items():
@@ -116,7 +121,7 @@ def choose_launches(
                 for found in _measure(step, cache, graphs, timer or _timer(graphs)):
                     item["batches"].append(found)
                     item["chosen"] = DEPENDENT if _is_better(found) else ORDINARY
-            except FaultError:
+            except DependentFault:
                 if kept:
                     kept.add(name, item | {"chosen": ORDINARY, "lost": True})
                 raise
@@ -160,13 +165,16 @@ def _try_both(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any
         try:
             graphs.record_event().synchronize()
         except Exception as fault:
-            raise FaultError(
-                f"a device that takes no work after dependent launches of plan"
+            is_dependent = trial.way == DEPENDENT
+            raise (DependentFault if is_dependent else FaultError)(
+                f"a device that takes no work after {trial.way} launches of plan"
                 f" {trial.step.plan.name}: {fault}",
                 "kernels that run on this device",
-                "load the engine again: this was noted, and launches will be ordinary. Report it",
+                "load the engine again: this was noted, and launches will be ordinary. Report it"
+                if is_dependent
+                else f"report it; {SWITCH}=0 changes nothing about it",
             ) from fault
-        _warn(trial, str(error))
+        _warn(trial, f"after {trial.way} launches: {error}")
     return found
 
 
@@ -183,6 +191,7 @@ def _compare(trial: _Trial, timer: Timer, found: dict[str, Any]) -> None:
     for _ in range(_ROUNDS):
         for way, graph in ways.items():
             trial.begin()
+            trial.way = way
             seconds[way].append(timer(graph.replay) / _REPLAYS)
     found["ms"] = {way: 1e3 * statistics.median(own) for way, own in seconds.items()}
 
@@ -225,6 +234,8 @@ class _Trial:
         self._regions = regions
         self._graphs = graphs
         self._inputs = inputs
+        # launches of what was run last
+        self.way = ORDINARY
         self._drawn: list[Tensor] = []
         self._kept: list[Tensor | None] = []
 
@@ -288,6 +299,7 @@ class _Trial:
                     region.copy_(kept)
 
     def capture(self, is_dependent: bool) -> Graph:
+        self.way = DEPENDENT if is_dependent else ORDINARY
         return self.step.capture_alone(self.bucket, is_dependent)
 
     @torch.inference_mode()
