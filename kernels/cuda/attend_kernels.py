@@ -87,7 +87,7 @@ def _attend_block(
     p_v,
     p_table,
     p_words,  # [BM]
-    i_block,
+    i_key,
     end,
     length,
     m_live,  # [BM]
@@ -112,19 +112,19 @@ def _attend_block(
     IS_TREE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Take one block of keys into the running softmax."""
+    """Take keys i_key … i_key + BN - 1 into the running softmax."""
     o_n = tl.arange(0, BN)
     o_dv = tl.arange(0, BDV)
-    o_key = i_block * BN + o_n  # [BN]
+    o_key = i_key + o_n  # [BN]
     m_key = o_key < end
 
     if PAGE == 0:
         # the whole block lies in one page
-        i_page = i_block * BN // block_size
+        i_page = i_key // block_size
         i_row = tl.load(p_table + i_page)
         # what a broken table names stays inside the cache
         i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
-        i_slot = (i_block * BN - i_page * block_size).to(tl.int64)
+        i_slot = (i_key - i_page * block_size).to(tl.int64)
         p_k += i_row * stride_kb + i_slot * stride_ks
         p_v += i_row * stride_vb + i_slot * stride_vs
         o_k = o_n * stride_ks  # [BN], small: within a block of keys
@@ -140,7 +140,7 @@ def _attend_block(
         b_low = b_position
         b_high = b_position
         if IS_TREE:
-            b_low, b_high = _node_bits(p_words, m_live, i_block * BN - length, num_words)
+            b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
         m_seen = m_live[None, :] & _is_visible(
             o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
@@ -237,6 +237,7 @@ def attend_kernel(
     BDV: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STEP: tl.constexpr,
     BC: tl.constexpr,
     BB: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -324,12 +325,14 @@ def attend_kernel(
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
 
-    for i in range(i_full, i_rest):
+    # what does not fill a step is left to the blocks that are not full
+    i_rest = i_full + (i_rest - i_full) // STEP * STEP
+    for i in range(i_full, i_rest, STEP):
         b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, capacity, length,
-            m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
+            length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False,
+            D, DV, BD, BDV, BN * STEP, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 
     if IS_TREE:
@@ -351,7 +354,7 @@ def attend_kernel(
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
         b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block, end, length,
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
             D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True,

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replace_
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def points() -> Iterator[tuple[Case, AttendConfig, int | None]]:
         *grid((128,), (32,), (8,), (3, 5), (1, 2)), *grid((64,), (32,), (4,), (4, 5), (2, 3)),
         *grid((32,), (64,), (4,), (3, 4), (2, 3)),
     ]  # fmt: skip
+    wide += [AttendConfig(128, 64, 8, stages, 1, None, 2) for stages in (2, 3, 4)]
+    wide += [AttendConfig(64, 64, 4, stages, 2, None, 2) for stages in (2, 3)]
+    wide += [AttendConfig(128, 32, 8, stages, 1, None, 2) for stages in (3, 5)]
     for c in wide:
         yield tree, c, None
     for splits in (None, 4, 8):
@@ -95,6 +99,8 @@ def points() -> Iterator[tuple[Case, AttendConfig, int | None]]:
             yield draft, c, splits
     for c in grid((16,), (32, 64), (4, 8), (3, 5), (2, 3, 4)):
         yield Case(16, 1, 16 << 10), c, None
+    for stages, programs in ((3, 2), (4, 2), (3, 1), (5, 1)):
+        yield Case(16, 1, 16 << 10), AttendConfig(16, 64, 4, stages, programs, None, 2), None
     for c in wide:
         yield Case(16, 32, 16 << 10), c, None
     for case in (one, tree):
@@ -233,7 +239,7 @@ def compile_all() -> None:
     done = set()
     begin = time.perf_counter()
     for case, c, splits in points():
-        key = (c.block_m, c.block_n, c.num_warps, c.num_stages, case.num_nodes > 1)
+        key = (replace_(c, programs_per_sm=1), case.num_nodes > 1)
         if (key, case.head_dim, case.block_size) in done:
             continue
         done.add((key, case.head_dim, case.block_size))
