@@ -1,6 +1,6 @@
 """Launch parameters of `attend`, measured: which tile, warps, stages and splits suit which case.
 
-    python3 -P -m tests.gpu.sweep_attend --output FILE [--seconds S]
+    PYTHONPATH=. python3 -P -m tests.gpu.sweep_attend --output FILE [--seconds S]
 
 The tables of `specc.kernels.cuda.attend_config` are written by hand from what this finds. All calls
 of a case are one graph that goes through several copies of the caches, as in
