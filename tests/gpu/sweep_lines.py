@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def supervise(script: str, options: argparse.Namespace, environment: dict[str, s
             if status:
                 append(lines, {"event": "lost", "status": status})
     finally:
-        assemble(lines, options.output)
+        print(*summary(assemble(lines, options.output)), sep="\n", flush=True)
     return 0 if status == 0 else 1
 
 
@@ -74,8 +75,8 @@ def read(lines: Path) -> list[dict[str, Any]]:
     return found
 
 
-def assemble(lines: Path, output: Path) -> None:
-    """Lines as one file; what was begun by a process that died has an error."""
+def assemble(lines: Path, output: Path) -> dict[str, Any]:
+    """Lines as one file, and what it has; what was begun by a process that died has an error."""
     result: dict[str, Any] = {"found": [], "layers": [], "facts": {}}
     begun: dict[str, Any] | None = None
     for event in read(lines):
@@ -102,3 +103,23 @@ def assemble(lines: Path, output: Path) -> None:
             ranked[kind] = [list(pair) for pair in sorted(ranked[kind])[:8]]
     result["best"] = best
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def summary(result: dict[str, Any]) -> Iterator[str]:
+    """Lines for a terminal: the library's and the best of each shape, and layers."""
+    errors = [item for item in result["found"] if "error" in item]
+    yield f"{len(result['found'])} measured, {len(errors)} of them failed"
+    library = {
+        f"{item['shape']} rows {item['rows']}": item.get("us")
+        for item in result["found"]
+        if item["candidate"] == "library"
+    }
+    for name, ranked in result["best"].items():
+        yield f"{name}: library {library.get(name)}"
+        for kind, pairs in ranked.items():
+            yield f"  {kind}: " + ", ".join(f"{us} {candidate}" for us, candidate in pairs[:3])
+    for item in result["layers"]:
+        kind = "dependent" if item["is_dependent"] else "ordinary"
+        found = item.get("us", item.get("error"))
+        yield f"layer of {item['model']} rows {item['rows']} {item['choice']} {kind}: {found}"

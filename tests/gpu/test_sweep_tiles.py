@@ -39,6 +39,7 @@ def test_every_path(swept: dict) -> None:
     assert {item["shape"] for item in found} == {shape.name for shape in SHAPES}
     # the library's, those of the tables, and the best, each both ways, of two models and two rows
     assert len(layers) == 4 * 2 * 2 * 2
+    assert len(list(sweep_lines.summary(swept))) == 1 + 3 * len(SHAPES) * 2 + len(layers)
     assert all(min(item["us"], item["of_floor"]) > 0 for item in (*found, *layers))
 
 
