@@ -51,6 +51,7 @@ def test_candidates_fit_and_are_told_apart() -> None:
             assert len({item.name for item in items}) == len(items) > 10
             for item in items:
                 assert item.block_m >= rows
+                assert item.mode != "vector" or item.copies() == 1
                 assert shared_bytes(item, shape.operator != "skinny_linear") <= SHARED_BYTES
 
 

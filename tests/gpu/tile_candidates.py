@@ -111,7 +111,8 @@ def shared_bytes(candidate: Candidate, is_normed: bool) -> int:
     return weight + stages * (2 * candidate.block_m * step + gamma) + candidate.block_m * step
 
 
-# (rows of x, rows of a block, warps) and (columns, stages) of each; the most promising first
+# (rows of x, rows of a block, warps) and (columns, stages) of each; the most promising first. One
+# row has 4 bytes for each thread, or it is not prefetched
 _NORMED = {
     "now": {
         (16, 32, 4): ((128, 4), (128, 6), (128, 3), (64, 6)),
@@ -139,10 +140,12 @@ _NORMED = {
         (8, 64, 8): ((128, 4), (128, 3)),
     },
     "vector": {
-        (1, 16, 4): ((256, 4), (256, 3), (256, 6), (512, 3), (128, 6), (256, 1)),
+        (1, 16, 4): ((256, 4), (256, 3), (256, 6), (512, 3), (256, 1)),
         (1, 8, 4): ((512, 4), (256, 4), (512, 3), (256, 6), (512, 1), (256, 1)),
-        (1, 16, 8): ((512, 3), (256, 4), (512, 4), (512, 1)),
-        (1, 32, 8): ((256, 3), (256, 4), (128, 6)),
+        (1, 16, 8): ((512, 3), (512, 4), (512, 1)),
+        (1, 32, 4): ((256, 3), (256, 4)),
+        (1, 32, 8): ((512, 3),),
+        (1, 16, 2): ((128, 6), (128, 4)),
         (1, 4, 4): ((512, 4), (512, 1)),
         (1, 8, 2): ((256, 4), (256, 6)),
         (1, 4, 2): ((512, 4),),
@@ -166,12 +169,12 @@ _LINEAR = {
         (16, 128, 4): ((128, 4),),
     },
     "vector": {
-        (1, 32, 4): ((256, 4), (256, 3), (128, 6)),
+        (1, 32, 4): ((256, 4), (256, 3)),
         (1, 16, 4): ((512, 3), (256, 4), (512, 4), (256, 6)),
         (1, 8, 4): ((512, 4), (512, 6), (1024, 3)),
-        (1, 32, 8): ((512, 3), (256, 4)),
+        (1, 32, 8): ((512, 3),),
         (1, 16, 2): ((256, 4),),
-        (1, 64, 8): ((256, 3),),
+        (1, 64, 8): ((512, 3),),
     },
 }
 # programs of a launch, per multiprocessor: fewer leave some idle, more are launched for nothing
