@@ -154,14 +154,14 @@ class Replay(NamedTuple):
 class KernelTime(NamedTuple):
     """Launches of a kernel, and microseconds of all of them."""
 
-    count: int
+    launches: int
     us: float
 
 
 class Kernels(NamedTuple):
     """Launches of some work; on a GPU, also those of each kernel, by name."""
 
-    count: int
+    launches: int
     times: dict[str, KernelTime]
 
 
@@ -256,8 +256,8 @@ def kernels_among(events: Iterable[tuple[str, bool, float]]) -> Kernels:
     for name, on_device, us in events:
         if on_device and not name.startswith(("Memcpy", "Memset")):
             before = found.get(name, KernelTime(0, 0.0))
-            found[name] = KernelTime(before.count + 1, before.us + us)
-    return Kernels(sum(item.count for item in found.values()), found)
+            found[name] = KernelTime(before.launches + 1, before.us + us)
+    return Kernels(sum(item.launches for item in found.values()), found)
 
 
 def measure_copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> dict[str, Any]:

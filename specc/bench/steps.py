@@ -243,8 +243,8 @@ class StepBench:
         """Of one step: how many, and launches and microseconds by name."""
         found = self._graphs.count_kernels(lambda: self._queue(step, count))
         longest = sorted(found.times.items(), key=lambda item: -item[1].us)
-        return found.count / count, {
-            name: (item.count / count, item.us / count) for name, item in longest
+        return found.launches / count, {
+            name: (item.launches / count, item.us / count) for name, item in longest
         }
 
 
