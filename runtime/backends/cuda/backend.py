@@ -19,9 +19,10 @@ from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda import choose_launches
-from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
+from specc.runtime.backends.cuda.choose_products import DeviceLostError, choose_products
 from specc.runtime.backends.cuda.kept_launches import KeptLaunches
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
+from specc.runtime.backends.cuda.product_candidates import Timer
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
@@ -101,7 +102,9 @@ def choose_on_gpu(models: Iterable[ModelProgram], graphs: GraphDevice) -> list[d
     """
     if graphs.device.type != "cuda":
         return []
-    return choose_and_keep(models, graphs, KeptProducts(Conditions.of(graphs.device)))
+    can_depend = choose_launches.can_launch_dependent(graphs.device)
+    kept = KeptProducts(Conditions.of(graphs.device), can_depend=can_depend)
+    return choose_and_keep(models, graphs, kept)
 
 
 def choose_and_keep(
@@ -124,7 +127,7 @@ def choose_and_keep(
     """
     kept.take()
     try:
-        found = choose_products(models, graphs, timer)
+        found = choose_products(models, graphs, timer, can_depend=kept.can_depend)
     except DeviceLostError as error:
         kept.add(error.report)
         raise
