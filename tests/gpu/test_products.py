@@ -27,7 +27,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_candidate_is_a_sign_of_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose_products, "graph_timer", lambda graphs, watch: lambda run, best: run())
+    monkeypatch.setattr(
+        choose_products, "graph_timer", lambda graphs, watch: lambda run, best: run()
+    )
     results = Results(tmp_path / "events")
     products.watch(results)
     seen = []
