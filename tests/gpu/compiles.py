@@ -284,7 +284,7 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _choose(models: Any, graphs: MetaGraphs) -> list[dict[str, Any]]:
+def _choose(models: Any, graphs: MetaGraphs, rows: Any) -> list[dict[str, Any]]:
     """Launch what would be measured."""
     from specc.runtime.backends.cuda.choose_products import choose_products
 
@@ -294,7 +294,7 @@ def _choose(models: Any, graphs: MetaGraphs) -> list[dict[str, Any]]:
         return 1.0
 
     with _Launching():
-        return choose_products(models, graphs, seconds, can_depend=True)
+        return choose_products(models, graphs, seconds, rows, can_depend=True)
 
 
 def _walk(

@@ -201,7 +201,8 @@ def choose_products(
         programs: of the models, on the device.
         graphs: the device.
         timer: what measures; None replays graphs.
-        rows: numbers of rows to measure; None is those that kernels are for.
+        rows: numbers of rows that steps have; None is all that kernels are for, and so it is of
+            quantized weights always: without a measurement prompts take a kernel for them, too.
         can_depend: the device has dependent launches: tiles are timed so, too, where their kernels
             have them.
     Returns:
@@ -257,7 +258,10 @@ def _choose(
     report: list[dict[str, Any]] = []
     with graphs.active(), torch.inference_mode():
         for calls in groups.values():
-            for count in rows or calls[0].rows:
+            counts: tuple[int, ...] = calls[0].rows
+            if rows is not None and calls[0].operator != QUANTIZED:
+                counts = tuple(count for count in counts if count in rows)
+            for count in counts:
                 product = calls[0].product(count)
                 if product in few_rows.choices or not product.tiles:
                     continue
