@@ -26,7 +26,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 _LEAST_GAIN = 0.01
 # tiles are timed as early launches, too, if they are this close to the fastest tile, and that is
 # this close to the library: what an early launch saves is a gap, a part of a small product
-_NEAR_TILE, _NEAR_LIBRARY = 1.15, 1.5
+_NEAR_TILE, _NEAR_LIBRARY = 1.08, 1.5
 # an early launch may take as much more than the fastest: it lets the next kernel start early
 _EARLY_LOSS = 0.03
 _REPEATS, _REPLAYS = 3, 5

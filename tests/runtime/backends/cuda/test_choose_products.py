@@ -196,7 +196,7 @@ def test_the_best_where_launches_are_dependent(found, wanted) -> None:
 
 def test_which_tiles_are_timed_as_early_launches() -> None:
     """Those close to the fastest of them, where that is not far from the library."""
-    found = candidates(1.0, 1.3, 1.2, 1.6)
+    found = candidates(1.0, 1.29, 1.2, 1.3)
     assert early_candidates(found) == [Candidate(0, True), Candidate(1, True)]
     assert early_candidates(candidates(1.0, 1.6, 1.7)) == []
     assert early_candidates(candidates(1.0)) == []
