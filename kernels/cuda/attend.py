@@ -54,6 +54,8 @@ def attend(
     lengths.
     """
     _check(q, k_cache, v_cache, q_start, position, slot, cache_len, ancestors, block_table)
+    if not scale > 0:
+        raise ValueError(f"attend: found scale {scale}; needed a positive one")
     num_heads, num_tokens, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, value_dim = v_cache.shape
     num_seqs, num_pages = block_table.shape
@@ -105,11 +107,12 @@ def attend(
         BDV=_padded(value_dim),
         BM=c.block_m,
         BN=c.block_n,
+        STEP=c.blocks_per_step,
         BC=_columns(q.dtype, head_dim),
         BB=_SEARCH,
         MIN_BLOCKS=c.min_blocks,
         MERGED=c.merged(_padded(value_dim)),
-        PAGE=_page(num_pages, block_size, c.block_n),
+        PAGE=_page(num_pages, block_size, c.block_n * c.blocks_per_step),
         IS_TREE=ancestors is not None,
         **launch_options(q.dtype, can_start_early),
         **c.options,
@@ -123,7 +126,7 @@ def _padded(size: int) -> int:
 
 
 def _page(num_pages: int, block_size: int, block_n: int) -> int:
-    """Rows of a page; 0 if none ends in a key block: whole key blocks, or a page that holds all."""
+    """Rows of a page; 0 if none ends in a step: whole steps, or a page that holds all."""
     return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
 
 
@@ -208,6 +211,8 @@ _POINTERS = (
     "q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", "q_start", "position", "slot",
     "cache_len", "ancestors", "block_table",
 )  # fmt: skip
+# older than the keys that the kernel before writes: it finds its places by them
+_EARLY = ("q_start", "position", "slot", "cache_len")
 _DIVISIBLE_STRIDES = (
     "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
     "stride_vb", "stride_vs", "stride_vh",
@@ -228,7 +233,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
             configs = few | {config(dtype, head_dim, 4096, capability)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
-                for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):
+                for page in sorted(
+                    {_page(*sizes, c.block_n * c.blocks_per_step) for sizes in _SHIPPED_PAGES}
+                ):
                     for is_tree in (True, False):
                         item = _shipped_attend(dtype, head_dim, c, page, is_tree)
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
@@ -248,7 +255,8 @@ def _shipped_attend(
         signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
         {
             "D": head_dim, "DV": head_dim, "BD": _padded(head_dim), "BDV": _padded(head_dim),
-            "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": _SEARCH,
+            "BM": c.block_m, "BN": c.block_n, "STEP": c.blocks_per_step,
+            "BC": _columns(dtype, head_dim), "BB": _SEARCH,
             "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(_padded(head_dim)),
             "PAGE": page, "IS_TREE": is_tree,
         },
@@ -256,4 +264,5 @@ def _shipped_attend(
         c.num_stages,
         (*_POINTERS, *_DIVISIBLE_STRIDES),
         c.max_registers,
+        early=_EARLY,
     )  # fmt: skip

@@ -24,12 +24,13 @@ class AttendConfig:
 
     Args:
         block_m: packed rows of a tile.
-        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
+        block_n: keys of a block; at most 64, the bits that it takes from ancestor words.
         num_warps: warps of a program.
         num_stages: key blocks in flight.
         programs_per_sm: resident programs that the number of splits aims at.
         max_registers: registers that a thread may have. None leaves it to ptxas, which makes one
             more program fit a multiprocessor even if it then has to spill.
+        blocks_per_step: blocks that every row sees are taken so many at a time.
     """
 
     block_m: int
@@ -38,6 +39,7 @@ class AttendConfig:
     num_stages: int
     programs_per_sm: int = 2
     max_registers: int | None = None
+    blocks_per_step: int = 1
 
     @property
     def options(self) -> dict[str, int]:

@@ -12,10 +12,21 @@ import triton.language as tl
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_work import find_work
-from specc.kernels.cuda.dependent import wait_for_earlier
+from specc.kernels.cuda.dependent import load_early, wait_for_earlier
 
 # a window that cuts nothing
 NO_WINDOW = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _divide(o_r, group):
+    """o_r // group, neither negative, with half of the instructions of an integer division.
+
+    The quotient in float32 is off by one at most, as there are fewer than 2^22 tokens.
+    """
+    o_t = (o_r.to(tl.float32) * (1.0 / group.to(tl.float32))).to(tl.int32)
+    o_t = tl.where(o_t * group > o_r, o_t - 1, o_t)
+    return tl.where((o_t + 1) * group <= o_r, o_t + 1, o_t)
 
 
 @triton.jit
@@ -76,7 +87,7 @@ def _attend_block(
     p_v,
     p_table,
     p_words,  # [BM]
-    i_block,
+    i_key,
     end,
     length,
     m_live,  # [BM]
@@ -101,19 +112,19 @@ def _attend_block(
     IS_TREE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Take one block of keys into the running softmax."""
+    """Take keys i_key … i_key + BN - 1 into the running softmax."""
     o_n = tl.arange(0, BN)
     o_dv = tl.arange(0, BDV)
-    o_key = i_block * BN + o_n  # [BN]
+    o_key = i_key + o_n  # [BN]
     m_key = o_key < end
 
     if PAGE == 0:
         # the whole block lies in one page
-        i_page = i_block * BN // block_size
+        i_page = i_key // block_size
         i_row = tl.load(p_table + i_page)
         # what a broken table names stays inside the cache
         i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
-        i_slot = (i_block * BN - i_page * block_size).to(tl.int64)
+        i_slot = (i_key - i_page * block_size).to(tl.int64)
         p_k += i_row * stride_kb + i_slot * stride_ks
         p_v += i_row * stride_vb + i_slot * stride_vs
         o_k = o_n * stride_ks  # [BN], small: within a block of keys
@@ -129,7 +140,7 @@ def _attend_block(
         b_low = b_position
         b_high = b_position
         if IS_TREE:
-            b_low, b_high = _node_bits(p_words, m_live, i_block * BN - length, num_words)
+            b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
         m_seen = m_live[None, :] & _is_visible(
             o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
@@ -152,19 +163,21 @@ def _attend_block(
             b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
             b_k = _load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
             b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
-    b_s *= qk_scale
     if IS_MASKED:
         m_s = m_key[None, :] & _is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE,
         )  # fmt: skip
-        b_s = tl.where(m_s, b_s, float("-inf"))
-    b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_base = b_m_new
-    if IS_MASKED:
+        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         # rows that have seen nothing yet: -inf - -inf is NaN
         b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-    b_p = tl.exp2(b_s - b_base[:, None])
+        b_p = tl.exp2(b_s - b_base[:, None])
+    else:
+        # scaled in the subtraction, as a scale is positive: one instruction for each number
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
+        b_base = b_m_new
+        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
     b_shrink = tl.exp2(b_m - b_base)
     b_l = b_l * b_shrink + tl.sum(b_p, 1)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
@@ -224,6 +237,7 @@ def attend_kernel(
     BDV: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STEP: tl.constexpr,
     BC: tl.constexpr,
     BB: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -232,7 +246,7 @@ def attend_kernel(
     IS_TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    wait_for_earlier(IS_DEPENDENT)
+    # until the wait below nothing is read but integers that are older than the keys
     # neighbors are the KV heads of one part: what is long starts early for all of them
     num_kv_heads = num_heads // group
     num_programs = tl.num_programs(0) // num_kv_heads
@@ -247,25 +261,28 @@ def attend_kernel(
         i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
         window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
     )  # fmt: skip
-    if i_b < 0:
-        return
-
+    is_idle = i_b < 0
+    i_b = tl.maximum(i_b, 0)
     first = i_b * tokens_each
     last = first + tokens_each
     if tokens_each == 0:
-        first = tl.maximum(tl.load(q_start + i_b), 0)
-        last = tl.minimum(tl.load(q_start + i_b + 1), num_tokens)
+        first = tl.maximum(load_early(q_start + i_b, True, 0), 0)
+        last = tl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
     # rows after the last sequence are dead tokens of it
     last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
-    length = tl.maximum(tl.load(cache_len + i_b), 0)
+    length = tl.maximum(load_early(cache_len + i_b, True, 0), 0)
 
     o_r = i_tile * BM + tl.arange(0, BM)
-    o_t = first + o_r // group  # [BM]
-    o_h = i_kv * group + o_r % group
+    o_token = _divide(o_r, group)
+    o_t = first + o_token  # [BM]
+    o_h = i_kv * group + o_r - o_token * group
     m_row = o_t < last_row
     # what is in the cache by lengths alone: to wait for nothing else is one load less in a row
-    m_live = tl.load(slot + o_t, mask=o_t < last, other=-1) >= 0
-    b_position = tl.load(position + o_t, mask=o_t < last, other=0).to(tl.int32)
+    m_live = load_early(slot + o_t, o_t < last, -1) >= 0
+    b_position = load_early(position + o_t, o_t < last, 0).to(tl.int32)
+    wait_for_earlier(IS_DEPENDENT)
+    if is_idle:
+        return
     p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
     o_d = tl.arange(0, BD)
     # queries of dead tokens may be NaN, and stay in their rows
@@ -293,8 +310,9 @@ def attend_kernel(
     num_sinks = tl.minimum((tl.minimum(sink, likely) + BN - 1) // BN, i_start)
     skip = i_start - num_sinks
     num_visits = (likely + BN - 1) // BN - skip
-    i_first = num_visits * i_split // splits
-    i_last = num_visits * (i_split + 1) // splits
+    # the last split has blocks that only some rows see: it is one of the shorter ones
+    i_first = (num_visits * i_split + splits - 1) // splits
+    i_last = (num_visits * (i_split + 1) + splits - 1) // splits
     i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
     i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
 
@@ -307,12 +325,14 @@ def attend_kernel(
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
 
-    for i in range(i_full, i_rest):
+    # what does not fill a step is left to the blocks that are not full
+    i_rest = i_full + (i_rest - i_full) // STEP * STEP
+    for i in range(i_full, i_rest, STEP):
         b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i + skip, capacity, length,
-            m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
+            length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False,
+            D, DV, BD, BDV, BN * STEP, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 
     if IS_TREE:
@@ -334,7 +354,7 @@ def attend_kernel(
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
         b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block, end, length,
+            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
             D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True,

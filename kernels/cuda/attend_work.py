@@ -9,8 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.dependent import load_early
+
 # what a program takes before its first key and after its last, in key blocks; assumed
 START_BLOCKS = tl.constexpr(2)
+# merging parts takes as long as key blocks of tiles of so many rows: four of 16; assumed
+MERGE_ROWS = tl.constexpr(64)
 # one more than the most waves, at least, and a power of two
 BW = tl.constexpr(8)
 NEVER = tl.constexpr(2147483647)
@@ -38,9 +43,9 @@ def _work(
         b_first = o_b * tokens_each
         b_last = b_first + tokens_each
     else:
-        b_first = tl.maximum(tl.load(q_start + o_b, mask=m_b, other=0), 0)
-        b_last = tl.minimum(tl.load(q_start + o_b + 1, mask=m_b, other=0), num_tokens)
-    b_length = tl.load(cache_len + o_b, mask=m_b, other=-1)
+        b_first = tl.maximum(load_early(q_start + o_b, m_b, 0), 0)
+        b_last = tl.minimum(load_early(q_start + o_b + 1, m_b, 0), num_tokens)
+    b_length = load_early(cache_len + o_b, m_b, -1)
     # rows after the last sequence are dead tokens of it
     b_end = tl.where(o_b == num_seqs - 1, num_tokens, b_last)
     b_tiles = (tl.maximum(b_end - b_first, 0) * group + BM - 1) // BM
@@ -116,6 +121,63 @@ def _choose_share(
 
 
 @triton.jit
+def _splits_of_one(blocks, num_tiles, slots, MIN_BLOCKS: tl.constexpr, BM: tl.constexpr):
+    """Splits of each tile of a single sequence: those with which the last program ends first.
+
+    Merging takes as long as some key blocks, and twice that where groups are merged, too. Of what
+    takes equally long the fewest splits.
+    """
+    LEVEL_BLOCKS: tl.constexpr = MERGE_ROWS // BM if MERGE_ROWS > BM else 1
+    most = tl.minimum(slots // tl.maximum(num_tiles, 1), (blocks + MIN_BLOCKS - 1) // MIN_BLOCKS)
+    most = tl.maximum(most, 1)
+    few = tl.minimum(most, GROUP)
+    share = blocks
+    cost = blocks
+    few_share = (blocks + few - 1) // few
+    if few_share + LEVEL_BLOCKS < cost:
+        share = few_share
+        cost = few_share + LEVEL_BLOCKS
+    most_share = (blocks + most - 1) // most
+    if most_share + 2 * LEVEL_BLOCKS < cost:
+        share = most_share
+    share = tl.maximum(share, 1)
+    return tl.maximum((blocks + share - 1) // share, 1)
+
+
+@triton.jit
+def _find_of_one(
+    i_program,
+    num_programs,
+    q_start,
+    cache_len,
+    num_tokens,
+    tokens_each,
+    group,
+    reach,
+    capacity,
+    slots,
+    MIN_BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`find_work` of a single sequence: numbers instead of vectors that programs have to reduce."""
+    first = 0
+    last = tokens_each
+    if tokens_each == 0:
+        first = tl.maximum(load_early(q_start, True, 0), 0)
+        last = tl.minimum(load_early(q_start + 1, True, 0), num_tokens)
+    length = load_early(cache_len, True, -1)
+    num_tiles = (tl.maximum(num_tokens - first, 0) * group + BM - 1) // BM
+    keys = tl.minimum(tl.minimum(length, reach) + tl.maximum(last - first, 1), capacity)
+    blocks = tl.where((length >= 0) & (num_tiles > 0), (keys + BN - 1) // BN, 0)
+    splits = _splits_of_one(blocks, num_tiles, slots, MIN_BLOCKS, BM)
+    total = num_tiles * splits
+    i_b = tl.where((i_program < total) & (total <= num_programs), 0, -1)
+    i_tile = i_program // splits
+    return i_b, i_tile, i_program - i_tile * splits, splits, i_tile * splits
+
+
+@triton.jit
 def find_work(
     i_program,
     num_programs,
@@ -146,6 +208,40 @@ def find_work(
         the sequence, -1 for a program without work; the tile of it; the split; the splits of the
         tile; the number of the tile's first split among all of tiles that are split.
     """
+    if (num_seqs == 1) & (num_splits == 0):
+        i_b, i_tile, i_split, splits, i_part = _find_of_one(
+            i_program, num_programs, q_start, cache_len, num_tokens, tokens_each, group, reach,
+            capacity, slots, MIN_BLOCKS, BM, BN,
+        )  # fmt: skip
+    else:
+        i_b, i_tile, i_split, splits, i_part = _find_among(
+            i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
+            reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+        )  # fmt: skip
+    return i_b, i_tile, i_split, splits, i_part
+
+
+@triton.jit
+def _find_among(
+    i_program,
+    num_programs,
+    q_start,
+    cache_len,
+    num_seqs,
+    num_tokens,
+    tokens_each,
+    group,
+    reach,
+    capacity,
+    num_splits,
+    slots,
+    waves,
+    MIN_BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BB: tl.constexpr,
+):
+    """`find_work` of several sequences, or of a number of splits that the host has chosen."""
     share = 1
     if num_splits == 0:
         share = _choose_share(

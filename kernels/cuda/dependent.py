@@ -18,6 +18,12 @@ that nothing but constants is touched before: `tests/kernels/cuda/ptx_order.py` 
 code that is compiled. Kernels of the library, copies and collectives are launched in the ordinary
 way.
 
+What was written before the kernel before can be read before the wait. A program starts when every
+program of the kernel before, n - 1, has returned from its wait or has ended; n - 2 has completed
+then, and so has all before it. `attend` reads integers so: which rows it has, and how many keys.
+The kernel before it writes keys and reads its places from the same integers, so they are older than
+that kernel. They are read past the first-level cache (`load_early`): its lines may be older still.
+
 Before the wait a product asks for the first lines of its weight, which no step writes. They are
 asked for in the cache (`prefetch.global.L2`), not loaded: results are those of the same loads in
 the same order, bit for bit.
@@ -89,6 +95,12 @@ def wait_for_earlier(IS_DEPENDENT: tl.constexpr):
     if IS_DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def load_early(p, mask, other):
+    """Integers that are older than the kernel before this one: they may be read before the wait."""
+    return tl.load(p, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

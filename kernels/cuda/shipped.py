@@ -44,6 +44,7 @@ class Shipped:
             compile it anew for a 1, and for a multiple of 16, and no table would have that.
         max_registers: registers that a thread may have; None leaves it to ptxas.
         is_dependent: launched as `specc.kernels.cuda.dependent` says.
+        early: arguments that such a kernel may load before it waits, past the first-level cache.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Shipped:
     divisible: Iterable[str] = field(default=())
     max_registers: int | None = None
     is_dependent: bool = False
+    early: Iterable[str] = field(default=())
 
     @property
     def attrs(self) -> dict[tuple[int, ...], list[list[Any]]]:

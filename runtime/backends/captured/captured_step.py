@@ -378,8 +378,15 @@ class CapturedStep:
     def _try_capture(
         self, parts: Sequence[Callable[[], object]], bucket: int
     ) -> list[Graph] | None:
+        graphs: list[Graph] = []
         try:
-            return [self._graphs.capture(part) for part in parts]
+            for part in parts:
+                if graphs:
+                    # its capture has computed nothing, and a device may run what it captures once
+                    # before: what this part reads has to be there
+                    graphs[-1].replay()
+                graphs.append(self._graphs.capture(part))
+            return graphs
         except OperatorError as error:
             warnings.warn(
                 f"plan {self.plan.name} for {bucket} requests cannot be captured and runs"

@@ -94,7 +94,9 @@ class GraphDevice(Protocol):
         """Capture `run`, which has run before: nothing in it may compile, allocate anew or wait.
 
         A graph reads what `run` read at the addresses where it lay, and keeps none of it: whatever
-        holds the graph has to hold these tensors, too.
+        holds the graph has to hold these tensors, too. What it makes holds anything at all until it
+        is replayed. A device may run `run` once more before, so what that reads of other graphs
+        has to be replayed by then.
 
         Raises:
             RuntimeError: an operator cannot be captured.

@@ -53,6 +53,10 @@ class LaunchWarning(UserWarning):
     """Dependent launches do not work here, and are not used."""
 
 
+class DependentFault(FaultError):
+    """The device takes no more work, and dependent launches were what it was given last."""
+
+
 # seconds of some replays in a row
 Timer = Callable[[Callable[[], object]], float]
 # what this process has measured so far, as `choose_launches` returns it
@@ -110,7 +114,8 @@ def choose_launches(
         step by launches (see `ALIKE`), and `differ`, replays whose results were others than those
         of the same products; and `chosen`.
     Raises:
-        FaultError: the device takes no more work; the next load leaves dependent launches out.
+        FaultError: the device takes no more work; after dependent launches, the next load leaves
+            them out.
     """
     report = []
     for name, step in steps.items():
@@ -121,7 +126,7 @@ def choose_launches(
                 for found in _measure(step, cache, graphs, timer or _timer(graphs)):
                     item["batches"].append(found)
                     item["chosen"] = DEPENDENT if _is_better(found) else ORDINARY
-            except FaultError:
+            except DependentFault:
                 if kept:
                     kept.add(name, item | {"chosen": ORDINARY, "lost": True})
                 raise
@@ -165,20 +170,24 @@ def _try_both(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any
         try:
             graphs.record_event().synchronize()
         except Exception as fault:
-            raise FaultError(
-                f"a device that takes no work after dependent launches of plan"
+            is_dependent = trial.way == DEPENDENT
+            raise (DependentFault if is_dependent else FaultError)(
+                f"a device that takes no work after {trial.way} launches of plan"
                 f" {trial.step.plan.name}: {fault}",
                 "kernels that run on this device",
-                "load the engine again: this was noted, and launches will be ordinary. Report it",
+                "load the engine again: this was noted, and launches will be ordinary. Report it"
+                if is_dependent
+                else f"report it; {SWITCH}=0 changes nothing about it",
             ) from fault
-        _warn(trial, str(error))
+        _warn(trial, f"after {trial.way} launches: {error}")
     return found
 
 
 def _compare(trial: _Trial, timer: Timer, found: dict[str, Any]) -> None:
     from specc.kernels.cuda import few_rows
 
-    alike = trial.capture(is_dependent=False, products=DEPENDENT)
+    differs = any(choice.differs for choice in few_rows.choices.values())
+    alike = trial.capture(is_dependent=False, products=DEPENDENT if differs else ORDINARY)
     wanted = trial.outcome(alike)
     dependent = trial.capture(is_dependent=True, products=DEPENDENT)
     found["differ"] = sum(not trial.is_outcome(dependent, wanted) for _ in range(_CHECKS))
@@ -186,13 +195,14 @@ def _compare(trial: _Trial, timer: Timer, found: dict[str, Any]) -> None:
         _warn(trial, f"{found['differ']} of {_CHECKS} replays give other results")
         return
     ways = {ORDINARY: alike, DEPENDENT: dependent}
-    if any(choice.differs for choice in few_rows.choices.values()):
+    if differs:
         ordinary = trial.capture(is_dependent=False, products=ORDINARY)
         ways = {ORDINARY: ordinary, ALIKE: alike, DEPENDENT: dependent}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_ROUNDS):
         for way, graph in ways.items():
             trial.begin()
+            trial.way = ORDINARY if way == ORDINARY else DEPENDENT
             seconds[way].append(timer(graph.replay) / _REPLAYS)
     found["ms"] = {way: 1e3 * statistics.median(own) for way, own in seconds.items()}
 
@@ -235,6 +245,8 @@ class _Trial:
         self._regions = regions
         self._graphs = graphs
         self._inputs = inputs
+        # whose launches, or products, were run last
+        self.way = ORDINARY
         self._drawn: list[Tensor] = []
         self._kept: list[Tensor | None] = []
 
@@ -301,6 +313,7 @@ class _Trial:
         """With the products that were chosen for these launches, `ORDINARY` or `DEPENDENT`."""
         from specc.kernels.cuda import few_rows
 
+        self.way = DEPENDENT if is_dependent or products == DEPENDENT else ORDINARY
         with few_rows.chosen_for(products == DEPENDENT):
             return self.step.capture_alone(self.bucket, is_dependent)
 

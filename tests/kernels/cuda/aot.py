@@ -109,7 +109,7 @@ def check_order(item: Any, ptx: str) -> None:
         wrong = [] if ptx_order.is_ordinary(ptx) else ["instructions of dependent launches"]
     else:
         arguments = [name for name in item.kernel.arg_names if name in item.signature]
-        wrong = ptx_order.problems(ptx, arguments, CONSTANTS)
+        wrong = ptx_order.problems(ptx, arguments, CONSTANTS, item.early)
     if wrong:
         raise ValueError(f"{item.name}: {'; '.join(wrong[:5])}")
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
-from specc.kernels.cuda.attend_work import START_BLOCKS
+from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.attend_work import MERGE_ROWS, START_BLOCKS
 
 NUM_SMS = 132
 
@@ -92,6 +93,8 @@ def shares(
         cost = min(in_waves, packed)
         if least is None or (cost, -tried) < least:
             share, least = tried, (cost, -tried)
+    if len(lengths) == 1 and not work.num_splits:
+        share = share_of_one(blocks[0], tiles[0], c, work)
     found: list[Share] = []
     num_parts = 0
     for b, (count, num_blocks) in enumerate(zip(tiles, blocks, strict=True)):
@@ -100,10 +103,21 @@ def shares(
             splits = max(1, min(num_blocks // c.min_blocks, work.num_splits))
         for i in range(count):
             for j in range(splits):
-                own = num_blocks * (j + 1) // splits - num_blocks * j // splits
+                own = -(-num_blocks * (j + 1) // splits) + (-num_blocks * j // splits)
                 found.append(Share(b, i, j, splits, num_parts, own))
             num_parts += splits if splits > 1 else 0
     return found
+
+
+def share_of_one(blocks: int, tiles: int, c: AttendConfig, work: Work) -> int:
+    """Key blocks of a program of a single sequence: splits at no, one or two levels of merging."""
+    most = max(1, min(work.slots // max(tiles, 1), -(-blocks // c.min_blocks)))
+    level = max(1, MERGE_ROWS.value // c.block_m)
+    costs = []
+    for number, splits in enumerate((1, min(most, GROUP.value), most)):
+        share = -(-blocks // splits)
+        costs.append((share + number * level, number, share))
+    return max(1, min(costs)[2])
 
 
 def utilization(blocks: Sequence[int], slots: int) -> float:

@@ -59,13 +59,16 @@ def _spaces(modifiers: Sequence[str]) -> set[str]:
     return {modifier.partition("::")[0] for modifier in modifiers}
 
 
-def problems(ptx: str, arguments: Sequence[str], constants: Collection[str]) -> list[str]:
+def problems(
+    ptx: str, arguments: Sequence[str], constants: Collection[str], early: Collection[str] = ()
+) -> list[str]:
     """What is wrong with a kernel that is launched early; empty where all is in order.
 
     Args:
         ptx: of a module with one entry.
         arguments: its names, in the order of the parameters.
         constants: those whose memory nothing writes.
+        early: those whose memory the kernel before does not write, nor one after that.
     """
     blocks = list(_blocks(ptx))
     has_waited = _waited(blocks)
@@ -80,7 +83,9 @@ def problems(ptx: str, arguments: Sequence[str], constants: Collection[str]) -> 
                 found.append(f"ends before it waits: {x.text}")
             elif x.kind in _UNKNOWN:
                 found.append(f"leads away before it waits: {x.text}")
-            elif x.touches_memory and not _is_asked(x, origins, constants):
+            elif x.touches_memory and not (
+                _is_asked(x, origins, constants) or _is_early(x, origins, early)
+            ):
                 found.append(f"before it waits: {x.text}")
     texts = {x.opcode for _, block in blocks for x in block}
     return found + [f"no {needed}" for needed in (WAIT, START) if needed not in texts]
@@ -97,6 +102,16 @@ def _is_asked(x: Instruction, origins: dict[str, set[str]], constants: Collectio
         return False
     of = set().union(*(origins.get(name, set()) for name in _REGISTER.findall(x.text)))
     return bool(of & set(constants)) and not (of - set(constants) - {""})
+
+
+def _is_early(x: Instruction, origins: dict[str, set[str]], early: Collection[str]) -> bool:
+    """A load past the first-level cache from such arguments, at places that others may name."""
+    modifiers = x.opcode.split(".")
+    if modifiers[0] != "ld" or "cg" not in modifiers:
+        return False
+    address = x.text[x.text.index("[") :]
+    of = set().union(*(origins.get(name, set()) for name in _REGISTER.findall(address)))
+    return bool(of & set(early)) and not (of - set(early) - {"", LOADED})
 
 
 def _blocks(ptx: str) -> Iterator[tuple[str, list[Instruction]]]:

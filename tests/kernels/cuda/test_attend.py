@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,29 @@ def test_tiles_of_every_height_are_run() -> None:
 @pytest.mark.parametrize("name", RUN)
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
+
+
+@pytest.mark.parametrize(
+    "name", ["tree", "tree-window-sink", "plain-decode", "many-splits", "chosen-splits", "head-128"]
+)
+def test_two_blocks_a_step(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks that all rows see; one that is left over is taken like those that some see."""
+    config = attend_config.config
+
+    def doubled(*args: Any) -> attend_config.AttendConfig:
+        return dataclasses.replace(config(*args), blocks_per_step=2, num_stages=2)
+
+    monkeypatch.setattr(module, "config", doubled)
+    check_attend(CASES[name], device)
+
+
+def test_a_scale_is_positive(device: torch.device) -> None:
+    call = make_call(Case(((2, 5),)), device)
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="found scale"):
+            module.attend(*call.args, **(call.options | {"scale": scale}))
 
 
 def test_bad_data_stays_inside(device: torch.device) -> None:

@@ -108,6 +108,27 @@ def test_what_is_out_of_order(body: str, problem: str) -> None:
     assert any(text.startswith(problem) for text in found(body)), found(body)
 
 
+EARLY = "    @%p1 ld.global.cg.b32 { %r2 }, [ %rd6 + 0 ];\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "is_fine"),
+    [
+        (EARLY + WAIT + START + STORE, True),
+        # at a place that an older integer names
+        (EARLY + "    add.s64 %rd6, %rd1, %r2;\n" + EARLY + WAIT + START + STORE, True),
+        # through the first-level cache; of another argument; a store; and nobody waits
+        (LOAD + WAIT + START + STORE, False),
+        (EARLY.replace("%rd6", "%rd3") + WAIT + START, False),
+        ("    st.global.cg.b32 [ %rd6 + 0 ], { %r2 };\n" + WAIT + START, False),
+        (EARLY + START + STORE, False),
+    ],
+)
+def test_integers_that_are_older_than_the_kernel_before(body: str, is_fine: bool) -> None:
+    wrong = problems(module(body), ARGUMENTS, ("weight",), early=("x",))
+    assert not wrong if is_fine else wrong
+
+
 def test_both_sides_of_a_branch_may_wait() -> None:
     sides = f"    @%p1 bra $L__BB0_2;\n{WAIT}    bra.uni $L__BB0_3;\n$L__BB0_2:\n{WAIT}"
     assert found(f"{sides}$L__BB0_3:\n{START}{STORE}") == []
@@ -143,6 +164,7 @@ class _Item:
     kernel = type("kernel", (), {"arg_names": [*ARGUMENTS, "IS_DEPENDENT"]})
     signature = dict.fromkeys(ARGUMENTS, "*bf16")
     name = "item"
+    early = ()
 
     def __init__(self, is_dependent: bool) -> None:
         self.is_dependent = is_dependent

@@ -62,10 +62,16 @@ class Tape:
     @torch.inference_mode()
     def run(self, first: int, last: int) -> None:
         """Some of the calls; the first ones after all that the recording allocated is poisoned."""
-        for tensor in self._made if first == 0 else ():
-            _poison(tensor)
+        if first == 0:
+            self.poison()
         for call in self.calls[first:last]:
             self.perform(*call)
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        """All that the recording allocated."""
+        for tensor in self._made:
+            _poison(tensor)
 
     def perform(self, function: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
         """One call, on the tensors of its recording."""
@@ -137,6 +143,7 @@ class SimulatedDevice:
                 run()
         finally:
             self.tape = None
+        tape.poison()
         self.tapes.append(tape)
         return tape
 

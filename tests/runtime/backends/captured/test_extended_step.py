@@ -111,15 +111,26 @@ def make_rig(path: Path, device: SimulatedDevice, patch: pytest.MonkeyPatch) -> 
         return result
 
     kind = type(device.make_tape())
-    replay = kind.replay
+    replay, capture = kind.replay, CapturedStep.capture
+    is_capturing = False
+
+    def captured(step: CapturedStep, *args: Any) -> float:
+        nonlocal is_capturing
+        is_capturing = True
+        try:
+            return capture(step, *args)
+        finally:
+            is_capturing = False
 
     def replayed(tape: Tape) -> None:
-        # the rest of a step comes before any other one
-        name, count = rig.steps[-1]
-        rig.steps[-1] = name, count + 1
+        if not is_capturing:
+            # the rest of a step comes before any other one
+            name, count = rig.steps[-1]
+            rig.steps[-1] = name, count + 1
         replay(tape)
 
     patch.setattr(kind, "replay", replayed)
+    patch.setattr(CapturedStep, "capture", captured)
     patch.setattr(CapturedStep, "_queue", counted)
     return rig
 

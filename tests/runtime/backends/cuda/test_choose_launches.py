@@ -48,6 +48,8 @@ class WayDevice(SimulatedDevice):
         self.newest_product: few_rows.Tile | None = None
         self.spoil: Callable[[int], object] | None = None
         self.fault: Exception | None = None
+        # what is lost by a replay
+        self.breaks: Callable[[str], bool] = lambda way: False
         self.num_dependent = 0
 
     def capture(self, run: Callable[[], object]) -> Any:
@@ -61,6 +63,8 @@ class WayDevice(SimulatedDevice):
         def replayed() -> None:
             self.newest, self.newest_product = way, product
             replay()
+            if self.breaks(way):
+                self.fault = RuntimeError("illegal memory access")
             if way == DEPENDENT:
                 self.num_dependent += 1
                 if self.spoil is not None:
@@ -244,7 +248,7 @@ def test_a_capture_that_fails_is_a_warning(rig: Rig, tmp_path: Path) -> None:
 
     rig.device.capture = fail  # type: ignore[method-assign]
     kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
-    with pytest.warns(LaunchWarning, match="not permitted"):
+    with pytest.warns(LaunchWarning, match=r"after dependent launches: .*not permitted"):
         report = choose(rig, kept=kept)
     assert {item["chosen"] for item in report} == {ORDINARY}
     # the next load tries again
@@ -265,15 +269,43 @@ def test_a_cache_without_room_leaves_it_to_the_next_load(
 
 def test_a_lost_device_ends_the_load_and_is_noted(rig: Rig, tmp_path: Path) -> None:
     kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
-
-    def break_it(number: int) -> None:
-        rig.device.fault = RuntimeError("illegal memory access")
-
-    rig.device.spoil = break_it
-    with pytest.raises(FaultError, match="illegal memory access"):
+    rig.device.breaks = lambda way: way == DEPENDENT
+    with pytest.raises(FaultError, match=r"after dependent launches of plan .* illegal memory"):
         choose(rig, kept=kept)
     first = next(iter(rig.steps))
     item = kept.get(first)
+    assert item is not None
+    assert (item["chosen"], item["lost"]) == (ORDINARY, True)
+
+
+@pytest.mark.parametrize("when", ["first", "while timed"])
+def test_ordinary_launches_that_lose_the_device_say_nothing_of_others(
+    rig: Rig, tmp_path: Path, when: str
+) -> None:
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+    device = rig.device
+    device.breaks = lambda way: way == ORDINARY and (when == "first" or device.num_dependent > 0)
+
+    def timer(replay: Callable[[], object]) -> float:
+        replay()
+        device.record_event().synchronize()
+        return 1.0
+
+    with pytest.raises(FaultError, match=r"after ordinary launches of plan .* illegal memory"):
+        choose_launches(rig.steps, rig.other.cache, device, kept, timer)
+    assert kept.get(next(iter(rig.steps))) is None
+
+
+def test_products_of_dependent_launches_that_lose_the_device_are_left_out_with_them(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they were launched when that happened: ordinary steps do without them."""
+    choose_products(monkeypatch, None, TILE)
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+    rig.device.breaks = lambda way: way == ORDINARY
+    with pytest.raises(FaultError, match="illegal memory"):
+        choose(rig, kept=kept)
+    item = kept.get(next(iter(rig.steps)))
     assert item is not None
     assert (item["chosen"], item["lost"]) == (ORDINARY, True)
 

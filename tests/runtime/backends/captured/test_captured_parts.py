@@ -1,0 +1,65 @@
+"""Steps of several graphs on a device that computes nothing while it captures.
+
+It runs each part once before its capture, as CUDA does, so that part reads what the graphs before
+it have left.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.step_scores import StepKind
+from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
+from tests.runtime.backends.captured.test_captured_step import Rig, make_rig, same
+
+BATCH = 2
+
+
+@pytest.fixture(params=[SimulatedDevice, LateDevice], ids=["at once", "late"])
+def rig(tiny_engine, request) -> Rig:
+    device = request.param()
+    device.runs_first = True
+    return make_rig(tiny_engine, device)
+
+
+@pytest.fixture(autouse=True)
+def all_is_captured():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        yield
+
+
+@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+def test_each_stage_reads_what_the_graph_before_it_computes(rig, plan) -> None:
+    step, seen = rig.steps[plan], []
+    step.before_accept = lambda values: seen.append(values["tokens"].tolist())
+    step.capture(BATCH)
+    assert len(rig.device.tapes) == len(step._stages)
+    inputs = rig.state(BATCH)
+    same(rig.advance(plan, inputs), rig.advance_eager(plan, inputs))
+    rig.assert_same_caches()
+    assert seen
+
+
+def test_parts_around_late_masks_read_what_the_graph_before_them_computes(rig) -> None:
+    step = rig.steps["tree-2-1"]
+    kind = StepKind(is_masked=True, is_late=True, reads_draft=True)
+    step.capture(BATCH, kind)
+    assert step.is_captured(BATCH, kind)
+    assert len(rig.device.tapes) == 2
+    read = step._bound[BATCH, kind].environment
+    assert int(read["tokens"].max()) < read["logits"].shape[1]
+    assert not bool(read["logits"].isnan().any())
+
+
+def test_a_capture_of_parts_writes_no_row_of_a_sequence(rig) -> None:
+    inputs = rig.state(BATCH)
+    rig.buffers.copy_from(inputs, BATCH)
+    rig.steps["tree-2-1"].before_accept = lambda values: None
+    rig.steps["tree-2-1"].capture(BATCH)
+    rig.device.record_event().synchronize()
+    rig.assert_same_caches()
+    assert rig.buffers.inputs["cache_len"][:BATCH].tolist() == [row[2] for row in inputs.rows]
