@@ -81,7 +81,7 @@ def _launch(
         BT=BLOCK_TOTAL,
         COPIES=tile.copies(gamma.dtype),
         PRECISION=precision(x.dtype),
-        **launch_options(x.dtype),
+        **launch_options(x.dtype, tile.starts_early),
         **tile.options,
     )  # fmt: skip
 

@@ -67,7 +67,7 @@ def add_norm_head(
             **tile.sizes,
             COPIES=tile.copies(gamma.dtype),
             PRECISION=precision(x.dtype),
-            **launch_options(x.dtype),
+            **launch_options(x.dtype, tile.starts_early),
             **tile.options,
         )  # fmt: skip
     return out

@@ -165,7 +165,7 @@ def _launch(
         COPIES=tile.copies(gamma.dtype),
         BB=SEARCH,
         PRECISION=precision(x.dtype),
-        **launch_options(x.dtype),
+        **launch_options(x.dtype, tile.starts_early),
         **tile.options,
     )  # fmt: skip
 

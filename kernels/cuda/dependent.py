@@ -60,7 +60,7 @@ def launch_options(dtype: torch.dtype | None, is_able: bool = True) -> dict[str,
 
     Args:
         dtype: of the rows; None of a kernel of integers alone.
-        is_able: there is such a configuration of the kernel.
+        is_able: there is such a configuration of the kernel, and it was not found to be slower.
     """
     if not (is_able and (dtype is None or dtype in DTYPES) and is_dependent()) or INTERPRETED:
         return {"IS_DEPENDENT": False}

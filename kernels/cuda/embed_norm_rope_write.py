@@ -127,7 +127,7 @@ def _launch(
         COPIES=tile.copies(gamma.dtype),
         BB=SEARCH,
         PRECISION=precision(embedding.dtype),
-        **launch_options(embedding.dtype),
+        **launch_options(embedding.dtype, tile.starts_early),
         **tile.options,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import DTYPES
+from specc.kernels.cuda.launch import is_dependent
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
 # what compiles the tiles: what was measured holds for this version alone
@@ -44,6 +46,7 @@ class Tile:
         num_warps: of a program.
         num_stages: steps in flight.
         splits: programs that share the columns of a block between them.
+        starts_early: it is a dependent launch where launches are; else an ordinary one, always.
     """
 
     block_n: int
@@ -51,6 +54,7 @@ class Tile:
     num_warps: int
     num_stages: int
     splits: int = 1
+    starts_early: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -161,21 +165,72 @@ class Product:
         tiles = LINEAR_TILES if self.operator == SKINNY else TILES
         return tiles[self.dtype] if self.rows <= MAX_ROWS else ()
 
+    @property
+    def can_start_early(self) -> bool:
+        """Whether its kernel has a configuration for dependent launches."""
+        return not self.layout and self.dtype in DTYPES
 
-# what was measured in this process, or read from what was measured before: tile, None for the
-# library; what is not here is the library's
-choices: dict[Product, Tile | None] = {}
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest tiles of a product, by launches; None is the library's product.
+
+    Args:
+        ordinary: where launches are ordinary.
+        dependent: where those that can be are dependent.
+    """
+
+    ordinary: Tile | None
+    dependent: Tile | None
+
+    @classmethod
+    def of(cls, tile: Tile | None) -> Choice:
+        """The same, however kernels are launched."""
+        return cls(tile, tile)
+
+    @property
+    def differs(self) -> bool:
+        """Whether launches make another product of it, whose roundings may be others."""
+        return self.ordinary != (self.dependent and replace(self.dependent, starts_early=True))
+
+
+# what was measured in this process, or read from what was measured before; what is not here is the
+# library's
+choices: dict[Product, Choice] = {}
 _forced: ContextVar[tuple[int | None] | None] = ContextVar("specc_forced_tile", default=None)
+_chosen_for: ContextVar[bool | None] = ContextVar("specc_products_of_launches", default=None)
 
 
 def tile_for(operator: str, num_rows: int, weight: Tensor) -> Tile | None:
     """The tile to launch a kernel with; None is the library's product and separate kernels."""
-    product = Product.of(operator, num_rows, weight)
+    return _tile_of(Product.of(operator, num_rows, weight), None)
+
+
+def _tile_of(product: Product, unknown: Tile | None) -> Tile | None:
+    """What is forced, else what was chosen for the launches of this thread, else `unknown`."""
     forced = _forced.get()
-    if forced is None:
-        return choices.get(product)
-    (number,) = forced
-    return None if number is None or number >= len(product.tiles) else product.tiles[number]
+    if forced is not None:
+        (number,) = forced
+        return None if number is None or number >= len(product.tiles) else product.tiles[number]
+    choice = choices.get(product)
+    if choice is None:
+        return unknown
+    chosen_for = _chosen_for.get()
+    early = is_dependent() if chosen_for is None else chosen_for
+    return choice.dependent if early else choice.ordinary
+
+
+@contextlib.contextmanager
+def chosen_for(is_dependent: bool) -> Iterator[None]:
+    """Let operators of this thread take the tiles of dependent launches, or of ordinary ones.
+
+    Whichever way they are launched: with the same tiles both give the same, bit for bit.
+    """
+    token = _chosen_for.set(is_dependent)
+    try:
+        yield
+    finally:
+        _chosen_for.reset(token)
 
 
 def quantized_tile_for(x: Tensor, size: int, layout: str) -> Tile | None:
@@ -185,11 +240,7 @@ def quantized_tile_for(x: Tensor, size: int, layout: str) -> Tile | None:
     several times what a tile that suits it badly costs.
     """
     product = Product.of_quantized(x.shape[0], x.dtype, (size, x.shape[1]), layout)
-    forced = _forced.get()
-    if forced is None:
-        return choices.get(product, next(iter(product.tiles), None))
-    (number,) = forced
-    return None if number is None or number >= len(product.tiles) else product.tiles[number]
+    return _tile_of(product, next(iter(product.tiles), None))
 
 
 @contextlib.contextmanager

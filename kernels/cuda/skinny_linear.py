@@ -49,7 +49,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
         x, weight, bias, out, partial, arrived,
         num_rows, size, width, triton.cdiv(triton.cdiv(width, tile.block_k), splits),
         **tile.sizes,
-        **launch_options(x.dtype),
+        **launch_options(x.dtype, tile.starts_early),
         **tile.options,
     )  # fmt: skip
 

@@ -29,12 +29,12 @@ def watch(results: Results) -> None:
         return
     make_timer = choose_products.graph_timer
 
-    def make(graphs: Any) -> Callable[[Callable[[], object]], float]:
-        timer = make_timer(graphs)
+    def make(*args: Any) -> Callable[[Callable[[], object], float], float]:
+        timer = make_timer(*args)
 
-        def seconds(run: Callable[[], object]) -> float:
+        def seconds(run: Callable[[], object], best: float) -> float:
             results.begin(NAME)
-            return timer(run)
+            return timer(run, best)
 
         return seconds
 

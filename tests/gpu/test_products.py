@@ -27,7 +27,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_candidate_is_a_sign_of_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose_products, "graph_timer", lambda graphs: lambda run: run())
+    monkeypatch.setattr(
+        choose_products, "graph_timer", lambda graphs, watch: lambda run, best: run()
+    )
     results = Results(tmp_path / "events")
     products.watch(results)
     seen = []
@@ -36,8 +38,8 @@ def test_every_candidate_is_a_sign_of_life(tmp_path, monkeypatch):
         seen.append(lines(tmp_path / "events")[-1])
         return 3.0
 
-    timer = choose_products.graph_timer(None)
-    assert (timer(run), timer(run)) == (3.0, 3.0)
+    timer = choose_products.graph_timer(None, None)
+    assert (timer(run, 1.0), timer(run, 1.0)) == (3.0, 3.0)
     assert seen == [{"begin": "choose products"}] * 2
     assert len(lines(tmp_path / "events")) == 2
 

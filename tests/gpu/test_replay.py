@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from specc.kernels.cuda import few_rows
 from tests.gpu.replay import fill, replays_alike, require_graphs
 from tests.gpu.results import Device
 
@@ -19,6 +20,7 @@ class FakeStep:
 
     plan = SimpleNamespace(name="chain")
     is_split = False
+    launches_dependent = False
 
     def __init__(self, fault: Any = lambda number, slabs: None, result: Any = lambda number: 7):
         self._captured: dict[Any, Any] = {}
@@ -106,3 +108,24 @@ def test_a_capture_that_fell_back_fails():
     step._captured = {(2, False): ["graph"], (8, False): None}
     with pytest.raises(AssertionError, match="8 sequences"):
         run(step)
+
+
+@pytest.mark.parametrize("is_dependent", [True, False])
+def test_a_step_without_its_graph_has_the_same_products(is_dependent, monkeypatch):
+    """Those of dependent launches may round otherwise than those of ordinary ones."""
+    weight = torch.zeros(8, 8)
+    tile = few_rows.TILES[torch.float32][0]
+    product = few_rows.Product.of("add_norm_linear", 1, weight)
+    monkeypatch.setattr(few_rows, "choices", {product: few_rows.Choice(None, tile)})
+    seen = []
+
+    class Step(FakeStep):
+        launches_dependent = is_dependent
+
+        def advance(self, *args: Any) -> tuple[Any, ...]:
+            if self._captured[2, False] is None:
+                seen.append(few_rows.tile_for("add_norm_linear", 1, weight))
+            return super().advance(*args)
+
+    run(Step())
+    assert seen == [tile if is_dependent else None]

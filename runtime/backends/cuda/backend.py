@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda import choose_launches
-from specc.runtime.backends.cuda.choose_products import DeviceLostError, Timer, choose_products
+from specc.runtime.backends.cuda.choose_products import DeviceLostError, choose_products
 from specc.runtime.backends.cuda.kept_launches import KeptLaunches
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
+from specc.runtime.backends.cuda.product_candidates import Timer
+from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
@@ -69,9 +71,11 @@ class CudaBackend(CapturedBackend):
         }
         # weights that share a slot would be read from the GPU's own cache while they are timed
         timed = [m for m in models.values() if not isinstance(m, StreamedProgram) or m.is_resident]
-        choose_on_gpu(timed, graphs)
+        for own in timed:
+            choose_on_gpu([own], graphs, _step_rows(manifest, own.name, cache))
         # the products of self-drafts are among the target's own, but for weights of their own
-        choose_on_gpu(self_drafts.values(), graphs)
+        rows = _step_rows(manifest, target.name, cache)
+        choose_on_gpu(self_drafts.values(), graphs, rows)
         return DeviceModels(models, models | self_drafts)
 
     def prepare_steps(
@@ -90,18 +94,26 @@ class CudaBackend(CapturedBackend):
 BACKEND = CudaBackend()
 
 
-def choose_on_gpu(models: Iterable[ModelProgram], graphs: GraphDevice) -> list[dict[str, Any]]:
+def choose_on_gpu(
+    models: Iterable[ModelProgram], graphs: GraphDevice, rows: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """Measure which products are the fastest, before a step is captured with them.
 
     What an earlier load has measured on such a GPU is not measured again. Elsewhere than on a GPU
     nothing is measured, and the library's stay.
 
+    Args:
+        models: on the device.
+        graphs: the device.
+        rows: as `choose_products` has it.
     Returns:
         what was measured now, see `choose_products`.
     """
     if graphs.device.type != "cuda":
         return []
-    return choose_and_keep(models, graphs, KeptProducts(Conditions.of(graphs.device)))
+    can_depend = choose_launches.can_launch_dependent(graphs.device)
+    kept = KeptProducts(Conditions.of(graphs.device), can_depend=can_depend)
+    return choose_and_keep(models, graphs, kept, rows=rows)
 
 
 def choose_and_keep(
@@ -109,6 +121,7 @@ def choose_and_keep(
     graphs: GraphDevice,
     kept: KeptProducts,
     timer: Timer | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Take what is kept, measure what is left, and keep that, too.
 
@@ -117,6 +130,7 @@ def choose_and_keep(
         graphs: the device.
         kept: for this device.
         timer: what measures; None replays graphs.
+        rows: as `choose_products` has it.
     Returns:
         what was measured now, see `choose_products`.
     Raises:
@@ -124,12 +138,19 @@ def choose_and_keep(
     """
     kept.take()
     try:
-        found = choose_products(models, graphs, timer)
+        found = choose_products(models, graphs, timer, rows, can_depend=kept.can_depend)
     except DeviceLostError as error:
         kept.add(error.report)
         raise
     kept.add(found)
     return found
+
+
+def _step_rows(manifest: Manifest, model: str, cache: KVCache) -> tuple[int, ...] | None:
+    """Rows that the steps of an engine have; None where it has none, as ranks that follow."""
+    plans = [entry.plan for entry in manifest.plans]
+    draft = None if model == manifest.models[0].name else model
+    return step_rows(plans, draft, cache.shape.max_num_seqs) if plans else None
 
 
 def _programs_digest(manifest: Manifest) -> str:

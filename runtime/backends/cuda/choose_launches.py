@@ -1,10 +1,12 @@
 """Whether the kernels of a step start before the one before them has ended: measured at load.
 
 What that is, and why it is safe, says `specc.kernels.cuda.dependent`. Before the first capture of
-an engine each plan's step is captured both ways, with its smallest batch and its largest. Dependent
-launches are chosen where results and caches are the same, bit for bit, and the step was faster with
-both; else launches are ordinary. Nothing else of the engine runs meanwhile, and caches are zeros
-again afterwards.
+an engine each plan's step is captured both ways, with its smallest batch and its largest, each with
+the products that were chosen for such launches (`choose_products`). Dependent launches are chosen
+where the step was faster with both; else launches are ordinary. Results and caches have to be those
+of the same products in ordinary launches, bit for bit: two products differ by roundings, two ways
+of launching one do not. Nothing else of the engine runs meanwhile, and caches are zeros again
+afterwards.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from specc.sampling.rows import Value, Word
 # set to 0: launches are ordinary, and nothing is measured
 SWITCH = "SPECC_DEPENDENT_LAUNCHES"
 DEPENDENT, ORDINARY = "dependent", "ordinary"
+# ordinary launches of the products of dependent ones, where these are others
+ALIKE = "ordinary, products of dependent"
 # CUDA of torch and of the driver: programmatic edges of graphs are in 12.3 and newer
 _LEAST_CUDA = (12, 3)
 # the driver's library, which a process with a GPU has loaded
@@ -107,7 +111,8 @@ def choose_launches(
         timer: what measures; None takes the host's clock.
     Returns:
         what was found now, ready for JSON: `plan`; `batches`, for each its size `batch`, `ms` of a
-        step by launches, and `differ`, replays whose results were others; and `chosen`.
+        step by launches (see `ALIKE`), and `differ`, replays whose results were others than those
+        of the same products; and `chosen`.
     Raises:
         FaultError: the device takes no more work; after dependent launches, the next load leaves
             them out.
@@ -179,19 +184,25 @@ def _try_both(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any
 
 
 def _compare(trial: _Trial, timer: Timer, found: dict[str, Any]) -> None:
-    ordinary = trial.capture(is_dependent=False)
-    wanted = trial.outcome(ordinary)
-    dependent = trial.capture(is_dependent=True)
+    from specc.kernels.cuda import few_rows
+
+    differs = any(choice.differs for choice in few_rows.choices.values())
+    alike = trial.capture(is_dependent=False, products=DEPENDENT if differs else ORDINARY)
+    wanted = trial.outcome(alike)
+    dependent = trial.capture(is_dependent=True, products=DEPENDENT)
     found["differ"] = sum(not trial.is_outcome(dependent, wanted) for _ in range(_CHECKS))
     if found["differ"]:
         _warn(trial, f"{found['differ']} of {_CHECKS} replays give other results")
         return
-    ways = {ORDINARY: ordinary, DEPENDENT: dependent}
+    ways = {ORDINARY: alike, DEPENDENT: dependent}
+    if differs:
+        ordinary = trial.capture(is_dependent=False, products=ORDINARY)
+        ways = {ORDINARY: ordinary, ALIKE: alike, DEPENDENT: dependent}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_ROUNDS):
         for way, graph in ways.items():
             trial.begin()
-            trial.way = way
+            trial.way = ORDINARY if way == ORDINARY else DEPENDENT
             seconds[way].append(timer(graph.replay) / _REPLAYS)
     found["ms"] = {way: 1e3 * statistics.median(own) for way, own in seconds.items()}
 
@@ -234,7 +245,7 @@ class _Trial:
         self._regions = regions
         self._graphs = graphs
         self._inputs = inputs
-        # launches of what was run last
+        # whose launches, or products, were run last
         self.way = ORDINARY
         self._drawn: list[Tensor] = []
         self._kept: list[Tensor | None] = []
@@ -298,9 +309,13 @@ class _Trial:
                 else:
                     region.copy_(kept)
 
-    def capture(self, is_dependent: bool) -> Graph:
-        self.way = DEPENDENT if is_dependent else ORDINARY
-        return self.step.capture_alone(self.bucket, is_dependent)
+    def capture(self, is_dependent: bool, products: str) -> Graph:
+        """With the products that were chosen for these launches, `ORDINARY` or `DEPENDENT`."""
+        from specc.kernels.cuda import few_rows
+
+        self.way = DEPENDENT if is_dependent or products == DEPENDENT else ORDINARY
+        with few_rows.chosen_for(products == DEPENDENT):
+            return self.step.capture_alone(self.bucket, is_dependent)
 
     @torch.inference_mode()
     def begin(self) -> None:

@@ -4,18 +4,16 @@ The operators `add_norm_*`, `embed_norm_rope_write` and `skinny_linear` have ker
 beside the library's product, and `linear_q` beside that of the decoded weight. Nobody knows which
 is faster on a GPU before it has run both, so each shape is timed with each number of rows, over the
 weights of all layers in turn, as a step reads them: a kernel takes the library's place only where
-it was faster.
+it was faster. Where launches may be dependent, that is chosen besides for steps that are launched
+so: which of both a plan gets, its whole step decides (`choose_launches`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +23,16 @@ from specc.errors import FaultError
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.linear_calls import NAME as LINEAR
 from specc.runtime.backends.cuda.linear_calls import LinearCall, linear_call
+from specc.runtime.backends.cuda.product_candidates import (
+    LIBRARY,
+    Candidate,
+    Stopwatch,
+    Timer,
+    best_dependent,
+    best_ordinary,
+    graph_timer,
+    measure,
+)
 from specc.runtime.backends.cuda.quantized_calls import NAME as QUANTIZED
 from specc.runtime.backends.cuda.quantized_calls import QuantizedCall, quantized_call
 
@@ -35,16 +43,6 @@ OPERATORS = (
 )  # fmt: skip
 # rows of products with a norm that are measured; others are rounded up to one of them
 ROWS = (1, 2, 4, 8, 16)
-# a kernel that saves less than this share may be as fast as the library's: it is not chosen
-_LEAST_GAIN = 0.01
-_REPEATS, _REPLAYS = 3, 5
-# difference of two results over the size of one: what roundings and another order of a sum leave,
-# and far less than a kernel that is compiled wrongly
-_MOST_OFF = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-class ProductWarning(UserWarning):
-    """A kernel that does not run here; the library's product takes its place."""
 
 
 class DeviceLostError(FaultError):
@@ -188,28 +186,6 @@ def calls_of(program: GraphProgram) -> Iterator[Call]:
 
 # what this process has measured so far, as `choose_products` returns it
 measured: list[dict[str, Any]] = []
-# seconds of some work, which may be captured
-Timer = Callable[[Callable[[], object]], float]
-
-
-def graph_timer(graphs: GraphDevice) -> Timer:
-    """Times replays by the host's clock, several at a time: launches cost nothing then."""
-
-    def seconds(run: Callable[[], object]) -> float:
-        run()
-        graph = graphs.capture(run)
-        graph.replay()
-        found = []
-        for _ in range(_REPEATS):
-            graphs.record_event().synchronize()
-            begin = time.perf_counter()
-            for _ in range(_REPLAYS):
-                graph.replay()
-            graphs.record_event().synchronize()
-            found.append((time.perf_counter() - begin) / _REPLAYS)
-        return statistics.median(found)
-
-    return seconds
 
 
 def choose_products(
@@ -217,6 +193,7 @@ def choose_products(
     graphs: GraphDevice,
     timer: Timer | None = None,
     rows: Iterable[int] | None = None,
+    can_depend: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure every shape of these programs that was not measured before, and choose.
 
@@ -224,47 +201,52 @@ def choose_products(
         programs: of the models, on the device.
         graphs: the device.
         timer: what measures; None replays graphs.
-        rows: numbers of rows to measure; None is those that kernels are for.
+        rows: numbers of rows that steps have; None is all that kernels are for, and so it is of
+            quantized weights always: without a measurement prompts take a kernel for them, too.
+        can_depend: the device has dependent launches: tiles are timed so, too, where their kernels
+            have them.
     Returns:
         what was found, ready for JSON: `operator`, `shape` [N, K], `dtype`, `rows`, `layout` of
-        quantized weights, `ms` of all layers' calls by candidate (`library`, and the number of each
-        tile), and `chosen`.
+        quantized weights, `ms` of all layers' calls by candidate (see `Candidate.name`), `chosen`
+        for ordinary launches, `dependent` what was chosen for dependent ones, where some can be,
+        and `seconds` that measuring has taken, by its parts.
     Raises:
         DeviceLostError: a kernel has ended the work of the device.
     """
-    # a hundred captures follow
-    with _quick_collections():
+    watch = Stopwatch()
+    timer = timer or graph_timer(graphs, watch)
+    with _no_collections():
         report = _choose(
-            programs, timer or graph_timer(graphs), graphs, None if rows is None else tuple(rows)
+            programs, timer, watch, graphs, None if rows is None else tuple(rows), can_depend
         )
     measured.extend(report)
     return report
 
 
 @contextlib.contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Let the garbage collection before each capture pass over what is there already.
+def _no_collections() -> Iterator[None]:
+    """Collect garbage once, and not before each of some hundred captures.
 
-    Modules and graphs of programs are hundreds of thousands of objects: it would take longer than
-    all that is measured.
+    Modules and graphs of programs are hundreds of thousands of objects: to pass over them takes
+    longer than all that is measured.
     """
-    if gc.get_freeze_count():
-        # somebody else's, who may want it to stay so
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _choose(
     programs: Iterable[GraphProgram],
     timer: Timer,
+    watch: Stopwatch,
     graphs: GraphDevice,
     rows: Sequence[int] | None,
+    can_depend: bool,
 ) -> list[dict[str, Any]]:
     # Triton is optional where an engine runs on any other backend
     from specc.kernels.cuda import few_rows
@@ -276,11 +258,17 @@ def _choose(
     report: list[dict[str, Any]] = []
     with graphs.active(), torch.inference_mode():
         for calls in groups.values():
-            for count in rows or calls[0].rows:
+            counts: tuple[int, ...] = calls[0].rows
+            if rows is not None and calls[0].operator != QUANTIZED:
+                counts = tuple(count for count in counts if count in rows)
+            for count in counts:
                 product = calls[0].product(count)
                 if product in few_rows.choices or not product.tiles:
                     continue
-                bound = [call.bind(count) for call in calls]
+                with watch.part("bind"):
+                    # memory that calls of another shape have left goes back to the device
+                    graphs.free_bytes()
+                    bound = [call.bind(count) for call in calls]
                 item: dict[str, Any] = {
                     "operator": product.operator,
                     "shape": list(product.shape),
@@ -289,17 +277,41 @@ def _choose(
                 }
                 if product.layout:
                     item["layout"] = product.layout
-                found: dict[int | None, float] = {}
-                for number, seconds in _measure(bound, len(product.tiles), timer):
+                can_start_early = can_depend and product.can_start_early
+                found: dict[Candidate, float] = {}
+                for candidate, seconds in measure(
+                    bound, len(product.tiles), can_start_early, timer, watch
+                ):
                     if seconds is not None:
-                        found[number] = seconds
+                        found[candidate] = seconds
                     elif (error := _fault(graphs)) is not None:
-                        item |= {"ms": _named(found), "chosen": _name(None), "lost": _name(number)}
+                        item |= _said(found, LIBRARY, LIBRARY if can_start_early else None)
+                        item["lost"] = candidate.name
                         raise DeviceLostError(error, [*report, item]) from error
-                best = _best(found)
-                few_rows.choices[product] = None if best is None else product.tiles[best]
-                report.append(item | {"ms": _named(found), "chosen": _name(best)})
+                best = best_ordinary(found)
+                dependent = best_dependent(found) if can_start_early else None
+                few_rows.choices[product] = choice_of(product, best, dependent)
+                report.append(item | _said(found, best, dependent) | {"seconds": watch.take()})
     return report
+
+
+def choice_of(product: Any, best: Candidate, dependent: Candidate | None) -> Any:
+    """What products of few rows look up.
+
+    Args:
+        product: a `Product`.
+        best: for ordinary launches.
+        dependent: for dependent ones; None where its kernel has none, or they were not measured.
+    """
+    from specc.kernels.cuda.few_rows import Choice
+
+    def tile(candidate: Candidate) -> Any:
+        return None if candidate.number is None else product.tiles[candidate.number]
+
+    if dependent is None:
+        return Choice.of(tile(best))
+    early = tile(dependent)
+    return Choice(tile(best), early and replace(early, starts_early=dependent.is_early))
 
 
 def _fault(graphs: GraphDevice) -> Exception | None:
@@ -311,64 +323,12 @@ def _fault(graphs: GraphDevice) -> Exception | None:
     return None
 
 
-def _measure(
-    bound: list[Callable[[], object]], num_tiles: int, timer: Timer
-) -> Iterator[tuple[int | None, float | None]]:
-    """Numbers of tiles, None for the library's product, and seconds of all calls with each.
-
-    None instead of seconds where it does not run, or gives other results.
-    """
-    from specc.kernels.cuda import few_rows
-
-    def run() -> None:
-        for call in bound:
-            call()
-
-    with few_rows.forced(None):
-        wanted = bound[0]()
-    for number in (None, *range(num_tiles)):
-        seconds = None
-        with few_rows.forced(number):
-            try:
-                if number is not None:
-                    _check_result(bound[0](), wanted)
-                seconds = timer(run)
-            except Exception as error:
-                if number is None:
-                    raise
-                # whatever ails it: the step runs without this kernel
-                warnings.warn(
-                    f"a kernel for few rows does not run on this device and is not used: {error}",
-                    ProductWarning,
-                    stacklevel=6,
-                )
-        yield number, seconds
-
-
-def _check_result(found: object, wanted: object) -> None:
-    """Raises ArithmeticError: a kernel's result is not the library's but for roundings."""
-    for own, other in zip(_tensors(found), _tensors(wanted), strict=True):
-        size = torch.linalg.vector_norm(other.float())
-        off = float(torch.linalg.vector_norm(own.float() - other.float()) / size)
-        # neither where the difference is no number
-        if not off <= _MOST_OFF[other.dtype]:
-            raise ArithmeticError(f"its results differ from those of separate kernels by {off:.2g}")
-
-
-def _tensors(value: object) -> Sequence[Tensor]:
-    return (value,) if isinstance(value, Tensor) else value  # type: ignore[return-value]
-
-
-def _best(found: Mapping[int | None, float]) -> int | None:
-    """The fastest, where it is clearly faster than the library's product."""
-    best = min(found, key=lambda number: found[number])
-    return best if found[best] < (1 - _LEAST_GAIN) * found[None] else None
-
-
-def _named(found: Mapping[int | None, float]) -> dict[str, float]:
-    """Milliseconds by the names of candidates."""
-    return {_name(number): 1e3 * seconds for number, seconds in found.items()}
-
-
-def _name(number: int | None) -> str:
-    return "library" if number is None else f"tile-{number}"
+def _said(
+    found: Mapping[Candidate, float], best: Candidate, dependent: Candidate | None
+) -> dict[str, Any]:
+    """Milliseconds by candidate, and what was chosen."""
+    said: dict[str, Any] = {
+        "ms": {candidate.name: 1e3 * seconds for candidate, seconds in found.items()},
+        "chosen": best.name,
+    }
+    return said if dependent is None else said | {"dependent": dependent.name}

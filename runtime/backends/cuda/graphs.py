@@ -48,8 +48,11 @@ class CudaGraphs:
         with torch.cuda.stream(self._stream):
             _refuse_host_reads(run)
         torch.cuda.synchronize(self.device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        # garbage that is found within a capture may give memory back to the device, which ends it;
+        # where no collection runs by itself nothing is found, and many captures in a row are quick
+        if gc.isenabled():
+            gc.collect()
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         # not torch.cuda.graph: where a capture fails, that leaves its stream current and its error
         # in place of the operator's

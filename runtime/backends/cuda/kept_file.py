@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from specc.errors import SpeccError
-from specc.runtime.backends.cuda.choose_products import ProductWarning
+from specc.runtime.backends.cuda.product_candidates import ProductWarning
 from specc.system.file_cache import FileCache
 
 # of a cache that is not there for this user (RuntimeError: no home)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from specc.runtime.backends.cuda.choose_products import choice_of
 from specc.runtime.backends.cuda.kept_file import KeptFile
+from specc.runtime.backends.cuda.product_candidates import Candidate, early_candidates
 from specc.system.file_cache import FileCache
 
-SCHEMA_VERSION = 1
-_LIBRARY = "library"
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,14 @@ class KeptProducts:
     Args:
         conditions: under which they hold.
         cache: None is that of the user.
+        can_depend: launches may be dependent: what was measured without them is not taken.
     """
 
-    def __init__(self, conditions: Conditions, cache: FileCache | None = None) -> None:
+    def __init__(
+        self, conditions: Conditions, cache: FileCache | None = None, can_depend: bool = False
+    ) -> None:
         self._file = KeptFile(conditions.file_name, "products", cache)
+        self.can_depend = can_depend
 
     def take(self) -> int:
         """Choose as was measured earlier, what this process has not measured itself.
@@ -89,9 +94,9 @@ class KeptProducts:
         from specc.kernels.cuda import few_rows
 
         count = 0
-        for product, number in _choices(self._read()):
+        for product, choice in self._choices():
             if product not in few_rows.choices:
-                few_rows.choices[product] = None if number is None else product.tiles[number]
+                few_rows.choices[product] = choice
                 count += 1
         return count
 
@@ -113,20 +118,27 @@ class KeptProducts:
         content = self._file.read()
         return [] if content is None else list(content["products"])
 
-
-def _choices(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, int | None]]:
-    """Products, and the numbers of their tiles; None is the library's."""
-    for item in items:
-        product = _product(item)
-        chosen = item["chosen"]
-        number = None if chosen == _LIBRARY else int(chosen.removeprefix("tile-"))
-        if number is None or number < len(product.tiles):
-            yield product, number
+    def _choices(self) -> Iterator[tuple[Any, Any]]:
+        """Products, and what was chosen of tiles that there are."""
+        for item in self._read():
+            product = _product(item)
+            best = Candidate.named(item["chosen"])
+            dependent = Candidate.named(item["dependent"]) if "dependent" in item else None
+            if dependent is None and self.can_depend and product.can_start_early:
+                continue
+            numbers = [candidate.number for candidate in (best, dependent) if candidate]
+            if all(number is None or number < len(product.tiles) for number in numbers):
+                yield product, choice_of(product, best, dependent)
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:
     """Whether every candidate was timed, or one of them can never be."""
-    return "lost" in item or len(item["ms"]) == 1 + len(_product(item).tiles)
+    found = {Candidate.named(name): ms for name, ms in item["ms"].items()}
+    if "lost" in item:
+        return True
+    ordinary = [candidate for candidate in found if not candidate.is_early]
+    early = early_candidates(found) if "dependent" in item else []
+    return len(ordinary) == 1 + len(_product(item).tiles) and set(early) <= found.keys()
 
 
 def _product(item: Mapping[str, Any]) -> Any:

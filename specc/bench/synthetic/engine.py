@@ -17,6 +17,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.backend import choose_on_gpu
+from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
@@ -79,7 +80,10 @@ def make_engine(
         )
         for model in programs.models
     }
-    choose_on_gpu(models.values(), graphs)
+    target_name = programs.models[0].entry.name
+    for name, model in models.items():
+        draft = None if name == target_name else name
+        choose_on_gpu([model], graphs, step_rows(programs.plans, draft, limits.max_batch_size))
     depth = max(plan.max_depth for plan in programs.plans)
     buffers = StepBuffers(
         graphs,

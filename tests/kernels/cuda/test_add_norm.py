@@ -10,7 +10,7 @@ import torch
 from specc.kernels.cuda import few_rows
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
-from specc.kernels.cuda.few_rows import Product, forced, tile_for
+from specc.kernels.cuda.few_rows import Choice, Product, forced, tile_for
 from tests.kernels.cuda.cases_add_norm import (
     BF16,
     DTYPES,
@@ -140,7 +140,7 @@ def test_the_library_has_what_nobody_measured(device):
     weight = operands["weight"]
     assert tile_for("add_norm_linear", 4, weight) is None
     product = Product.of("add_norm_linear", 4, weight)
-    few_rows.choices[product] = product.tiles[1]
+    few_rows.choices[product] = Choice.of(product.tiles[1])
     try:
         assert tile_for("add_norm_linear", 4, weight) == few_rows.TILES[BF16][1]
         # rows of one bucket share a choice; other rows, shapes and operators do not

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from specc.kernels.cuda import add_norm_gate_up, dependent, few_rows
 from specc.kernels.cuda.attend_config import machine
 from specc.kernels.cuda.dependent import launch_options
 from specc.kernels.cuda.launch import dependent_launches
+from specc.kernels.cuda.recorded import recorded
 from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda import aot, ptx_order
+from tests.kernels.cuda.launches_products import CALLS
 from tests.kernels.cuda.ptx_order import problems
 
 ARGUMENTS = ("x", "weight", "out", "K")
@@ -208,6 +212,35 @@ def test_launches_say_so_only_where_they_may(monkeypatch: pytest.MonkeyPatch) ->
         with dependent_launches(False):
             assert launch_options(bf16) == ordinary
     assert launch_options(bf16) == ordinary
+
+
+PRODUCTS = (
+    "add_norm_gate_up", "add_norm_head", "add_norm_linear", "add_norm_rope_write",
+    "embed_norm_rope_write", "skinny_linear",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_tile_that_starts_late_is_launched_so(name: str, monkeypatch: Any) -> None:
+    """In the ordinary way, while the launches around it are dependent."""
+    for table in ("TILES", "LINEAR_TILES"):
+        tiles = {
+            dtype: (own[0], *(replace(tile, starts_early=False) for tile in own[1:]))
+            for dtype, own in getattr(few_rows, table).items()
+        }
+        monkeypatch.setattr(few_rows, table, tiles)
+    seen = set()
+
+    def note(kernel: str, tensors: Mapping[str, torch.Tensor], is_dependent: bool) -> None:
+        forced = few_rows._forced.get() or ()
+        seen.add((tensors["weight"].dtype == torch.bfloat16, 0 in forced, is_dependent))
+
+    with recorded(note):
+        for _ in CALLS[name]():
+            pass
+    assert {is_early for is_half, is_first, is_early in seen if is_half and is_first} == {True}
+    assert {is_early for is_half, is_first, is_early in seen if is_half > is_first} == {False}
+    assert {is_early for is_half, _, is_early in seen if not is_half} == {False}
 
 
 def test_results_are_the_same(device: torch.device) -> None:

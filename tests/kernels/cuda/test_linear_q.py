@@ -8,7 +8,7 @@ import torch
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda import few_rows
 from specc.kernels.cuda import linear_q as module
-from specc.kernels.cuda.few_rows import Product, forced, quantized_tile_for
+from specc.kernels.cuda.few_rows import Choice, Product, forced, quantized_tile_for
 from specc.kernels.cuda.linear_q import linear_q
 from tests.kernels.cuda import cases_linear_q as cases
 from tests.kernels.cuda.cases_linear_q import BF16, DTYPES, F16, F32
@@ -101,7 +101,7 @@ def test_which_product(device):
     assert quantized_tile_for(x, 64, "int4-g64") == tiles[0]
     product = Product.of_quantized(5, BF16, (64, 256), "int4-g64")
     for chosen in (tiles[1], None):
-        few_rows.choices[product] = chosen
+        few_rows.choices[product] = Choice.of(chosen)
         try:
             assert quantized_tile_for(x, 64, "int4-g64") == chosen
             # rows of one bucket share a choice; other layouts do not

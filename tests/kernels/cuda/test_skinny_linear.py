@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specc.kernels.cuda import few_rows
-from specc.kernels.cuda.few_rows import LINEAR_TILES, SKINNY, Product, forced, tile_for
+from specc.kernels.cuda.few_rows import LINEAR_TILES, SKINNY, Choice, Product, forced, tile_for
 from specc.kernels.cuda.skinny_linear import skinny_linear
 from specc.passes import memory
 from tests.kernels.cuda import cases_skinny_linear as cases
@@ -61,7 +61,7 @@ def test_tiles_are_of_this_operator(device):
     assert product.tiles == LINEAR_TILES[BF16]
     assert Product.of("add_norm_linear", 4, weight).tiles == few_rows.TILES[BF16]
     assert Product.of(SKINNY, 17, weight).tiles == ()
-    few_rows.choices[product] = product.tiles[3]
+    few_rows.choices[product] = Choice.of(product.tiles[3])
     try:
         assert tile_for(SKINNY, 3, weight) == product.tiles[3]
         assert tile_for("add_norm_linear", 3, weight) is None

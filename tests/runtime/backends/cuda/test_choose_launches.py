@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specc.errors import FaultError
-from specc.kernels.cuda import launch
+from specc.kernels.cuda import few_rows, launch
 from specc.runtime.backends.cuda import choose_launches as chosen
 from specc.runtime.backends.cuda.choose_launches import (
     DEPENDENT,
@@ -31,13 +31,21 @@ from tests.runtime.backends.captured.test_captured_step import Rig, make_rig, sa
 HERE = Conditions("NVIDIA H200", "2.13.0", "3.7.1", "abc")
 
 
+# operator, rows, and weight of a product, and its tile
+PRODUCT = "add_norm_linear", 1, torch.zeros(8, 8)
+TILE = few_rows.TILES[torch.float32][0]
+
+
 class WayDevice(SimulatedDevice):
     """Knows of each graph how it was captured; dependent ones may be spoiled after a replay."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ways: list[str] = []
+        # what a product of few rows is in each graph
+        self.products: list[few_rows.Tile | None] = []
         self.newest = ""
+        self.newest_product: few_rows.Tile | None = None
         self.spoil: Callable[[int], object] | None = None
         self.fault: Exception | None = None
         # what is lost by a replay
@@ -47,11 +55,13 @@ class WayDevice(SimulatedDevice):
     def capture(self, run: Callable[[], object]) -> Any:
         way = DEPENDENT if launch.is_dependent() else ORDINARY
         self.ways.append(way)
+        product = few_rows.tile_for(*PRODUCT)
+        self.products.append(product)
         tape = super().capture(run)
         replay = tape.replay
 
         def replayed() -> None:
-            self.newest = way
+            self.newest, self.newest_product = way, product
             replay()
             if self.breaks(way):
                 self.fault = RuntimeError("illegal memory access")
@@ -149,6 +159,65 @@ def test_the_largest_batch_decides_too(rig: Rig) -> None:
     assert not step.launches_dependent
 
 
+def choose_products(monkeypatch: pytest.MonkeyPatch, *chosen: few_rows.Tile | None) -> None:
+    choices = {few_rows.Product.of(*PRODUCT): few_rows.Choice(*chosen)}
+    monkeypatch.setattr(few_rows, "choices", choices)
+
+
+def by_product(device: WayDevice, library: float, tile: float, early: float) -> chosen.Timer:
+    """Seconds of ordinary steps by their product, and of dependent ones."""
+
+    def seconds(replay: Callable[[], object]) -> float:
+        replay()
+        if device.newest == DEPENDENT:
+            return early
+        return tile if device.newest_product else library
+
+    return seconds
+
+
+def test_each_way_has_its_products_and_bits_are_those_of_the_same(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary step has the library's; results of a dependent one are held to its own's."""
+    choose_products(monkeypatch, None, TILE)
+    name, step = next(iter(rig.steps.items()))
+    seconds = by_product(rig.device, 3.0, 4.0, 2.0)
+    (item,) = choose_launches({name: step}, rig.other.cache, rig.device, timer=seconds)
+    assert item["chosen"] == DEPENDENT
+    assert rig.device.ways == 2 * [ORDINARY, DEPENDENT, ORDINARY]
+    assert rig.device.products == 2 * [TILE, TILE, None]
+    for found in item["batches"]:
+        ms = {ORDINARY: 3.0, chosen.ALIKE: 4.0, DEPENDENT: 2.0}
+        assert found["ms"] == {way: 1e3 * own / chosen._REPLAYS for way, own in ms.items()}
+    # what the engine replays, and what runs without a graph
+    rig.device.products.clear()
+    step.capture(1)
+    assert rig.device.products == [TILE]
+    assert few_rows.tile_for(*PRODUCT) is None
+
+
+def test_products_that_launches_have_no_part_in_are_captured_twice(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways: a tile that was slower as an early launch is the same product."""
+    choose_products(monkeypatch, TILE, dataclasses.replace(TILE, starts_early=False))
+    choose(rig, SLOWER)
+    assert rig.device.ways == len(rig.steps) * [ORDINARY, DEPENDENT]
+
+
+def test_an_ordinary_step_with_the_products_of_the_other_does_not_count(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dependent launches that are faster than the same products, and slower than the best."""
+    choose_products(monkeypatch, None, TILE)
+    name, step = next(iter(rig.steps.items()))
+    seconds = by_product(rig.device, 1.0, 3.0, 2.0)
+    (item,) = choose_launches({name: step}, rig.other.cache, rig.device, timer=seconds)
+    assert (item["chosen"], len(item["batches"])) == (ORDINARY, 1)
+    assert not step.launches_dependent
+
+
 @pytest.mark.parametrize("which", ["results", "cache", "once"])
 def test_other_bits_are_not_chosen_however_fast(rig: Rig, which: str) -> None:
     """In results, in a row of a cache, and in the last of the replays that are compared."""
@@ -225,6 +294,20 @@ def test_ordinary_launches_that_lose_the_device_say_nothing_of_others(
     with pytest.raises(FaultError, match=r"after ordinary launches of plan .* illegal memory"):
         choose_launches(rig.steps, rig.other.cache, device, kept, timer)
     assert kept.get(next(iter(rig.steps))) is None
+
+
+def test_products_of_dependent_launches_that_lose_the_device_are_left_out_with_them(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they were launched when that happened: ordinary steps do without them."""
+    choose_products(monkeypatch, None, TILE)
+    kept = KeptLaunches(HERE, "engine", FileCache(tmp_path))
+    rig.device.breaks = lambda way: way == ORDINARY
+    with pytest.raises(FaultError, match="illegal memory"):
+        choose(rig, kept=kept)
+    item = kept.get(next(iter(rig.steps)))
+    assert item is not None
+    assert (item["chosen"], item["lost"]) == (ORDINARY, True)
 
 
 def test_caches_and_inputs_are_as_before(rig: Rig) -> None:

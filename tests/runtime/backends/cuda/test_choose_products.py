@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from typing import Any
 
@@ -10,11 +11,25 @@ import pytest
 import torch
 
 from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.few_rows import Choice
+from specc.kernels.cuda.launch import dependent_launches, is_dependent
 from specc.kernels.cuda.register import register, unregister
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import Pipeline
 from specc.runtime.backends.cuda import choose_products as chosen
-from specc.runtime.backends.cuda.choose_products import ProductWarning, calls_of, choose_products
+from specc.runtime.backends.cuda import product_candidates as candidates_module
+from specc.runtime.backends.cuda.choose_products import calls_of, choose_products
+from specc.runtime.backends.cuda.product_candidates import (
+    LIBRARY,
+    Candidate,
+    ProductWarning,
+    Stopwatch,
+    best_dependent,
+    best_ordinary,
+    early_candidates,
+    graph_timer,
+    measure,
+)
 from tests.models import POSITIONS, build_model
 from tests.passes.modules import Runner, compiled
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -54,20 +69,30 @@ def no_choices(monkeypatch):
 
 
 class FakeTimer:
-    """Says how long work takes by the tile that is forced meanwhile; runs it if it is asked to."""
+    """Says how long work takes by what is forced meanwhile; runs it if it is asked to.
 
-    def __init__(self, seconds: dict[int | None, float], runs: bool = False) -> None:
-        self.seconds, self.runs = seconds, runs
-        self.asked: list[int | None] = []
+    `asked` has the number of a tile for an ordinary launch, `("early", number)` for another.
+    """
 
-    def __call__(self, run: Any) -> float:
+    def __init__(
+        self,
+        seconds: dict[int | None, float],
+        early: dict[int, float] | None = None,
+        runs: bool = False,
+    ) -> None:
+        self.seconds, self.early, self.runs = seconds, early or {}, runs
+        self.asked: list[Any] = []
+
+    def __call__(self, run: Any, best: float) -> float:
         forced = few_rows._forced.get()
         assert forced is not None, "what runs is not up to the timer"
-        self.asked.append(forced[0])
+        (number,) = forced
+        known = self.early if is_dependent() else self.seconds
+        self.asked.append(("early", number) if is_dependent() else number)
         if self.runs:
             run()
         # other tiles are as fast as the first
-        value = self.seconds.get(forced[0], self.seconds[0])
+        value = known.get(number, known[0])
         if value < 0:
             raise RuntimeError("out of resources")
         return value
@@ -132,14 +157,108 @@ def test_a_kernel_that_is_no_faster_is_not_taken(program, seconds) -> None:
     report = choose_products([program], SimulatedDevice(), timer, rows=(1,))
     assert {item["chosen"] for item in report} == {"library"}
     assert tile("add_norm_gate_up", program, 1) is None
-    assert set(few_rows.choices.values()) == {None}
+    assert set(few_rows.choices.values()) == {Choice.of(None)}
+
+
+def candidates(*ordinary: float, **early: float) -> dict[Candidate, float]:
+    """Seconds of the library and of tiles; of early ones by `tile_0`, `tile_1`, …"""
+    found = {Candidate(i - 1 if i else None): own for i, own in enumerate(ordinary)}
+    return found | {Candidate(int(name[5:]), True): own for name, own in early.items()}
 
 
 def test_the_best_of_several_tiles() -> None:
-    assert chosen._best({None: 3.0, 0: 2.0, 1: 1.0}) == 1
-    assert chosen._best({None: 3.0, 0: 1.0, 1: 2.0}) == 0
-    assert chosen._best({None: 1.0, 0: 1.1, 1: 2.0}) is None
-    assert chosen._best({None: 1.0}) is None
+    assert best_ordinary(candidates(3.0, 2.0, 1.0)) == Candidate(1)
+    assert best_ordinary(candidates(3.0, 1.0, 2.0)) == Candidate(0)
+    assert best_ordinary(candidates(1.0, 1.1, 2.0)) == LIBRARY
+    assert best_ordinary(candidates(1.0)) == LIBRARY
+    # however fast it is as another launch
+    assert best_ordinary(candidates(1.0, 1.1, tile_0=0.5)) == LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        # slower than the library by itself, faster where it starts early
+        (candidates(1.0, 1.1, tile_0=0.9), Candidate(0, True)),
+        # as fast: the kernel after it may start early
+        (candidates(1.0, 1.1, tile_0=1.02), Candidate(0, True)),
+        (candidates(1.0, 1.1, tile_0=1.05), LIBRARY),
+        # the best tile of ordinary launches is launched so among dependent ones, too
+        (candidates(1.0, 0.8, 0.9, tile_0=0.85, tile_1=0.9), Candidate(0)),
+        (candidates(1.0, 0.8, 0.9, tile_0=0.85, tile_1=0.79), Candidate(1, True)),
+        (candidates(1.0, 0.8), Candidate(0)),
+        (candidates(1.0, 3.0), LIBRARY),
+    ],
+)
+def test_the_best_where_launches_are_dependent(found, wanted) -> None:
+    assert best_dependent(found) == wanted
+
+
+def test_which_tiles_are_timed_as_early_launches() -> None:
+    """Those close to the fastest of them, where that is not far from the library."""
+    found = candidates(1.0, 1.29, 1.2, 1.3)
+    assert early_candidates(found) == [Candidate(0, True), Candidate(1, True)]
+    assert early_candidates(candidates(1.0, 1.6, 1.7)) == []
+    assert early_candidates(candidates(1.0)) == []
+
+
+def test_names_of_candidates() -> None:
+    names = {"library": LIBRARY, "tile-3": Candidate(3), "tile-12-early": Candidate(12, True)}
+    for name, candidate in names.items():
+        assert (candidate.name, Candidate.named(name)) == (name, candidate)
+
+
+def test_dependent_steps_have_products_of_their_own(program, monkeypatch) -> None:
+    """The library's in an ordinary step, a tile in one whose kernels start early."""
+    # as those of bfloat16 have it
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    timer = FakeTimer({None: 1.0, 0: 1.1}, {0: 0.9})
+    report = choose_products([program], SimulatedDevice(), timer, rows=(1,), can_depend=True)
+    early = [("early", number) for number in (0, 1)]
+    assert timer.asked == [x for own in CANDIDATES for x in (*own, *early[: len(own) - 1])]
+    assert {(item["chosen"], item["dependent"]) for item in report} == {("library", "tile-0-early")}
+    assert report[0]["ms"] == {"library": 1000.0, "tile-0": 1100.0, "tile-0-early": 900.0}
+    for operator, tiles in (
+        ("add_norm_gate_up", few_rows.TILES), ("skinny_linear", few_rows.LINEAR_TILES),
+    ):  # fmt: skip
+        assert tile(operator, program, 1) is None
+        with dependent_launches():
+            early_tile = tile(operator, program, 1)
+            assert early_tile == tiles[torch.float32][0]
+            assert early_tile.starts_early
+            with few_rows.chosen_for(False):
+                assert tile(operator, program, 1) is None
+        with few_rows.chosen_for(True):
+            assert tile(operator, program, 1) == early_tile
+    assert all(choice.differs for choice in few_rows.choices.values())
+
+
+def test_a_tile_that_is_slower_early_starts_late(program, monkeypatch) -> None:
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    timer = FakeTimer({None: 1.0, 0: 0.8}, {0: 0.9})
+    choose_products([program], SimulatedDevice(), timer, rows=(1,), can_depend=True)
+    with dependent_launches():
+        found = tile("add_norm_gate_up", program, 1)
+    assert (found.starts_early, found.block_n) == (False, 16)
+    # it computes the same
+    assert not any(choice.differs for choice in few_rows.choices.values())
+
+
+def test_kernels_without_dependent_launches_are_not_timed_so(program) -> None:
+    timer = FakeTimer({None: 2.0, 0: 1.0}, {0: 0.5})
+    report = choose_products([program], SimulatedDevice(), timer, rows=(1,), can_depend=True)
+    assert len(timer.asked) == NUM_CANDIDATES
+    assert all("dependent" not in item for item in report)
+    with dependent_launches():
+        assert tile("add_norm_gate_up", program, 1) == few_rows.TILES[torch.float32][0]
+
+
+def test_a_kernel_that_fails_early_is_not_launched_so(program, monkeypatch) -> None:
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    timer = FakeTimer({None: 1.0, 0: 0.8}, {0: -1.0})
+    with pytest.warns(ProductWarning, match="out of resources"):
+        report = choose_products([program], SimulatedDevice(), timer, rows=(1,), can_depend=True)
+    assert {(item["chosen"], item["dependent"]) for item in report} == {("tile-0", "tile-0")}
 
 
 def test_a_kernel_that_fails_is_not_taken(program) -> None:
@@ -162,13 +281,13 @@ def test_a_kernel_with_other_results_is_not_taken() -> None:
         (number,) = few_rows._forced.get() or (None,)
         return right, results[0 if number is None else number + 1]
 
-    def seconds(run: Any) -> float:
+    def seconds(run: Any, best: float) -> float:
         run()
         return 1.0
 
     with pytest.warns(ProductWarning, match="results differ") as caught:
-        found = dict(chosen._measure([call], 4, seconds))
-    assert {number for number, seconds in found.items() if seconds} == {None, 0}
+        found = dict(measure([call], 4, False, seconds))
+    assert {candidate.number for candidate, seconds in found.items() if seconds} == {None, 0}
     assert len(caught) == 3
 
 
@@ -210,33 +329,68 @@ def test_real_calls_run_and_write_no_row(program) -> None:
     assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_collections_between_captures_pass_over_what_is_there(is_frozen, program) -> None:
-    """And go through all of it again afterwards, unless somebody wants it otherwise."""
-    # as conftest.py leaves it
-    assert gc.get_freeze_count() > 0
-    if not is_frozen:
-        gc.unfreeze()
+@pytest.mark.parametrize("is_on", [True, False])
+def test_garbage_is_collected_once_and_not_before_each_capture(is_on, program) -> None:
+    """Afterwards collections are as they were, whatever has failed."""
+    begun: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            begun.append(phase)
+
+    def seconds(run: Any, best: float) -> float:
+        assert not gc.isenabled()
+        if len(few_rows.choices) == 2:
+            raise RuntimeError("out of resources")
+        return 1.0
+
+    before = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    gc.callbacks.append(note)
     try:
-        counts = []
-
-        def seconds(run: Any) -> float:
-            counts.append(gc.get_freeze_count())
-            return 1.0
-
-        choose_products([program], SimulatedDevice(), seconds, rows=(1,))
-        assert min(counts) > 10_000
-        assert (gc.get_freeze_count() > 0) == is_frozen
+        with pytest.raises(RuntimeError, match="out of resources"):
+            choose_products([program], SimulatedDevice(), seconds, rows=(1,))
+        assert gc.isenabled() == is_on
+        assert len(begun) == 1
     finally:
-        gc.freeze()
+        gc.callbacks.remove(note)
+        (gc.enable if before else gc.disable)()
 
 
-def test_replays_are_timed_on_the_device(program) -> None:
-    device = SimulatedDevice()
+def test_replays_are_timed_on_the_device() -> None:
+    device, watch = SimulatedDevice(), Stopwatch()
     ran = []
-    seconds = chosen.graph_timer(device)(lambda: ran.append(torch.zeros(3) + 1))
+    seconds = graph_timer(device, watch)(lambda: ran.append(torch.zeros(3) + 1), math.inf)
     assert seconds > 0
     # once to compile, once to capture
     assert len(ran) == 2
     assert len(device.tapes) == 1
-    assert device.num_waits == 2 * chosen._REPEATS
+    assert device.num_waits == 2 * (1 + candidates_module._REPEATS)
+    spent = watch.take()
+    assert set(spent) == {"run", "capture", "replay"}
+    assert watch.take() == {}
+
+
+def test_what_is_far_slower_than_the_best_is_replayed_twice() -> None:
+    device = SimulatedDevice()
+    seconds = graph_timer(device)(lambda: torch.zeros(3) + 1, 1e-12)
+    assert seconds > 1e-12
+    assert device.num_waits == 2
+
+
+def test_the_best_so_far_is_that_of_this_product(program) -> None:
+    told = []
+
+    def seconds(run: Any, best: float) -> float:
+        told.append(best)
+        return {None: 2.0, 0: 1.0, 1: 3.0}[few_rows._forced.get()[0]]
+
+    choose_products([program], SimulatedDevice(), seconds, rows=(1,))
+    rest = {2: [2.0], 3: [2.0, 1.0]}
+    assert told == [x for own in CANDIDATES for x in (math.inf, *rest[len(own)])]
+
+
+def test_seconds_of_measuring_are_reported(program) -> None:
+    report = choose_products([program], SimulatedDevice(), rows=(1,))
+    for item in report:
+        assert set(item["seconds"]) == {"bind", "check", "run", "capture", "replay"}

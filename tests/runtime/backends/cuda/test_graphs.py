@@ -205,6 +205,18 @@ def test_graphs_that_nobody_keeps_live_on(make):
     assert cuda.num_lost == 3
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_garbage_is_collected_before_a_capture_unless_that_is_off(make, monkeypatch, is_on):
+    """Then none is found within the capture either."""
+    graphs, _ = make()
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
+    monkeypatch.setattr(gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(gc, "isenabled", lambda: is_on)
+    graphs.capture(lambda: None)
+    assert done == (["collect", "empty"] if is_on else [])
+
+
 def test_an_interrupt_is_passed_on(make):
     graphs, _ = make(endAllocateToPool=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from specc.kernels.cuda import few_rows
+from specc.kernels.cuda.few_rows import Choice
 from specc.runtime.backends.cuda import kept_products
 from specc.runtime.backends.cuda.backend import choose_and_keep
-from specc.runtime.backends.cuda.choose_products import ROWS, DeviceLostError, ProductWarning
+from specc.runtime.backends.cuda.choose_products import ROWS, DeviceLostError
 from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts, kernel_digest
+from specc.runtime.backends.cuda.product_candidates import ProductWarning
 from specc.system import file_cache
 from specc.system.file_cache import FileCache
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -57,7 +59,7 @@ def test_the_second_load_measures_nothing_and_chooses_the_same(program, cache, n
     assert len(load(program, cache).asked) == ALL
     chosen = dict(few_rows.choices)
     tables = (few_rows.TILES, few_rows.LINEAR_TILES)
-    assert set(chosen.values()) == {tiles[torch.float32][0] for tiles in tables}
+    assert set(chosen.values()) == {Choice.of(tiles[torch.float32][0]) for tiles in tables}
     new_process()
     # were it measured again, the library would be chosen
     assert load(program, cache, SLOWER).asked == []
@@ -68,7 +70,7 @@ def test_that_the_library_was_faster_is_kept_too(program, cache, new_process):
     load(program, cache, SLOWER)
     new_process()
     assert load(program, cache, FASTER).asked == []
-    assert set(few_rows.choices.values()) == {None}
+    assert set(few_rows.choices.values()) == {Choice.of(None)}
 
 
 @pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(Conditions)])
@@ -77,11 +79,11 @@ def test_other_conditions_measure_anew(program, cache, new_process, field):
     new_process()
     other = dataclasses.replace(HERE, **{field: "another"})
     assert len(load(program, cache, SLOWER, other).asked) == ALL
-    assert set(few_rows.choices.values()) == {None}
+    assert set(few_rows.choices.values()) == {Choice.of(None)}
     # both are kept, each for its own
     new_process()
     assert load(program, cache, SLOWER).asked == []
-    assert None not in few_rows.choices.values()
+    assert Choice.of(None) not in few_rows.choices.values()
 
 
 def test_shapes_that_are_not_kept_are_measured(program, cache, new_process):
@@ -116,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(program, tmp_path, new_proc
     cache = FileCache(tmp_path / "file" / "cache")
     with pytest.warns(ProductWarning, match="SPECC_CACHE_DIR"):
         assert len(load(program, cache).asked) == ALL
-    assert None not in few_rows.choices.values()
+    assert Choice.of(None) not in few_rows.choices.values()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "no entry")])
@@ -127,7 +129,7 @@ def test_a_user_without_a_cache_can_load(program, monkeypatch, error):
     monkeypatch.setattr(file_cache, "default_cache_dir", fail)
     with pytest.warns(ProductWarning, match="no home|no entry"):
         assert len(load(program, None).asked) == ALL
-    assert None not in few_rows.choices.values()
+    assert Choice.of(None) not in few_rows.choices.values()
 
 
 def test_a_cache_that_others_may_write_to_is_not_read(program, cache, new_process):
@@ -144,7 +146,7 @@ def test_a_candidate_that_failed_is_tried_again(program, cache, new_process):
         load(program, cache, {None: 2.0, 0: -1.0})
     new_process()
     assert len(load(program, cache).asked) == ALL
-    assert None not in few_rows.choices.values()
+    assert Choice.of(None) not in few_rows.choices.values()
 
 
 class LostDevice(SimulatedDevice):
@@ -159,7 +161,7 @@ class LostDevice(SimulatedDevice):
             raise RuntimeError("an illegal memory access was encountered")
 
 
-@pytest.mark.filterwarnings("ignore::specc.runtime.backends.cuda.choose_products.ProductWarning")
+@pytest.mark.filterwarnings("ignore::specc.runtime.backends.cuda.product_candidates.ProductWarning")
 def test_a_kernel_that_ends_the_work_of_the_device_is_left_out(program, cache, new_process):
     """Two fail and leave the device as it was: they are tried again by the next load."""
     timer = FakeTimer({None: 2.0, 0: -1.0})
@@ -170,7 +172,7 @@ def test_a_kernel_that_ends_the_work_of_the_device_is_left_out(program, cache, n
     assert lost["lost"] == "tile-0"
     new_process()
     assert len(load(program, cache).asked) == ALL - 2
-    kept = [product for product, tile in few_rows.choices.items() if tile is None]
+    kept = [product for product, found in few_rows.choices.items() if found == Choice.of(None)]
     assert [(p.operator, list(p.shape), p.rows) for p in kept] == [
         (lost["operator"], lost["shape"], lost["rows"])
     ]
@@ -184,8 +186,8 @@ def test_a_process_keeps_what_another_has_written(program, cache, new_process):
     second.add([item | {"rows": 2}])
     second.add([item | {"rows": 2, "chosen": "library"}])
     assert KeptProducts(HERE, cache).take() == 2
-    chosen = {product.rows: tile for product, tile in few_rows.choices.items()}
-    assert chosen == {1: few_rows.TILES[torch.float32][0], 2: None}
+    chosen = {product.rows: choice for product, choice in few_rows.choices.items()}
+    assert chosen == {1: Choice.of(few_rows.TILES[torch.float32][0]), 2: Choice.of(None)}
 
 
 def test_a_tile_that_is_not_there_any_more_is_not_taken(cache, monkeypatch):
@@ -196,6 +198,41 @@ def test_a_tile_that_is_not_there_any_more_is_not_taken(cache, monkeypatch):
     monkeypatch.setattr(few_rows, "TILES", one)
     assert KeptProducts(HERE, cache).take() == 0
     assert few_rows.choices == {}
+
+
+def test_products_of_dependent_launches_are_kept(program, cache, new_process, monkeypatch):
+    """What was measured where launches are ordinary does for no load where they may be others."""
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+
+    def load(early: dict[int, float], can_depend: bool = True) -> int:
+        new_process()
+        timer = FakeTimer({None: 1.0, 0: 1.1}, early)
+        kept = KeptProducts(HERE, cache, can_depend)
+        choose_and_keep([program], SimulatedDevice(), kept, timer)
+        return len(timer.asked)
+
+    assert load({}, can_depend=False) == ALL
+    assert set(few_rows.choices.values()) == {Choice.of(None)}
+    # all but the library's once more
+    assert load({0: 0.9}) > ALL
+    chosen = dict(few_rows.choices)
+    assert all(choice.differs for choice in chosen.values())
+    assert load({0: 3.0}) == 0
+    assert few_rows.choices == chosen
+    # ordinary launches take their part of it
+    assert load({}, can_depend=False) == 0
+    assert few_rows.choices == chosen
+
+
+@pytest.mark.filterwarnings("ignore::specc.runtime.backends.cuda.product_candidates.ProductWarning")
+def test_an_early_launch_that_failed_is_tried_again(program, cache, new_process, monkeypatch):
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    for early, expected in (({0: -1.0}, {"tile-0"}), ({0: 0.5}, {"tile-0-early"})):
+        new_process()
+        timer = FakeTimer({None: 1.0, 0: 0.9}, early)
+        kept = KeptProducts(HERE, cache, True)
+        report = choose_and_keep([program], SimulatedDevice(), kept, timer)
+        assert {item["dependent"] for item in report} == expected
 
 
 def test_the_digest_follows_the_source(tmp_path, monkeypatch):

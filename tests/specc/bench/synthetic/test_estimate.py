@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.step_bytes import model_bytes
+from specc.bench.synthetic import nodes as node_counting
 from specc.bench.synthetic.estimate import make_estimate
 from specc.bench.synthetic.live_values import LiveValues
 from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
@@ -25,9 +26,11 @@ from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT, GraphCosts
 from specc.kernels.cuda import accept_walk
 from specc.kernels.cuda.act_and_mul import act_and_mul
+from specc.kernels.cuda.few_rows import Product
 from specc.kernels.cuda.recorded import Machine, recorded
 from specc.kernels.cuda.register import KERNELS
 from specc.progress import PhaseTimer
+from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.speculation.plans import SpecPlan
 from tests.models import tiny_config
 from tests.tiers import every
@@ -74,6 +77,36 @@ def count(plan: SpecPlan = CHAIN, is_filtered: bool = False, **options: Any) -> 
 
 def of_model(nodes: list[Node], model: str) -> list[Node]:
     return [node for node in nodes if node.model == model]
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize("plan", [OFF, CHAIN, TREE], ids=["off", "chain", "tree"])
+def test_rows_that_steps_have_are_measured(
+    plan: SpecPlan, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody measures is the library's, however slow: no product of a step may have others."""
+    found: dict[str, set[int]] = {"target": set(), "draft_0": set()}
+    running: list[str] = []
+    forward, make = node_counting._CountedModel.forward, Product.of.__func__  # type: ignore[attr-defined]
+
+    def run(model: Any, *inputs: Any) -> torch.Tensor:
+        running.append(model._name)
+        return forward(model, *inputs)
+
+    def of(cls: type, operator: str, num_rows: int, weight: torch.Tensor) -> Product:
+        product = make(cls, operator, num_rows, weight)
+        found[running[-1]].add(product.rows)
+        return product
+
+    monkeypatch.setattr(node_counting._CountedModel, "forward", run)
+    monkeypatch.setattr(Product, "of", classmethod(of))
+    count(plan, batch_size=batch_size)
+    for model, draft in (("target", None), ("draft_0", "draft_0")):
+        measured = step_rows([plan], draft, batch_size)
+        assert found[model] <= set(measured), model
+        # the most, of the whole batch
+        assert max(found[model], default=0) == max(measured, default=0)
+    assert bool(found["draft_0"]) == plan.speculates
 
 
 @pytest.mark.parametrize(("tile", "layer"), [(0, LLAMA_LAYER), (None, LIBRARY_LAYER)])
