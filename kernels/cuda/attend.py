@@ -107,12 +107,11 @@ def attend(
         BDV=_padded(value_dim),
         BM=c.block_m,
         BN=c.block_n,
-        STEP=c.blocks_per_step,
         BC=_columns(q.dtype, head_dim),
         BB=_SEARCH,
         MIN_BLOCKS=c.min_blocks,
         MERGED=c.merged(_padded(value_dim)),
-        PAGE=_page(num_pages, block_size, c.block_n * c.blocks_per_step),
+        PAGE=_page(num_pages, block_size, c.block_n),
         IS_TREE=ancestors is not None,
         **launch_options(q.dtype, can_start_early),
         **c.options,
@@ -126,7 +125,7 @@ def _padded(size: int) -> int:
 
 
 def _page(num_pages: int, block_size: int, block_n: int) -> int:
-    """Rows of a page; 0 if none ends in a step: whole steps, or a page that holds all."""
+    """Rows of a page; 0 if none ends in a key block: whole key blocks, or a page that holds all."""
     return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
 
 
@@ -233,9 +232,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             configs = few | {config(dtype, head_dim, 4096, capability)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
-                for page in sorted(
-                    {_page(*sizes, c.block_n * c.blocks_per_step) for sizes in _SHIPPED_PAGES}
-                ):
+                for page in sorted({_page(*sizes, c.block_n) for sizes in _SHIPPED_PAGES}):
                     for is_tree in (True, False):
                         item = _shipped_attend(dtype, head_dim, c, page, is_tree)
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
@@ -255,7 +252,7 @@ def _shipped_attend(
         signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
         {
             "D": head_dim, "DV": head_dim, "BD": _padded(head_dim), "BDV": _padded(head_dim),
-            "BM": c.block_m, "BN": c.block_n, "STEP": c.blocks_per_step,
+            "BM": c.block_m, "BN": c.block_n,
             "BC": _columns(dtype, head_dim), "BB": _SEARCH,
             "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(_padded(head_dim)),
             "PAGE": page, "IS_TREE": is_tree,

@@ -24,13 +24,12 @@ class AttendConfig:
 
     Args:
         block_m: packed rows of a tile.
-        block_n: keys of a block; at most 64, the bits that it takes from ancestor words.
+        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
         num_warps: warps of a program.
         num_stages: key blocks in flight.
         programs_per_sm: resident programs that the number of splits aims at.
         max_registers: registers that a thread may have. None leaves it to ptxas, which makes one
             more program fit a multiprocessor even if it then has to spill.
-        blocks_per_step: blocks that every row sees are taken so many at a time.
     """
 
     block_m: int
@@ -39,7 +38,6 @@ class AttendConfig:
     num_stages: int
     programs_per_sm: int = 2
     max_registers: int | None = None
-    blocks_per_step: int = 1
 
     @property
     def options(self) -> dict[str, int]:
@@ -79,12 +77,12 @@ class Work:
 # (bytes of an element, padded head size, rows) → AttendConfig; rows are the largest of a tile
 _TABLE = {
     (2, 64, 16): AttendConfig(16, 64, 4, 5),
-    # chains: six nodes of four query heads
     (2, 64, 32): AttendConfig(32, 64, 4, 5),
     (2, 64, 64): AttendConfig(64, 64, 4, 5),
     (2, 64, 128): AttendConfig(128, 64, 8, 5, 1),
     (2, 128, 16): AttendConfig(16, 64, 4, 5),
-    (2, 128, 32): AttendConfig(32, 32, 4, 5),
+    # chains: six nodes of four query heads; the fastest of twelve on an H200 (sweep_attend.py)
+    (2, 128, 32): AttendConfig(32, 64, 8, 2),
     (2, 128, 64): AttendConfig(64, 32, 4, 5),
     (2, 128, 128): AttendConfig(128, 64, 8, 5, 1),
     (2, 256, 16): AttendConfig(16, 32, 8, 5, 1),

@@ -237,7 +237,6 @@ def attend_kernel(
     BDV: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    STEP: tl.constexpr,
     BC: tl.constexpr,
     BB: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
@@ -325,14 +324,12 @@ def attend_kernel(
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
 
-    # what does not fill a step is left to the blocks that are not full
-    i_rest = i_full + (i_rest - i_full) // STEP * STEP
-    for i in range(i_full, i_rest, STEP):
+    for i in range(i_full, i_rest):
         b_acc, b_l, b_m = _attend_block(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
             length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN * STEP, BC, PAGE, IS_TREE, False,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 
     if IS_TREE:

@@ -81,14 +81,12 @@ def points() -> Iterator[tuple[Case, AttendConfig, int | None]]:
         yield one, c, None
         yield one, c, 8
     wide = [
-        *grid((128,), (64,), (8,), (2, 3, 4), (1,)), *grid((128,), (64,), (4,), (2, 3), (1, 2)),
+        *grid((128,), (64,), (8,), (5, 6, 7, 4, 3), (1,)),
+        *grid((128,), (64,), (4,), (2, 3), (1, 2)),
         *grid((64,), (64,), (4,), (2, 3, 4), (2, 3)), *grid((64,), (64,), (8,), (3, 4), (1, 2)),
         *grid((128,), (32,), (8,), (3, 5), (1, 2)), *grid((64,), (32,), (4,), (4, 5), (2, 3)),
         *grid((32,), (64,), (4,), (3, 4), (2, 3)),
     ]  # fmt: skip
-    wide += [AttendConfig(128, 64, 8, stages, 1, None, 2) for stages in (2, 3, 4)]
-    wide += [AttendConfig(64, 64, 4, stages, 2, None, 2) for stages in (2, 3)]
-    wide += [AttendConfig(128, 32, 8, stages, 1, None, 2) for stages in (3, 5)]
     for c in wide:
         yield tree, c, None
     for splits in (None, 4, 8):
@@ -99,8 +97,6 @@ def points() -> Iterator[tuple[Case, AttendConfig, int | None]]:
             yield draft, c, splits
     for c in grid((16,), (32, 64), (4, 8), (3, 5), (2, 3, 4)):
         yield Case(16, 1, 16 << 10), c, None
-    for stages, programs in ((3, 2), (4, 2), (3, 1), (5, 1)):
-        yield Case(16, 1, 16 << 10), AttendConfig(16, 64, 4, stages, programs, None, 2), None
     for c in wide:
         yield Case(16, 32, 16 << 10), c, None
     for case in (one, tree):

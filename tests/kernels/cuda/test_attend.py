@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -53,22 +52,6 @@ def test_tiles_of_every_height_are_run() -> None:
 @pytest.mark.parametrize("name", RUN)
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
-
-
-@pytest.mark.parametrize(
-    "name", ["tree", "tree-window-sink", "plain-decode", "many-splits", "chosen-splits", "head-128"]
-)
-def test_two_blocks_a_step(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of blocks that all rows see; one that is left over is taken like those that some see."""
-    config = attend_config.config
-
-    def doubled(*args: Any) -> attend_config.AttendConfig:
-        return dataclasses.replace(config(*args), blocks_per_step=2, num_stages=2)
-
-    monkeypatch.setattr(module, "config", doubled)
-    check_attend(CASES[name], device)
 
 
 def test_a_scale_is_positive(device: torch.device) -> None:
