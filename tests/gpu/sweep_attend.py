@@ -57,8 +57,16 @@ class Case:
         )
 
 
-def points() -> Iterator[tuple[Case, AttendConfig, int | None]]:
-    """Cases, launch parameters and splits (None: chosen on the device), the first ones first."""
+Point = tuple[Case, AttendConfig, int | None]
+
+
+def points() -> list[Point]:
+    """Cases, launch parameters and splits (None: chosen on the device), each once."""
+    return [*dict.fromkeys(_points())]
+
+
+def _points() -> Iterator[Point]:
+    """What ships first, then by what it may tell."""
 
     def grid(heights: Any, keys: Any, warps: Any, stages: Any, programs: Any = (2,)) -> Any:
         for values in itertools.product(heights, keys, warps, stages, programs):
