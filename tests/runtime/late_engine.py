@@ -19,7 +19,8 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
 from tests import engines
-from tests.runtime.backends.captured.simulated_device import LateDevice, Tape
+from tests.runtime.backends.captured.simulated_device import LateDevice
+from tests.runtime.backends.captured.tape import Tape
 
 
 class Waits(FixedPolicy):
