@@ -39,8 +39,6 @@ def simulate() -> SimulatedDevice:
     """Let a simulated device stand for this rank's GPU, and gloo for NCCL."""
     torch.set_num_threads(1)
     device = SimulatedDevice()
-    # as CUDA does it: each part once more before its capture
-    device.runs_first = True
 
     def replace(module: Any, name: str, value: Any) -> None:
         assert hasattr(module, name), name

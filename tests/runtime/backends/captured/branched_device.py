@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tests.runtime.backends.captured.simulated_device import (
     LateDevice,
     SimulatedDevice,
-    Tape,
     _LateTape,
-    _storage,
 )
+from tests.runtime.backends.captured.tape import Call, Tape, given_to, storage_of
 
 EARLY, LATE, BETWEEN = "early", "late", "between"
 ORDERS = (EARLY, LATE, BETWEEN)
@@ -34,7 +32,7 @@ class Branch:
     """Operators of the side stream, after some and before others of the main one."""
 
     after: int
-    calls: list[Any] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     until: int | None = None
 
 
@@ -53,18 +51,18 @@ class BranchedTape(Tape):
             self.current.calls.append(self.calls.pop())
 
     @torch.inference_mode()
-    def run(self, first: int, last: int) -> None:
+    def run(self, first: int, last: int, held: list[Tensor]) -> None:
         if first == 0:
-            super().run(0, 0)
+            self.poison()
             self._done = dict.fromkeys(self.branches, 0)
         for place in range(first, last + 1):
             for branch in self.branches:
-                self._go_on(branch, place)
+                self._go_on(branch, place, held)
             if place < last:
                 beside = any(b.after <= place < (b.until or 0) for b in self.branches)
-                self._watched(self.calls[place], MAIN if beside else None)
+                self._watched(self.calls[place], MAIN if beside else None, held)
 
-    def _go_on(self, branch: Branch, place: int) -> None:
+    def _go_on(self, branch: Branch, place: int, held: list[Tensor]) -> None:
         """Run what the order has of the side branch before this call of the main one."""
         assert branch.until is not None
         count, length = len(branch.calls), branch.until - branch.after
@@ -75,26 +73,27 @@ class BranchedTape(Tape):
         else:
             needed = count * (place - branch.after) // length
         while self._done[branch] < needed:
-            self._watched(branch.calls[self._done[branch]], SIDE)
+            self._watched(branch.calls[self._done[branch]], SIDE, held)
             self._done[branch] += 1
 
-    def _watched(self, call: Any, branch: str | None) -> None:
+    def _watched(self, call: Call, branch: str | None, held: list[Tensor]) -> None:
         """Perform a call, and note what it writes of the tensors that the device watches.
 
         Over other contents first: what is there already would not show where it is written again.
         """
         self._owner.branch = branch
-        given = {_storage(tensor) for _, tensor in _touched([call]).writes} if branch else set()
+        writes = _touched([self.live(call, held)]).writes if branch else []
+        given = {storage_of(tensor) for _, tensor in writes}
         for name, tensor in self._owner.watched.items():
-            if _storage(tensor) not in given:
+            if storage_of(tensor) not in given:
                 continue
             before, other = tensor.clone(), 3 - tensor
             tensor.copy_(other)
-            self.perform(*call)
+            self.perform(call, held)
             written = self._owner.written[branch].setdefault(name, torch.zeros_like(tensor) != 0)
             written |= tensor != other
             tensor.copy_(before)
-        self.perform(*call)
+        self.perform(call, held)
         self._owner.branch = None
 
 
@@ -192,17 +191,21 @@ def conflicts(tape: BranchedTape, leaves_out: Iterable[Tensor] = ()) -> list[str
         tape: of a capture.
         leaves_out: tensors that operators get whole and touch by the rows of a block table: caches.
     """
-    without = {_storage(tensor) for tensor in leaves_out}
+    without = {storage_of(tensor) for tensor in leaves_out}
+    held = tape.hold()
     found = []
     for branch in tape.branches:
-        side, main = _touched(branch.calls), _touched(tape.calls[branch.after : branch.until])
+        beside = tape.calls[branch.after : branch.until]
+        side, main = (
+            _touched(tape.live(call, held) for call in calls) for calls in (branch.calls, beside)
+        )
         for one, other in ((side, main), (main, side)):
             found += [
                 f"{name} writes what {other_name} touches"
                 for name, written in one.writes
                 for other_name, touched in (*other.reads, *other.writes)
-                if _storage(written) == _storage(touched)
-                and _storage(written) not in without
+                if storage_of(written) == storage_of(touched)
+                and storage_of(written) not in without
                 and bool((_bytes(written) & _bytes(touched)).any())
             ]
     return found
@@ -215,22 +218,14 @@ class Touched(NamedTuple):
     writes: list[tuple[str, Tensor]]
 
 
-def _touched(calls: Iterable[Any]) -> Touched:
+def _touched(calls: Iterable[Call]) -> Touched:
     """What operators read, and what they write: arguments that they change, and results."""
     found = Touched([], [])
     for function, args, kwargs, outputs in calls:
-        schema = function._schema.arguments
-        given = [*zip(schema, args, strict=False)]
-        given += [(x, kwargs[x.name]) for x in schema if x.name in kwargs]
-        pairs = [
-            (argument.alias_info is not None and argument.alias_info.is_write, tensor)
-            for argument, value in given
-            for tensor in tree_leaves(value)
-            if isinstance(tensor, Tensor)
-        ]
-        name, own = str(function), {_storage(tensor) for _, tensor in pairs}
+        pairs = given_to(function, args, kwargs)
+        name, own = str(function), {storage_of(tensor) for _, tensor in pairs}
         # what makes a view touches nothing; some make one only where they can
-        if function.is_view and all(_storage(out) in own for out in outputs):
+        if function.is_view and all(storage_of(out) in own for out in outputs):
             continue
         for is_written, tensor in pairs:
             (found.writes if is_written else found.reads).append((name, tensor))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice, Tape, _poison
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.tape import Call, Place, Tape, poison
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Copy:
 
     tape: ForkedTape | None
     after: Mark
-    to: Tensor
-    calls: list[Any] = field(default_factory=list)
+    to: Place | None
+    calls: list[Call] = field(default_factory=list)
     is_joined: bool = False
 
 
@@ -53,12 +54,13 @@ class ForkedTape(Tape):
             self.current.calls.append(self.calls.pop())
 
     @torch.inference_mode()
-    def run(self, first: int, last: int) -> None:
+    def run(self, first: int, last: int, held: list[Tensor]) -> None:
         if first == 0:
-            super().run(0, 0)
+            self.poison()
             self._done = 0
             for copy in self.copies:
-                _poison(copy.to)
+                assert copy.to is not None
+                poison(held[copy.to.number])
         for place in range(first, last + 1):
             needed = max((count for at, count in self.waits if at == place), default=0)
             if self._device.is_early:
@@ -68,10 +70,10 @@ class ForkedTape(Tape):
                 copy = self.copies[self._done]
                 assert copy.after.place <= place, "two streams that wait for each other"
                 for call in copy.calls:
-                    self.perform(*call)
+                    self.perform(call, held)
                 self._done += 1
             if place < last:
-                self.perform(*self.calls[place])
+                self.perform(self.calls[place], held)
 
 
 class ForkedDevice(SimulatedDevice):
@@ -117,7 +119,7 @@ class ForkedCopies:
     def copy(self, to: Tensor, source: Tensor, after: Mark) -> Copy:
         tape = self._tape()
         assert after.tape is tape, "an event of another capture: cudaErrorStreamCaptureIsolation"
-        copy = Copy(tape, after, to)
+        copy = Copy(tape, after, tape.place_of(to, "a copy") if tape is not None else None)
         if tape is not None:
             tape.copies.append(copy)
             tape.current = copy

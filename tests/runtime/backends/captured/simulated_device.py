@@ -1,9 +1,11 @@
 """A device without a GPU that captures and replays as CUDA graphs do, and is stricter than they.
 
-Capture records every operator with the tensors that it read and wrote. A replay runs the recorded
-operators again on the same tensors, after it has poisoned all that the recording allocated: Python
-between the operators does not run, inputs are read where they lay at capture, and a value that no
-operator wrote before it is read shows.
+A capture records every operator with the memory that it read and wrote, and leaves all of that as
+if nothing had run: what was written in place is as before, and what was made is poisoned. A replay
+runs the recorded operators again at the same places, after it has poisoned all that the recording
+allocated: Python between the operators does not run, inputs are read where they lay at capture, and
+a value that no operator wrote before it is read shows. A tape keeps alive only what it allocated
+itself: a replay after anything else is gone fails.
 """
 
 from __future__ import annotations
@@ -20,92 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from specc.runtime.backends.captured.graph_device import SideStream
+from tests.runtime.backends.captured.tape import Recorder, Tape, poison, storage_of, storages_of
 
 aten = torch.ops.aten
-# read values on the host, or make shapes of them
-_FORBIDDEN = {
-    aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose,
-    aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2, aten.bincount,
-    aten.unique_consecutive, aten.repeat_interleave, aten.argwhere,
-}  # fmt: skip
-
 # say that they are views, and copy where they have to
 _COPYING_VIEWS = {aten.to, aten.contiguous, aten.reshape, aten.flatten}
 
 # write into tensors that they are given, whatever these hold, and read nothing on the host
 _MOVES = {aten.index_copy_.default, aten.index_select.out}
-
-
-class Tape:
-    """Recorded operators."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, tuple, dict, list[Tensor]]] = []
-        # number of the calls before a mark, and its event
-        self.marks: list[tuple[int, Any]] = []
-        self._made: list[Tensor] = []
-
-    def record(self, function: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
-        self.calls.append((function, args, kwargs, outputs))
-        given = _storages(tree_leaves((args, kwargs)))
-        self._made += [out for out in outputs if _storage(out) not in given]
-
-    @property
-    def operators(self) -> list[str]:
-        return [str(function) for function, *_ in self.calls]
-
-    def replay(self) -> None:
-        self.run(0, len(self.calls))
-        for _, event in self.marks:
-            event.record()
-
-    @torch.inference_mode()
-    def run(self, first: int, last: int) -> None:
-        """Some of the calls; the first ones after all that the recording allocated is poisoned."""
-        if first == 0:
-            self.poison()
-        for call in self.calls[first:last]:
-            self.perform(*call)
-
-    @torch.inference_mode()
-    def poison(self) -> None:
-        """All that the recording allocated."""
-        for tensor in self._made:
-            _poison(tensor)
-
-    def perform(self, function: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
-        """One call, on the tensors of its recording."""
-        found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
-        for old, new in zip(outputs, found, strict=True):
-            assert old.shape == new.shape, f"{function}: a shape that follows from data"
-            if _storage(old) != _storage(new):
-                old.copy_(new)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # nothing is compiled under it; torch would import its compiler, 2 s of each process
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.overloadpacket in _FORBIDDEN:
-            raise RuntimeError(f"{func} reads device data on the host")
-        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        ):
-            raise RuntimeError(f"{func} with a mask: a shape that follows from data")
-        result = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self._tape.record(func, args, kwargs, outputs)
-        return result
 
 
 class SimulatedDevice:
@@ -121,8 +45,8 @@ class SimulatedDevice:
         self.num_waits = 0
         self.memory_bytes = 1 << 40
         self.is_active = False
-        # each part of a step once more before its capture, as CUDA does it
-        self.runs_first = False
+        # what is captured once more before, as CUDA does it
+        self.runs_first = True
         # of the capture that is under way
         self.tape: Tape | None = None
 
@@ -139,11 +63,12 @@ class SimulatedDevice:
             run()
         tape = self.tape = self.make_tape()
         try:
-            with _Recorder(tape):
+            with Recorder(tape):
                 run()
         finally:
             self.tape = None
-        tape.poison()
+            with _disable_current_modes():
+                tape.end()
         self.tapes.append(tape)
         return tape
 
@@ -170,12 +95,11 @@ class SimulatedDevice:
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(*shape, dtype=dtype)
-        _poison(buffer)
+        poison(buffer)
         return buffer
 
     def free_bytes(self) -> int:
-        captured = [outs for tape in self.tapes for *_, outs in tape.calls]
-        return self.memory_bytes - sum(out.nbytes for outs in captured for out in outs)
+        return self.memory_bytes - sum(tape.num_bytes for tape in self.tapes)
 
 
 class SimulatedCopies:
@@ -263,12 +187,12 @@ class LateDevice(SimulatedDevice):
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = super().host_buffer(*shape, dtype=dtype)
-        self._host[_storage(buffer)] = buffer
+        self._host[storage_of(buffer)] = buffer
         return buffer
 
     def is_of_host(self, values: Any) -> bool:
         """Staging memory is among these tensors, or there are none."""
-        storages = _storages(tree_leaves(values))
+        storages = storages_of(tree_leaves(values))
         return not storages or bool(storages & self._host.keys())
 
     def add(self, work: Callable[[], object]) -> None:
@@ -294,17 +218,19 @@ class _LateTape(Tape):
         self._device = device
 
     def replay(self) -> None:
+        # as a stream: what is let go of later is used by others later
+        held = self.hold()
         first = 0
         for last, event in (*self.marks, (len(self.calls), None)):
-            self._device.add(partial(self._work, first, last))
+            self._device.add(partial(self._work, first, last, held))
             if event is not None:
                 event.point = self._device.record_event()
             first = last
 
-    def _work(self, first: int, last: int) -> None:
+    def _work(self, first: int, last: int, held: list[Tensor]) -> None:
         if first == 0:
             self._device.before_replay(self)
-        self.run(first, last)
+        self.run(first, last, held)
 
 
 class _LateEvent:
@@ -336,20 +262,3 @@ class _Late(TorchDispatchMode):
         if not (is_view or self._device.is_of_host((args, kwargs))):
             self._device.run_all()
         return func(*args, **kwargs)
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.dtype.is_floating_point:
-        tensor.fill_(float("nan"))
-    elif tensor.dtype == torch.bool:
-        tensor.fill_(True)
-    else:
-        tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _storages(values: list[Any]) -> set[int]:
-    return {_storage(value) for value in values if isinstance(value, Tensor)}

@@ -6,6 +6,7 @@ it have left.
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -20,9 +21,7 @@ BATCH = 2
 
 @pytest.fixture(params=[SimulatedDevice, LateDevice], ids=["at once", "late"])
 def rig(tiny_engine, request) -> Rig:
-    device = request.param()
-    device.runs_first = True
-    return make_rig(tiny_engine, device)
+    return make_rig(tiny_engine, request.param())
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +52,19 @@ def test_parts_around_late_masks_read_what_the_graph_before_them_computes(rig) -
     read = step._bound[BATCH, kind].environment
     assert int(read["tokens"].max()) < read["logits"].shape[1]
     assert not bool(read["logits"].isnan().any())
+
+
+def test_a_graph_that_is_only_measured_reads_what_is_there(rig) -> None:
+    """The step that it was captured from has constants that nobody else holds."""
+    step, inputs = rig.steps["tree-2-1"], rig.state(BATCH)
+    graph = step.capture_alone(BATCH, is_dependent=False)
+    gc.collect()
+    rig.buffers.copy_from(inputs, BATCH)
+    graph.replay()
+    rig.device.record_event().synchronize()
+    found = step.to_result(rig.buffers.results[:BATCH], 0.0)
+    same(found, rig.advance_eager("tree-2-1", inputs))
+    rig.assert_same_caches()
 
 
 def test_a_capture_of_parts_writes_no_row_of_a_sequence(rig) -> None:

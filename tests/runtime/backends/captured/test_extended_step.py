@@ -138,9 +138,7 @@ def make_rig(path: Path, device: SimulatedDevice, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def rig(tiny_engine: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        device = SimulatedDevice()
-        device.runs_first = True
-        yield make_rig(tiny_engine, device, patch)
+        yield make_rig(tiny_engine, SimulatedDevice(), patch)
 
 
 def assert_same(found: list[Any], wanted: list[Any]) -> None:

@@ -33,7 +33,8 @@ from specc.passes.lower.tensorrt.shape_profile import (
     profile_shapes,
 )
 from specc.tensorrt.layers import LayerReport
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice, Tape
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.tape import Tape
 from tests.runtime.backends.tensorrt.recorded_pass import ALIGNMENT, Memory, Pass, Piece
 
 # bytes that every recorded engine asks for
@@ -79,17 +80,27 @@ class RecordedDevice(SimulatedDevice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_capturing = False
+        self._is_on_stream = False
+
+    @property
+    def is_capturing(self) -> bool:
+        return self.tape is not None
 
     def capture(self, run: Callable[[], object]) -> Tape:
-        self.is_capturing = True
+        self._is_on_stream = True
         try:
             return super().capture(run)
         finally:
-            self.is_capturing = False
+            self._is_on_stream = False
+
+    def make_tape(self) -> Tape:
+        tape = super().make_tape()
+        # enqueues know addresses
+        tape.keeps_own = True
+        return tape
 
     def stream_handle(self) -> int:
-        return CAPTURE_STREAM if self.is_capturing else STREAM
+        return CAPTURE_STREAM if self._is_on_stream else STREAM
 
 
 class Recorder:

@@ -44,6 +44,7 @@ STEP_FIELDS = {
     "host_share": float,
     "stage_ms": dict,
     "kernels": float,
+    "kernel_us": dict,
     "kernels_counted": str,
     "is_captured": bool,
     "acceptance_length": float,
