@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
+from specc.kernels.cuda.attend_kernels import _divide
 from specc.kernels.cuda.attend_work import find_work
 from tests.kernels.cuda.attend_shares import MIXED, Share, shares, utilization_of, work_of
 
@@ -148,6 +149,39 @@ def test_a_single_sequence_fills_the_machine_once(device: torch.device) -> None:
     assert work.num_programs * 8 <= 2 * 132 + 8
     wanted = check([32_000], [1], 4, 131_072, DECODE, work, device)
     assert 30 <= len(wanted) <= 33
+
+
+def test_a_short_sequence_is_merged_once(device: torch.device) -> None:
+    """More splits than a group would be merged twice, which takes longer than their keys."""
+    for length, most in ((100, 1), (400, 8), (1024, 8), (2000, 8)):
+        work = work_of([length], 1, (32, 8), 4096, DECODE)
+        wanted = check([length], [1], 4, 4096, DECODE, work, device)
+        assert most // 2 < len(wanted) <= most, length
+    work = work_of([16_000], 1, (32, 8), 32_768, DECODE)
+    assert len(check([16_000], [1], 4, 32_768, DECODE, work, device)) > 8
+
+
+def test_a_single_sequence_in_tiles(device: torch.device) -> None:
+    """Parts of one tile come after those of the tile before it."""
+    work = work_of([3000], 12, (32, 8), 4096, DECODE)
+    wanted = check([3000], [12], 4, 4096, DECODE, work, device, most=40)
+    assert {x.tile for x in wanted} == {0, 1, 2}
+    assert min(x.splits for x in wanted) > 1
+
+
+@triton.jit
+def divide_kernel(found, group, count, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(found + o, _divide(o, group), mask=o < count)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 41, 64, 71])
+def test_rows_are_divided_exactly(group: int, device: torch.device) -> None:
+    count, block = 1 << 22, 1 << 20
+    found = torch.empty(count, dtype=torch.int32, device=device)
+    divide_kernel[(count // block,)](found, group, count, block)
+    wanted = torch.arange(count, dtype=torch.int32, device=device) // group
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("seed", range(10))
