@@ -105,11 +105,16 @@ _EXCEPTIONS = {
     (90, 4, 128, 16): AttendConfig(16, 16, 8, 4, 1),
     # with 32 keys, too, and with fewer stages it lacks a few registers
     (100, 2, 128, 64): AttendConfig(64, 64, 4, 5),
-    # left to itself, ptxas gives 128 registers to a thread, so that two programs fit
+    # left to itself, ptxas gives a thread so few registers that one program more fits, and spills
     **{(c, 4, 128, 16): AttendConfig(16, 16, 8, 5, 1, 255) for c in (100, 120)},
-    # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; of
-    # head size 64 ptxas makes three fit, as above
-    **{(120, 2, size, 16): AttendConfig(16, 64, 4, 3) for size in (64, 128)},
+    (100, 2, 64, 16): AttendConfig(16, 64, 4, 5, 2, 255),
+    # accumulators of 64 keys do not fit
+    (120, 2, 64, 64): AttendConfig(64, 32, 4, 5),
+    (120, 2, 64, 128): AttendConfig(128, 32, 8, 5, 1),
+    # 100 KiB of a multiprocessor hold two programs with two key blocks each, not with four; ptxas
+    # makes three fit, as above
+    (120, 2, 64, 16): AttendConfig(16, 64, 4, 3),
+    (120, 2, 128, 16): AttendConfig(16, 64, 4, 3, 2, 255),
     (120, 2, 128, 32): AttendConfig(32, 32, 4, 4),
 }
 
