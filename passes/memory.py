@@ -20,7 +20,7 @@ _FLOAT_BYTES = _INT_BYTES = 4
 _SPLIT_ROWS = 4 * 160 * 128
 # tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
 _NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
-# rows of the parts of a product of few rows: 16 rows, 4 programs a block (kernels/cuda/few_rows.py)
+# rows of the parts of a product of few rows: 16 rows, 4 programs a block (few_rows_tiles.py)
 _SHARED_ROWS = 16 * 4
 # with many rows they run the operators that they were made of
 _PRODUCTS = (

@@ -11,17 +11,9 @@ from torch.nn import functional
 
 from specc.kernels.cuda.act_and_mul import act_and_mul, activate
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    BLOCK_TOTAL,
-    TILES,
-    Tile,
-    check_product,
-    in_rows,
-    normed_pair,
-    precision,
-    store_sum,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
+from specc.kernels.cuda.few_rows_tiles import TILES, Tile
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -94,7 +86,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for tile in TILES[dtype]:
             for activation in ACTIVATIONS:
                 item = Shipped(
-                    name=f"{pointer[1:]}-{activation}-n{tile.block_n}",
+                    name=f"{pointer[1:]}-{activation}-{tile.name}",
                     kernel=_add_norm_gate_up_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | dict.fromkeys(("num_rows", "size", "K"), "i32")
@@ -125,6 +117,8 @@ def _add_norm_gate_up_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -138,7 +132,7 @@ def _add_norm_gate_up_kernel(
     m_r = o_r < num_rows
     b_gate, b_up = normed_pair(
         x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
     b_out = activate(b_gate, ACTIVATION) * b_up
     o_m = tl.arange(0, BM)[:, None]

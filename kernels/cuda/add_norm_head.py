@@ -16,15 +16,9 @@ from torch.nn import functional
 
 from specc.kernels.cuda.add_norm_linear import store_pair
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    TILES,
-    check_product,
-    in_rows,
-    looked_up,
-    normed_pair,
-    precision,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair
+from specc.kernels.cuda.few_rows_tiles import TILES
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -82,7 +76,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 biases = ("bias",) if has_bias else ()
                 given = ("x", "residual", "gamma", "weight", "out", *biases)
                 item = Shipped(
-                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_head_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | {"rows": "*i64"}
@@ -117,6 +111,8 @@ def _add_norm_head_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -129,6 +125,6 @@ def _add_norm_head_kernel(
     o_r, m_r = looked_up(rows, 1, num_rows, num_tokens, BM)
     b_a, b_b = normed_pair(
         x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)

@@ -10,17 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    BLOCK_TOTAL,
-    TILES,
-    Tile,
-    check_product,
-    in_rows,
-    normed_pair,
-    precision,
-    store_sum,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
+from specc.kernels.cuda.few_rows_tiles import TILES, Tile
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -85,7 +77,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 biases = ("bias",) if has_bias else ()
                 given = ("x", "residual", "gamma", "weight", "out", "total", *biases)
                 item = Shipped(
-                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_linear_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | dict.fromkeys(("num_rows", "size", "K"), "i32")
@@ -117,6 +109,8 @@ def _add_norm_linear_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -132,7 +126,7 @@ def _add_norm_linear_kernel(
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(
         x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)
     store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)

@@ -14,17 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    BLOCK_TOTAL,
-    TILES,
-    Tile,
-    check_product,
-    in_rows,
-    normed_pair,
-    precision,
-    store_sum,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
+from specc.kernels.cuda.few_rows_tiles import TILES, Tile
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.rope_write import rope_write
@@ -180,7 +172,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 given += ("out", "total", *(("bias",) if has_bias else ()))
                 places = ("q_start", "slot", "block_table")
                 item = Shipped(
-                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
                     kernel=_add_norm_rope_write_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | dict.fromkeys(places, "*i32")
@@ -235,6 +227,8 @@ def _add_norm_rope_write_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     BB: tl.constexpr,
@@ -248,7 +242,7 @@ def _add_norm_rope_write_kernel(
     m_r = o_r < num_rows
     b_a, b_b = normed_pair(
         x, residual, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
     rotate_and_write(
         b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,

@@ -24,24 +24,16 @@ from specc.kernels.cuda.add_norm_rope_write import (
     rotate_and_write,
 )
 from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    BLOCK_TOTAL,
-    TILES,
-    Tile,
-    check_product,
-    looked_up,
-    normed_pair,
-    precision,
-    store_sum,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import BLOCK_TOTAL, EMBED, check_product, precision, tile_for
+from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair, store_sum
+from specc.kernels.cuda.few_rows_tiles import EMBED_TILES, Tile
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
-NAME = "embed_norm_rope_write"
+NAME = EMBED
 _COUNTS = (*COUNTS, "num_embeddings", "token_stride")
 # the last tokens of sequences lie apart, and start where they will: nothing is known of them
 _UNKNOWN = (*_COUNTS, "tokens")
@@ -136,13 +128,13 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
+        for tile in EMBED_TILES[dtype]:
             for has_bias in (False, True):
                 given = ("embedding", "gamma", "weight", "cos", "sin", "k_cache", "v_cache")
                 given += ("out", "total", *(("bias",) if has_bias else ()))
                 places = ("q_start", "slot", "block_table")
                 item = Shipped(
-                    name=f"{pointer[1:]}-n{tile.block_n}{'-bias' if has_bias else ''}",
+                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
                     kernel=_embed_norm_rope_write_kernel,
                     signature=dict.fromkeys(given, pointer)
                     | dict.fromkeys(places, "*i32")
@@ -200,6 +192,8 @@ def _embed_norm_rope_write_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     BT: tl.constexpr,
     COPIES: tl.constexpr,
     BB: tl.constexpr,
@@ -212,7 +206,7 @@ def _embed_norm_rope_write_kernel(
     o_r, m_r = looked_up(tokens, token_stride, num_rows, num_embeddings, BM)
     b_a, b_b = normed_pair(
         embedding, None, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION,
+        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
     rotate_and_write(
         b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,

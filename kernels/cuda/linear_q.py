@@ -21,14 +21,8 @@ from torch.nn import functional
 from specc.artifact.backends import facts_of
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
-from specc.kernels.cuda.few_rows import (
-    MAX_ROWS,
-    QUANTIZED,
-    Tile,
-    in_rows,
-    quantized_tile_for,
-    quantized_tiles,
-)
+from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
+from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped

@@ -12,14 +12,9 @@ from torch.nn import functional
 
 from specc.kernels.cuda.arrivals import counters, is_last
 from specc.kernels.cuda.dependent import ask_part_and_wait, launch_options, with_dependent
-from specc.kernels.cuda.few_rows import (
-    LINEAR_TILES,
-    SKINNY,
-    Tile,
-    check_linear,
-    in_rows,
-    tile_for,
-)
+from specc.kernels.cuda.few_rows import SKINNY, check_linear, in_rows, tile_for
+from specc.kernels.cuda.few_rows_loops import plain_part
+from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES, Tile
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS
@@ -58,14 +53,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias; numbers of splits share a configuration."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
-        unlike = {(tile.block_n, tile.splits > 1): tile for tile in LINEAR_TILES[dtype]}
-        for (block_n, is_split), tile in unlike.items():
+        unlike = {(tile.name, tile.splits > 1): tile for tile in LINEAR_TILES[dtype]}
+        for (tile_name, is_split), tile in unlike.items():
             for has_bias in (False, True):
                 given = dict.fromkeys(("x", "weight", "out"), pointer)
                 given |= {"bias": pointer} if has_bias else {}
                 given |= {"partial": "*fp32", "arrived": "*i32"} if is_split else {}
                 absent = [n for n in ("bias", "partial", "arrived") if n not in given]
-                name = f"{pointer[1:]}-n{block_n}"
+                name = f"{pointer[1:]}-{tile_name}"
                 item = Shipped(
                     name=f"{name}{'-split' if is_split else ''}{'-bias' if has_bias else ''}",
                     kernel=_skinny_linear_kernel,
@@ -93,6 +88,8 @@ def _skinny_linear_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FORM: tl.constexpr,
+    STAGES: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """A program has BN columns of the result, and `steps` blocks of the BK-wide ones of a sum.
@@ -105,15 +102,9 @@ def _skinny_linear_kernel(
     o_w = tl.minimum(o_n, size - 1)
     begin = i_k * steps * BK
     ask_part_and_wait(weight, o_w, begin, K, IS_DEPENDENT)
-    o_m, o_k = tl.arange(0, BM)[:, None], tl.arange(0, BK)[None, :]
-    p_x = x + o_m * K + o_k
-    p_w = weight + o_w.to(tl.int64)[:, None] * K + o_k
-    b_out = tl.zeros([BM, BN], tl.float32)
-    for k in range(begin, tl.minimum(begin + steps * BK, K), BK):
-        m_k = o_k < K - k
-        b_x = tl.load(p_x + k, mask=(o_m < num_rows) & m_k, other=0.0)
-        b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
-        b_out = tl.dot(b_x, tl.trans(b_w), b_out, input_precision="ieee")
+    end = tl.minimum(begin + steps * BK, K)
+    b_out = plain_part(x, weight, o_w, begin, end, num_rows, K, BM, BN, BK, FORM, STAGES)
+    o_m = tl.arange(0, BM)[:, None]
     o_out = o_m * size + o_n[None, :]
     m_out = (o_m < num_rows) & (o_n < size)[None, :]
     if partial is None:

@@ -309,10 +309,14 @@ def _walk(
     All of that with the library's products, and with each tile that kernels for few rows have.
     Launches are ordinary, or dependent: these are measured where steps are captured at load.
     """
-    from specc.kernels.cuda import few_rows
+    from specc.kernels.cuda import few_rows, few_rows_tiles
 
-    tables = (few_rows.TILES, few_rows.LINEAR_TILES)
-    most = max(len(tiles) for table in tables for tiles in table.values())
+    tables = (few_rows_tiles.TILES, few_rows_tiles.LINEAR_TILES)
+    most = max(
+        max(Counter(tile.block_m for tile in tiles).values())
+        for table in tables
+        for tiles in table.values()
+    )
     for number in (None, *range(most)):
         for step in engine.steps.values():
             for bucket, early in itertools.product(step.buckets, launches):

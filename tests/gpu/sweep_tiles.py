@@ -234,18 +234,20 @@ class Sweep:
         self._append({"event": "facts", **graphs.facts()})
 
     def run(self) -> None:
+        from tests.gpu.tile_candidates import name_of
+
         for shape, rows in self.problems:
             self.measure(shape, rows, "library", None, False)
             self.measure(shape, rows, "product", None, False)
         for shape, rows, candidate in self._in_turns():
             if time.time() > self.sweep_until:
                 break
-            self.measure(shape, rows, candidate.name, candidate, False)
+            self.measure(shape, rows, name_of(candidate), candidate, False)
         for shape, rows in self.problems:
             for candidate in self._best(shape, rows, False)[:FINALISTS]:
-                self.measure(shape, rows, candidate.name, candidate, True)
+                self.measure(shape, rows, name_of(candidate), candidate, True)
             for candidate in self._current(shape, rows)[:1]:
-                self.measure(shape, rows, candidate.name, candidate, True)
+                self.measure(shape, rows, name_of(candidate), candidate, True)
         self.measure_layers()
 
     def _in_turns(self) -> Iterator[tuple[Any, int, Any]]:
@@ -316,9 +318,9 @@ class Sweep:
 
     def _best(self, shape: Any, rows: int, is_dependent: bool) -> list[Any]:
         """Candidates that ran, the fastest first."""
-        from tests.gpu.tile_candidates import candidates
+        from tests.gpu.tile_candidates import candidates, name_of
 
-        named = {item.name: item for item in candidates(shape, rows)}
+        named = {name_of(item): item for item in candidates(shape, rows)}
         times = {
             item["candidate"]: item["us"]
             for item in self.found
@@ -356,10 +358,11 @@ class Sweep:
     ) -> None:
         from specc.kernels.cuda.launch import dependent_launches
         from tests.gpu.tile_calls import Layers
+        from tests.gpu.tile_candidates import name_of
 
         item: dict[str, Any] = {"model": model, "rows": rows, "choice": name}
         item |= {"is_dependent": is_dependent}
-        item["tiles"] = {s.name: c.name if c else "library" for s, c in choice.items()}
+        item["tiles"] = {s.name: name_of(c) if c else "library" for s, c in choice.items()}
         if time.time() > self.until:
             return
         size = sum(shape.n * shape.k for shape in layer)
@@ -371,10 +374,8 @@ class Sweep:
                 begin += shape.n * shape.k
             weights.append(found)
         layers = Layers(layer, rows, self.graphs.device)
-        x = layers.o.x
 
         def run() -> Any:
-            layers.o.x = x
             return layers.run(choice, weights)
 
         try:

@@ -8,9 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import sweep_lines, sweep_tiles
-from tests.gpu.tile_candidates import SHAPES, SHARED_BYTES, candidates, current, shared_bytes
+from tests.gpu.tile_candidates import (
+    SHAPES,
+    SHARED_BYTES,
+    candidates,
+    current,
+    name_of,
+    shared_bytes,
+)
 
 
 def options_of(output: Path, *more: str):
@@ -48,10 +56,10 @@ def test_candidates_fit_and_are_told_apart() -> None:
         for rows in sweep_tiles.ROWS:
             items = candidates(shape, rows)
             assert items[: len(current(shape, rows))] == list(current(shape, rows))
-            assert len({item.name for item in items}) == len(items) > 10
+            assert len({name_of(item) for item in items}) == len(items) > 10
             for item in items:
-                assert item.block_m >= rows
-                assert item.mode != "vector" or item.copies() == 1
+                assert item.takes(rows, shape.k)
+                assert item.form != "vector" or item.copies(torch.bfloat16) == 1
                 assert shared_bytes(item, shape.operator != "skinny_linear") <= SHARED_BYTES
 
 

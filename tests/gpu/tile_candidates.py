@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
+from specc.kernels.cuda.few_rows import Product
+from specc.kernels.cuda.few_rows_tiles import DOT, JOINED, SWAP, VECTOR, Tile
+
 # bytes of shared memory of a program, at most; of capability 9.0
 SHARED_BYTES = 227 * 1024
 ITEM = 2
@@ -61,73 +66,43 @@ MODELS = {
 SHAPES = tuple(shape for shapes in MODELS.values() for shape in shapes)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel and its tile.
-
-    Args:
-        mode: `now` is the operator's own kernel, others are modes of `few_rows_variants`.
-        block_m: rows of x.
-        block_n: rows of each block of the weight, of which products with a norm have two.
-        block_k: columns of a step.
-        num_warps: of a program.
-        num_stages: steps in flight.
-        splits: programs that share the columns of a block.
-        evict: policy of a cache for the weight; that of `now` has none.
-    """
-
-    mode: str
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    splits: int = 1
-    evict: str = ""
-
-    @property
-    def name(self) -> str:
-        tile = f"m{self.block_m}-n{self.block_n}-k{self.block_k}"
-        end = f"-{self.evict}" if self.evict else ""
-        return f"{self.mode}-{tile}-w{self.num_warps}-s{self.num_stages}-x{self.splits}{end}"
-
-    def copies(self) -> int:
-        """See `few_rows.Tile.copies`."""
-        return max(1, 4 * 32 * self.num_warps // (self.block_k * ITEM))
+def name_of(tile: Tile) -> str:
+    """Of a candidate; those of the product's tables may share names."""
+    block = f"m{tile.block_m}-n{tile.block_n}-k{tile.block_k}"
+    return f"{tile.form}-{block}-w{tile.num_warps}-s{tile.num_stages}-x{tile.splits}"
 
 
-def shared_bytes(candidate: Candidate, is_normed: bool) -> int:
+def shared_bytes(tile: Tile, is_normed: bool) -> int:
     """About what the compiler allocates: stages but one, of a weight that a wgmma reads all."""
-    rows = candidate.block_n * (2 if is_normed else 1)
-    step = ITEM * candidate.block_k
-    is_wgmma = candidate.mode == "swap" and rows >= WGMMA_ROWS and candidate.block_m >= 16
-    stages = max(0, candidate.num_stages - 1)
+    rows = tile.block_n * (2 if is_normed else 1)
+    step = ITEM * tile.block_k
+    is_wgmma = tile.form == SWAP and rows >= WGMMA_ROWS and tile.block_m >= 16
+    stages = max(0, tile.num_stages - 1)
     weight = rows * step * (stages + is_wgmma)
     if not is_normed:
-        return weight + stages * candidate.block_m * step
-    gamma = step * (1 if candidate.copies() == 1 else candidate.block_m)
-    if candidate.mode == "now":
-        gamma = step * candidate.copies()
-    return weight + stages * (2 * candidate.block_m * step + gamma) + candidate.block_m * step
+        return weight + stages * tile.block_m * step
+    copies = tile.copies(torch.bfloat16)
+    gamma = step * (copies if tile.form == DOT or copies == 1 else tile.block_m)
+    return weight + stages * (2 * tile.block_m * step + gamma) + tile.block_m * step
 
 
 # (rows of x, rows of a block, warps) and (columns, stages) of each; the most promising first. One
 # row has 4 bytes for each thread, or it is not prefetched
 _NORMED = {
-    "now": {
+    DOT: {
         (16, 32, 4): ((128, 4), (128, 6), (128, 3), (64, 6)),
         (16, 32, 8): ((128, 4), (256, 3)),
         (16, 64, 8): ((128, 3),),
         (16, 16, 8): ((256, 4),),
         (16, 64, 4): ((64, 5),),
     },
-    "lean": {
+    JOINED: {
         (16, 32, 4): ((128, 4), (128, 5), (256, 3)),
         (16, 16, 4): ((256, 3), (128, 5)),
         (16, 64, 8): ((128, 3),),
         (16, 16, 2): ((128, 5),),
     },
-    "swap": {
+    SWAP: {
         (16, 32, 4): ((128, 4), (256, 3), (128, 6), (128, 3), (256, 4), (64, 6), (64, 8), (128, 5)),
         (8, 32, 4): ((128, 5), (256, 3), (128, 4), (128, 6), (256, 4)),
         (8, 16, 2): ((256, 4), (128, 6), (256, 3), (128, 4)),
@@ -139,7 +114,7 @@ _NORMED = {
         (8, 8, 2): ((256, 4), (256, 6)),
         (8, 64, 8): ((128, 4), (128, 3)),
     },
-    "vector": {
+    VECTOR: {
         (1, 16, 4): ((256, 4), (256, 3), (256, 6), (512, 3), (256, 1)),
         (1, 8, 4): ((512, 4), (256, 4), (512, 3), (256, 6), (512, 1), (256, 1)),
         (1, 16, 8): ((512, 3), (512, 4), (512, 1)),
@@ -152,13 +127,13 @@ _NORMED = {
     },
 }
 _LINEAR = {
-    "now": {
+    DOT: {
         (16, 32, 4): ((128, 5), (128, 7), (256, 4)),
         (16, 16, 4): ((128, 6), (256, 4)),
         (16, 64, 4): ((128, 4), (256, 3)),
         (16, 32, 2): ((128, 5),),
     },
-    "swap": {
+    SWAP: {
         (16, 64, 4): ((128, 4), (128, 6), (256, 3), (256, 4), (64, 8)),
         (8, 32, 2): ((256, 4), (128, 6)),
         (8, 32, 4): ((256, 4), (128, 6)),
@@ -168,7 +143,7 @@ _LINEAR = {
         (16, 128, 8): ((128, 4),),
         (16, 128, 4): ((128, 4),),
     },
-    "vector": {
+    VECTOR: {
         (1, 32, 4): ((256, 4), (256, 3)),
         (1, 16, 4): ((512, 3), (256, 4), (512, 4), (256, 6)),
         (1, 8, 4): ((512, 4), (512, 6), (1024, 3)),
@@ -182,34 +157,26 @@ _LEAST_PROGRAMS, _MOST_PROGRAMS = 60, 132 * 9
 _SPLITS = (1, 2, 4, 8)
 
 
-def current(shape: Shape, rows: int) -> tuple[Candidate, ...]:
+def current(shape: Shape, rows: int) -> tuple[Tile, ...]:
     """What the tables of the product have for these rows."""
-    import torch
-
-    from specc.kernels.cuda.few_rows import LINEAR_TILES, MAX_ROWS, TILES
-
-    is_linear = shape.operator == "skinny_linear"
-    tiles = (LINEAR_TILES if is_linear else TILES)[torch.bfloat16]
-    return tuple(
-        Candidate("now", MAX_ROWS, t.block_n, t.block_k, t.num_warps, t.num_stages, t.splits)
-        for t in tiles
-    )
+    weight = torch.empty(shape.n, shape.k, dtype=torch.bfloat16, device="meta")
+    return Product.of(shape.operator, rows, weight).tiles
 
 
-def candidates(shape: Shape, rows: int) -> list[Candidate]:
-    """What is tried, the current ones first, then by turns of the modes."""
+def candidates(shape: Shape, rows: int) -> list[Tile]:
+    """What is tried, the current ones first, then by turns of the forms."""
     is_normed = shape.operator != "skinny_linear"
     found = dict.fromkeys(current(shape, rows))
     found.update(dict.fromkeys(_by_turns(shape, rows, is_normed)))
     return [item for item in found if shared_bytes(item, is_normed) <= SHARED_BYTES]
 
 
-def _by_turns(shape: Shape, rows: int, is_normed: bool) -> Iterator[Candidate]:
+def _by_turns(shape: Shape, rows: int, is_normed: bool) -> Iterator[Tile]:
     tables = _NORMED if is_normed else _LINEAR
     queues = [
-        _of_mode(mode, table, shape, rows, is_normed)
-        for mode, table in tables.items()
-        if mode != "vector" or rows == 1
+        _of_form(form, table, shape, rows, is_normed)
+        for form, table in tables.items()
+        if form != VECTOR or rows == 1
     ]
     while queues:
         for queue in list(queues):
@@ -220,21 +187,21 @@ def _by_turns(shape: Shape, rows: int, is_normed: bool) -> Iterator[Candidate]:
                 yield item
 
 
-def _of_mode(
-    mode: str,
+def _of_form(
+    form: str,
     table: dict[tuple[int, int, int], tuple[tuple[int, int], ...]],
     shape: Shape,
     rows: int,
     is_normed: bool,
-) -> Iterator[Candidate]:
+) -> Iterator[Tile]:
     most = max(len(steps) for steps in table.values())
     for place in range(most):
-        for number, ((block_m, block_n, warps), steps) in enumerate(table.items()):
-            is_first = number < 2
+        for (block_m, block_n, warps), steps in table.items():
             is_fitting = block_m >= rows and (not shape.head_dim or 2 * block_n <= shape.head_dim)
             if place >= len(steps) or not is_fitting:
                 continue
-            item = Candidate(mode, block_m, block_n, steps[place][0], warps, steps[place][1])
+            block_k, stages = steps[place]
+            item = Tile(block_n, block_k, warps, stages, form=form, block_m=block_m)
             blocks = -(-shape.n // (block_n * (2 if is_normed else 1)))
             for splits in (1,) if is_normed else _SPLITS:
                 # a part has a step for every stage, or the pipeline never fills
@@ -243,6 +210,3 @@ def _of_mode(
                 is_few = blocks * splits <= _MOST_PROGRAMS or splits == 1
                 if is_many and is_few and is_deep:
                     yield replace(item, splits=splits)
-                    # of the first of each mode, the other policy, too
-                    if place == 0 and mode in ("swap", "vector") and is_first:
-                        yield replace(item, splits=splits, evict="evict_first")

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.sweep_tiles import ROWS, NoGraphs
 from tests.gpu.tile_calls import Problem
-from tests.gpu.tile_candidates import SHAPES, candidates
+from tests.gpu.tile_candidates import SHAPES, candidates, name_of
 
 
 class _Driver:
@@ -54,11 +54,11 @@ def compile_part(part: str, output: Path) -> int:
         for item in (None, *candidates(shape, rows))
     ]
     # alike of other shapes and rows are one binary, so that neighbours go to one process
-    calls.sort(key=lambda call: (call[0].operator, call[2].name if call[2] else ""))
-    names = sorted({(shape.operator, item.name if item else "") for shape, _, item in calls})
+    calls.sort(key=lambda call: (call[0].operator, name_of(call[2]) if call[2] else ""))
+    names = sorted({(shape.operator, name_of(item) if item else "") for shape, _, item in calls})
     own = set(names[number::count])
     for shape, rows, item in calls:
-        name = item.name if item else ""
+        name = name_of(item) if item else ""
         if (shape.operator, name) not in own:
             continue
         weight = weights[: shape.n * shape.k].view(shape.n, shape.k)

@@ -1,23 +1,26 @@
 """Cases of the `add_norm_*` kernels and how one is checked, without pytest.
 
-Sizes are no multiples of tiles; all tiles of a dtype are checked, and so is the path without one.
+Sizes are no multiples of tiles, but for widths where a tile needs that; all tiles of a dtype are
+checked, and so is the path without one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import few_rows
+from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
 from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
 from specc.kernels.cuda.embed_norm_rope_write import embed_norm_rope_write
+from specc.kernels.cuda.few_rows_tiles import Tile
 from specc.kernels.reference.fused import ACTIVATIONS
 from specc.kernels.reference.products import (
     add_norm_gate_up_reference,
@@ -44,17 +47,42 @@ SHAPES = (
     ((2, 4), 264, 7),
     ((1, 11), 96, 130),
 )
-# number of a tile, by dtype; None is the library's product
-TILES = tuple(
-    (dtype, number) for dtype in DTYPES for number in (*range(len(few_rows.TILES[dtype])), None)
-)
+# None is the library's product
+TILES = tuple((dtype, tile) for dtype in DTYPES for tile in (*few_rows.TILES[dtype], None))
+
+
+def fitted(rows: tuple[int, ...], size: int, tile: Tile | None) -> tuple[tuple[int, ...], int]:
+    """Rows and columns of a case, as a tile takes them: no more rows, and two whole steps or more.
+
+    The last step of `dot` may be cut, so its cases stay what they are.
+    """
+    if tile is None or tile.takes(torch.Size(rows).numel(), size):
+        return rows, size
+    if torch.Size(rows).numel() > tile.block_m:
+        rows = (*(1 for _ in rows[1:]), tile.block_m)
+    return rows, tile.block_k * max(2, -(-size // tile.block_k))
+
+
+def cut(case: Case, tile: Tile | None) -> Case:
+    """The first tokens of a case, as many as a tile takes."""
+    seqs, left = [], few_rows_tiles.MAX_ROWS if tile is None else tile.block_m
+    for tokens, first in case.seqs:
+        seqs.append((min(tokens, left), first))
+        left -= seqs[-1][0]
+    num_tokens = sum(tokens for tokens, _ in seqs) + min(case.tail, left)
+    dead = tuple(token for token in case.dead if token < num_tokens)
+    return replace(case, seqs=tuple(seqs), dead=dead, tail=min(case.tail, left))
+
+
 LINEAR = tuple(
-    (*SHAPES[i % len(SHAPES)], dtype, number, bool(i % 2), bool(i // 2 % 2))
-    for i, (dtype, number, _) in enumerate((*tile, j) for tile in TILES for j in range(3))
+    (*fitted(rows, size, tile), num_out, dtype, tile, bool(i % 2), bool(i // 2 % 2))
+    for i, (dtype, tile, _) in enumerate((*item, j) for item in TILES for j in range(3))
+    for rows, size, num_out in (SHAPES[i % len(SHAPES)],)
 )
 GATED = tuple(
-    (*SHAPES[i % len(SHAPES)], dtype, number, activation)
-    for i, ((dtype, number), activation) in enumerate(itertools.product(TILES, ACTIVATIONS))
+    (*fitted(rows, size, tile), num_out, dtype, tile, activation)
+    for i, ((dtype, tile), activation) in enumerate(itertools.product(TILES, ACTIVATIONS))
+    for rows, size, num_out in (SHAPES[i % len(SHAPES)],)
 )
 # (tokens, rows that get logits, K, N): one, some in any order, few of many, one twice, all
 CHOSEN = (
@@ -65,8 +93,10 @@ CHOSEN = (
     (16, tuple(range(16)), 96, 35),
 )
 HEADS = tuple(
-    (*CHOSEN[i % len(CHOSEN)], dtype, number, bool(i % 2), bool(i // 2 % 2))
-    for i, (dtype, number, _) in enumerate((*tile, j) for tile in TILES for j in range(3))
+    (num_tokens, rows[: fits[-1]], size, num_out, dtype, tile, bool(i % 2), bool(i // 2 % 2))
+    for i, (dtype, tile, _) in enumerate((*item, j) for item in TILES for j in range(3))
+    for num_tokens, rows, columns, num_out in (CHOSEN[i % len(CHOSEN)],)
+    for fits, size in (fitted((len(rows),), columns, tile),)
 )
 # rows of the embedding
 NUM_EMBEDDINGS = 29
@@ -113,14 +143,14 @@ def check_linear(
     size: int,
     num_out: int,
     dtype: torch.dtype,
-    number: int | None,
+    tile: Tile | None,
     has_bias: bool,
     unit_offset: bool,
     device: torch.device,
 ) -> None:
     operands = make_operands(rows, size, num_out, dtype, device, has_bias)
     operands |= {"unit_offset": unit_offset, "bias": operands.get("bias")}
-    _check(add_norm_linear, add_norm_linear_reference, operands, number)
+    _check(add_norm_linear, add_norm_linear_reference, operands, tile)
 
 
 def check_gate_up(
@@ -128,7 +158,7 @@ def check_gate_up(
     size: int,
     num_out: int,
     dtype: torch.dtype,
-    number: int | None,
+    tile: Tile | None,
     activation: str,
     device: torch.device,
 ) -> None:
@@ -137,14 +167,15 @@ def check_gate_up(
         add_norm_gate_up,
         add_norm_gate_up_reference,
         operands | {"activation": activation},
-        number,
+        tile,
     )
 
 
 def make_rotation(
-    case: Case, dtype: torch.dtype, has_bias: bool, device: torch.device
+    case: Case, dtype: torch.dtype, tile: Tile | None, has_bias: bool, device: torch.device
 ) -> dict[str, Any]:
-    """Arguments of `add_norm_rope_write`, and the slabs."""
+    """Arguments of `add_norm_rope_write`, as a tile takes them, and the slabs."""
+    case = cut(case, tile)
     args = make_cache_rows(case, device)
     del args["k"], args["v"]
     for name in ("k", "v"):
@@ -152,7 +183,8 @@ def make_rotation(
         args |= {f"{name}_slab": slab, f"{name}_cache": slab[1, 0 if name == "k" else 1]}
     num_tokens, head_dim = args["slot"].shape[0], case.sizes[0]
     num_out = (case.heads[0] + 2 * case.heads[1]) * head_dim
-    operands = make_operands((1, num_tokens), 72, num_out, dtype, device, has_bias)
+    rows, size = fitted((1, num_tokens), 72, tile)
+    operands = make_operands(rows, size, num_out, dtype, device, has_bias)
     # columns of its own for each half, and rows of a wider table
     wide = torch.randn(2, num_tokens, head_dim + 8, device=device).clamp(-2, 2)
     cos, sin = wide.to(case.angle_dtype or dtype)[..., :head_dim]
@@ -160,12 +192,12 @@ def make_rotation(
 
 
 def check_rotated(
-    case: Case, dtype: torch.dtype, number: int | None, has_bias: bool, device: torch.device
+    case: Case, dtype: torch.dtype, tile: Tile | None, has_bias: bool, device: torch.device
 ) -> None:
     """Compare queries, the sum, and all of the slabs with the oracle's."""
-    args, slabs = split_slabs(make_rotation(case, dtype, has_bias, device))
-    expected, expected_slabs = split_slabs(make_rotation(case, dtype, has_bias, device))
-    _check(add_norm_rope_write, add_norm_rope_write_reference, args, number, expected)
+    args, slabs = split_slabs(make_rotation(case, dtype, tile, has_bias, device))
+    expected, expected_slabs = split_slabs(make_rotation(case, dtype, tile, has_bias, device))
+    _check(add_norm_rope_write, add_norm_rope_write_reference, args, tile, expected)
     for slab, other in zip(slabs, expected_slabs, strict=True):
         is_written = other != slab.new_tensor(12288.0)
         assert torch.equal(slab[~is_written], other[~is_written])
@@ -178,7 +210,7 @@ def check_head(
     size: int,
     num_out: int,
     dtype: torch.dtype,
-    number: int | None,
+    tile: Tile | None,
     has_bias: bool,
     unit_offset: bool,
     device: torch.device,
@@ -186,20 +218,36 @@ def check_head(
     operands = make_operands((1, num_tokens), size, num_out, dtype, device, has_bias)
     operands |= {"unit_offset": unit_offset, "bias": operands.get("bias")}
     operands["rows"] = torch.tensor(rows, device=device)
-    _check_head(operands, number, add_norm_head_reference(**operands))
+    _check_head(operands, tile, add_norm_head_reference(**operands))
 
 
-def check_bad_rows(number: int, device: torch.device) -> None:
+def check_bad_rows(dtype: torch.dtype, tile: Tile, device: torch.device) -> None:
     """Rows that are not there have the logits of zeros."""
-    operands = make_operands((1, 4), 72, 40, F32, device, has_bias=True)
-    want = add_norm_head_reference(**operands, rows=torch.tensor([2, 0, 3, 1], device=device))
-    want[:, 1], want[:, 3] = operands["bias"], operands["bias"]
-    operands["rows"] = torch.tensor([2, -1, 3, 4], device=device)
-    _check_head(operands, number, want)
+    _, size = fitted((1, 4), 72, tile)
+    operands = make_operands((1, 4), size, 40, dtype, device, has_bias=True)
+    rows = torch.tensor([-1, 2, 4, 3], device=device)[: tile.block_m]
+    is_bad = (rows < 0) | (rows > 3)
+    want = add_norm_head_reference(**operands, rows=rows.where(~is_bad, 0))
+    want[:, is_bad] = operands["bias"]
+    operands["rows"] = rows
+    _check_head(operands, tile, want)
 
 
-def _check_head(operands: dict[str, Any], number: int | None, want: Tensor) -> None:
-    with few_rows.forced(number):
+def check_rows_apart(dtype: torch.dtype, tile: Tile, device: torch.device) -> None:
+    """A row is the same bit for bit, whatever other rows a launch has."""
+    rows, size = fitted((tile.block_m,), 264, tile)
+    operands = make_operands(rows, size, 70, dtype, device) | {"bias": None}
+    with few_rows.forced(tile):
+        whole, _ = add_norm_linear(**operands)
+        for count in {1, 7} & set(range(tile.block_m)):
+            own = {name: operands[name][:count].contiguous() for name in ("x", "residual")}
+            part, _ = add_norm_linear(**operands | own)
+            assert torch.equal(part, whole[:count])
+
+
+def _check_head(operands: dict[str, Any], tile: Tile | None, want: Tensor) -> None:
+    assert tile is None or tile.takes(want.shape[-2], operands["x"].shape[-1])
+    with few_rows.forced(tile):
         got = add_norm_head(**operands)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     assert got.is_contiguous()
@@ -207,10 +255,10 @@ def _check_head(operands: dict[str, Any], number: int | None, want: Tensor) -> N
 
 
 def make_embedded(
-    case: Case, dtype: torch.dtype, has_bias: bool, device: torch.device
+    case: Case, dtype: torch.dtype, tile: Tile | None, has_bias: bool, device: torch.device
 ) -> dict[str, Any]:
-    """Arguments of `embed_norm_rope_write`, and the slabs."""
-    args = make_rotation(case, dtype, has_bias, device)
+    """Arguments of `embed_norm_rope_write`, as a tile takes them, and the slabs."""
+    args = make_rotation(case, dtype, tile, has_bias, device)
     x = args.pop("x")
     del args["residual"]
     rows = torch.randn(NUM_EMBEDDINGS, x.shape[-1]) * torch.logspace(-1, 1, NUM_EMBEDDINGS)[:, None]
@@ -220,38 +268,38 @@ def make_embedded(
 
 
 def check_embedded(
-    case: Case, dtype: torch.dtype, number: int | None, has_bias: bool, device: torch.device
+    case: Case, dtype: torch.dtype, tile: Tile | None, has_bias: bool, device: torch.device
 ) -> None:
     """Compare queries, rows of the embedding, and all of the slabs with the oracle's."""
-    args, slabs = split_slabs(make_embedded(case, dtype, has_bias, device))
-    expected, expected_slabs = split_slabs(make_embedded(case, dtype, has_bias, device))
-    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, number, expected)
+    args, slabs = split_slabs(make_embedded(case, dtype, tile, has_bias, device))
+    expected, expected_slabs = split_slabs(make_embedded(case, dtype, tile, has_bias, device))
+    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, tile, expected)
     for slab, other in zip(slabs, expected_slabs, strict=True):
         is_written = other != slab.new_tensor(12288.0)
         assert torch.equal(slab[~is_written], other[~is_written])
         assert_close(slab, other, dtype)
 
 
-def check_bad_tokens(number: int, device: torch.device) -> None:
+def check_bad_tokens(tile: Tile, device: torch.device) -> None:
     """Tokens that the embedding has no row for are rows of zeros."""
     case = Case(((2, 30), (3, 20)))
-    args, _ = split_slabs(make_embedded(case, F32, True, device))
-    expected, _ = split_slabs(make_embedded(case, F32, True, device))
+    args, _ = split_slabs(make_embedded(case, F32, tile, True, device))
+    expected, _ = split_slabs(make_embedded(case, F32, tile, True, device))
     args["tokens"][0, 1:3] = torch.tensor([-1, NUM_EMBEDDINGS], device=device)
     expected["tokens"][0, 1:3] = NUM_EMBEDDINGS
     zeros = expected["embedding"].new_zeros(1, expected["embedding"].shape[1])
     expected["embedding"] = torch.cat([expected["embedding"], zeros])
-    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, number, expected)
+    _check(embed_norm_rope_write, embed_norm_rope_write_reference, args, tile, expected)
 
 
-def check_bad_places(number: int, device: torch.device) -> None:
+def check_bad_places(tile: Tile, device: torch.device) -> None:
     """Rows without a place are not written; queries are computed all the same."""
     case = Case(((2, 30), (3, 20), (2, 12)))
-    args, slabs = split_slabs(break_rows(make_rotation(case, F32, False, device)))
-    expected, expected_slabs = split_slabs(make_rotation(case, F32, False, device))
+    args, slabs = split_slabs(break_rows(make_rotation(case, F32, tile, False, device)))
+    expected, expected_slabs = split_slabs(make_rotation(case, F32, tile, False, device))
     expected["slot"][:2] = -1
     expected["slot"][5:] = -1
-    _check(add_norm_rope_write, add_norm_rope_write_reference, args, number, expected)
+    _check(add_norm_rope_write, add_norm_rope_write_reference, args, tile, expected)
     for slab, other in zip(slabs, expected_slabs, strict=True):
         assert_close(slab, other, F32)
 
@@ -264,8 +312,8 @@ def check_large_values(device: torch.device) -> None:
     operands["weight"] = operands["weight"] / 64
     want, _ = add_norm_linear_reference(**operands)
     assert torch.isfinite(want).all()
-    for number in range(len(few_rows.TILES[F16])):
-        _check(add_norm_linear, add_norm_linear_reference, operands, number)
+    for tile in few_rows.TILES[F16]:
+        _check(add_norm_linear, add_norm_linear_reference, operands, tile)
 
 
 def check_rounding(device: torch.device) -> None:
@@ -281,8 +329,8 @@ def check_rounding(device: torch.device) -> None:
     want = (x.double() * scale * gamma.double()) @ weight.double().T
     operands |= {"x": x, "residual": torch.zeros_like(x)}
     operands = {k: v.to(device) if torch.is_tensor(v) else v for k, v in operands.items()}
-    for number in range(len(few_rows.TILES[F16])):
-        with few_rows.forced(number):
+    for tile in few_rows.TILES[F16]:
+        with few_rows.forced(tile):
             got, _ = add_norm_linear(**operands)
         assert abs((got.cpu().double() / want - 1).mean()) < 5e-5
 
@@ -297,11 +345,13 @@ def _check(
     operator: Callable[..., tuple[Tensor, Tensor]],
     reference: Callable[..., tuple[Tensor, Tensor]],
     operands: dict[str, Any],
-    number: int | None,
+    tile: Tile | None,
     expected: dict[str, Any] | None = None,
 ) -> None:
     want, want_total = reference(**(expected or operands))
-    with few_rows.forced(number):
+    # what a tile does not take would be the library's, and nothing of it checked
+    assert tile is None or tile.takes(want_total.shape[:-1].numel(), want_total.shape[-1])
+    with few_rows.forced(tile):
         got, total = operator(**operands)
     dtype = operands["weight"].dtype
     assert (got.dtype, got.shape) == (dtype, want.shape)

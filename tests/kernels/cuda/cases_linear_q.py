@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize
-from specc.kernels.cuda import few_rows
+from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda import linear_q as module
 from specc.kernels.cuda.linear_q import linear_q
 from specc.kernels.reference.quantized import linear_q_reference
@@ -39,9 +39,9 @@ def tiles() -> list[tuple[str, torch.dtype, int, int]]:
     return [
         (name, dtype, rows, number)
         for dtype in DTYPES
-        for name in few_rows.QUANTIZED
-        for rows in (few_rows.MAX_ROWS, few_rows.MAX_QUANTIZED_ROWS)
-        for number in range(len(few_rows.quantized_tiles(name, dtype, rows)))
+        for name in few_rows_tiles.QUANTIZED
+        for rows in (few_rows_tiles.MAX_ROWS, few_rows_tiles.MAX_QUANTIZED_ROWS)
+        for number in range(len(few_rows_tiles.quantized_tiles(name, dtype, rows)))
     ]
 
 
@@ -104,7 +104,7 @@ def check_tile(
     operands = make_operands(name, shape, dtype, device, has_bias)
     with few_rows.forced(number):
         found = few_rows.quantized_tile_for(operands["input"], shape[2], name)
-        assert found == few_rows.quantized_tiles(name, dtype, shape[0])[number]
+        assert found == few_rows_tiles.quantized_tiles(name, dtype, shape[0])[number]
         assert_close(linear_q(**operands), oracle(operands), TOLERANCE[dtype])
 
 

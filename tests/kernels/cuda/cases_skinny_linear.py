@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import few_rows
+from specc.kernels.cuda import few_rows, few_rows_tiles
+from specc.kernels.cuda.few_rows_tiles import Tile
 from specc.kernels.cuda.skinny_linear import skinny_linear
 from specc.kernels.reference.products import skinny_linear_reference
-from tests.kernels.cuda.cases_add_norm import BF16, DTYPES, F16, F32
+from tests.kernels.cuda.cases_add_norm import BF16, DTYPES, F16, F32, fitted
 
 # both round once; what differs is the order of a sum, relative to the largest result of a row
 TOLERANCE = {F32: 1e-5, F16: 1e-3, BF16: 8e-3}
@@ -24,18 +25,22 @@ SHAPES = (
     ((2, 4), 1000, 7),
     ((1, 11), 520, 130),
 )
-# number of a tile by dtype
-TILES = tuple((d, number) for d in DTYPES for number in range(len(few_rows.LINEAR_TILES[d])))
+TILES = tuple((dtype, tile) for dtype in DTYPES for tile in few_rows.LINEAR_TILES[dtype])
 # each tile twice, with and without a bias, and with every shape some
 QUICK = tuple(
-    (*SHAPES[(2 * i + j) % len(SHAPES)], dtype, number, bool(j))
-    for i, (dtype, number) in enumerate(TILES)
+    (*fitted(rows, size, tile), num_out, dtype, tile, bool(j))
+    for i, (dtype, tile) in enumerate(TILES)
     for j in range(2)
+    for rows, size, num_out in (SHAPES[(2 * i + j) % len(SHAPES)],)
 )
 EVERY = tuple(
-    (*shape, dtype, number, bool((i + j) % 2))
-    for i, (dtype, number) in enumerate(TILES)
-    for j, shape in enumerate((*SHAPES, *(((rows,), 160, 40) for rows in range(1, 17))))
+    dict.fromkeys(
+        (*fitted(rows, size, tile), num_out, dtype, tile, bool((i + j) % 2))
+        for i, (dtype, tile) in enumerate(TILES)
+        for j, (rows, size, num_out) in enumerate(
+            (*SHAPES, *(((rows,), 160, 40) for rows in range(1, 17)))
+        )
+    )
 )
 
 
@@ -73,23 +78,26 @@ def check(
     size: int,
     num_out: int,
     dtype: torch.dtype,
-    number: int | None,
+    tile: Tile | None,
     has_bias: bool,
     device: torch.device,
 ) -> None:
     """Compare with the oracle; a second launch finds its counters as the first did."""
     operands = make_operands(rows, size, num_out, dtype, device, has_bias)
-    with few_rows.forced(number):
+    num_rows = torch.Size(rows).numel()
+    assert tile is None or num_rows > few_rows_tiles.MAX_ROWS or tile.takes(num_rows, size)
+    with few_rows.forced(tile):
         found = [skinny_linear(**operands) for _ in range(2)]
     assert_close(found[0], skinny_linear_reference(**operands), dtype)
     assert torch.equal(*found)
 
 
-def check_rows_apart(dtype: torch.dtype, number: int, device: torch.device) -> None:
+def check_rows_apart(dtype: torch.dtype, tile: Tile, device: torch.device) -> None:
     """A row is the same bit for bit, whatever other rows a launch has."""
-    operands = make_operands((16,), 264, 70, dtype, device)
-    with few_rows.forced(number):
+    rows, size = fitted((tile.block_m,), 264, tile)
+    operands = make_operands(rows, size, 70, dtype, device)
+    with few_rows.forced(tile):
         whole = skinny_linear(**operands)
-        for count in (1, 7):
+        for count in {1, 7} & set(range(tile.block_m)):
             part = skinny_linear(**operands | {"input": operands["input"][:count].contiguous()})
             assert torch.equal(part, whole[:count])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,65 +33,69 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _operands(num_out: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    x = _meta(1, _TOKENS, _HIDDEN, dtype=dtype)
+def _operands(num_out: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    x = _meta(1, num_rows, _HIDDEN, dtype=dtype)
     weight = _meta(num_out, _HIDDEN, dtype=dtype)
     return x, x, _meta(_HIDDEN, dtype=dtype), 1e-6, False, weight
 
 
-def _tiles() -> Iterator[torch.dtype]:
-    """Every dtype, once for each of its tiles, which operators take meanwhile."""
-    for dtype in FLOATS:
-        for number in range(len(few_rows.TILES[dtype])):
+def _tiles(operator: str) -> Iterator[tuple[torch.dtype, int]]:
+    """Types and numbers of rows, once for each tile of such a product, which it takes meanwhile."""
+    for dtype, num_rows in itertools.product(FLOATS, (1, _TOKENS, 16)):
+        weight = _meta(8, _HIDDEN, dtype=dtype)
+        for number in range(len(few_rows.Product.of(operator, num_rows, weight).tiles)):
             with few_rows.forced(number):
-                yield dtype
+                yield dtype, num_rows
 
 
 def _linear_calls() -> Iterator[Any]:
-    for dtype in _tiles():
+    for dtype, num_rows in _tiles(add_norm_linear.NAME):
         for bias in (None, _meta(6144, dtype=dtype)):
-            yield add_norm_linear.add_norm_linear(*_operands(6144, dtype), bias)
+            yield add_norm_linear.add_norm_linear(*_operands(6144, num_rows, dtype), bias)
 
 
 def _gate_up_calls() -> Iterator[Any]:
-    for dtype in _tiles():
+    for dtype, num_rows in _tiles(add_norm_gate_up.NAME):
         for activation in ACTIVATIONS:
-            yield add_norm_gate_up.add_norm_gate_up(*_operands(28672, dtype), activation)
+            operands = _operands(28672, num_rows, dtype)
+            yield add_norm_gate_up.add_norm_gate_up(*operands, activation)
 
 
 def _head_calls() -> Iterator[Any]:
-    rows = _meta(_TOKENS, dtype=torch.int64)
-    for dtype in _tiles():
+    for dtype, num_rows in _tiles(add_norm_head.NAME):
+        rows = _meta(num_rows, dtype=torch.int64)
         # a vocabulary that aligns nothing
         for size in (128256, 50257):
             for bias in (None, _meta(size, dtype=dtype)):
-                yield add_norm_head.add_norm_head(*_operands(size, dtype), bias, rows)
+                operands = _operands(size, num_rows, dtype)
+                yield add_norm_head.add_norm_head(*operands, bias, rows)
 
 
-def _places(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _places(num_rows: int, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Bias, tables and places of the operators that write to the caches."""
-    table = _meta(_TOKENS, 128, dtype=dtype)
+    table = _meta(num_rows, 128, dtype=dtype)
     cache = _meta(300, 16, 8, 128, dtype=dtype)
-    places = (_meta(2, dtype=I32), _meta(_TOKENS, dtype=I32), _meta(1, 256, dtype=I32))
+    places = (_meta(2, dtype=I32), _meta(num_rows, dtype=I32), _meta(1, 256, dtype=I32))
     for bias in (None, _meta(6144, dtype=dtype)):
         yield bias, table, table, cache, cache, *places
 
 
 def _rope_write_calls() -> Iterator[Any]:
-    for dtype in _tiles():
-        for places in _places(dtype):
-            yield add_norm_rope_write.add_norm_rope_write(*_operands(6144, dtype), *places)
+    for dtype, num_rows in _tiles(add_norm_rope_write.NAME):
+        for places in _places(num_rows, dtype):
+            operands = _operands(6144, num_rows, dtype)
+            yield add_norm_rope_write.add_norm_rope_write(*operands, *places)
 
 
 def _embed_calls() -> Iterator[Any]:
-    # side by side, and apart
-    beside = _meta(1, _TOKENS, dtype=torch.int64)
-    apart = _meta(1, _TOKENS, 2, dtype=torch.int64)[..., 1]
-    for dtype in _tiles():
+    for dtype, num_rows in _tiles(embed_norm_rope_write.NAME):
+        # side by side, and apart
+        beside = _meta(1, num_rows, dtype=torch.int64)
+        apart = _meta(1, num_rows, 2, dtype=torch.int64)[..., 1]
         for size, tokens in ((128256, beside), (50257, apart)):
             table = _meta(size, _HIDDEN, dtype=dtype)
-            for places in _places(dtype):
-                norm = _operands(6144, dtype)[2:]
+            for places in _places(num_rows, dtype):
+                norm = _operands(6144, num_rows, dtype)[2:]
                 yield embed_norm_rope_write.embed_norm_rope_write(tokens, table, *norm, *places)
 
 
@@ -123,13 +128,11 @@ def _linear_q_calls() -> Iterator[Any]:
 
 def _skinny_linear_calls() -> Iterator[Any]:
     # outputs that align nothing, as those of routers
-    for dtype in FLOATS:
-        for num_rows, size in ((1, 4096), (_TOKENS, 50257), (16, 8)):
+    for dtype, num_rows in _tiles(few_rows.SKINNY):
+        for size in (4096, 50257, 8):
             x, weight = (_meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
             for bias in (None, _meta(size, dtype=dtype)):
-                for number in range(len(few_rows.LINEAR_TILES[dtype])):
-                    with few_rows.forced(number):
-                        yield skinny_linear.skinny_linear(x, weight, bias)
+                yield skinny_linear.skinny_linear(x, weight, bias)
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {

@@ -11,6 +11,7 @@ from specc.kernels.cuda import few_rows
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.few_rows import Choice, Product, forced, tile_for
+from specc.kernels.cuda.few_rows_tiles import Tile
 from tests.kernels.cuda.cases_add_norm import (
     BF16,
     DTYPES,
@@ -31,6 +32,7 @@ from tests.kernels.cuda.cases_add_norm import (
     check_linear,
     check_rotated,
     check_rounding,
+    check_rows_apart,
     make_operands,
 )
 
@@ -43,6 +45,8 @@ pytestmark = [
 def _id(value: object) -> str:
     if isinstance(value, tuple):
         return "x".join(map(str, value))
+    if isinstance(value, Tile):
+        return f"{value.name}x{value.splits}" if value.splits > 1 else value.name
     return str(value).removeprefix("torch.")
 
 
@@ -66,6 +70,7 @@ def test_add_norm_head(case, device):
 
 
 PAIRS = tuple(itertools.product(ROTATED, TILES))
+PAIR_IDS = ids(tuple((name, *tile) for name, tile in PAIRS))
 
 
 def _check_pair(name, tile, device):
@@ -74,7 +79,7 @@ def _check_pair(name, tile, device):
 
 
 # every tile and every case; the slow tier has all pairs of them
-@pytest.mark.parametrize(("name", "tile"), PAIRS[::5], ids=[f"{n}-{t}" for n, t in PAIRS[::5]])
+@pytest.mark.parametrize(("name", "tile"), PAIRS[::5], ids=PAIR_IDS[::5])
 def test_add_norm_rope_write(name, tile, device):
     _check_pair(name, tile, device)
 
@@ -85,7 +90,7 @@ def test_the_quick_tier_has_every_tile_and_case():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=[f"{n}-{t}" for n, t in PAIRS])
+@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=PAIR_IDS)
 def test_add_norm_rope_write_with_every_tile(name, tile, device):
     _check_pair(name, tile, device)
 
@@ -96,26 +101,35 @@ def _check_embedded(name, tile, device):
 
 
 # the same kernel after the product: fewer pairs, and still every tile and every case
-@pytest.mark.parametrize(("name", "tile"), PAIRS[3::6], ids=[f"{n}-{t}" for n, t in PAIRS[3::6]])
+@pytest.mark.parametrize(("name", "tile"), PAIRS[3::6], ids=PAIR_IDS[3::6])
 def test_embed_norm_rope_write(name, tile, device):
     _check_embedded(name, tile, device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=[f"{n}-{t}" for n, t in PAIRS])
+@pytest.mark.parametrize(("name", "tile"), PAIRS, ids=PAIR_IDS)
 def test_embed_norm_rope_write_with_every_tile(name, tile, device):
     _check_embedded(name, tile, device)
 
 
-@pytest.mark.parametrize("number", range(len(few_rows.TILES[F32])))
-def test_bad_rows_and_tokens(number, device):
-    check_bad_rows(number, device)
-    check_bad_tokens(number, device)
+KERNELS = tuple(item for item in TILES if item[1])
+every_kernel = pytest.mark.parametrize(("dtype", "tile"), KERNELS, ids=ids(KERNELS))
 
 
-@pytest.mark.parametrize("number", range(len(few_rows.TILES[F32])))
-def test_bad_places(number, device):
-    check_bad_places(number, device)
+@every_kernel
+def test_bad_rows(dtype, tile, device):
+    check_bad_rows(dtype, tile, device)
+
+
+@pytest.mark.parametrize("tile", few_rows.TILES[F32], ids=_id)
+def test_bad_tokens_and_places(tile, device):
+    check_bad_tokens(tile, device)
+    check_bad_places(tile, device)
+
+
+@every_kernel
+def test_rows_do_not_depend_on_others(dtype, tile, device):
+    check_rows_apart(dtype, tile, device)
 
 
 def test_values_beyond_float16(device):
@@ -136,15 +150,15 @@ def test_no_rows(dtype, device):
 
 
 def test_the_library_has_what_nobody_measured(device):
-    operands = make_operands((1, 4), 16, 8, BF16, device)
+    operands = make_operands((1, 4), 256, 8, BF16, device)
     weight = operands["weight"]
     assert tile_for("add_norm_linear", 4, weight) is None
     product = Product.of("add_norm_linear", 4, weight)
     few_rows.choices[product] = Choice.of(product.tiles[1])
     try:
-        assert tile_for("add_norm_linear", 4, weight) == few_rows.TILES[BF16][1]
+        assert tile_for("add_norm_linear", 4, weight) == product.tiles[1]
         # rows of one bucket share a choice; other rows, shapes and operators do not
-        assert tile_for("add_norm_linear", 3, weight) == few_rows.TILES[BF16][1]
+        assert tile_for("add_norm_linear", 3, weight) == product.tiles[1]
         assert tile_for("add_norm_linear", 2, weight) is None
         assert tile_for("add_norm_gate_up", 4, weight) is None
         assert tile_for("add_norm_linear", 4, weight[:4]) is None
@@ -159,7 +173,7 @@ def test_many_rows_are_the_librarys(device):
     with forced(0):
         assert tile_for("add_norm_linear", 17, operands["weight"]) is None
         assert tile_for("add_norm_linear", 16, operands["weight"]) is not None
-        check_linear((17,), 16, 8, F16, 0, True, False, device)
+        check_linear((17,), 16, 8, F16, None, True, False, device)
 
 
 @pytest.mark.parametrize(

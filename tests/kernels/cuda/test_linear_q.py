@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.kernels.cuda import few_rows
+from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda import linear_q as module
 from specc.kernels.cuda.few_rows import Choice, Product, forced, quantized_tile_for
 from specc.kernels.cuda.linear_q import linear_q
@@ -97,7 +97,7 @@ def test_a_weight_is_decoded_only_so_much_at_a_time(device, monkeypatch):
 def test_which_product(device):
     """The first tile until something else was measured; never more rows than a kernel takes."""
     x = torch.zeros(5, 256, dtype=BF16, device=device)
-    tiles = few_rows.quantized_tiles("int4-g64", BF16, 5)
+    tiles = few_rows_tiles.quantized_tiles("int4-g64", BF16, 5)
     assert quantized_tile_for(x, 64, "int4-g64") == tiles[0]
     product = Product.of_quantized(5, BF16, (64, 256), "int4-g64")
     for chosen in (tiles[1], None):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specc.kernels.cuda import few_rows
-from specc.kernels.cuda.few_rows import LINEAR_TILES, SKINNY, Choice, Product, forced, tile_for
+from specc.kernels.cuda import few_rows, few_rows_tiles
+from specc.kernels.cuda.few_rows import SKINNY, Choice, Product, forced, tile_for
+from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES
 from specc.kernels.cuda.skinny_linear import skinny_linear
 from specc.passes import memory
 from tests.kernels.cuda import cases_skinny_linear as cases
@@ -27,15 +28,15 @@ def test_tiles_with_every_shape_and_number_of_rows(case, device):
     cases.check(*case, device)
 
 
-@pytest.mark.parametrize(("dtype", "number"), cases.TILES, ids=ids(cases.TILES))
-def test_rows_do_not_depend_on_others(dtype, number, device):
-    cases.check_rows_apart(dtype, number, device)
+@pytest.mark.parametrize(("dtype", "tile"), cases.TILES, ids=ids(cases.TILES))
+def test_rows_do_not_depend_on_others(dtype, tile, device):
+    cases.check_rows_apart(dtype, tile, device)
 
 
 def test_the_library(device):
     cases.check((1, 5), 200, 70, F32, None, True, device)
     # more rows than a kernel takes
-    cases.check((17,), 200, 70, F32, 0, False, device)
+    cases.check((17,), 200, 70, F32, LINEAR_TILES[F32][0], False, device)
 
 
 def test_rows_of_a_transposed_tensor(device):
@@ -56,10 +57,10 @@ def test_no_rows(number, device):
 
 def test_tiles_are_of_this_operator(device):
     """A choice of a product with a norm says nothing of one without."""
-    weight = torch.zeros(8, 16, dtype=BF16, device=device)
+    weight = torch.zeros(8, 512, dtype=BF16, device=device)
     product = Product.of(SKINNY, 4, weight)
-    assert product.tiles == LINEAR_TILES[BF16]
-    assert Product.of("add_norm_linear", 4, weight).tiles == few_rows.TILES[BF16]
+    assert {tile for _, tile in cases.TILES} > set(product.tiles)
+    assert set(Product.of("add_norm_linear", 4, weight).tiles) < set(few_rows.TILES[BF16])
     assert Product.of(SKINNY, 17, weight).tiles == ()
     few_rows.choices[product] = Choice.of(product.tiles[3])
     try:
@@ -70,16 +71,44 @@ def test_tiles_are_of_this_operator(device):
 
 
 def test_memory_of_parts_is_planned():
-    assert memory._SHARED_ROWS == few_rows.MAX_ROWS * few_rows.MAX_SPLITS
+    assert memory._SHARED_ROWS == few_rows_tiles.MAX_ROWS * few_rows_tiles.MAX_SPLITS
 
 
-def test_configurations_of_a_dtype_are_told_by_rows_and_splits():
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "wanted"),
+    [
+        (1, 4096, {("vector", 512), ("vector", 256)}),
+        # widths of which a step is no part have no tile that would read beyond them
+        (1, 768, {("vector", 256)}),
+        (1, 896, {("swap", 128)}),
+        (1, 80, {("dot", 128)}),
+        (2, 4096, {("swap", 128)}),
+        (8, 896, {("swap", 128)}),
+        (8, 80, {("dot", 128)}),
+        (16, 4096, {("dot", 128)}),
+    ],
+)
+def test_tiles_suit_the_rows_and_the_width(num_rows, columns, wanted, device):
+    weight = torch.zeros(8, columns, dtype=BF16, device=device)
+    tiles = Product.of(SKINNY, num_rows, weight).tiles
+    assert {(tile.form, tile.block_k) for tile in tiles} == wanted
+
+
+def test_a_forced_tile_that_does_not_take_a_product_is_not_launched(device):
+    vector, *_ = LINEAR_TILES[BF16]
+    for num_rows, columns, wanted in ((1, 512, vector), (2, 512, None), (1, 768, None)):
+        weight = torch.zeros(8, columns, dtype=BF16, device=device)
+        with forced(vector):
+            assert tile_for(SKINNY, num_rows, weight) == wanted
+
+
+def test_configurations_of_a_dtype_are_told_by_names_and_splits():
     """What `shipped` lists once is launched for every number of splits."""
-    for tiles in LINEAR_TILES.values():
+    for tiles in (*LINEAR_TILES.values(), *few_rows.TILES.values()):
         kinds = {}
         for tile in tiles:
-            own = (tile.block_k, tile.num_warps, tile.num_stages)
-            assert kinds.setdefault((tile.block_n, tile.splits > 1), own) == own
+            own = (tile.sizes, tile.options)
+            assert kinds.setdefault((tile.name, tile.splits > 1), own) == own
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_process_keeps_what_another_has_written(program, cache, new_process):
 
 
 def test_a_tile_that_is_not_there_any_more_is_not_taken(cache, monkeypatch):
-    item = {"operator": "add_norm_linear", "shape": [8, 8], "dtype": "bfloat16", "rows": 1}
+    item = {"operator": "add_norm_linear", "shape": [8, 512], "dtype": "bfloat16", "rows": 1}
     item |= {"ms": {"library": 2.0, "tile-0": 1.5, "tile-1": 1.0}, "chosen": "tile-1"}
     KeptProducts(HERE, cache).add([item])
     one = {torch.bfloat16: few_rows.TILES[torch.bfloat16][:1]}

@@ -1,0 +1,165 @@
+"""Tiles of the products of few rows: what their kernels may be launched with.
+
+A tile says which form the loop of the kernel has (`few_rows_loops`):
+
+- `dot`: rows of x, as many as a tensor core takes, are the first operand, and each block of the
+  weight is a product of its own. The last step may be cut, so every width has it.
+- `joined`: the same, but both blocks of a program are one operand.
+- `swap`: the weight is the first operand, and its transposed result the product. The rows of x are
+  the columns of an instruction, which has 8 of them: half of what `dot` computes for nothing.
+- `vector`: one row, multiplied without tensor cores, so the weight goes from memory to registers
+  as it is, and is not laid out for an instruction.
+
+All but `dot` have steps that are all whole, so no load of a weight has a mask, and are for
+bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DOT, JOINED, SWAP, VECTOR = "dot", "joined", "swap", "vector"
+# of a product that is not of a quantized weight
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch parameters.
+
+    Args:
+        block_n: rows of each of a program's blocks of the weight, of which those with a norm have
+            two.
+        block_k: columns of a step.
+        num_warps: of a program.
+        num_stages: steps in flight.
+        splits: programs that share the columns of a block between them.
+        starts_early: it is a dependent launch where launches are; else an ordinary one, always.
+        form: of the loop.
+        block_m: rows of x, at most.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    starts_early: bool = True
+    form: str = DOT
+    block_m: int = MAX_ROWS
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Constants of every kernel of few rows, by the names of its parameters."""
+        blocks = {"BM": self.block_m, "BN": self.block_n, "BK": self.block_k}
+        return blocks | {"FORM": self.form, "STAGES": self.num_stages}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told beside them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    @property
+    def name(self) -> str:
+        """Of its configurations, for tables: `n32`, `swap-n16`."""
+        form = "" if self.form == DOT else f"{self.form}-"
+        return f"{form}n{self.block_n}"
+
+    def copies(self, dtype: torch.dtype) -> int:
+        """Copies of a step's gamma that a load has: 4 bytes a thread, fewer are not prefetched."""
+        return max(1, 4 * 32 * self.num_warps // (self.block_k * dtype.itemsize))
+
+    def takes(self, num_rows: int, columns: int) -> bool:
+        """Whether its kernel computes a product of so many rows by a weight of so many columns."""
+        return num_rows <= self.block_m and (self.form == DOT or columns % self.block_k == 0)
+
+
+def suited(tiles: Iterable[Tile], num_rows: int, columns: int) -> tuple[Tile, ...]:
+    """Of those that take a product the ones with the fewest rows: others compute more for nothing.
+
+    Args:
+        tiles: of a kernel.
+        num_rows: of x.
+        columns: of the weight.
+    """
+    fitting = [tile for tile in tiles if tile.takes(num_rows, columns)]
+    least = min((tile.block_m for tile in fitting), default=0)
+    return tuple(tile for tile in fitting if tile.block_m == least)
+
+
+# In bfloat16 those that together come closest to the best of 1044 measurements: on an H200,
+# 2026-11-26, one row and eight, shapes of 8B and 1B (docs/results/gpu_tiles.json). Time over that
+# of reading the weight, summed up over the six products with a norm, is 9.57 (one row) and 9.71
+# (eight) with the library's, 7.83 and 8.77 with these, 7.71 and 8.72 with the best of each; of the
+# four without a norm 7.49 and 7.51, 5.87 and 6.85, which are the best. Nobody has measured 16 rows:
+# theirs are those of 16 that were best with eight. All fit where there is least shared memory.
+TILES = {
+    torch.bfloat16: (
+        Tile(4, 512, 2, 4, form=VECTOR, block_m=1),
+        Tile(16, 256, 4, 4, form=VECTOR, block_m=1),
+        Tile(16, 256, 2, 4, form=SWAP, block_m=8),
+        Tile(64, 128, 8, 3, form=SWAP, block_m=8),
+        Tile(64, 128, 8, 3, form=JOINED),
+        Tile(32, 128, 4, 4),
+    ),
+    # operands as float32 take twice the registers: with 32 rows ptxas spills on sm_120
+    torch.float16: (Tile(16, 128, 4, 5),),
+    torch.float32: (Tile(16, 32, 4, 3),),
+}
+# of those that start with tokens: without a residual Triton 3.6 spills the first of one row on 9.0
+EMBED_TILES = TILES | {torch.bfloat16: TILES[torch.bfloat16][1:]}
+# of products that nothing stands around: of 4096 rows of a weight 32 at a time are a program for
+# nearly every multiprocessor of a large GPU, of 2048 rows 16 are, or 32 in two parts
+LINEAR_TILES = {
+    torch.bfloat16: (
+        Tile(8, 512, 4, 4, form=VECTOR, block_m=1),
+        Tile(16, 256, 2, 4, form=VECTOR, block_m=1),
+        Tile(64, 128, 4, 5, form=SWAP, block_m=8),
+        Tile(64, 128, 4, 5, 2, form=SWAP, block_m=8),
+        Tile(64, 128, 4, 5, 4, form=SWAP, block_m=8),
+        Tile(32, 128, 2, 6, 4, form=SWAP, block_m=8),
+        Tile(32, 128, 4, 5), Tile(32, 128, 4, 5, 2), Tile(32, 128, 4, 5, 4),
+    ),
+    torch.float16: (
+        Tile(32, 128, 4, 5), Tile(16, 128, 4, 6), Tile(64, 128, 4, 4),
+        Tile(32, 128, 4, 5, 2), Tile(32, 128, 4, 5, 4),
+    ),
+    torch.float32: (Tile(32, 32, 4, 3), Tile(32, 32, 4, 3, 4)),
+}  # fmt: skip
+# programs that share the columns of a block, at most
+MAX_SPLITS = max(tile.splits for tiles in LINEAR_TILES.values() for tile in tiles)
+
+# of quantized weights: rows of one launch, and layouts that have kernels; others are decoded
+MAX_QUANTIZED_ROWS = 64
+QUANTIZED = (
+    "int8", "fp8", "fp8-g128", "mxfp4",
+    *(f"int4-g{group}{zeros}" for group in (32, 64, 128) for zeros in ("", "-zeros")),
+)  # fmt: skip
+# the first is for blocks of the weight that are many, the second where they are not
+_QUANTIZED_TILES = {
+    torch.bfloat16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float32: (Tile(16, 32, 4, 3),),
+}
+_MANY_TILES = {
+    torch.bfloat16: (Tile(32, 128, 4, 4),),
+    torch.float16: (Tile(32, 128, 4, 4),),
+    torch.float32: (),
+}
+
+
+def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:
+    """Tiles of `linear_q`; none where the weight is decoded instead.
+
+    Args:
+        layout: name of a `specc.artifact.quantized_layout.QuantizedLayout`.
+        dtype: of rows.
+        num_rows: of the product.
+    """
+    if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:
+        return ()
+    return (_QUANTIZED_TILES if num_rows <= MAX_ROWS else _MANY_TILES)[dtype]
