@@ -1,12 +1,12 @@
 """Loops of the products of few rows, in each form that a tile may have (`few_rows_tiles`).
 
-Why there are several, seen in the machine code and measured on an H200: `dot` gives the tensor
-cores 16 rows however few there are, and has two products of a step wait for each other. With
-`joined` both blocks are one operand of 2 BN rows, and squares are summed up after the last step
-instead of in each. `swap` puts the weight first: from 64 rows of it and 16 of x on that is a wgmma,
-which reads the weight from shared memory; else the rows of x, fewer than those of the weight, are
-the columns that an instruction has 8 of. `vector` needs no tensor core: a weight that is read once
-and multiplied by one row gains nothing from being laid out for one.
+Why there are several, as measured on an H200: `dot` gives the tensor cores 16 rows however few
+there are, in two products a step, and adds squares up in each. With `joined` both blocks are one
+operand of 2 BN rows, and squares are added up after the last step. `swap` puts the weight first:
+from 64 rows of it and 16 of x on that is a wgmma, which reads the weight from shared memory; else
+the rows of x, fewer than those of the weight, are the columns that an instruction has 8 of.
+`vector` needs no tensor core: a weight that is read once and multiplied by one row gains nothing
+from being laid out for one.
 
 A row is the same, bit for bit, whatever other rows a launch with the same tile has.
 """
