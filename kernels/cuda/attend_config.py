@@ -82,7 +82,7 @@ _TABLE = {
     (2, 64, 128): AttendConfig(128, 64, 8, 5, 1),
     (2, 128, 16): AttendConfig(16, 64, 4, 5),
     # chains: six nodes of four query heads; the fastest of twelve on an H200 (sweep_attend.py)
-    (2, 128, 32): AttendConfig(32, 64, 8, 2),
+    (2, 128, 32): AttendConfig(32, 64, 8, 2, 1),
     (2, 128, 64): AttendConfig(64, 32, 4, 5),
     (2, 128, 128): AttendConfig(128, 64, 8, 5, 1),
     (2, 256, 16): AttendConfig(16, 32, 8, 5, 1),
