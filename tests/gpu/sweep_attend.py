@@ -29,6 +29,7 @@ from specc.kernels.cuda import attend as operator
 from specc.kernels.cuda.attend_config import AttendConfig
 from specc.kernels.cuda.launch import dependent_launches, even_tokens
 from specc.speculation.tree import TokenTree
+from tests.gpu.compile_only import compile_only
 
 # several times the second-level cache of a large GPU
 CACHE_BYTES = 256 << 20
@@ -215,29 +216,8 @@ def sweep(output: Path, seconds: float) -> None:
 
 
 def compile_all() -> None:
-    """Compile what the sweep launches, for sm_90."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    class Driver:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
+    """Launch what the sweep launches, once; within `compile_only` that compiles it."""
     replace: Any = setattr
-    driver.set_active(Driver())  # type: ignore[arg-type]
-    run = JITFunction.run
-
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, grid=grid, warmup=True, **options)
-
-    replace(JITFunction, "run", compile_only)
     replace(operator, "machine", lambda device: (90, 132))
     problems: dict[Case, Problem] = {}
     done = set()
@@ -270,7 +250,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compile_all()
+        with compile_only():
+            compile_all()
     else:
         sweep(options.output, options.seconds)
 

@@ -10,41 +10,15 @@ from typing import Any
 
 import torch
 
+from tests.gpu.compile_only import compile_only
 from tests.gpu.sweep_tiles import ROWS, NoGraphs
 from tests.gpu.tile_calls import Problem
 from tests.gpu.tile_candidates import SHAPES, candidates, name_of
 
 
-class _Driver:
-    """What compiles for a device that is not there; it launches nothing."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compile_part(part: str, output: Path) -> int:
     """Compile every so many-th candidate, launched both ways, and say what each takes."""
-    from triton import runtime
-    from triton.runtime.jit import JITFunction
-
-    from specc.kernels.cuda.launch import dependent_launches
-
     number, count = (int(text) for text in part.split("/"))
-    runtime.driver.set_active(_Driver())
-    run, kernels = JITFunction.run, []
-
-    def warm_up(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        kernels.append(run(kernel, *args, grid=grid, warmup=True, **options))
-
-    JITFunction.run = warm_up
     weights = NoGraphs().weights()
     found: dict[str, Any] = {}
     calls = [
@@ -57,24 +31,35 @@ def compile_part(part: str, output: Path) -> int:
     calls.sort(key=lambda call: (call[0].operator, name_of(call[2]) if call[2] else ""))
     names = sorted({(shape.operator, name_of(item) if item else "") for shape, _, item in calls})
     own = set(names[number::count])
-    for shape, rows, item in calls:
-        name = name_of(item) if item else ""
-        if (shape.operator, name) not in own:
-            continue
-        weight = weights[: shape.n * shape.k].view(shape.n, shape.k)
-        problem = Problem(shape, rows, torch.device("meta"))
-        for is_dependent in (False, True):
-            kernels.clear()
-            try:
-                with dependent_launches(is_dependent):
-                    problem.call(item, weight)
-            except Exception as error:
-                found[f"{shape.operator} {name}"] = {"error": f"{error}"[-300:]}
-                continue
-            if item:
-                found[f"{shape.operator} {name}"] = _resources(kernels[-1])
+    with compile_only() as kernels:
+        for shape, rows, item in calls:
+            name = name_of(item) if item else ""
+            if (shape.operator, name) in own:
+                weight = weights[: shape.n * shape.k].view(shape.n, shape.k)
+                problem = Problem(shape, rows, torch.device("meta"))
+                found |= _compile(f"{shape.operator} {name}", problem, item, weight, kernels)
     output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _compile(
+    name: str, problem: Problem, item: Any, weight: Any, kernels: list[Any]
+) -> dict[str, dict[str, Any]]:
+    """Launched both ways; what it takes, under its name, or the error. The library's says none."""
+    from specc.kernels.cuda.launch import dependent_launches
+
+    found: dict[str, dict[str, Any]] = {}
+    for is_dependent in (False, True):
+        kernels.clear()
+        try:
+            with dependent_launches(is_dependent):
+                problem.call(item, weight)
+        except Exception as error:
+            found[name] = {"error": f"{error}"[-300:]}
+            continue
+        if item:
+            found[name] = _resources(kernels[-1])
+    return found
 
 
 def _resources(kernel: Any) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _try_both(trial: _Trial, graphs: GraphDevice, timer: Timer) -> dict[str, Any
                 "kernels that run on this device",
                 "load the engine again: this was noted, and launches will be ordinary. Report it"
                 if is_dependent
-                else f"report it; {SWITCH}=0 changes nothing about it",
+                else "report it; --backend eager runs the engine without these kernels",
             ) from fault
         _warn(trial, f"after {trial.way} launches: {error}")
     return found
