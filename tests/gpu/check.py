@@ -1,6 +1,6 @@
 """What needs a GPU: speed, replays, output, kernels against oracles, memory accesses.
 
-    python3 -P tests/gpu/check.py A      the step benchmark, replays, output
+    python3 -P tests/gpu/check.py A      the step benchmark, replays, output, other kinds
     python3 -P tests/gpu/check.py B      every test of the Triton kernels
     python3 -P tests/gpu/check.py C      attention, sampling, compute-sanitizer, open questions
 

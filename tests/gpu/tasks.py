@@ -1,6 +1,6 @@
 """What the three commands of the GPU check run, and how long each piece may take.
 
-    A  the step benchmark, replays, output
+    A  the step benchmark, replays, output, engines of other kinds
     B  every test of the Triton kernels
     C  attention, sampling, collectives, compute-sanitizer, open questions, then what compares with
        others
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # seconds of a command: 8 of the 10 minutes that a command may have
@@ -169,8 +171,9 @@ def command_a() -> list[Stage]:
         task("output", dtype, "output:check", {"dtype": dtype}, 40.0)
         for dtype in ("float32", "bfloat16")
     ]
+    kinds = [task("kinds", kind, "kinds:check", {"kind": kind}, 40.0) for kind in KINDS]
     # alone on the machine while it measures
-    return [Stage(240.0, (measured,), 1), Stage(200.0, (*replays, *output))]
+    return [Stage(240.0, (measured,), 1), Stage(200.0, (*replays, *output, *kinds))]
 
 
 def command_b(files: Sequence[Path] | None = None) -> list[Stage]:

@@ -42,7 +42,7 @@ def test_what_the_commands_are_for():
         name: {t.part for stage in stages for t in stage.tasks} for name, stages in PLAN.items()
     }
     assert parts == {
-        "A": {"steps", "replay", "output"},
+        "A": {"steps", "replay", "output", "kinds"},
         "B": {"kernels"},
         "C": {
             "attention",

@@ -1,0 +1,206 @@
+"""Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
+
+Self-drafts, quantized weights, a mixture, a head that reads hidden states, offloaded weights,
+lookups and merged trees, in float32. Each is compiled here, run operator by operator with the
+oracles on the CPU, and then in captured steps on the device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import products
+from tests.gpu.count_compiles import count_compiles
+from tests.gpu.pair import ROOT
+from tests.gpu.replay import compare, require_graphs
+from tests.gpu.results import Device, Results
+
+NUM_TOKENS, MAX_SEQ_LEN, BATCH = 32, 256, 4
+# tokens of the prompts: below and above the budgets of self-drafts
+PROMPT_LENGTHS = (3, 40, 90, 150)
+REPLAYED = 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine.
+
+    Args:
+        plans: names of widths, drafts and rule: arguments of `SpecPlan.from_widths`.
+        drafts: writes a checkpoint of the draft into a directory; None for no model.
+        target: writes that of the target; None is the demo pair's.
+        options: of its compilation.
+        budget: share of the target's bytes that stay on the device; None is all.
+        vocab: of the target.
+    """
+
+    plans: tuple[tuple[Any, ...], ...]
+    drafts: Callable[[Path], object] | None = None
+    target: Callable[[Path], object] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    budget: float | None = None
+    vocab: int = 2000
+
+
+def _pair_draft(path: Path) -> None:
+    path.symlink_to(ROOT / "examples/pair/draft")
+
+
+def _mixture(path: Path, noise: float = 0.0) -> None:
+    from tests import models
+
+    models.save_tiny("qwen3_moe", path, noise=noise)
+
+
+def _head_target(path: Path) -> None:
+    from tests import heads, models
+
+    sizes = {"hidden_size": heads.WIDTH, "intermediate_size": 48, "vocab_size": heads.VOCAB}
+    models.save_tiny("llama", path, num_hidden_layers=heads.LAYERS, **sizes)
+
+
+def _head(path: Path) -> None:
+    from tests.heads import CASES, write_head
+
+    write_head(path, CASES["safeailab"])
+
+
+_CHAIN = ((1, 1, 1),)
+_TREE = ((3, 2, 1),)
+KINDS = {
+    "self-drafts": Kind(
+        (
+            ((1, 1, 1), ("self_w64_s4",)),
+            ((2, 2), ("self_w32_s16",)),
+            ((1, 1), ("self_w16_s0_b32",)),
+            ((1, 1), ("self_w64_s4", "lookup-2"), "merge"),
+        )
+    ),
+    "lookups": Kind((((1, 1, 1, 1), ("lookup-2",)), ((1, 1, 1), ("suffix",)))),
+    "int8": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "int8"}),
+    "int4": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "int4"}),
+    "fp8": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "fp8"}),
+    "mixture": Kind((_TREE,), partial(_mixture, noise=0.05), _mixture, vocab=96),
+    "head": Kind((_CHAIN, _TREE), _head, _head_target, vocab=96),
+    "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
+}
+
+
+def check(results: Results, device: Device, kind: str) -> None:
+    """Each plan of an engine of this kind."""
+    device.prepare()
+    import torch
+
+    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.engine import Engine
+    from specc.runtime.execution.batch_rows import last_tokens_of
+    from specc.runtime.llm import LLM
+    from tests.mixed_sampling import mixed_sampling
+
+    case = KINDS[kind]
+    count = count_compiles(device)
+    products.watch(results)
+    with tempfile.TemporaryDirectory() as scratch:
+        results.begin("compile")
+        path = compile_kind(case, Path(scratch))
+        prompts = _prompts(case.vocab)
+        results.begin("the same graphs on the CPU")
+        wanted = tokens_of(LLM(Engine.load(path, backend="eager"), plan="off"), prompts)
+        options: dict[str, Any] = {"capture": CaptureLimits.lazy()}
+        if case.budget is not None:
+            weights = path / "target" / "weights.safetensors"
+            options["offload_weights"] = int(case.budget * weights.stat().st_size)
+        results.begin("load")
+        engine = Engine.load(path, **options)
+        for plan in engine.plans:
+            run = partial(_generate, engine, plan, prompts, wanted)
+            results.check(f"{plan}, tokens", run)
+            results.note(compiles=count())
+        shape = engine.cache.shape
+        table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
+        num_last = last_tokens_of(engine.plans.values())
+        for plan, step in engine.steps.items():
+            if any(_is_hosts(draft) for draft in step.plan.drafts):
+                continue
+            rows = [(*range(5 + b, 5 + b + num_last), 11 + 7 * b) for b in range(REPLAYED)]
+            inputs = (rows, table[:REPLAYED], *mixed_sampling(REPLAYED))
+            run = partial(compare, engine, step, inputs, device)
+            results.check(f"{plan}, replays", run)
+            results.note(compiles=count())
+
+
+def compile_kind(case: Kind, root: Path) -> Path:
+    """The engine's directory."""
+    from specc.compiler.build import build
+    from specc.config import CompileConfig
+    from specc.speculation.plans import SpecPlan
+
+    target = ROOT / "examples/pair/target"
+    if case.target is not None:
+        target = root / "target"
+        case.target(target)
+    drafts = []
+    if case.drafts is not None:
+        drafts.append(root / "draft")
+        case.drafts(drafts[0])
+    plans = tuple(SpecPlan.from_widths(*_named(plan)) for plan in case.plans)
+    config = CompileConfig(
+        plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=BATCH, backend="cuda", probe=False,
+        **case.options,
+    )  # fmt: skip
+    build(target, drafts, root / "engine", config)
+    return root / "engine"
+
+
+def _named(plan: tuple[Any, ...]) -> tuple[Any, ...]:
+    from specc.speculation.plans import MERGE, SUFFIX
+
+    names = {"merge": MERGE, "suffix": SUFFIX}
+    widths, *rest = plan
+    known = [tuple(names.get(n, n) for n in r) if isinstance(r, tuple) else names[r] for r in rest]
+    return (widths, *known)
+
+
+def tokens_of(llm: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Greedy output."""
+    from specc.sampling.params import SamplingParams
+
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [list(o.outputs[0].token_ids) for o in llm.generate(list(prompts), params)]
+
+
+def _generate(
+    engine: Any, plan: str, prompts: Sequence[list[int]], wanted: Sequence[list[int]]
+) -> dict[str, float]:
+    """Raises AssertionError: another token, or a step that ran operator by operator."""
+    from specc.runtime.llm import LLM
+
+    llm = LLM(engine, plan=plan)
+    found = tokens_of(llm, prompts)
+    for i, (own, other) in enumerate(zip(found, wanted, strict=True)):
+        place = next((k for k, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), None)
+        assert place is None, f"prompt {i}, token {place}: {own[place]}, not {other[place]}"
+    require_graphs(engine.steps[plan])
+    accepted = llm.get_metrics().mean_acceptance_length
+    return {"tokens": NUM_TOKENS * len(prompts), "mean_acceptance_length": accepted}
+
+
+def _is_hosts(draft: str) -> bool:
+    """Whether the host chooses what it proposes or sees: a step that is repeated is another."""
+    from specc.speculation.plans import SUFFIX
+    from specc.speculation.views import View
+
+    view = View.named(draft)
+    return draft == SUFFIX or bool(view and view.chosen)
+
+
+def _prompts(vocab: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
