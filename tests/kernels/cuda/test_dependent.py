@@ -82,28 +82,29 @@ def test_a_kernel_in_order() -> None:
     assert ptx_order.is_ordinary(module(LOOP + STORE))
 
 
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        (ASK + START + LOOP + STORE, "before it waits: ld.global.b32"),
-        (ASK + LOAD + WAIT + START + STORE, "before it waits: ld.global.b32"),
-        (STORE + WAIT + START, "before it waits: st.global.b32"),
-        ("    atom.global.gpu.add.u32 %r5, [%rd3], 1;\n" + WAIT + START, "before it waits: atom"),
-        ("    ld.b32 %r2, [%rd6];\n" + WAIT + START, "before it waits: ld.b32"),
-        (LOOP + WAIT + START, "before it waits: cp.async"),
-        # lines of what the step writes, and of places that memory names
-        (ASK.replace("%rd2", "%rd1") + WAIT + START, "before it waits: prefetch"),
-        (ASK.replace("%rd2", "%rd1, %rd2") + WAIT + START, "before it waits: prefetch"),
-        # a wait of some threads, of some programs, and none
-        ("    @%p1 griddepcontrol.wait;\n" + START + STORE, "before it waits: st.global"),
-        (f"    @%p1 bra $L__BB0_2;\n{WAIT}$L__BB0_2:\n{START}{STORE}", "before it waits: st"),
-        (f"    @%p1 ret;\n{WAIT}{START}{STORE}", "ends before it waits: ret"),
-        (f"    @%p1 bra $L__BB0_2;\n    ret;\n$L__BB0_2:\n{WAIT}{START}", "ends before it waits"),
-        ("    call.uni helper;\n" + WAIT + START, "leads away before it waits: call.uni"),
-        (START, "no griddepcontrol.wait"),
-        (ASK + WAIT + LOOP + STORE, "no griddepcontrol.launch_dependents"),
-    ],
-)
+# code as a name would be too long
+OUT_OF_ORDER = [
+    (ASK + START + LOOP + STORE, "before it waits: ld.global.b32"),
+    (ASK + LOAD + WAIT + START + STORE, "before it waits: ld.global.b32"),
+    (STORE + WAIT + START, "before it waits: st.global.b32"),
+    ("    atom.global.gpu.add.u32 %r5, [%rd3], 1;\n" + WAIT + START, "before it waits: atom"),
+    ("    ld.b32 %r2, [%rd6];\n" + WAIT + START, "before it waits: ld.b32"),
+    (LOOP + WAIT + START, "before it waits: cp.async"),
+    # lines of what the step writes, and of places that memory names
+    (ASK.replace("%rd2", "%rd1") + WAIT + START, "before it waits: prefetch"),
+    (ASK.replace("%rd2", "%rd1, %rd2") + WAIT + START, "before it waits: prefetch"),
+    # a wait of some threads, of some programs, and none
+    ("    @%p1 griddepcontrol.wait;\n" + START + STORE, "before it waits: st.global"),
+    (f"    @%p1 bra $L__BB0_2;\n{WAIT}$L__BB0_2:\n{START}{STORE}", "before it waits: st"),
+    (f"    @%p1 ret;\n{WAIT}{START}{STORE}", "ends before it waits: ret"),
+    (f"    @%p1 bra $L__BB0_2;\n    ret;\n$L__BB0_2:\n{WAIT}{START}", "ends before it waits"),
+    ("    call.uni helper;\n" + WAIT + START, "leads away before it waits: call.uni"),
+    (START, "no griddepcontrol.wait"),
+    (ASK + WAIT + LOOP + STORE, "no griddepcontrol.launch_dependents"),
+]
+
+
+@pytest.mark.parametrize(("body", "problem"), OUT_OF_ORDER, ids=range(len(OUT_OF_ORDER)))
 def test_what_is_out_of_order(body: str, problem: str) -> None:
     assert any(text.startswith(problem) for text in found(body)), found(body)
 
@@ -111,19 +112,19 @@ def test_what_is_out_of_order(body: str, problem: str) -> None:
 EARLY = "    @%p1 ld.global.cg.b32 { %r2 }, [ %rd6 + 0 ];\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "is_fine"),
-    [
-        (EARLY + WAIT + START + STORE, True),
-        # at a place that an older integer names
-        (EARLY + "    add.s64 %rd6, %rd1, %r2;\n" + EARLY + WAIT + START + STORE, True),
-        # through the first-level cache; of another argument; a store; and nobody waits
-        (LOAD + WAIT + START + STORE, False),
-        (EARLY.replace("%rd6", "%rd3") + WAIT + START, False),
-        ("    st.global.cg.b32 [ %rd6 + 0 ], { %r2 };\n" + WAIT + START, False),
-        (EARLY + START + STORE, False),
-    ],
-)
+OLDER = [
+    (EARLY + WAIT + START + STORE, True),
+    # at a place that an older integer names
+    (EARLY + "    add.s64 %rd6, %rd1, %r2;\n" + EARLY + WAIT + START + STORE, True),
+    # through the first-level cache; of another argument; a store; and nobody waits
+    (LOAD + WAIT + START + STORE, False),
+    (EARLY.replace("%rd6", "%rd3") + WAIT + START, False),
+    ("    st.global.cg.b32 [ %rd6 + 0 ], { %r2 };\n" + WAIT + START, False),
+    (EARLY + START + STORE, False),
+]
+
+
+@pytest.mark.parametrize(("body", "is_fine"), OLDER, ids=range(len(OLDER)))
 def test_integers_that_are_older_than_the_kernel_before(body: str, is_fine: bool) -> None:
     wrong = problems(module(body), ARGUMENTS, ("weight",), early=("x",))
     assert not wrong if is_fine else wrong
