@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.act_and_mul import act_and_mul, activate
-from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
+from specc.kernels.cuda.dependent import (
+    ask_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import TILES, Tile
@@ -134,6 +139,7 @@ def _add_norm_gate_up_kernel(
         x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
+    let_next_start(IS_DEPENDENT)
     b_out = activate(b_gate, ACTIVATION) * b_up
     o_m = tl.arange(0, BM)[:, None]
     m_out = (o_m < num_rows) & (o_i < size)[None, :]

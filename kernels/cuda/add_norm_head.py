@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.add_norm_linear import store_pair
-from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
+from specc.kernels.cuda.dependent import (
+    ask_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.few_rows import check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair
 from specc.kernels.cuda.few_rows_tiles import TILES
@@ -127,4 +132,5 @@ def _add_norm_head_kernel(
         x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
+    let_next_start(IS_DEPENDENT)
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)

@@ -9,7 +9,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
+from specc.kernels.cuda.dependent import (
+    ask_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import TILES, Tile
@@ -128,6 +133,7 @@ def _add_norm_linear_kernel(
         x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
+    let_next_start(IS_DEPENDENT)
     store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)
     store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_work import find_work
-from specc.kernels.cuda.dependent import load_early, wait_for_earlier
+from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
 # a window that cuts nothing
 NO_WINDOW = tl.constexpr(1 << 30)
@@ -279,7 +279,7 @@ def attend_kernel(
     # what is in the cache by lengths alone: to wait for nothing else is one load less in a row
     m_live = load_early(slot + o_t, o_t < last, -1) >= 0
     b_position = load_early(position + o_t, o_t < last, 0).to(tl.int32)
-    wait_for_earlier(IS_DEPENDENT)
+    wait_alone(IS_DEPENDENT)
     if is_idle:
         return
     p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
@@ -357,6 +357,7 @@ def attend_kernel(
             D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True,
         )  # fmt: skip
 
+    let_next_start(IS_DEPENDENT)
     m_any = m_live & (b_l != 0)
     b_total = tl.where(m_any, b_l, 1.0)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)

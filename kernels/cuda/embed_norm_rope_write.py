@@ -23,7 +23,12 @@ from specc.kernels.cuda.add_norm_rope_write import (
     heads_of,
     rotate_and_write,
 )
-from specc.kernels.cuda.dependent import ask_and_wait, launch_options, with_dependent
+from specc.kernels.cuda.dependent import (
+    ask_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, EMBED, check_product, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import EMBED_TILES, Tile
@@ -208,6 +213,7 @@ def _embed_norm_rope_write_kernel(
         embedding, None, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
     )  # fmt: skip
+    let_next_start(IS_DEPENDENT)
     rotate_and_write(
         b_a, b_b, bias, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
         i_h, o_d, o_a, num_rows, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages,

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.arrivals import counters, is_last
-from specc.kernels.cuda.dependent import ask_part_and_wait, launch_options, with_dependent
+from specc.kernels.cuda.dependent import (
+    ask_part_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.few_rows import SKINNY, check_linear, in_rows, tile_for
 from specc.kernels.cuda.few_rows_loops import plain_part
 from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES, Tile
@@ -104,6 +109,7 @@ def _skinny_linear_kernel(
     ask_part_and_wait(weight, o_w, begin, K, IS_DEPENDENT)
     end = tl.minimum(begin + steps * BK, K)
     b_out = plain_part(x, weight, o_w, begin, end, num_rows, K, BM, BN, BK, FORM, STAGES)
+    let_next_start(IS_DEPENDENT)
     o_m = tl.arange(0, BM)[:, None]
     o_out = o_m * size + o_n[None, :]
     m_out = (o_m < num_rows) & (o_n < size)[None, :]

@@ -39,6 +39,8 @@ MODULES = (
 CAPABILITIES = (80, 90, 100, 120)
 # arguments whose memory no step writes
 CONSTANTS = ("weight",)
+# what kernels that fill the device read in their loops
+STREAMED = ("weight", "k_cache", "v_cache")
 _PTXAS = re.compile(
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
     r" (?P<loads>\d+) bytes spill loads\s.*?Used (?P<registers>\d+) registers",
@@ -110,6 +112,7 @@ def check_order(item: Any, ptx: str) -> None:
     else:
         arguments = [name for name in item.kernel.arg_names if name in item.signature]
         wrong = ptx_order.problems(ptx, arguments, CONSTANTS, item.early)
+        wrong += ptx_order.starts_soon(ptx, arguments, STREAMED)
     if wrong:
         raise ValueError(f"{item.name}: {'; '.join(wrong[:5])}")
 

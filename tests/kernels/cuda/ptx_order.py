@@ -79,6 +79,8 @@ def problems(
         for x in block:
             if waited or (x.opcode == WAIT and not x.guard):
                 waited = True
+            elif x.opcode == START:
+                found.append("lets the next kernel start before it waits")
             elif x.kind in _ENDS:
                 found.append(f"ends before it waits: {x.text}")
             elif x.kind in _UNKNOWN:
@@ -89,6 +91,26 @@ def problems(
                 found.append(f"before it waits: {x.text}")
     texts = {x.opcode for _, block in blocks for x in block}
     return found + [f"no {needed}" for needed in (WAIT, START) if needed not in texts]
+
+
+def starts_soon(ptx: str, arguments: Sequence[str], streamed: Collection[str]) -> list[str]:
+    """Loads of what a kernel streams that come after the next one may start; empty is in order.
+
+    Args:
+        ptx: of a module with one entry.
+        arguments: its names, in the order of the parameters.
+        streamed: those that a kernel which fills the device reads in its loop.
+    """
+    instructions = [x for _, block in _blocks(ptx) for x in block]
+    origins = _origins(instructions, arguments)
+    has_let, found = False, []
+    for x in instructions:
+        has_let |= x.opcode == START
+        if has_let and x.kind in {"ld", "cp"} and x.touches_memory:
+            of = set().union(*(origins.get(name, set()) for name in _REGISTER.findall(x.text)))
+            if of & set(streamed):
+                found.append(f"after it lets the next kernel start: {x.text}")
+    return found
 
 
 def is_ordinary(ptx: str) -> bool:

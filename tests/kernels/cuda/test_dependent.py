@@ -67,7 +67,7 @@ LOOP = f"""$L__BB0_1:
     cp.async.cg.shared.global [ %r3 + 0 ], [ %rd6 + 0 ], 0x10, %r4;
     @%p1 bra $L__BB0_1;
 """
-GOOD = ASK + WAIT + START + LOOP + STORE
+GOOD = ASK + WAIT + LOOP + START + STORE
 
 
 def found(body: str) -> list[str]:
@@ -100,6 +100,7 @@ OUT_OF_ORDER = [
     (f"    @%p1 bra $L__BB0_2;\n    ret;\n$L__BB0_2:\n{WAIT}{START}", "ends before it waits"),
     ("    call.uni helper;\n" + WAIT + START, "leads away before it waits: call.uni"),
     (START, "no griddepcontrol.wait"),
+    (START + WAIT, "lets the next kernel start before it waits"),
     (ASK + WAIT + LOOP + STORE, "no griddepcontrol.launch_dependents"),
 ]
 
@@ -128,6 +129,18 @@ OLDER = [
 def test_integers_that_are_older_than_the_kernel_before(body: str, is_fine: bool) -> None:
     wrong = problems(module(body), ARGUMENTS, ("weight",), early=("x",))
     assert not wrong if is_fine else wrong
+
+
+def test_the_next_kernel_starts_after_the_loop() -> None:
+    """Rows that are no stream, as parts of a sum are, may be read later."""
+    streamed = LOOP.replace("%rd6", "%rd2")
+    for body, is_fine in (
+        (streamed + START, True),
+        (START + LOOP, True),
+        (START + streamed, False),
+    ):
+        soon = ptx_order.starts_soon(module(WAIT + body), ARGUMENTS, ("weight",))
+        assert len(soon) == (0 if is_fine else 2), soon
 
 
 def test_both_sides_of_a_branch_may_wait() -> None:
@@ -179,6 +192,8 @@ def test_ordinary_kernels_know_nothing_of_it() -> None:
             aot.check_order(_Item(False), module(body))
     with pytest.raises(ValueError, match="before it waits"):
         aot.check_order(_Item(True), module(LOAD + GOOD))
+    with pytest.raises(ValueError, match="lets the next kernel start"):
+        aot.check_order(_Item(True), module(GOOD + LOOP.replace("%rd6", "%rd2")))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
