@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda import attend_few
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import AttendConfig, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
@@ -65,6 +66,14 @@ def attend(
 
     capability, num_sms = machine(q.device)
     group = num_heads // num_kv_heads
+    few = attend_few.find(q, v_cache, block_table, window, capability)
+    if few is not None:
+        attend_few.launch(
+            few, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
+            block_table, scale=scale, page=_page(num_pages, block_size, few.block_n),
+            num_sms=num_sms, num_splits=num_splits,
+        )  # fmt: skip
+        return out.transpose(0, 1)
     rows = triton.cdiv(num_tokens, num_seqs) * group
     c = config(q.dtype, max(head_dim, value_dim), rows, capability)
     work = plan_work(

@@ -24,6 +24,13 @@ then, and so has all before it. `attend` reads integers so: which rows it has, a
 The kernel before it writes keys and reads its places from the same integers, so they are older than
 that kernel. They are read past the first-level cache (`load_early`): its lines may be older still.
 
+So are rows of the cache that the kernel before does not write. `attend` of a single sequence of few
+rows reads a key block before its wait if all of its rows lie below the committed length and below
+every slot of the pass, which are the rows that the kernel before writes. The length alone does not
+do: the first pass of a draft in a step feeds again what the draft may lack, and writes committed
+rows. Whoever else writes the cache (passes before, `commit_rows` of the step before) has completed,
+as the kernel before, whose queries the pass reads, comes between.
+
 Before the wait a product asks for the first lines of its weight, which no step writes. They are
 asked for in the cache (`prefetch.global.L2`), not loaded: results are those of the same loads in
 the same order, bit for bit.

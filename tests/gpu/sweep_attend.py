@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python3 -P -m tests.gpu.sweep_attend --output FILE [--seconds S]
 
-The tables of `specc.kernels.cuda.attend_config` are written by hand from what this finds. All calls
-of a case are one graph that goes through several copies of the caches, as in
+The tables of `specc.kernels.cuda.attend_config` and of `attend_few` are written by hand from what
+this finds. All calls of a case are one graph that goes through several copies of the caches, as in
 examples/measure_attention_cuda.py. What fails is noted and passed over; every result is in the file
 as soon as it is known. With `--compile` nothing is launched and no GPU needed: Triton compiles for
 sm_90 what the sweep launches, into its cache.
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda import attend as operator
+from specc.kernels.cuda import attend_few
 from specc.kernels.cuda.attend_config import AttendConfig
+from specc.kernels.cuda.attend_few import FewConfig
 from specc.kernels.cuda.launch import dependent_launches, even_tokens
 from specc.speculation.tree import TokenTree
 from tests.gpu.compile_only import compile_only
@@ -58,7 +60,9 @@ class Case:
         )
 
 
-Point = tuple[Case, AttendConfig, int | None]
+# of the kernel for all batches, or of that for a single sequence of few rows
+Config = AttendConfig | FewConfig
+Point = tuple[Case, Config, int | None]
 
 
 def points() -> list[Point]:
@@ -75,10 +79,15 @@ def _points() -> Iterator[Point]:
 
     one, chain, tree = Case(1, 1, 1024), Case(1, 6, 1024), Case(1, 32, 32 << 10)
     draft = Case(1, 1, 1024, 64)
-    shipped = {one: AttendConfig(16, 64, 4, 5), chain: AttendConfig(32, 32, 4, 5)}
-    shipped |= {tree: AttendConfig(128, 64, 8, 5, 1), draft: AttendConfig(16, 64, 4, 5)}
+    shipped: dict[Case, Config] = {
+        one: attend_few.config(128, 4),
+        chain: attend_few.config(128, 24),
+        draft: attend_few.config(64, 4),
+        tree: AttendConfig(128, 64, 8, 5, 1),
+    }
     for case, c in shipped.items():
         yield case, c, None
+    yield from _few(one, chain, draft)
     for splits in (1, 2, 3, 4, 6, 8, 17):
         for c in (
             AttendConfig(16, 64, 4, 5),
@@ -114,6 +123,32 @@ def _points() -> Iterator[Point]:
         yield Case(1, 32, 1024), c, None
 
 
+def _few(one: Case, chain: Case, draft: Case) -> Iterator[Point]:
+    """Of a single sequence of few rows, and the kernel for all batches beside it."""
+    for c in (
+        FewConfig(16, 64, 4, 5, 2, 16, 4, 32), FewConfig(16, 64, 8, 5, 1, 32, 8, 32),
+        FewConfig(16, 32, 4, 5, 2, 32, 4, 32), FewConfig(16, 64, 4, 5, 2, 32, 4, 32, 2),
+    ):  # fmt: skip
+        yield one, c, None
+        yield draft, c, None
+    wide = FewConfig(32, 64, 4, 5, 2, 32, 4, 32)
+    for c in (
+        FewConfig(16, 64, 4, 5, 2, 16, 8, 16), FewConfig(16, 64, 4, 5, 2, 16, 16, 8, 2),
+        FewConfig(16, 64, 4, 5, 2, 9, 8, 16), FewConfig(32, 64, 8, 5, 1, 16, 16, 16), wide,
+    ):  # fmt: skip
+        yield chain, c, None
+    for context in (256, 2048, 4096, 16384, 32768):
+        for case, old in (
+            (one, AttendConfig(16, 64, 4, 5)),
+            (chain, AttendConfig(32, 64, 8, 2, 1)),
+            (draft, AttendConfig(16, 64, 4, 5)),
+        ):
+            own = replace_(case, context=context)
+            yield own, attend_few.config(case.head_dim, 4 * case.num_nodes), None
+            yield own, old, None
+        yield replace_(chain, context=context), wide, None
+
+
 class Problem:
     """The tensors of a case; without `is_filled` nobody reads them."""
 
@@ -143,11 +178,12 @@ class Problem:
             table,
         )
 
-    def call(self, c: AttendConfig, splits: int | None, copy: int) -> Tensor:
+    def call(self, c: Config, splits: int | None, copy: int) -> Tensor:
         """`attend` with these launch parameters, as a captured step calls it."""
         replace: Any = setattr
-        before = operator.config
+        before, found = operator.config, attend_few.find
         replace(operator, "config", lambda *_: c)
+        replace(attend_few, "find", lambda *_: c if isinstance(c, FewConfig) else None)
         try:
             with even_tokens():
                 return operator.attend(
@@ -156,9 +192,10 @@ class Problem:
                 )  # fmt: skip
         finally:
             replace(operator, "config", before)
+            replace(attend_few, "find", found)
 
 
-def measure(problem: Problem, c: AttendConfig, splits: int | None, wanted: Tensor) -> float:
+def measure(problem: Problem, c: Config, splits: int | None, wanted: Tensor) -> float:
     """Microseconds of a call.
 
     Raises:

@@ -19,6 +19,7 @@ from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
     attend,
+    attend_few,
     block_mass,
     commit_kv,
     dependent,
@@ -313,7 +314,20 @@ def _attend_calls() -> Iterator[Any]:
                 for pages in ((1, 4096), (256, 16)):
                     for is_tree in (True, False):
                         for splits in (1, 5):
-                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits)
+                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 2)
+
+
+def _attend_few_calls() -> Iterator[Any]:
+    # elsewhere such a call is one of the kernel for all batches
+    if attend.machine(torch.device("meta"))[0] not in attend_few.CAPABILITIES:
+        return
+    for dtype in attend_few.DTYPES:
+        for size in attend_few.HEAD_DIMS:
+            for num_tokens in (1, 8):
+                for pages in ((1, 4096), (256, 16)):
+                    for is_tree in (True, False):
+                        for splits in (1, 5):
+                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 1)
 
 
 def _attend(
@@ -323,14 +337,17 @@ def _attend(
     pages: tuple[int, int],
     is_tree: bool,
     splits: int,
+    num_seqs: int,
 ) -> Tensor:
     num_pages, block_size = pages
+    num_tokens *= num_seqs
     cache = _meta(num_pages + 3, block_size, 2, size, dtype=dtype)
     position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
     words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
     return attend.attend(
-        _heads(num_tokens, 8, size, dtype), cache, cache, _meta(2, dtype=I32), position, slot,
-        _meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32),
+        _heads(num_tokens, 8, size, dtype), cache, cache,
+        _meta(num_seqs + 1, dtype=I32), position, slot,
+        _meta(num_seqs, dtype=I32), words, _meta(num_seqs, num_pages, dtype=I32),
         scale=0.125,
         num_splits=splits,
     )  # fmt: skip
@@ -340,6 +357,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
+    "attend_few": _attend_few_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,

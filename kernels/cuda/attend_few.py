@@ -1,0 +1,225 @@
+"""`specc::attend` for a single sequence of few rows: when it is taken, its launch, what ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specc.kernels.cuda.arrivals import counters
+from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
+from specc.kernels.cuda.dependent import launch_options, with_dependent
+from specc.kernels.cuda.launch import is_even, launcher
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+
+# rows of a sequence, with those that fill up a token's to a power of two
+MOST_ROWS = 32
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+# compute capabilities on which it was measured to be faster
+CAPABILITIES = (90,)
+# what engines are built with: dense rows (one page) or pages of 16 rows
+_PAGES = (0, 16)
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """Launch parameters.
+
+    Args:
+        block_m: rows of a tile.
+        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
+        num_warps: warps of a program.
+        num_stages: key blocks in flight where a program has many.
+        programs_per_sm: resident programs that the number of splits aims at.
+        max_splits: splits of a tile's keys.
+        merge_rows: rows that are merged at a time.
+        merge_parts: parts that are merged at a time.
+        min_blocks: key blocks of a split, at least, where there are several.
+        max_registers: registers that a thread may have. None leaves it to ptxas, which makes one
+            more program fit a multiprocessor even if it then has to spill.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    max_splits: int
+    merge_rows: int
+    merge_parts: int
+    min_blocks: int = 1
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of a launch, as Triton calls them."""
+        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
+
+
+# (head size, rows) → FewConfig; rows are the most of a sequence. With more than 16 of them two
+# tiles read the same keys, which on an H200 is faster than one tile of 32 rows.
+_TABLE = {
+    (64, 16): FewConfig(16, 64, 4, 5, 2, 32, 4, 32, 1, 255),
+    (64, 32): FewConfig(16, 64, 4, 5, 2, 16, 8, 16, 2, 255),
+    (128, 16): FewConfig(16, 64, 4, 5, 2, 32, 4, 32),
+    (128, 32): FewConfig(16, 64, 4, 5, 2, 16, 8, 16, 2),
+}
+
+
+def config(head_dim: int, rows: int) -> FewConfig:
+    """Launch parameters for heads of a size, and so many rows of a sequence."""
+    return _TABLE[head_dim, 16 if rows <= 16 else 32]
+
+
+def row_bits(group: int) -> int:
+    """Bits that number the rows of a token: its heads, and what makes them a power of two."""
+    return (group - 1).bit_length()
+
+
+def find(
+    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
+) -> FewConfig | None:
+    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
+    num_heads, num_tokens, head_dim = q.shape
+    num_seqs, num_pages = block_table.shape
+    rows = num_tokens << row_bits(num_heads // v_cache.shape[2])
+    suits = (
+        num_seqs == 1
+        and rows <= MOST_ROWS
+        and window == 0
+        and q.dtype in DTYPES
+        and head_dim == v_cache.shape[3]
+        and head_dim in HEAD_DIMS
+        and capability // 10 * 10 in CAPABILITIES
+    )
+    if not suits:
+        return None
+    c = config(head_dim, rows)
+    # a key block has whole pages, or lies in one
+    block_size = v_cache.shape[1]
+    is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
+    return c if is_whole or num_pages == 1 else None
+
+
+def launch(
+    c: FewConfig,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    page: int,
+    num_sms: int,
+    num_splits: int | None,
+) -> None:
+    """Launch the kernel with what `find` has found; `out` [Nt, H, D] is written.
+
+    Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
+    of None as many as `num_sms` multiprocessors hold.
+    """
+    num_heads, num_tokens, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = v_cache.shape
+    num_pages = block_table.shape[1]
+    group = num_heads // num_kv_heads
+    shift = row_bits(group)
+    num_tiles = triton.cdiv(num_tokens << shift, c.block_m)
+    # one for each program that runs at a time, and none without a key block
+    most = min(c.programs_per_sm * num_sms // (num_tiles * num_kv_heads), c.max_splits)
+    most = most if num_splits is None else num_splits
+    max_splits = max(1, min(most, triton.cdiv(num_pages * block_size, c.block_n)))
+    partial = lse = q.new_empty(0, dtype=torch.float32)
+    arrived = q.new_empty(0, dtype=torch.int32)
+    if max_splits > 1:
+        num_parts = num_tiles * num_kv_heads * max_splits
+        lse = q.new_empty(num_parts, c.block_m, dtype=torch.float32)
+        partial = q.new_empty(num_parts, c.block_m, head_dim, dtype=torch.float32)
+        arrived = counters(k_cache, num_tiles * num_kv_heads)
+    launcher(attend_few_kernel)[(num_kv_heads, max_splits, num_tiles)](
+        q, k_cache, v_cache, out, partial, lse, arrived,
+        q_start, position, slot, cache_len,
+        q_start if ancestors is None else ancestors,
+        block_table, scale,
+        num_tokens, num_heads, group, shift,
+        0 if ancestors is None else ancestors.shape[1],
+        num_blocks, num_pages, block_size, num_tokens if is_even() else 0, max_splits,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        0 if ancestors is None else ancestors.stride(0),
+        D=head_dim,
+        BM=c.block_m,
+        BN=c.block_n,
+        BR=c.merge_rows,
+        BP=c.merge_parts,
+        MIN_BLOCKS=c.min_blocks,
+        PAGE=page,
+        IS_TREE=ancestors is not None,
+        **launch_options(q.dtype),
+        **c.options,
+    )  # fmt: skip
+
+
+_POINTERS = (
+    "q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", "q_start", "position", "slot",
+    "cache_len", "ancestors", "block_table",
+)  # fmt: skip
+# older than the keys that the kernel before writes: it finds its places by them; of the cache only
+# rows that it does not write
+_EARLY = (
+    "q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache",
+)  # fmt: skip
+_DIVISIBLE_STRIDES = (
+    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
+    "stride_vb", "stride_vs", "stride_vh",
+)  # fmt: skip
+_INTEGERS = (
+    "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
+    "block_size", "tokens_each", "max_splits", "stride_words", *_DIVISIBLE_STRIDES,
+)  # fmt: skip
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability."""
+    if capability not in CAPABILITIES:
+        return
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            for rows in (16, 32):
+                for page in _PAGES:
+                    for is_tree in (True, False):
+                        item = _shipped(dtype, head_dim, rows, page, is_tree)
+                        yield from with_dependent(item, capability, dtype)
+
+
+def _shipped(dtype: torch.dtype, head_dim: int, rows: int, page: int, is_tree: bool) -> Shipped:
+    name, c = TYPE_NAMES[dtype], config(head_dim, rows)
+    tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}
+    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
+    return Shipped(
+        f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
+        attend_few_kernel,
+        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
+        {
+            "D": head_dim, "BM": c.block_m, "BN": c.block_n,
+            "BR": c.merge_rows, "BP": c.merge_parts, "MIN_BLOCKS": c.min_blocks,
+            "PAGE": page, "IS_TREE": is_tree,
+        },
+        c.num_warps,
+        c.num_stages,
+        (*_POINTERS, *_DIVISIBLE_STRIDES),
+        c.max_registers,
+        early=_EARLY,
+    )  # fmt: skip

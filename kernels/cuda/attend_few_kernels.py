@@ -1,0 +1,366 @@
+"""The kernel of `specc::attend` for a single sequence of few rows: what is done once must be short.
+
+A program of such a launch has one key block or two, so its time is not that of its keys, but of the
+instructions and loads that wait for one another before and after them. Here key blocks go round the
+splits (split s takes s, s + splits, …), so that a program finds its first one without knowing how
+long the sequence is; nothing is divided; blocks that all rows see are loaded as pages, one table
+entry a page; and the last program of a tile loads all parts at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.attend_kernels import _attend_block, _node_bits
+from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
+
+NEVER = tl.constexpr(2147483647)
+# full blocks of a program from which on they are loaded ahead of their use
+AHEAD = tl.constexpr(3)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _has_bit(o_n, b_low, b_high):
+    b_half = tl.where(o_n < 32, b_low, b_high)
+    return ((b_half >> (o_n & 31).to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
+def _table_rows(block_table, i_block, num_pages, block_size, BN: tl.constexpr, PAGE: tl.constexpr):
+    """What the table has for the pages of a key block; those after its end are 0."""
+    if PAGE == 0:
+        # the whole block lies in one page
+        i_page = i_block * BN // block_size + tl.arange(0, 1)
+    else:
+        i_page = i_block * (BN // PAGE) + tl.arange(0, BN // PAGE)
+    return load_early(block_table + i_page, i_page < num_pages, 0)
+
+
+@triton.jit
+def _page_pointers(
+    p_cache,
+    b_row,
+    i_block,
+    block_size,
+    num_blocks,
+    stride_b,
+    stride_s,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Pointers to keys or values of a block [BN / PAGE, PAGE, D], of pages b_row [BN / PAGE]."""
+    o_s = tl.arange(0, PAGE if PAGE > 0 else BN)
+    # what a broken table names stays inside the cache
+    b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
+    if PAGE == 0:
+        # a block that lies in one page may begin inside it
+        o_s += i_block * BN % block_size
+        o_row = o_s.to(tl.int64) * stride_s
+    else:
+        o_row = o_s * stride_s
+    p_page = p_cache + b_row * stride_b
+    return p_page[:, None, None] + o_row[None, :, None] + tl.arange(0, D)[None, None, :]
+
+
+@triton.jit
+def _load_old(p, IS_DEPENDENT: tl.constexpr):
+    """Rows of the cache that are read before the wait, if there is one: past the first level."""
+    if IS_DEPENDENT:
+        return tl.load(p, cache_modifier=".cg")
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def _take(
+    b_acc,  # [BM, D]
+    b_l,  # [BM]
+    b_m,  # [BM]
+    b_q,  # [BM, D]
+    b_k,  # [BN, D]
+    b_v,  # [BN, D]
+    m_s,  # [BM, BN]
+    qk_scale,
+    IS_MASKED: tl.constexpr,
+):
+    """Take a block into the running softmax."""
+    b_s = tl.dot(b_q, tl.trans(b_k))  # [BM, BN]
+    if IS_MASKED:
+        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        # rows that have seen nothing yet: -inf - -inf is NaN
+        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_p = tl.exp2(b_s - b_base[:, None])
+    else:
+        # scaled in the subtraction, as a scale is positive: one instruction for each number
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
+        b_base = b_m_new
+        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
+    b_shrink = tl.exp2(b_m - b_base)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None])
+    return b_acc, b_l, b_m_new
+
+
+@triton.jit
+def _merge_all(
+    partial,
+    lse,
+    out,
+    i_part,
+    splits,
+    max_splits,
+    first_row,
+    num_rows,
+    i_kv,
+    first,
+    shift,
+    group,
+    num_heads,
+    num_tokens,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Merge the parts of a tile, always in this order: BR rows of BP parts are loaded at a time."""
+    o_p = tl.arange(0, BP)
+    o_d = tl.arange(0, D)
+    for i_row in tl.range(0, num_rows, BR, num_stages=1):
+        o_r = i_row + tl.arange(0, BR)
+        o_token = (first_row + o_r) >> shift
+        o_head = (first_row + o_r) - (o_token << shift)
+        m_r = (first + o_token < num_tokens) & (o_head < group) & (o_r < BM)
+        b_m = tl.full([BR], float("-inf"), tl.float32)
+        b_l = tl.zeros([BR], tl.float32)
+        b_acc = tl.zeros([BR, D], tl.float32)
+        for i in tl.range(0, splits, BP, num_stages=1):
+            m_part = m_r[:, None] & (i + o_p < splits)[None, :]  # [BR, BP]
+            # sums of a row lie side by side: one load of all
+            p_lse = lse + (i_part * BM + o_r * max_splits)[:, None] + (i + o_p)[None, :]
+            b_lse = tl.load(p_lse, mask=m_part, other=float("-inf"))
+            o_part = (i_part + i + o_p)[None, :] * BM + o_r[:, None]
+            p_part = partial + o_part[:, :, None] * D + o_d[None, None, :]
+            b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)  # [BR, BP, D]
+            b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
+            # rows that see no key at all: -inf - -inf is NaN
+            b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+            b_weight = tl.exp2(b_lse - b_base[:, None])
+            b_shrink = tl.exp2(b_m - b_base)
+            b_l = b_l * b_shrink + tl.sum(b_weight, 1)
+            b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
+            b_m = b_m_new
+        b_out = b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
+        o_out = (first + o_token) * num_heads + i_kv * group + o_head
+        p_out = out + o_out[:, None] * D + o_d[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_r[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
+        "block_size", "tokens_each", "max_splits", "stride_words",
+    ]
+)  # fmt: skip
+def attend_few_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial,  # [tiles, HK, max_splits, BM, D]
+    lse,  # [tiles, HK, BM, max_splits]
+    arrived,  # [tiles, HK], zeros before and after
+    q_start,
+    position,
+    slot,
+    cache_len,
+    ancestors,
+    block_table,
+    scale,
+    num_tokens,
+    num_heads,
+    group,
+    shift,  # a token has 1 << shift rows, of which `group` are its heads
+    num_words,
+    num_blocks,
+    num_pages,
+    block_size,
+    tokens_each,
+    max_splits,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_words,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_TREE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    # until the wait below nothing is read but integers that are older than the keys
+    i_kv = tl.program_id(0)
+    i_split = tl.program_id(1)
+    i_tile = tl.program_id(2)
+    first = 0
+    last = tokens_each
+    if tokens_each == 0:
+        first = tl.maximum(load_early(q_start, True, 0), 0)
+        last = tl.minimum(load_early(q_start + 1, True, 0), num_tokens)
+    length = tl.maximum(load_early(cache_len, True, 0), 0)
+    capacity = num_pages * block_size
+
+    # of all tokens, 32 at most: what every program finds by itself, and alike
+    o_s = first + tl.arange(0, 32)
+    b_slot = load_early(slot + o_s, o_s < num_tokens, -1)
+    is_live = (b_slot >= 0) & (o_s < last)
+    # rows that the kernel before this one may write: all from here on
+    first_new = tl.min(tl.where(b_slot >= 0, b_slot, NEVER), 0)
+    if IS_TREE:
+        end = tl.max(tl.where(is_live, b_slot, -1), 0) + 1
+        full = tl.minimum(length, capacity)
+    else:
+        b_place = load_early(position + o_s, o_s < last, 0).to(tl.int32)
+        end = tl.max(tl.where(is_live, b_place, -1), 0) + 1
+        full = tl.min(tl.where(is_live, b_place, NEVER - 1), 0) + 1
+    end = tl.minimum(end, capacity)
+    num_visits = (end + BN - 1) // BN
+    full = tl.minimum(full, end) // BN
+    splits = tl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
+    splits = tl.maximum(splits, 1)
+
+    o_m = tl.arange(0, BM)
+    o_r = i_tile * BM + o_m
+    o_token = o_r >> shift
+    o_t = first + o_token  # [BM]
+    o_head = o_r - (o_token << shift)
+    o_h = i_kv * group + o_head
+    m_row = (o_t < num_tokens) & (o_head < group)
+    m_own = m_row & (o_t < last)
+    m_live = load_early(slot + o_t, m_own, -1) >= 0
+    b_position = o_m
+    if not IS_TREE:
+        b_position = load_early(position + o_t, m_own, 0).to(tl.int32)
+    # Where the first keys are does not depend on lengths. Committed rows that this pass does not
+    # write again are older than the kernel before: blocks of them alone are read before the wait.
+    ROWS: tl.constexpr = PAGE if PAGE > 0 else BN
+    o_d = tl.arange(0, D)
+    p_k = k_cache + i_kv.to(tl.int64) * stride_kh
+    p_v = v_cache + i_kv.to(tl.int64) * stride_vh
+    num_old = tl.minimum(tl.minimum(length, first_new), capacity) // BN
+    is_ahead = i_split + AHEAD * max_splits <= num_old
+    b_row = _table_rows(block_table, i_split, num_pages, block_size, BN, PAGE)
+    b_first_k = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
+    b_first_v = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
+    if (i_split < num_old) & (is_ahead == 0):
+        p_block = _page_pointers(
+            p_k, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, D, BN, PAGE
+        )
+        b_first_k = _load_old(p_block, IS_DEPENDENT)
+        p_block = _page_pointers(
+            p_v, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
+        )
+        b_first_v = _load_old(p_block, IS_DEPENDENT)
+    wait_alone(IS_DEPENDENT)
+    p_q = q + o_t * stride_qt + o_h * stride_qh  # [BM]
+    # queries of dead tokens may be NaN, and stay in their rows
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_row[:, None], other=0.0)
+    if i_split >= splits:
+        return
+
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, D], tl.float32)
+    qk_scale = scale * 1.4426950408889634
+    p_words = ancestors + o_t * stride_words
+    o_n = tl.arange(0, BN)
+
+    i_rest = i_split
+    if is_ahead:
+        count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
+        for i in range(0, count):
+            i_key = (i_split + i * splits) * BN
+            b_acc, b_l, b_m = _attend_block(
+                b_acc, b_l, b_m, b_q, p_q, p_k, p_v, block_table, p_words, i_key, capacity,
+                length, m_live, b_position, NEVER, 0, qk_scale, num_words, num_blocks, block_size,
+                stride_kb, stride_ks, stride_vb, stride_vs,
+                D, D, D, D, BN, D, PAGE, IS_TREE, False,
+            )  # fmt: skip
+        i_rest += count * splits
+        b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
+    elif i_split < tl.minimum(full, num_old):
+        b_acc, b_l, b_m = _take(
+            b_acc, b_l, b_m, b_q, tl.reshape(b_first_k, [BN, D]),
+            tl.reshape(b_first_v, [BN, D]), 0, qk_scale,
+            False,
+        )  # fmt: skip
+        i_rest += splits
+        b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
+    for i in tl.range(i_rest, num_visits, splits, num_stages=1):
+        p_block_k = _page_pointers(
+            p_k, b_row, i, block_size, num_blocks, stride_kb, stride_ks, D, BN, PAGE
+        )
+        p_block_v = _page_pointers(
+            p_v, b_row, i, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
+        )
+        b_row = _table_rows(block_table, i + splits, num_pages, block_size, BN, PAGE)
+        if i < full:
+            b_k = tl.reshape(tl.load(p_block_k), [BN, D])
+            b_v = tl.reshape(tl.load(p_block_v), [BN, D])
+            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, 0, qk_scale, False)
+        else:
+            # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
+            o_in = tl.arange(0, BN // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+            m_key = i * BN + o_in < end  # [BN / ROWS, ROWS]
+            b_k = tl.reshape(tl.load(p_block_k, mask=m_key[:, :, None], other=0.0), [BN, D])
+            if IS_TREE:
+                b_low, b_high = _node_bits(p_words, m_live, i * BN - length, num_words)
+                any_low = tl.reduce(b_low, 0, _or)
+                any_high = tl.reduce(b_high, 0, _or)
+                m_key &= (i * BN + o_in < length) | _has_bit(o_in, any_low, any_high)
+                m_s = (i * BN + o_n < length)[None, :]
+                m_s = m_s | _has_bit(o_n[None, :], b_low[:, None], b_high[:, None])
+            else:
+                m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
+            m_s &= (i * BN + o_n < end)[None, :]
+            b_v = tl.reshape(tl.load(p_block_v, mask=m_key[:, :, None], other=0.0), [BN, D])
+            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, True)
+
+    let_next_start(IS_DEPENDENT)
+    m_any = m_live & (b_l != 0)
+    b_total = tl.where(m_any, b_l, 1.0)
+    b_out = tl.where(m_any[:, None], b_acc * (1.0 / b_total)[:, None], 0.0)
+    if splits == 1:
+        o_out = o_t * num_heads + o_h
+        p_out = out + o_out[:, None] * D + o_d[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_row[:, None])
+        return
+
+    i_tile_head = i_tile * tl.num_programs(0) + i_kv
+    i_part = i_tile_head * max_splits
+    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    tl.store(lse + i_part * BM + o_m * max_splits + i_split, b_lse, mask=m_row)
+    o_part = (i_part + i_split) * BM + o_m
+    tl.store(partial + o_part[:, None] * D + o_d[None, :], b_out, mask=m_row[:, None])
+    if is_last(arrived + i_tile_head, splits):
+        num_rows = tl.minimum(((num_tokens - first) << shift) - i_tile * BM, BM)
+        _merge_all(
+            partial, lse, out, i_part, splits, max_splits, i_tile * BM, num_rows, i_kv, first,
+            shift, group, num_heads, num_tokens, D, BM, BR, BP,
+        )  # fmt: skip
