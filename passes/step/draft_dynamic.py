@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from specc.passes.step.draft_levels import Grower, children, feed_level, first_level
+from specc.passes.step.draft_levels import Grower, children, feed_level, first_level, sharpen
 from specc.passes.step.step_graph import StepGraph, int32, slots_name
 from specc.speculation.plans import SpecPlan
 
@@ -29,7 +29,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     root = g.last(g["last_tokens"], 1)
     # no rule of these trees draws by column
     grower = Grower.of(g, plan, draft)
-    logits = first_level(g, grower)
+    logits = sharpen(g, plan, draft, first_level(g, grower), 0)
     made, found = children(g, logits, k, g.constant("root_column", int32([0])), 0, scored=True)
 
     zero = g.call(aten.full_like.default, root, 0, dtype=torch.int32)
@@ -57,6 +57,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             part = g.part(best, 1, first_fed, last_fed, k)
             above = g.part(best_parents, 1, first_fed, last_fed, k)
             logits = feed_level(g, grower, part, rows, row, size, level, above)
+            logits = sharpen(g, plan, draft, logits, level)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
             parts.append(children(g, logits, k, columns, level, scored=True))
