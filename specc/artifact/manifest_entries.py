@@ -117,8 +117,8 @@ class PlanEntry:
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
-        drafts = (plan.drafts, plan.combine, plan.tile, file, plan.heads, plan.sharpness)
-        return cls(*shape, *drafts)
+        drafts = plan.drafts, plan.combine, plan.tile
+        return cls(*shape, *drafts, file, plan.heads, plan.sharpness)
 
     @property
     def winners_file(self) -> str:

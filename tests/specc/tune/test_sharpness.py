@@ -52,9 +52,9 @@ def make(zoo: Zoo) -> Callable[..., Path]:
 
     draft = zoo.once("sharp-draft", write_draft)
 
-    def engine(label: str, *plans: SpecPlan) -> Path:
+    def engine(label: str, *plans: SpecPlan, backend: str = "eager") -> Path:
         config = CompileConfig(
-            plans=plans, max_batch_size=4, max_seq_len=128, backend="eager", probe=False
+            plans=plans, max_batch_size=4, max_seq_len=128, backend=backend, probe=False
         )
         return zoo.once(f"sharp-{label}", lambda path: build(target, draft, path, config))
 
@@ -91,6 +91,18 @@ def test_rules_are_told_what_children_were_drawn_from(compiled: Path, rule: str)
         assert of_tree > 3.9
     if rule in ("coupled", "delta"):
         assert outputs == accepted_a_step(compiled, "off", **given)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["coupled", "mss"])
+def test_steps_in_cpp(make: Callable[..., Path], rule: str) -> None:
+    path = make("compiled", *SHARP.values(), backend="cpu")
+    given = {"temperature": 1.0, "rule": rule}
+    for plan in (CHAIN, TREE):
+        accepted, outputs = accepted_a_step(path, SHARP[plan].name, **given)
+        assert accepted > 3.9
+        if rule == "coupled":
+            assert outputs == accepted_a_step(path, "off", **given)[1]
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
