@@ -4,8 +4,8 @@
 noise by which the target chooses. How often both agree depends on the entropy of the draft: one
 that learned from greedy text, say, is too sharp at temperature 1, and gains from β < 1. What is put
 out never depends on it: `coupled` and `delta` ask the target alone, `mss` and `swor` verify with
-the logits that children were drawn from, which are those times β. Greedy requests propose the same
-tokens, as β is positive; of dynamic trees they may keep others.
+the logits that children were drawn from, which are those times β. Greedy requests propose the
+same trees: β is positive, and scores of dynamic trees are not multiplied for them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.accept import draft_children_reference
+from specc.sampling.rows import MIN_TEMPERATURE, Value
 from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
 from specc.speculation.sharpness import factor_of
 from tests.passes.step.reading_models import logits_of
@@ -144,6 +145,10 @@ def grow(plan: SpecPlan, draft: str, request: Request, column: int) -> Grown:
 
 def drawn_from(plan: SpecPlan, request: Request, draft: str, text: tuple[int, ...]) -> Tensor:
     """[V] logits that the children of a node are drawn from."""
+    is_greedy = request.values[Value.TEMPERATURE] < MIN_TEMPERATURE
+    if is_greedy and plan.dynamic is not None:
+        # scores would be others
+        return logits_of(draft, text)
     return logits_of(draft, text) * factor_of(plan, draft, len(text) - len(request.text))
 
 
