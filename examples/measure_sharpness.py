@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     add("--target", type=Path, default=PAIR / "target")
     names = ("draft", "draft-boosted", "draft-llama")
     add("--drafts", type=Path, nargs="+", default=[PAIR / name for name in names])
+    add("--files", nargs="+", choices=list(FILES), default=list(FILES))
     add("--prompts", type=int, default=40, help="at most, of each file")
     add("--tokens", type=int, default=128)
     add("--temperature", type=float, default=1.0)
@@ -80,8 +81,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """One for each file of prompts, rule and plan."""
     engine, rows = Engine.load(directory), []
-    for where, file in FILES.items():
-        prompts = prompts_of(file, args)
+    for where in args.files:
+        prompts = prompts_of(FILES[where], args)
         given = (args.tokens,)
         plain: dict[bool, list[list[int]]] = {}
         for rule in RULES:
