@@ -78,7 +78,8 @@ def compile(
             the last W and the first S rows of its own cache, with `blocks=B` also over the blocks
             of B rows that it attended to most; or `lookup:N`, which proposes what followed the last
             tokens (at most N of them are compared) when they came before in the request; or
-            `suffix`, which looks in earlier outputs, too; or a list of these. None
+            `suffix`, which looks in earlier outputs, too; or `mtp`, the MTP module in the target's
+            own checkpoint; or a list of these. None
             decodes plainly.
         output: engine directory to make.
         tree: children per frontier node and level, e.g. (3, 2, 1); a `TokenTree`; or a

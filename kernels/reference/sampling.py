@@ -11,6 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from specc.sampling.rows import MIN_TEMPERATURE as MIN_TEMPERATURE
 from specc.speculation.tree import WORD_BITS, pack_bits
 
 MASK = 0xFFFFFFFF
@@ -24,8 +25,6 @@ TOKEN_NOISE = 0
 DRAW_NOISE = 1
 UNIFORM = 2
 COLUMN_PURPOSES = 8
-# below it, the reciprocal may not be finite, and sampling is argmax in all but name
-MIN_TEMPERATURE = 1e-5
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 # bits of sqrt(1/2), and how far they lie below those of 1
 SQRT_HALF = 0x3F3504F3

@@ -49,7 +49,8 @@ class ModelSource:
         rope_length: length whose rotary frequencies every position has, where that is not what
             transformers computes; else None.
         kv_window: rows that its layers attend to, where it is a draft that does not see all.
-        has_own_names: its reader has each tensor under the name of the parameter.
+        places: what a parameter consists of in its checkpoint; None asks transformers.
+        read_by_drafts: tensors of its checkpoint that drafts read.
         vocabulary: which of its ids stand for the target's, where it is a draft of other tokens.
         head: what it is, where it reads the target's hidden states.
     """
@@ -67,7 +68,8 @@ class ModelSource:
     is_given: bool = False
     rope_length: int | None = None
     kv_window: KVWindow | None = None
-    has_own_names: bool = False
+    places: Callable[[str], tuple[Source, ...]] | None = None
+    read_by_drafts: set[str] = field(default_factory=set)
     vocabulary: VocabularyMap | None = None
     head: HeadSpec | None = None
 
@@ -167,13 +169,12 @@ class ModelSource:
         """Parameters of a program whose integers the checkpoint has and the engine has not."""
         if not isinstance(self.reader, DecodedReader):
             return []
-        module: Any = self.module
-        checkpoint, reader = CheckpointMap(module, self.reader), self.reader
+        sources_of, reader = self._sources()[0], self.reader
         plain = (w.parameters for w in program.weights.values() if w.quantized is None)
         names = dict.fromkeys(name for parameters in plain for name in parameters)
         found = []
         for name in names:
-            weights = (reader.decoded(source.name) for source in checkpoint.sources(name))
+            weights = (reader.decoded(source.name) for source in sources_of(name))
             if any(weight is not None and weight.is_quantized for weight in weights):
                 found.append(name)
         return found
@@ -186,10 +187,9 @@ class ModelSource:
         """
         if not self.is_quantized:
             return {}
-        module: Any = self.module
-        checkpoint, found = CheckpointMap(module, self.reader), {}
+        sources_of, found = self._sources()[0], {}
         for name in (name for weight in program.weights.values() for name in weight.parameters):
-            kept = kept_integers(checkpoint.sources(name), self.reader)
+            kept = kept_integers(sources_of(name), self.reader)
             if kept is not None:
                 found[name] = kept
         return found
@@ -203,12 +203,7 @@ class ModelSource:
         Raises:
             WeightError: a parameter has no tensor in the checkpoint.
         """
-        sources_of: Callable[[str], tuple[Source, ...]] = _own_source
-        checkpoint = None
-        if self.directory is not None and not self.has_own_names:
-            module: Any = self.module
-            checkpoint = CheckpointMap(module, self.reader)
-            sources_of = checkpoint.sources
+        sources_of, checkpoint = self._sources()
         specs = []
         cuts = program.shard.by_key if program.shard else {}
         for weight in (*program.weights.values(), *copies):
@@ -221,8 +216,19 @@ class ModelSource:
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         if checkpoint is not None:
-            self.unread_tensors = checkpoint.unread()
+            unread = checkpoint.unread()
+            self.unread_tensors = tuple(x for x in unread if x not in self.read_by_drafts)
         return specs
+
+    def _sources(self) -> tuple[Callable[[str], tuple[Source, ...]], CheckpointMap | None]:
+        """What tells the sources of a parameter, and what transformers knows of the checkpoint."""
+        if self.places is not None:
+            return self.places, None
+        if self.directory is None:
+            return own_source, None
+        module: Any = self.module
+        checkpoint = CheckpointMap(module, self.reader)
+        return checkpoint.sources, checkpoint
 
 
 def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> None:
@@ -259,7 +265,8 @@ def _plain(reader: TensorReader, label: str) -> TensorReader:
     return reader
 
 
-def _own_source(name: str) -> tuple[Source, ...]:
+def own_source(name: str) -> tuple[Source, ...]:
+    """Of a reader that has each tensor under the name of its parameter."""
     return (Source(name),)
 
 

@@ -15,7 +15,9 @@ from torch import fx
 
 from specc.passes.step.draft_levels import Grower, children, feed_level, first_level
 from specc.passes.step.step_graph import StepGraph, int32, slots_name
+from specc.sampling.rows import MIN_TEMPERATURE, Value
 from specc.speculation.plans import SpecPlan
+from specc.speculation.sharpness import factor_of
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -29,7 +31,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     root = g.last(g["last_tokens"], 1)
     # no rule of these trees draws by column
     grower = Grower.of(g, plan, draft)
-    logits = first_level(g, grower)
+    logits = _sharpen(g, plan, first_level(g, grower), 0, 1)
     made, found = children(g, logits, k, g.constant("root_column", int32([0])), 0, scored=True)
 
     zero = g.call(aten.full_like.default, root, 0, dtype=torch.int32)
@@ -57,6 +59,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             part = g.part(best, 1, first_fed, last_fed, k)
             above = g.part(best_parents, 1, first_fed, last_fed, k)
             logits = feed_level(g, grower, part, rows, row, size, level, above)
+            logits = _sharpen(g, plan, logits, level, size)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
             parts.append(children(g, logits, k, columns, level, scored=True))
@@ -93,6 +96,22 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
         outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)
     return outputs
+
+
+def _sharpen(g: StepGraph, plan: SpecPlan, logits: fx.Node, level: int, count: int) -> fx.Node:
+    """Logits [B * count, V] that children and their scores are from.
+
+    Greedy requests keep theirs: their children would be the same, and the scores would not.
+    """
+    factor = factor_of(plan, plan.drafts[0], level)
+    if factor == 1:
+        return logits
+    heat = int(Value.TEMPERATURE)
+    heat_of = g.column(g["sampling_values"], heat, heat + 1)
+    is_sampled = g.call(aten.ge.Scalar, heat_of, MIN_TEMPERATURE)
+    factors = g.call(aten.where.Scalar, is_sampled, factor, 1.0)
+    factors = g.call(aten.expand.default, factors, [-1, count])
+    return g.call(aten.mul.Tensor, logits, g.reshape(factors, -1, 1))
 
 
 def _rows_of_candidates(g: StepGraph, plan: SpecPlan, fed: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ from specc.passes.step.draft_view import DraftView
 from specc.passes.step.step_graph import TARGET, StepGraph, int32
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
+from specc.speculation.sharpness import factor_of
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -150,6 +151,12 @@ def feed_level(
     )
 
 
+def sharpen(g: StepGraph, plan: SpecPlan, draft: str, logits: fx.Node, depth: int) -> fx.Node:
+    """Logits that the children of nodes at a depth are drawn from, and verified with."""
+    factor = factor_of(plan, draft, depth)
+    return logits if factor == 1 else g.call(aten.mul.Scalar, logits, factor)
+
+
 def children(
     g: StepGraph, logits: fx.Node, count: int, columns: fx.Node, depth: int, scored: bool = False
 ) -> list[fx.Node]:
@@ -199,13 +206,14 @@ def draft_tree(
                     above = g.constant(f"{name}_parents", parents)
                 logits = feed_level(g, grower, tokens, rows, slots, len(between), depth, above)
                 logits = _rows_of(g, logits, f"{name}_rows", between, fed)
-            found.append(logits)
+            drawn = sharpen(g, plan, draft, logits, depth)
+            found.append(drawn)
             counts = [len(tree.children(node)) for node in fed]
             widest = max(counts)
             columns = g.constant(
                 f"{name}_columns", int32([column + tree.children(node)[0] for node in fed])
             )
-            best, _ = children(g, logits, widest, columns, depth)
+            best, _ = children(g, drawn, widest, columns, depth)
             wide = g.reshape(best, g.batch, len(fed) * widest)
             kept = [i * widest + rank for i, count in enumerate(counts) for rank in range(count)]
             made.append(g.select(wide, f"{name}_kept", kept, len(fed) * widest))

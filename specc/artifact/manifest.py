@@ -138,8 +138,9 @@ class Manifest:
                 if model[name] is None:
                     del model[name]
         for plan in data["plans"]:
-            if not plan["heads"]:
-                del plan["heads"]
+            for name in ("heads", "sharpness"):
+                if not plan[name]:
+                    del plan[name]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]

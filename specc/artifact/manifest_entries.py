@@ -111,12 +111,14 @@ class PlanEntry:
     file: str
     # engines that were written before there were heads do not say
     heads: tuple[str, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    sharpness: tuple[tuple[float, ...], ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
-        return cls(*shape, plan.drafts, plan.combine, plan.tile, file, plan.heads)
+        drafts = plan.drafts, plan.combine, plan.tile
+        return cls(*shape, *drafts, file, plan.heads, plan.sharpness)
 
     @property
     def winners_file(self) -> str:

@@ -87,7 +87,7 @@ class HeadEntry:
     """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
 
     Args:
-        kind: `eagle3`.
+        kind: `eagle3` or `mtp`.
         layout: whose files it came from.
         width: columns of the row that each of its tokens hands on, in a slab after those of its
             layers.

@@ -18,6 +18,7 @@ from specc.artifact.kv_rows import AUTO
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
+from specc.speculation.sharpness import describe_sharpness
 from specc.speculation.tree import TokenTree
 from specc.system.files import format_bytes
 
@@ -305,6 +306,8 @@ def describe_plan(plan: SpecPlan) -> str:
         text += f"; {plan.combine} of {', '.join(map(_describe_draft, plan.drafts))}"
     elif plan.drafts != ("draft_0",):
         text += f"; of {_describe_draft(plan.drafts[0])}"
+    if plan.sharpness:
+        text += f"; logits of drafts times {describe_sharpness(plan)} by depth"
     if plan.tile is not None:
         text += f"; logits of {plan.tile} nodes at a time"
     return text

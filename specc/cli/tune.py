@@ -44,6 +44,7 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
         return
     console = render.make_console()
     print_lines(console, _acceptance_lines(tuning.acceptance))
+    print_lines(console, _sharpness_lines(tuning.sharpness))
     if any(is_view(draft) for draft in tuning.acceptance):
         print_lines(console, _context_lines(tuning, options))
     if tuning.critical:
@@ -111,6 +112,14 @@ def _acceptance_lines(acceptance: dict[str, list[list[float]]]) -> list[str]:
         for draft, table in acceptance.items()
     }
     return [f"acceptance of {draft} by depth and rank: {rows}" for draft, rows in tables.items()]
+
+
+def _sharpness_lines(sharpness: dict[str, list[float]]) -> list[str]:
+    return [
+        f"logits of {draft} are multiplied by {', '.join(f'{x:.2f}' for x in factors)} by depth:"
+        " more of what it draws is accepted so"
+        for draft, factors in sharpness.items()
+    ]
 
 
 def _context_lines(tuning: Tuning, options: TuneOptions) -> list[str]:

@@ -29,6 +29,9 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.config_numbers import whole_number
 from specc.passes.frontend.heads.head_source import head_source
+from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec
+from specc.passes.frontend.heads.mtp_source import mtp_source
+from specc.passes.frontend.heads.mtp_spec import MtpSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.speculation.kv_window import KVWindow
 
@@ -113,7 +116,8 @@ class CheckedModels:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
                 if candidate.head is not None:
-                    sources.append(head_source(candidate.head, sources[0], kind, candidate.name))
+                    given = (sources[0], kind, candidate.name)
+                    sources.append(_source_of(candidate.head, *given))
                     continue
                 sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
@@ -121,6 +125,13 @@ class CheckedModels:
                 source.vocabulary = self.tokens.maps.get(candidate.name)
                 sources.append(source)
         return sources
+
+
+def _source_of(head: HeadSpec, target: ModelSource, dtype: torch.dtype, name: str) -> ModelSource:
+    if isinstance(head, MtpSpec):
+        return mtp_source(head, target, dtype, name)
+    assert isinstance(head, EagleSpec)
+    return head_source(head, target, dtype, name)
 
 
 def check_uncut(config: CompileConfig, tokens: TokenizerFiles) -> None:

@@ -29,6 +29,7 @@ from specc.errors import (
 )
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.heads.head_spec import HeadSpec, TargetFacts
+from specc.passes.frontend.heads.mtp_spec import MTP_DRAFT, recognise_mtp
 from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
@@ -119,6 +120,9 @@ class Candidate:
         """
         if isinstance(model, nn.Module) or not str(model).strip():
             return cls.open(name, model, rope_length, is_weight_only)
+        if str(model) == MTP_DRAFT:
+            with errors_of(name):
+                return cls._open_mtp(name, target, is_weight_only)
         with errors_of(name):
             directory = hf_model.resolve_directory(model)
             head = _head_of(directory, target)
@@ -127,6 +131,27 @@ class Candidate:
             with SafetensorsReader(directory) as reader:
                 dtype = _stored_dtype(reader)
             return cls(name, model, directory, head.config, dtype, None, None, head)
+
+    @classmethod
+    def _open_mtp(cls, name: str, target: Candidate, is_weight_only: bool) -> Candidate:
+        """The MTP module of the target."""
+        if target.directory is None:
+            raise HeadError(
+                f"--draft {MTP_DRAFT}, and a target that is a module ({_label(target)})",
+                "the directory of a target, whose checkpoint holds an MTP module",
+                "pass the directory, or another draft",
+            )
+        if hf_model.holds_more_than_text(target.directory):
+            raise HeadError(
+                f"--draft {MTP_DRAFT}, and a target that takes images, too ({_label(target)})",
+                "the checkpoint of a language model alone",
+                "choose another --draft",
+            )
+        with open_checkpoint(target.directory, target.config, is_weight_only) as reader:
+            facts = TargetFacts.of_config(_label(target), target.config)
+            head = recognise_mtp(target.config, reader, target.directory, facts)
+        given = (target.directory, head.config, target.checkpoint_dtype)
+        return cls(name, MTP_DRAFT, *given, target.rope_length, target.scheme, head)
 
     @property
     def max_position(self) -> int | None:
@@ -160,7 +185,7 @@ def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
     Raises:
         HeadError: another target's, or a target of which nothing is known.
     """
-    name = type(target.model).__name__ if target.directory is None else str(target.model)
+    name = _label(target)
     facts = TargetFacts.of_config(name, target.config)
     is_known = min(facts.width, facts.num_layers, facts.vocab_size) > 0
     try:
@@ -175,6 +200,10 @@ def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
             "pass the directory of the target",
         ) from error
     return found
+
+
+def _label(model: Candidate) -> str:
+    return type(model.model).__name__ if model.directory is None else str(model.model)
 
 
 @contextmanager

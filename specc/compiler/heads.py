@@ -84,10 +84,10 @@ def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> li
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:
     """What the user should know where sequences become longer than a head was trained for."""
     return [
-        f"{_called(x)} was trained for {x.head.rope.trained_length} positions, and sequences have"
+        f"{_called(x)} was trained for {x.head.trained_length} positions, and sequences have"
         f" up to {max_seq_len}: beyond, fewer of its tokens are accepted"
         for x in candidates
-        if x.head is not None and x.head.rope.trained_length < max_seq_len
+        if x.head is not None and x.head.trained_length < max_seq_len
     ]
 
 

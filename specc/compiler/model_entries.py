@@ -81,7 +81,7 @@ def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | 
 
 def describe_head(spec: HeadSpec) -> HeadEntry:
     """The manifest's entry of a head."""
-    length = spec.rope.trained_length
+    length = spec.trained_length
     return HeadEntry(spec.kind, spec.layout, spec.width, length, spec.shared, spec.warnings)
 
 

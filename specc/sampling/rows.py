@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+# below it, the reciprocal may not be finite, and sampling is argmax in all but name
+MIN_TEMPERATURE = 1e-5
+
 
 class Rule(IntEnum):
     """How a tree is drawn and verified; each is lossless for its own type of tree.

@@ -13,6 +13,7 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
+from specc.speculation.sharpness import Sharpness, check_sharpness
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View
 
@@ -45,6 +46,7 @@ class SpecPlan:
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
             until the tree is verified.
         heads: of its drafts, those that read the target's hidden states, see `docs/drafts.md`.
+        sharpness: factors of the logits of drafts, see there; empty leaves them as they are.
     Raises:
         TreeError: more nodes than a tree may have, or nodes out of order.
         ConfigError: proposals that cannot be combined so, or a tile of no node.
@@ -58,6 +60,7 @@ class SpecPlan:
     combine: str = ""
     tile: int | None = None
     heads: tuple[str, ...] = ()
+    sharpness: Sharpness = ()
 
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
@@ -111,6 +114,7 @@ class SpecPlan:
                 f"at most {MAX_NODES} nodes",
                 "choose smaller widths, fewer levels or fewer drafts",
             )
+        check_sharpness(self)
 
     @classmethod
     def from_widths(
@@ -349,9 +353,10 @@ class SpecPlan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["dynamic"] = asdict(self.dynamic) if self.dynamic else None
-        if not self.heads:
-            # plans without heads are as they were before there were any
-            del data["heads"]
+        for name in ("heads", "sharpness"):
+            if not data[name]:
+                # plans without them are as they were before there were any
+                del data[name]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
     @classmethod
@@ -367,6 +372,7 @@ class SpecPlan:
                 combine=data["combine"],
                 tile=data["tile"],
                 heads=tuple(data.get("heads", ())),
+                sharpness=tuple(map(tuple, data.get("sharpness", ()))),
             )
         except (KeyError, TypeError, AssertionError) as error:
             raise EngineError(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from specc.errors import ConfigError, TreeError
@@ -21,15 +22,15 @@ from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
 OPTION = "--speculative-config"
-_MODEL, _NGRAM, _EAGLE3 = "draft_model", "ngram", "eagle3"
+_MODEL, _NGRAM, _EAGLE3, _MTP = "draft_model", "ngram", "eagle3", "mtp"
 # names of vLLM's → what specc calls it
 _METHODS = {
     _MODEL: _MODEL, _EAGLE3: _EAGLE3, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM,
-    SUFFIX: SUFFIX,
+    SUFFIX: SUFFIX, _MTP: _MTP, "deepseek_mtp": _MTP, "glm4_moe_mtp": _MTP, "qwen3_next_mtp": _MTP,
 }  # fmt: skip
 # vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
 _OTHER_METHODS = (
-    "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
+    "eagle", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
     "extract_hidden_states",
 )  # fmt: skip
 # tokens that vLLM compares where nothing is said
@@ -223,7 +224,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
     raise _refused(
         f"method {_shown(method)}",
-        f"{_MODEL}, {_EAGLE3}, {_NGRAM} or {SUFFIX}",
+        f"{_MODEL}, {_EAGLE3}, {_MTP}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
         else "name a small model as model, or self:window=512",
@@ -287,17 +288,19 @@ def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     return f"lookup:{longest or least or _NGRAM_TOKENS}"
 
 
-def _read_suffix(values: Mapping[str, Any], tree: TokenTree | None) -> str:
+def _read_bare(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
+    """What needs no name: an index, or the module in the target's checkpoint."""
     for name in ("model", "prompt_lookup_max", "prompt_lookup_min"):
-        _absent(values, name, f"method {SUFFIX}", "no more than num_speculative_tokens besides")
-    _check_no_ranks(values, f"method {SUFFIX}")
-    _check_chain(tree, f"method {SUFFIX}")
-    return SUFFIX
+        _absent(values, name, f"method {method}", "no more than num_speculative_tokens besides")
+    _check_no_ranks(values, f"method {method}")
+    if method == SUFFIX:
+        _check_chain(tree, f"method {SUFFIX}")
+    return method
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Mapping[str, Any], TokenTree | None], str]] = {
     "": _read_model, _MODEL: _read_model, _EAGLE3: _read_head, _NGRAM: _read_ngram,
-    SUFFIX: _read_suffix,
+    _MTP: partial(_read_bare, method=_MTP), SUFFIX: partial(_read_bare, method=SUFFIX),
 }  # fmt: skip
 
 

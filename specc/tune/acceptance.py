@@ -25,6 +25,7 @@ from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, lookup_ngram
 from specc.speculation.self_drafts import SelfDraft
+from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
 NONE = -1
 # a self-draft's chains begin at every so many tokens
@@ -55,9 +56,20 @@ def draft_acceptance(
         width: children of a node at most.
         depth: levels at most.
     """
-    lines = (_ranks(engine, draft, trajectory, width) for trajectory in trajectories)
-    chains = (line[root : root + depth] for line in lines for root in range(len(line)))
-    return acceptance_of(chains, width, depth)
+    ranks = _all_ranks(engine, draft, trajectories, width, (1.0,))
+    return acceptance_of(chains_with(ranks, [1.0] * depth), width, depth)
+
+
+def sharpened_acceptance(
+    engine: Engine, draft: int, trajectories: Sequence[Trajectory], width: int, depth: int
+) -> tuple[list[list[float]], list[float]]:
+    """Acceptance table of a draft model with the factors that suit it, and these by depth.
+
+    Args: as of `draft_acceptance`; outputs of sampled requests.
+    """
+    ranks = _all_ranks(engine, draft, trajectories, width, FACTORS)
+    factors = choose_factors(ranks, depth)
+    return acceptance_of(chains_with(ranks, factors), width, depth), factors
 
 
 def self_acceptance(
@@ -194,11 +206,29 @@ def acceptance_of(chains: Iterable[Sequence[int]], width: int, depth: int) -> li
     ]
 
 
+def _all_ranks(
+    engine: Engine,
+    draft: int,
+    trajectories: Sequence[Trajectory],
+    width: int,
+    factors: Sequence[float],
+) -> dict[float, list[list[int]]]:
+    """Factor of a draft's logits → ranks of the tokens of each output."""
+    found: dict[float, list[list[int]]] = {factor: [] for factor in factors}
+    for trajectory in trajectories:
+        ranks = _ranks(engine, draft, trajectory, width, factors)
+        for factor, own in zip(factors, ranks, strict=True):
+            found[factor].append(own)
+    return found
+
+
 @torch.inference_mode()
-def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> list[int]:
-    """Rank of each output token among the draft's children, given all tokens before it."""
+def _ranks(
+    engine: Engine, draft: int, trajectory: Trajectory, width: int, factors: Sequence[float]
+) -> list[list[int]]:
+    """By factor, the rank of each output token among the children, given all tokens before it."""
     tokens, start = trajectory.token_ids, trajectory.num_prompt
-    found: list[int] = []
+    found: list[list[int]] = [[] for _ in factors]
     with _blocks_of_a_sequence(engine) as table:
         for first, chunk in _chunks(engine, tokens[:-1]):
             last = first + len(chunk)
@@ -206,7 +236,9 @@ def _ranks(engine: Engine, draft: int, trajectory: Trajectory, width: int) -> li
             rows = torch.arange(min(max(start - 1, first), last), last)
             logits = _causal_pass(engine.drafts[draft], engine, chunk, first, rows - first, table)
             if len(rows):
-                found += _ranks_of(engine, logits, trajectory.request, rows, width)
+                for own, factor in zip(found, factors, strict=True):
+                    scaled = logits if factor == 1 else logits * factor
+                    own += _ranks_of(engine, scaled, trajectory.request, rows, width)
     return found
 
 

@@ -9,6 +9,7 @@ from specc.cost.plan_choice import PlanFigures, best_plan
 from specc.cost.step_seconds import StepSeconds
 from specc.speculation.plans import DynamicTree, SpecPlan, is_lookup
 from specc.speculation.self_drafts import is_self_draft
+from specc.speculation.sharpness import sharpened
 from specc.speculation.views import View
 from specc.tune.options import TuneOptions
 
@@ -94,6 +95,24 @@ def candidates(
         _add(found, figures, draft)
     if views:
         _add_dynamic(found, *views[0])
+    return found
+
+
+def with_sharpness(
+    plans: Mapping[SpecPlan, float | None], factors: Mapping[str, Sequence[float]]
+) -> dict[SpecPlan, float | None]:
+    """Plans whose drafts are sharpened as the tables are, beside those that are not.
+
+    Args:
+        plans: of `candidates`; what the tables promise is promised of the sharpened ones.
+        factors: draft → β by depth.
+    """
+    found: dict[SpecPlan, float | None] = {}
+    for plan, predicted in plans.items():
+        own = sharpened(plan, factors)
+        if own != plan:
+            found[plan] = None
+        found[own] = predicted
     return found
 
 

@@ -29,13 +29,20 @@ from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.views import View
 from specc.system.machine import describe_machine
-from specc.tune.acceptance import Trajectory, draft_acceptance, lookup_acceptance, self_acceptance
+from specc.tune.acceptance import (
+    Trajectory,
+    draft_acceptance,
+    lookup_acceptance,
+    self_acceptance,
+    sharpened_acceptance,
+)
 from specc.tune.candidates import (
     LOOKUP_DEPTH,
     candidates,
     drafts_of,
     is_outgrown,
     views_to_measure,
+    with_sharpness,
 )
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
@@ -98,6 +105,7 @@ class Tuning:
         whole: self-drafts whose budget some prompt does not outgrow: what they accept is not what
             they would at long context.
         offload_weights: memory of the target's weights that it holds for; None: all of them.
+        sharpness: of draft models that accept more with it: factors of their logits by depth.
     """
 
     acceptance: dict[str, list[list[float]]]
@@ -109,6 +117,7 @@ class Tuning:
     critical: list[CriticalLength] = field(default_factory=list)
     whole: list[View] = field(default_factory=list)
     offload_weights: int | str | None = None
+    sharpness: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def plans(self) -> list[SpecPlan]:
@@ -128,6 +137,7 @@ class Tuning:
             "contexts": list(self.contexts),
             "repeats_prompts": self.is_repeated,
             "acceptance": self.acceptance,
+            **({"sharpness": self.sharpness} if self.sharpness else {}),
             "critical_lengths": [one.to_json() for one in self.critical],
             **({"latency": self.latency.to_json()} if self.latency else {}),
             "batches": [
@@ -201,11 +211,12 @@ def tune(
         named = (SelfDraft.named(draft) for draft in drafts)
         others = [draft for draft in named if draft is not None and draft.has_program]
         own = [*map(SelfDraft, views), *others]
-        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases)
+        sharpness: dict[str, list[float]] = {}
+        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases, sharpness)
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
-        tuning.offload_weights = offload_weights
+        tuning.offload_weights, tuning.sharpness = offload_weights, sharpness
         outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
         tuning.whole = [view for view in views if view not in outgrown]
         tuning.critical = [
@@ -221,7 +232,7 @@ def tune(
                 draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
                 for draft in acceptance
             }
-            plans = candidates(acceptance, seconds, known, options)
+            plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
             with phases.phase(f"whole steps, batch {size}"):
                 extension.try_plans([*plans, OFF], room)
                 tuning.batches.append(_measure(load, plans, token_ids, size, options))
@@ -251,8 +262,12 @@ def _acceptance(
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
+    sharpness: dict[str, list[float]],
 ) -> dict[str, list[list[float]]]:
-    """Draft → table by depth and sibling rank."""
+    """Draft → table by depth and sibling rank; those of draft models with their best `sharpness`.
+
+    Factors are learned for sampled requests: the first child of a greedy one is the same with all.
+    """
     width, depth = min(_WIDTH, engine.vocab_size, options.max_nodes), options.max_depth
     found = {}
     for draft in drafts:
@@ -263,7 +278,13 @@ def _acceptance(
                 found[draft] = lookup_acceptance(draft, trajectories, LOOKUP_DEPTH)
             else:
                 number = int(draft.removeprefix("draft_"))
-                found[draft] = draft_acceptance(engine, number, trajectories, width, depth)
+                given = (engine, number, trajectories, width, depth)
+                if not options.temperature:
+                    found[draft] = draft_acceptance(*given)
+                    continue
+                found[draft], factors = sharpened_acceptance(*given)
+                if any(factor != 1 for factor in factors):
+                    sharpness[draft] = factors
     if own:
         with phases.phase("acceptance of self-drafts"):
             tables = self_acceptance(engine, own, trajectories, width, depth)

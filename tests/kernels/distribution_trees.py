@@ -39,7 +39,14 @@ def expand_tree(parents: Sequence[int], batch: int) -> Tensor:
 
 
 def draft_tree(
-    operators: Any, table: Tensor, tree: TokenTree, state: State, column: int = 0, row: int = 0
+    operators: Any,
+    table: Tensor,
+    tree: TokenTree,
+    state: State,
+    column: int = 0,
+    row: int = 0,
+    factors: Sequence[float] = (),
+    is_told: bool = True,
 ) -> Part:
     """A static tree. Where siblings are fewer than elsewhere in their level, the first ones stay.
 
@@ -50,6 +57,8 @@ def draft_tree(
         state: of the batch.
         column: of the root among the proposals of all sources.
         row: rows of draft logits that other sources have before.
+        factors: of the draft's logits, by depth; none are all 1.
+        is_told: what verifies gets the logits after that, as it has to.
     """
     batch = len(state.words)
     tokens = state.last_tokens[:, -1:].repeat(1, tree.num_nodes)
@@ -58,7 +67,8 @@ def draft_tree(
     for depth, level in enumerate(tree.levels[:-1]):
         frontier = [node for node in level if node not in tree.leaves]
         children = [tree.children(node) for node in frontier]
-        logits = logits_after(table, tokens, parents, state)[:, frontier].flatten(0, 1)
+        own = logits_after(table, tokens, parents, state)[:, frontier].flatten(0, 1)
+        logits = own * factors[depth] if factors else own
         columns = torch.tensor([column + nodes[0] for nodes in children], dtype=torch.int32)
         found, _ = operators.draft_children(
             logits, max(map(len, children)), state.cache_len, columns, depth,
@@ -70,7 +80,7 @@ def draft_tree(
                 tokens[:, node] = found[:, place, rank]
                 q_rows[node] = row + place
         row += len(frontier)
-        levels.append(logits)
+        levels.append(logits if is_told else own)
     return Part(tokens, parents, q_rows, levels)
 
 

@@ -32,6 +32,9 @@ from tests.kernels.distribution import (
     Options,
     Outcome,
     Proposals,
+    Propose,
+    State,
+    World,
     compare,
     joint,
     make_world,
@@ -43,7 +46,14 @@ from tests.kernels.distribution import (
     write_figures,
 )
 from tests.kernels.distribution_schemes import SCHEMES
-from tests.kernels.distribution_trees import SHAPES, proposing
+from tests.kernels.distribution_trees import (
+    SHAPES,
+    Part,
+    alone,
+    draft_tree,
+    merge,
+    proposing,
+)
 
 WORLD = make_world()
 # drafts that like what the target does not: schemes do harm where proposals are rejected
@@ -199,6 +209,51 @@ def test_penalties(operators, rule, num_draws):
         without = replace(options, **{name: float(name == "repetition")})
         moved = float((joint(WORLD, without) - joint(WORLD, options)).abs().sum()) / 2
         assert moved > 1.5 * outcome.variation_bound, f"{name} hardly changes anything"
+
+
+# one too flat, and one too sharp, level by level
+FACTORS = ((0.5, 2.0, 0.7), (3.0, 1.0, 0.4))
+
+
+def sharpened(*names: str, is_told: bool = True) -> Propose:
+    """Drafts whose logits are multiplied, each by its factors, in one tree."""
+
+    def propose(operators: Any, world: World, state: State) -> Proposals:
+        parts: list[Part] = []
+        for table, factors, name in zip(world.drafts, FACTORS, names, strict=False):
+            column = sum(part.tokens.shape[1] for part in parts)
+            row = sum(len(level) // len(state.words) for p in parts for level in p.draft_logits)
+            where = (SHAPES[name], state, column, row)
+            parts.append(draft_tree(operators, table, *where, factors, is_told))
+        depth = max(SHAPES[name].max_depth for name in names)
+        return merge(operators, parts, depth) if len(parts) > 1 else alone(parts[0], depth)
+
+    return propose
+
+
+@few_and_many
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+def test_drafts_of_another_sharpness(operators, rule, num_draws):
+    """Whatever the factors are, where what verifies is told of them."""
+    tree = sharpened("tree-2-2-1", "tree-3-2")
+    options = Options(rule, 1.0, top_p=0.9)
+    outcome = measure(operators, WORLD, tree, options, seed_of(f"sharp-{rule}"), num_draws)
+    check(outcome, num_draws=num_draws)
+
+
+@few_and_many
+@pytest.mark.parametrize("rule", [Rule.MSS, Rule.SWOR], ids=lambda rule: rule.name.lower())
+def test_sharpness_that_is_not_told_is_refused(operators, rule, num_draws):
+    """Children of one distribution, verified as those of another."""
+    for is_told in (True, False):
+        tree = sharpened("chain-3", is_told=is_told)
+        seed = seed_of(f"untold-{rule}")
+        outcome = measure(operators, HARD_WORLD, tree, Options(rule, 1.0), seed, num_draws)
+        if is_told:
+            check(outcome, least_accepted=0.05, num_draws=num_draws)
+        else:
+            assert outcome.total_variation > MARGINS[num_draws] * outcome.variation_bound
+            assert outcome.chi_square > MARGINS[num_draws] * outcome.chi_square_bound
 
 
 MIXED = (

@@ -7,21 +7,41 @@ the logits of all nodes are compared, and the rows that are kept, whatever came 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.config import CompileConfig
 from specc.runtime.backends.engine_cache import features_of
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
+from specc.speculation.plans import DynamicTree, SpecPlan
 from tests.head_reference import Reference, hidden_states
 from tests.heads import VOCAB
+from tests.mtp import MtpReference
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+BLOCK, CHUNK = 4, 7
+CHAIN, TREE = SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((2, 2, 1))
+DYNAMIC = SpecPlan.from_dynamic(DynamicTree(6, 3, 3))
+
+
+def options(**changes: Any) -> CompileConfig:
+    config = CompileConfig(
+        plans=(CHAIN, TREE, DYNAMIC),
+        max_batch_size=4,
+        max_seq_len=64,
+        block_size=BLOCK,
+        # prompts of more than one chunk
+        prefill_chunk=CHUNK,
+        backend="eager",
+        probe=False,
+    )
+    return replace(config, **changes)
 
 
 @dataclass
@@ -35,7 +55,7 @@ class HeadOracle:
     """
 
     target: Any
-    reference: Reference
+    reference: Reference | MtpReference
     number: int = 0
     num_nodes: int = 0
     num_rows: int = 0

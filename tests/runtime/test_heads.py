@@ -17,7 +17,6 @@ from specc.cli.bench.engine import BenchOptions, _load_baselines
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
-from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, HeadError, SpeccError
 from specc.progress import PhaseTimer
 from specc.runtime.backends.offload_budget import check_offload
@@ -25,37 +24,30 @@ from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
-from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.plans import SpecPlan
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
 from tests import models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
 from tests.lossless import Zoo
-from tests.runtime.head_rig import HeadOracle, load, prompts_of, serve
+from tests.runtime.head_rig import (
+    BLOCK,
+    CHAIN,
+    DYNAMIC,
+    TREE,
+    HeadOracle,
+    load,
+    options,
+    prompts_of,
+    serve,
+)
 
-BLOCK, CHUNK = 4, 7
-CHAIN, TREE = SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((2, 2, 1))
-DYNAMIC = SpecPlan.from_dynamic(DynamicTree(6, 3, 3))
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "vocab_size": VOCAB,
 }  # fmt: skip
 NAME = "safeailab-narrow"
-
-
-def options(**changes: Any) -> CompileConfig:
-    config = CompileConfig(
-        plans=(CHAIN, TREE, DYNAMIC),
-        max_batch_size=4,
-        max_seq_len=64,
-        block_size=BLOCK,
-        # prompts of more than one chunk
-        prefill_chunk=CHUNK,
-        backend="eager",
-        probe=False,
-    )
-    return replace(config, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Draft heads that read a target's hidden states: published checkpoints, as modules to trace."""
+"""Draft heads that read a target's hidden states, and its MTP modules, as modules to trace."""

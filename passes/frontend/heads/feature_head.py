@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specc.passes.frontend.heads.head_spec import HeadSpec
+from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec
 from specc.passes.program import RowInput
 
 # inputs beside tokens and positions
@@ -30,7 +30,7 @@ def head_rows(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
 
 
 class FeatureHead(nn.Module):
-    """A head of `HeadSpec.kind` EAGLE3; parameters are named as those of speculators.
+    """An EAGLE-3 or 3.1 head; parameters are named as those of speculators.
 
     Args:
         spec: of the head.
@@ -38,7 +38,7 @@ class FeatureHead(nn.Module):
 
     columns: Tensor | None
 
-    def __init__(self, spec: HeadSpec) -> None:
+    def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -118,7 +118,7 @@ class FeatureHead(nn.Module):
 class _FirstLayer(nn.Module):
     """The layer that reads tokens and features, side by side, each with a norm of its own."""
 
-    def __init__(self, spec: HeadSpec, index: int) -> None:
+    def __init__(self, spec: EagleSpec, index: int) -> None:
         super().__init__()
         width, eps = spec.width, spec.config.rms_norm_eps
         self.is_residual_normed = spec.flags.norm_before_residual
@@ -138,7 +138,7 @@ class _FirstLayer(nn.Module):
 class _Layer(nn.Module):
     """An ordinary layer."""
 
-    def __init__(self, spec: HeadSpec, index: int) -> None:
+    def __init__(self, spec: EagleSpec, index: int) -> None:
         super().__init__()
         width, eps = spec.width, spec.config.rms_norm_eps
         self.input_layernorm = _Norm(width, eps)
@@ -152,7 +152,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, spec: HeadSpec, index: int, columns: int) -> None:
+    def __init__(self, spec: EagleSpec, index: int, columns: int) -> None:
         super().__init__()
         config, name = spec.config, f"layers.{index}.self_attn"
         self.head_dim, self.window = int(config.head_dim), spec.windows[index]
@@ -186,7 +186,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, spec: HeadSpec, index: int) -> None:
+    def __init__(self, spec: EagleSpec, index: int) -> None:
         super().__init__()
         from transformers.activations import ACT2FN
 
@@ -214,12 +214,12 @@ class _Norm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def _linear(spec: HeadSpec, name: str, columns: int, rows: int) -> nn.Linear:
+def _linear(spec: EagleSpec, name: str, columns: int, rows: int) -> nn.Linear:
     """With a bias where the checkpoint has one."""
     return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
 
 
-def _columns(spec: HeadSpec) -> Tensor:
+def _columns(spec: EagleSpec) -> Tensor:
     """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none."""
     ids = spec.target_ids
     assert ids is not None

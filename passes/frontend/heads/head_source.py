@@ -12,8 +12,8 @@ from specc.artifact.safetensors_io import SafetensorsReader, TensorReader, missi
 from specc.errors import HeadError
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.heads.feature_head import FeatureHead
-from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, HeadSpec
-from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, EagleSpec
+from specc.passes.frontend.model_source import ModelSource, own_source
 
 
 class HeadReader(ForwardingReader):
@@ -53,7 +53,7 @@ class HeadReader(ForwardingReader):
 
 
 def head_source(
-    spec: HeadSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
+    spec: EagleSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
 ) -> ModelSource:
     """A head as a model to compile; no weight is read.
 
@@ -83,12 +83,12 @@ def head_source(
         HeadReader(reader, spec.tensors, target.reader, shared),
         [f"{name.replace('_', ' ')}: {text}" for text in spec.warnings],
     )
-    source.has_own_names = True
+    source.places = own_source
     source.head = spec
     return source
 
 
-def shared_parameters(spec: HeadSpec, target: nn.Module) -> dict[str, str]:
+def shared_parameters(spec: EagleSpec, target: nn.Module) -> dict[str, str]:
     """Parameter of a head → parameter of its target that it is.
 
     Raises:
@@ -117,7 +117,7 @@ def shared_parameters(spec: HeadSpec, target: nn.Module) -> dict[str, str]:
     return found
 
 
-def _tensor_of(target: ModelSource, parameter: str, spec: HeadSpec) -> str:
+def _tensor_of(target: ModelSource, parameter: str, spec: EagleSpec) -> str:
     """The tensor in the target's checkpoint that a head has in place of its own."""
     own = shared_parameters(spec, target.module)[parameter]
     if target.directory is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specc.passes.frontend.config_numbers import whole_number
 
-EAGLE3 = "eagle3"
+EAGLE3, MTP = "eagle3", "mtp"
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 
@@ -95,23 +95,15 @@ class HeadSpec:
     """A head whose files fit its target.
 
     Args:
-        kind: `EAGLE3`.
-        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`.
+        kind: `EAGLE3` or `MTP`.
+        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`; for MTP see
+            `mtp_spec`.
         directory: of the checkpoint.
         target: that it fits.
-        config: of transformers, of its layers; Llama's or Qwen3's.
-        num_taps: A.
-        boundaries: of the target, one for each tap, in the order of the columns of `fc`.
+        config: of transformers, of its layers.
+        boundaries: of the target, one for each tap, in the order in which it reads them.
         is_last_normed: a tap at boundary n is taken after the target's final norm.
-        draft_vocab_size: Vd, rows of its head.
-        target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
-            i is id i.
-        flags: see there.
-        windows: keys that each of its layers sees, 0 is all.
-        has_qk_norm: queries and keys are normalized, each head on its own.
-        tensors: parameter of the module → tensor of the checkpoint.
         shared: parameters that are the target's: `EMBEDDING`, `HEAD`.
-        rope: of its layers.
         warnings: what the user should know.
     """
 
@@ -120,17 +112,9 @@ class HeadSpec:
     directory: Path
     target: TargetFacts
     config: Any
-    num_taps: int
     boundaries: tuple[int, ...]
     is_last_normed: bool
-    draft_vocab_size: int
-    target_ids: Tensor | None
-    flags: HeadFlags
-    windows: tuple[int, ...]
-    has_qk_norm: bool
-    tensors: dict[str, str]
     shared: tuple[str, ...]
-    rope: RopeFacts
     warnings: tuple[str, ...]
 
     @property
@@ -141,7 +125,36 @@ class HeadSpec:
     @property
     def feature_columns(self) -> int:
         """A · H, of the taps of a token."""
-        return self.num_taps * self.target.width
+        return len(self.boundaries) * self.target.width
+
+    @property
+    def trained_length(self) -> int:
+        """Positions that its configuration was written for."""
+        return int(self.config.max_position_embeddings)
+
+
+@dataclass(frozen=True, eq=False)
+class EagleSpec(HeadSpec):
+    """An EAGLE-3 or 3.1 head; `config` is Llama's or Qwen3's.
+
+    Args:
+        draft_vocab_size: Vd, rows of its head.
+        target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
+            i is id i.
+        flags: see there.
+        windows: keys that each of its layers sees, 0 is all.
+        has_qk_norm: queries and keys are normalized, each head on its own.
+        tensors: parameter of the module → tensor of the checkpoint.
+        rope: of its layers.
+    """
+
+    draft_vocab_size: int
+    target_ids: Tensor | None
+    flags: HeadFlags
+    windows: tuple[int, ...]
+    has_qk_norm: bool
+    tensors: dict[str, str]
+    rope: RopeFacts
 
     def describe(self) -> list[str]:
         """What it is, a line each, for people."""

@@ -17,7 +17,7 @@ from specc.passes.frontend.heads.head_spec import (
     EAGLE3,
     EMBEDDING,
     HEAD,
-    HeadSpec,
+    EagleSpec,
     HeadSwitches,
     TargetFacts,
 )
@@ -39,7 +39,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 def recognise(
     directory: Path, target: TargetFacts, switches: HeadSwitches = _AS_TRAINED
-) -> HeadSpec | None:
+) -> EagleSpec | None:
     """What head a directory holds.
 
     Args:
@@ -81,7 +81,7 @@ def _fit(
     target: TargetFacts,
     switches: HeadSwitches,
     raw: dict[str, Any],
-) -> HeadSpec:
+) -> EagleSpec:
     name, width = str(directory), int(config.layers.hidden_size)
     if layout == DEEPSPEC:
         _require_same("layers", raw.get("num_target_layers"), target.num_layers, target, name)
@@ -100,13 +100,12 @@ def _fit(
         # else its own embedding has been compared with the target's
         _require_same("ids", config.vocab_size, target.vocab_size, target, name)
     boundaries, is_last_normed, words = _taps(config, num_taps, target, switches, name)
-    return HeadSpec(
+    return EagleSpec(
         kind=EAGLE3,
         layout=layout,
         directory=directory,
         target=target,
         config=config.layers,
-        num_taps=num_taps,
         boundaries=boundaries,
         is_last_normed=is_last_normed,
         draft_vocab_size=num_rows,

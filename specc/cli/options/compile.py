@@ -23,9 +23,9 @@ class DraftOptions:
         " the blocks of B tokens that it attended to most; self:layers=0-3 or self:skip=4-5, the"
         " target by some of its layers, also with ,window=W; self:int8, self:int4 or self:fp8, the"
         " target with rounded weights, also with the others; lookup:N, which"
-        " repeats what followed the last N tokens earlier in the request; or suffix, which searches"
-        " earlier outputs, too. Repeat the option for several. Without it, the engine does not"
-        " speculate.",
+        " repeats what followed the last N tokens earlier in the request; suffix, which searches"
+        " earlier outputs, too; or mtp, the MTP module in the target's own checkpoint. Repeat the"
+        " option for several. Without it, the engine does not speculate.",
         "--draft",
         metavar="DRAFT",
     )
@@ -50,8 +50,8 @@ class DraftOptions:
     )
     speculative_config: str | None = option(
         None,
-        "The same as vLLM has it, as JSON: method (draft_model, eagle3, ngram or suffix), model,"
-        " num_speculative_tokens and a few more; instead of --draft, --tree, --combine and"
+        "The same as vLLM has it, as JSON: method (draft_model, eagle3, mtp, ngram or suffix),"
+        " model, num_speculative_tokens and a few more; instead of --draft, --tree, --combine and"
         " --num-speculative-tokens.",
         "--speculative-config",
         "-sc",

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.accept import draft_children_reference
+from specc.sampling.rows import MIN_TEMPERATURE, Value
 from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
+from specc.speculation.sharpness import factor_of
 from tests.passes.step.reading_models import logits_of
 
 
@@ -129,7 +131,8 @@ def grow(plan: SpecPlan, draft: str, request: Request, column: int) -> Grown:
             continue
         text = (*request.text, *paths[node])
         level = len(paths[node])
-        for token, _ in children(draft, request, text, level, len(below), column + below[0]):
+        which = (level, len(below), column + below[0])
+        for token, _ in children(drawn_from(plan, request, draft, text), request, *which):
             paths.append((*paths[node], token))
             q.append(text)
     is_fed = [bool(tree.children(node)) for node in range(tree.num_nodes)]
@@ -140,12 +143,21 @@ def grow(plan: SpecPlan, draft: str, request: Request, column: int) -> Grown:
     return Grown(paths, list(tree.parents), slots, passes, q)
 
 
+def drawn_from(plan: SpecPlan, request: Request, draft: str, text: tuple[int, ...]) -> Tensor:
+    """[V] logits that the children of a node are drawn from."""
+    is_greedy = request.values[Value.TEMPERATURE] < MIN_TEMPERATURE
+    if is_greedy and plan.dynamic is not None:
+        # scores would be others
+        return logits_of(draft, text)
+    return logits_of(draft, text) * factor_of(plan, draft, len(text) - len(request.text))
+
+
 def children(
-    draft: str, request: Request, text: tuple[int, ...], level: int, count: int, column: int
+    logits: Tensor, request: Request, level: int, count: int, column: int
 ) -> list[tuple[int, Tensor]]:
     """Tokens and scores of the children of one node."""
     tokens, scores = draft_children_reference(
-        logits_of(draft, text)[None],
+        logits[None],
         count,
         torch.tensor([len(request.text) - 1], dtype=torch.int32),
         torch.tensor([column], dtype=torch.int32),
@@ -173,7 +185,8 @@ def grow_dynamic(plan: SpecPlan, draft: str, request: Request) -> Grown:
         found = []
         for node in frontier:
             text = (*request.text, *paths[node])
-            for token, score in children(draft, request, text, level, k, 0):
+            logits = drawn_from(plan, request, draft, text)
+            for token, score in children(logits, request, level, k, 0):
                 found.append(len(paths))
                 paths.append((*paths[node], token))
                 parents.append(node)

@@ -18,7 +18,7 @@ from specc.passes.step.step_graph import HISTORY, PROPOSALS, TARGET, VOTE_WEIGHT
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
-from tests.passes.step.grown_trees import Proposed, Request
+from tests.passes.step.grown_trees import Proposed, Request, drawn_from
 from tests.passes.step.reading_models import BLOCK, NOTHING, VOCAB, Reader, logits_of
 
 # blocks of a sequence
@@ -203,7 +203,7 @@ def accept_alone(
     # one row of logits for each text that proposals were drawn from
     sources = list(dict.fromkeys(source for source in proposed.q if source is not None))
     q_rows = [-1 if source is None else sources.index(source) for source in proposed.q]
-    drafts = [logits_of(draft, text)[None] for draft, text in sources]
+    drafts = [drawn_from(plan, request, draft, text)[None] for draft, text in sources]
     image = None if proposed.image is None else torch.tensor([proposed.image]).int()
     history = torch.zeros(1, 999, dtype=torch.int32)
     history[0, : len(request.text) - 1] = torch.tensor(request.text[:-1], dtype=torch.int32)

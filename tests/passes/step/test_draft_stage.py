@@ -27,9 +27,10 @@ from specc.passes.step.step_graph import (
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
 from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan, lookup_ngram
+from specc.speculation.sharpness import sharpened
 from specc.speculation.tree import TokenTree
-from tests.passes.step.grown_trees import Proposed, Request, look_up, propose
-from tests.passes.step.reading_models import NOTHING, logits_of
+from tests.passes.step.grown_trees import Proposed, Request, drawn_from, look_up, propose
+from tests.passes.step.reading_models import NOTHING
 from tests.passes.step.stepped_plan import Stepped, accept_alone, requests_of
 from tests.tiers import every
 
@@ -70,6 +71,17 @@ PLANS = [
     widths(1, 1, 1, drafts=PAIR, combine=VOTE),
     widths(1, 1, 1, 1, drafts=("draft_1", "lookup-2", SUFFIX, "draft_0"), combine=VOTE),
     widths(1, 1, 1, drafts=("lookup-1", SUFFIX), combine=VOTE),
+]
+# drafts whose logits are multiplied, level by level
+SHARP = [
+    sharpened(widths(3, 2, 1), {"draft_0": [0.5, 1.0, 3.0]}),
+    sharpened(dynamic(6, 2, 3), {"draft_0": [2.0, 0.75]}),
+    sharpened(
+        widths(2, 2, 1, drafts=PAIR, combine=MERGE),
+        {"draft_0": [0.5, 1.5], "draft_1": [4.0, 1.0, 0.5]},
+    ),
+    sharpened(widths(1, 1, 1, drafts=PAIR, combine=VOTE), {"draft_1": [0.25]}),
+    replace(sharpened(widths(3, 2, 1), {"draft_0": [0.75]}), tile=4),
 ]
 # tiles of one node, of parts of levels, and of more nodes than the tree has
 TILES = [
@@ -203,7 +215,8 @@ def check_sources(run: Stepped, env: dict, wanted: list[Proposed]) -> None:
                 continue
             level, f = places[q_row]
             draft, text = source
-            assert torch.equal(level[row * counted[id(level)] + f], logits_of(draft, text))
+            logits = drawn_from(run.plan, run.requests[b], draft, text)
+            assert torch.equal(level[row * counted[id(level)] + f], logits)
 
 
 def check_outcome(run: Stepped, env: dict, b: int, wanted: Proposed) -> None:
@@ -246,7 +259,9 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
 
 
-@pytest.mark.parametrize("plan", every(2, STEPPED))
+@pytest.mark.parametrize(
+    "plan", [*every(2, STEPPED), *(pytest.param(x, id=name_of(x)) for x in SHARP)]
+)
 def test_steps(plan):
     run = Stepped(plan, requests_of(plan, seed=1), seed=2)
     begin = list(run.requests)

@@ -229,6 +229,7 @@ def test_manifest_round_trip(named):
     assert json.loads(json.dumps(dataclasses.asdict(entry))).keys() == plan.to_json().keys() | {
         "file",
         "heads",
+        "sharpness",
     }
 
 

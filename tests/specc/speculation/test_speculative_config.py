@@ -40,6 +40,12 @@ read = SpeculativeConfig.read
             {"method": "suffix", "num_speculative_tokens": 12},
             SpeculativeConfig("suffix", num_speculative_tokens=12),
         ),
+        # the module in the target's checkpoint, by vLLM's names of it
+        (
+            {"method": "mtp", "num_speculative_tokens": 2},
+            SpeculativeConfig("mtp", num_speculative_tokens=2),
+        ),
+        ({"method": "deepseek_mtp"}, SpeculativeConfig("mtp")),
         # what vLLM does anyway asks for nothing
         (
             {"model": "D/", "enforce_eager": False, "rejection_sample_method": "standard"},
@@ -106,7 +112,8 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"method": "eagle3"}, "eagle3 without model", "add"),
         ({"method": "eagle3", "model": "suffix"}, "eagle3 and model suffix", "name a head"),
         ({"method": "eagle3", "model": "self:window=64"}, "model self:window=64", "name a head"),
-        ({"method": "deepseek_mtp"}, "deepseek_mtp", "self:window"),
+        ({"method": "mimo_mtp"}, "mimo_mtp", "self:window"),
+        ({"method": "mtp", "model": "T/"}, "model T/", "leave out"),
         ({"method": "draft-model", "model": "D/"}, "draft-model", "write draft_model"),
         ({"method": 3}, "method 3", "self:window"),
         ({"method": "draft_model"}, "without model", "add"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 
 from specc.passes.frontend.heads.feature_head import FeatureHead
 from specc.passes.frontend.heads.head_source import head_source
-from specc.passes.frontend.heads.head_spec import HeadSpec, TargetFacts
+from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec, TargetFacts
+from specc.passes.frontend.heads.mtp_head import MtpHead
+from specc.passes.frontend.heads.mtp_source import mtp_source
+from specc.passes.frontend.heads.mtp_spec import recognise_mtp
 from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.model_source import ModelSource
 from tests import models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
+from tests.mtp import MtpReference, write_target
 
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 
@@ -27,8 +32,8 @@ class Loaded:
 
     spec: HeadSpec
     source: ModelSource
-    module: FeatureHead
-    reference: Reference
+    module: torch.nn.Module
+    reference: Reference | MtpReference
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +61,44 @@ def load(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return load
 
 
-def with_weights(spec: HeadSpec, source: ModelSource) -> FeatureHead:
+@pytest.fixture(scope="session")
+def load_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Loaded]]:
+    """A target of transformers, and the MTP module in its checkpoint."""
+
+    @functools.cache
+    def load(name: str, has_own_ends: bool = False) -> tuple[Any, Loaded]:
+        from transformers import AutoModelForCausalLM
+
+        directory = write_target(name, tmp_path_factory.mktemp(name), has_own_ends)
+        source = ModelSource.load("target", directory, torch.float32)
+        facts = TargetFacts.of_config(name, source.config)
+        spec = recognise_mtp(source.config, source.reader, directory, facts)
+        given = mtp_source(spec, source, torch.float32)
+        with torch.device("cpu"):
+            deeper = AutoModelForCausalLM.from_config(spec.config, dtype=torch.float32)
+        module = filled(MtpHead(deeper).eval(), given)
+        target = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        return target, Loaded(spec, given, module, MtpReference(target, name, has_own_ends))
+
+    return load
+
+
+def with_weights(spec: EagleSpec, source: ModelSource) -> FeatureHead:
     """The module with the values that its source would have written."""
-    module = FeatureHead(spec).eval()
-    reader = source.reader
-    for name, parameter in module.named_parameters():
-        data = b"".join(bytes(chunk) for chunk in reader.read_chunks(name))
-        values = torch.frombuffer(bytearray(data), dtype=reader.dtype(name))
-        parameter.data = values.view(reader.shape(name)).clone()
-        assert parameter.shape == source.module.get_parameter(name).shape
+    return filled(FeatureHead(spec).eval(), source)
+
+
+def filled(module: Any, source: ModelSource) -> Any:
+    """A module with the values that its source would have written."""
+    reader, places = source.reader, source.places
+    assert places is not None
+    wanted = source.module.state_dict()
+    for name, stored in module.state_dict(keep_vars=True).items():
+        found = [
+            chunk
+            for item in places(name)
+            for chunk in reader.read_chunks(item.name, rows=item.rows, transpose=item.transpose)
+        ]
+        values = torch.frombuffer(bytearray().join(map(bytes, found)), dtype=torch.float32)
+        stored.data = values.view(wanted[name].shape).clone()
     return module

@@ -83,7 +83,7 @@ class TreeDrafts:
             Sequence_(list(tokens), table, {})
             for tokens, table in zip(prompts, tables.view(len(prompts), -1), strict=True)
         ]
-        parameters = dict(module.named_parameters())
+        parameters = module.state_dict()
         self._stored: dict[str, Tensor] = dict(program.constants)
         for name, weight in program.weights.items():
             self._stored[name] = torch.cat([parameters[key].detach() for key in weight.parameters])

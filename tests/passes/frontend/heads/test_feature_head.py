@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_targets_ids(load):
 
 def test_width_does_not_say_whether_a_row_is_tapped(load):
     """With one tap, what is handed on may be as wide as the target's features."""
-    spec = replace(load("safeailab").spec, num_taps=1, boundaries=(4,))
+    spec = replace(load("safeailab").spec, boundaries=(4,))
     torch.manual_seed(1)
     head = FeatureHead(spec).eval()
     features, own = torch.randn(2, 1, 3, spec.width)

@@ -94,7 +94,7 @@ def check_trees(
     """Compare every node of several trees with the head that computes its path anew."""
     chooser = random.Random(name)
     prompts = [[chooser.randrange(VOCAB) for _ in range(n)] for n in (9, 4)]
-    boundaries = CASES[name].boundaries
+    boundaries = loaded.reference.case.boundaries
     drafts = kind(
         program_of(loaded, more),
         loaded.module,
