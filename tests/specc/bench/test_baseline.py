@@ -25,6 +25,7 @@ from specc.bench.engine import EngineContender, add_margins, tokenize
 from specc.bench.rounds import Difference
 from specc.errors import ConfigError, ModelNotFoundError, RequestError
 from specc.runtime.engine import Engine
+from specc.runtime.scheduling.prefix_cache import PrefixCache
 
 PROMPTS = [[70, 71, 72, 73, 74], [80, 81], [90, 91, 92]]
 CONSTANT_3 = {
@@ -255,6 +256,18 @@ def test_transformers_is_not_installed(tiny_models, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         load_contenders(Checkpoints(str(tiny_models.target), None, "float32"), [], 20, depth=0)
     assert "pip install" in caught.value.do
+
+
+def test_every_run_computes_its_prompts(engine, off_outputs, monkeypatch):
+    """Rows that a run before left are not looked for: nobody else is given any."""
+    contender = EngineContender(engine, "off", "off", one_by_one([[*PROMPTS[0] * 8]]), 4)
+    first = contender.run()
+
+    def find(self, request):
+        raise AssertionError("a prompt is looked for among earlier ones")
+
+    monkeypatch.setattr(PrefixCache, "find", find)
+    assert contender.run().outputs == first.outputs
 
 
 def test_the_margin_is_that_of_the_targets_logits(engine, model, off_outputs):
