@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.bench.peers.names import ASSISTED, LOOKUP, PEERS
+from specc.bench.peers.names import ASSISTED, LOOKUP, PEERS, PLAIN
 from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
@@ -77,7 +77,7 @@ class _Loop:
             outputs += found
             times.append(one)
         elapsed_s = time.perf_counter() - begin
-        return measurement(outputs, elapsed_s, times, self._job.mode != "plain")
+        return measurement(outputs, elapsed_s, times, self._job.mode != PLAIN)
 
     def _drafter(self, own: Mapping[str, Any]) -> Callable[[Drafts, Sequence[int]], Drafts] | None:
         if self._draft is not None:
@@ -250,11 +250,9 @@ class _Context:
         if code := self._library.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode returned {code} for {place} tokens")
         counts = [num_wanted for *_, num_wanted in passed]
-        pointer = self._library.llama_get_logits(self._context)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        logits = self._library.llama_get_logits(self._context)
         shape = (sum(counts), self.vocab_size)
-        data = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
-        best = numpy.frombuffer(data, dtype=numpy.float32).reshape(shape).argmax(1).tolist()
+        best = numpy.ctypeslib.as_array(logits, shape=shape).argmax(1).tolist()
         result, place = [], 0
         for count in counts:
             result.append(best[place : place + count])

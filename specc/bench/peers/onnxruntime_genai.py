@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specc.bench.peers.names import ASSISTED, LOOKUP
+from specc.bench.peers.names import ASSISTED, LOOKUP, PLAIN
 from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
@@ -56,7 +56,7 @@ class OnnxRuntimeGenAI:
     def load(self, job: Job) -> _Generators:
         """Load the model, with its draft in one configuration, as the package wants it."""
         is_batched = any(len(batch) > 1 for batch in job.batches)
-        if job.mode != "plain" and is_batched:
+        if job.mode != PLAIN and is_batched:
             raise NotAvailableError("it speculates for one sequence at a time")
         return _Generators(job)
 
@@ -73,12 +73,36 @@ class _Generators:
         self._library = onnxruntime_genai
         self._job = job
         self.settings: Mapping[str, Mapping[str, Any]] = _settings(job)
-        self._pad = _unused_token(job)
+        self._used = {token for batch in job.batches for ids in batch for token in ids}
+        self._load()
+
+    def _load(self) -> None:
+        """Load the model with a token as padding that nothing has.
+
+        Where it stands in a prompt, the library's masks see no token. It also ends outputs, which
+        in this library some token has to do.
+        """
+        vocab_size = _read_config(Path(self._job.target))["model"]["vocab_size"]
+        unused = (token for token in reversed(range(vocab_size)) if token not in self._used)
+        pad = next(unused, None)
+        if pad is None:
+            raise NotAvailableError("prompts and outputs have all tokens, and one has to end them")
+        self._pad = pad
         with tempfile.TemporaryDirectory() as directory:
-            _write_config(job, Path(directory), self._pad)
-            self._model = onnxruntime_genai.Model(onnxruntime_genai.Config(directory))
+            _write_config(self._job, Path(directory), pad)
+            self._model = self._library.Model(self._library.Config(directory))
 
     def run(self, setting: str) -> Measurement:
+        """Generate for all batches; again with another token at the end, if one came out."""
+        while True:
+            found = self._run(setting)
+            emitted = {token for tokens in found.outputs for token in tokens}
+            if self._pad not in emitted:
+                return found
+            self._used |= emitted
+            self._load()
+
+    def _run(self, setting: str) -> Measurement:
         outputs: list[list[int]] = []
         times = []
         begin = time.perf_counter()
@@ -87,7 +111,7 @@ class _Generators:
             outputs += found
             times.append(one)
         elapsed_s = time.perf_counter() - begin
-        return measurement(outputs, elapsed_s, times, self._job.mode != "plain")
+        return measurement(outputs, elapsed_s, times, self._job.mode != PLAIN)
 
     def _generate(
         self, batch: list[list[int]], options: Mapping[str, Any]
@@ -109,7 +133,11 @@ class _Generators:
         generator.append_tokens(numpy.array(padded, dtype=numpy.int32))
         generator.generate_next_token()
         first_s = time.perf_counter() - begin
+        # what a round accepts comes out one by one, that of the prompt's pass, too
+        queued = generator.get_speculative_stats()["tokens_queued"] if options else 0
         for _ in range(most - 1):
+            if generator.is_done():
+                break
             generator.generate_next_token()
         outputs = [
             [int(token) for token in generator.get_sequence(row)[width:]]
@@ -118,9 +146,9 @@ class _Generators:
         steps = most - 1
         if options:
             stats = generator.get_speculative_stats()
-            # a round gives as many tokens as it accepts and one; the first is the prompt's
-            steps = stats["rounds"] + stats["standard_fallback_steps"]
-        return outputs, BatchTimes(len(batch), first_s, steps, steps * len(batch))
+            steps = stats["rounds"] + stats["standard_fallback_steps"] - 1
+        first_tokens = max(queued, len(batch))
+        return outputs, BatchTimes(len(batch), first_s, steps, steps * len(batch), first_tokens)
 
 
 def _settings(job: Job) -> dict[str, dict[str, Any]]:
@@ -141,12 +169,6 @@ def _settings(job: Job) -> dict[str, dict[str, Any]]:
     return {"default": {}}
 
 
-def _unused_token(job: Job) -> int:
-    """A token that no prompt has: where it stands, the library's masks see no token."""
-    used = {token for batch in job.batches for ids in batch for token in ids}
-    return next(token for token in range(len(used) + 1) if token not in used)
-
-
 def _write_config(job: Job, directory: Path, pad: int) -> None:
     """One configuration of target and draft, whose files are links: it refuses paths with dots."""
     config = _read_config(Path(job.target))
@@ -155,9 +177,7 @@ def _write_config(job: Job, directory: Path, pad: int) -> None:
     if job.draft is not None:
         draft = _read_config(Path(job.draft))
         model["draft"] = _decoder(draft, job, Path(job.draft), "draft", directory)
-    # nothing ends an output
-    model["eos_token_id"] = []
-    model["pad_token_id"] = pad
+    model["eos_token_id"] = model["pad_token_id"] = pad
     (directory / _CONFIG).write_text(json.dumps(config))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specc.bench.peers.names import ASSISTED, LOOKUP
+from specc.bench.peers.names import ASSISTED, LOOKUP, PLAIN
 from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
@@ -69,7 +69,7 @@ class _Pipelines:
             outputs += [list(tokens) for tokens in found.tokens]
             times.append(_times_of(found, len(batch), self._job.mode))
         elapsed_s = time.perf_counter() - begin
-        return measurement(outputs, elapsed_s, times, self._job.mode != "plain")
+        return measurement(outputs, elapsed_s, times, self._job.mode != PLAIN)
 
     def _pipeline(self, attention: str) -> Any:
         if attention not in self._pipelines:
@@ -144,16 +144,10 @@ def _inputs(batch: list[list[int]]) -> Any:
 def _times_of(found: Any, size: int, mode: str) -> BatchTimes:
     """What the pipeline's own metrics say of one call."""
     first_s = found.perf_metrics.get_ttft().mean / 1000
-    num_decode_tokens = sum(len(tokens) - 1 for tokens in found.tokens)
-    longest = max(len(tokens) - 1 for tokens in found.tokens)
-    if mode == ASSISTED:
-        metrics = found.extended_perf_metrics
-        # a step gives what it accepts and one
-        request_steps = num_decode_tokens - metrics.get_num_accepted_tokens()
-        steps = len(metrics.main_model_metrics.raw_metrics.m_durations)
-        return BatchTimes(size, first_s, steps, request_steps)
-    if mode == LOOKUP:
-        # passes, that of the prompt among them; which sequences took part is told for one alone
-        steps = len(found.perf_metrics.raw_metrics.token_infer_durations) - 1
-        return BatchTimes(size, first_s, steps, steps if size == 1 else None)
-    return BatchTimes(size, first_s, longest, num_decode_tokens)
+    if mode != PLAIN:
+        # passes of the target, that of the prompts among them; its counter of accepted tokens
+        # misses some, and which sequences took part in a pass shows where there is one alone
+        passes = len(found.perf_metrics.raw_metrics.token_infer_durations)
+        return BatchTimes(size, first_s, passes - 1, passes - 1 if size == 1 else None)
+    steps = [len(tokens) - 1 for tokens in found.tokens]
+    return BatchTimes(size, first_s, max(steps), sum(steps))

@@ -98,12 +98,14 @@ class BatchTimes:
         steps: target passes after the one that gave the first token.
         request_steps: the same, counted once for each prompt that took part; None where the peer
             does not tell.
+        first_tokens: that the first pass gave, of all prompts; None is one of each.
     """
 
     size: int
     first_s: float
     steps: int
     request_steps: int | None
+    first_tokens: int | None = None
 
 
 def measurement(
@@ -117,8 +119,8 @@ def measurement(
         times: of the calls.
         drafts: whether steps emit more than one token.
     """
-    num_prompts = sum(one.size for one in times)
-    num_decode_tokens = sum(map(len, outputs)) - num_prompts
+    firsts = sum(one.size if one.first_tokens is None else one.first_tokens for one in times)
+    num_decode_tokens = sum(map(len, outputs)) - firsts
     known = [one.request_steps for one in times if one.request_steps is not None]
     request_steps = sum(known) if len(known) == len(times) else 0
     length = num_decode_tokens / request_steps if drafts and request_steps else None

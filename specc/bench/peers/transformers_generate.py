@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specc.bench.baseline import ONE_SEQUENCE, TransformersContender, constant_draft, quieten
-from specc.bench.peers.names import ASSISTED, LOOKUP, TRANSFORMERS, run_of
+from specc.bench.peers.names import ASSISTED, LOOKUP, PLAIN, TRANSFORMERS, run_of
 from specc.bench.peers.peer import Job, NotAvailableError
 from specc.bench.rounds import Measurement
 
@@ -18,7 +18,7 @@ class TransformersGenerate:
     """See `Peer`; it reads checkpoints as they are."""
 
     def load(self, job: Job) -> _Generate:
-        if job.mode != "plain" and any(len(batch) > 1 for batch in job.batches):
+        if job.mode != PLAIN and any(len(batch) > 1 for batch in job.batches):
             raise NotAvailableError(ONE_SEQUENCE)
         return _Generate(job)
 

@@ -152,6 +152,8 @@ def test_figures_of_a_run():
     assert (found.num_decode_tokens, found.num_steps, found.num_request_steps) == (9, 5, 7)
     assert found.mean_acceptance_length == 9 / 7
     assert measurement([[1] * 4] * 3, 2.0, times, drafts=False).mean_acceptance_length is None
+    times[1].first_tokens = 3
+    assert measurement([[1] * 4] * 3, 2.0, times, drafts=True).num_decode_tokens == 12 - 2 - 3
     times[1].request_steps = None
     untold = measurement([[1] * 4] * 3, 2.0, times, drafts=True)
     assert (untold.mean_acceptance_length, untold.num_request_steps) == (None, 0)
