@@ -32,6 +32,12 @@ def register(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setitem(names.PEERS, NAME, PeerFacts(module, "model", {}, {}, "peers"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SPECC_CACHE_DIR", str(cache))
+    monkeypatch.setenv("FAKE_PEER_LOG", str(log(cache)))
+
+
+def log(cache: Path) -> Path:
+    """Where the dtype of each conversion is written."""
+    return cache.with_name("conversions")
 
 
 class FakePeer:
@@ -42,7 +48,7 @@ class FakePeer:
             raise NotAvailableError("it has no such model")
         if os.environ.get("FAKE_PEER") == "broken converter":
             raise RuntimeError("converter is broken")
-        with open(checkpoint / "conversions", "a") as file:
+        with open(os.environ["FAKE_PEER_LOG"], "a") as file:
             file.write(f"{dtype}\n")
         (output / "model").mkdir()
         if (checkpoint / ANSWERS).is_file():
