@@ -59,9 +59,9 @@ class Prepared:
     def __enter__(self) -> Prepared:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for contender in self.contenders:
-            contender.close()
+            contender.close(at_once=kind is not None)
 
 
 def prepare_peers(
@@ -105,8 +105,8 @@ def prepare_peers(
                     except NotAvailableError as error:
                         _leave_out(prepared, run)
                         prepared.not_available.append({"name": run, "reason": str(error)})
-    except BaseException:
-        prepared.__exit__()
+    except BaseException as error:
+        prepared.__exit__(type(error))
         raise
     return prepared
 
@@ -160,7 +160,7 @@ def _choose_setting(contender: ResidentContender) -> list[str]:
 def _leave_out(prepared: Prepared, run: str) -> None:
     """End the process of a contender that was loaded and then failed."""
     for contender in [one for one in prepared.contenders if one.name == run]:
-        contender.close()
+        contender.close(at_once=True)
         prepared.contenders.remove(contender)
 
 

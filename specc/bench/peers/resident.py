@@ -54,7 +54,7 @@ class ResidentContender:
             self.settings = self._ask({"module": module, "job": asdict(job)})["settings"]
             self.setting = next(iter(self.settings))
         except BaseException:
-            self.close()
+            self.close(at_once=True)
             raise
 
     def run(self) -> Measurement:
@@ -76,18 +76,24 @@ class ResidentContender:
         """
         return Measurement(**self._ask({"run": setting}))
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self, at_once: bool = False) -> None:
+        """End the process: when it has nothing to do, or whatever it does."""
+        if at_once:
+            self._kill()
         stdin, stdout = self._pipes()
         with contextlib.suppress(BrokenPipeError):  # it ended first
             stdin.close()
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
             self._process.wait()
         stdout.close()
         self._errors.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._pipes()

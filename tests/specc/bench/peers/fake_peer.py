@@ -83,6 +83,9 @@ class FakeLoaded:
         self._runs += 1
         if os.environ.get("FAKE_PEER") == f"late crash {self._job.mode}" and self._runs > 1:
             os._exit(9)
+        if os.environ.get("FAKE_PEER") == f"never ends {self._job.mode}":
+            print("it runs", file=sys.stderr, flush=True)
+            time.sleep(600)
         time.sleep(SECONDS[setting])
         num = self._job.max_tokens
         outputs = [

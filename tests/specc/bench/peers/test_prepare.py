@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from specc.bench.peers import prepare as prepare_module
 from specc.bench.peers.convert import converted
 from specc.bench.peers.installed import check_installed
 from specc.bench.peers.peer import BatchTimes, measurement
 from specc.bench.peers.prepare import Pair, Prepared, prepare_peers
+from specc.bench.peers.resident import ResidentContender
 from specc.bench.rounds import Difference, equal_token_share, run_rounds
 from specc.errors import ConfigError, EngineError, ModelNotFoundError
 from specc.progress import PhaseTimer
@@ -117,6 +120,30 @@ def test_one_that_fails_within_the_rounds_is_an_error(checkpoint, monkeypatch):
     with prepare(checkpoint) as prepared, pytest.raises(EngineError) as caught:
         run_rounds(prepared.contenders, 1, 0)
     assert caught.value.found.startswith("fake ended within the rounds: its process ended with")
+
+
+def test_an_interrupt_ends_a_process_that_computes(checkpoint, monkeypatch):
+    """At once: nobody waits for the run that was going on, or for a time limit."""
+    monkeypatch.setenv("FAKE_PEER", "never ends plain")
+    started = []
+
+    class Interrupted(ResidentContender):
+        def run_with(self, setting):
+            started.append(self._process)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            return super().run_with(setting)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "ResidentContender", Interrupted)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(checkpoint)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_a_checkpoint_that_is_gone(checkpoint, tmp_path):
