@@ -110,7 +110,7 @@ def draw_bench(report: dict[str, Any], path: Path) -> None:
         axes.barh(places, medians, xerr=(below, above), color=colors, capsize=3, height=0.6)
         names = [run_name(run["name"], run["plan"]) for run in runs]
         axes.set_yticks(range(len(runs) + len(absent)), names + absent)
-        axes.invert_yaxis()
+        axes.set_ylim(len(runs) + len(absent) - 0.4, -0.6)
         right = max(run["tokens_per_s_max"] for run in runs)
         for place, run in zip(places, runs, strict=True):
             text = f"{run['tokens_per_s']:.4g}"

@@ -152,7 +152,7 @@ def _choose_setting(contender: ResidentContender) -> list[str]:
     contender.setting = min(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     return [
-        f"{contender.name} runs with its faster setting, {contender.setting}"
+        f"{contender.name} runs with its fastest setting, {contender.setting}"
         f" (before the rounds: {times})"
     ]
 

@@ -47,7 +47,7 @@ def prepare(target: Path, draft: Path | None = None, tokens: int = 5) -> Prepare
     return prepare_peers([NAME], pair_of(target, draft), BATCHES, tokens, 1, phases)
 
 
-def test_modes_are_loaded_and_the_faster_setting_is_kept(checkpoint, tmp_path):
+def test_modes_are_loaded_and_the_fastest_setting_is_kept(checkpoint, tmp_path):
     answers = {"[5, 6]": [1, 2, 3, 4, 5], "[7]": [6] * 5, "[8, 9, 10]": [7] * 5}
     (checkpoint / ANSWERS).write_text(json.dumps(answers))
     with prepare(checkpoint, checkpoint) as prepared:
@@ -56,7 +56,7 @@ def test_modes_are_loaded_and_the_faster_setting_is_kept(checkpoint, tmp_path):
         assert [one.setting for one in prepared.contenders] == ["default", "fast"]
         assert prepared.settings()[RUNS[1]] == {"name": "fast", "num": 4}
         (note,) = prepared.notes
-        assert "faster setting, fast (before the rounds: slow 1.05 s, fast 1.00 s)" in note
+        assert "fastest setting, fast (before the rounds: slow 1.05 s, fast 1.00 s)" in note
         rounds = run_rounds(prepared.contenders, 2, 0)
         for _, measured in rounds:
             assert [one.outputs for one in measured] == [list(answers.values())] * 2

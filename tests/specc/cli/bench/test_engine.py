@@ -134,7 +134,7 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
     assert set(report["versions"]) == {"python", "torch", "specc", "transformers"}
     assert report["machine"]["usable_cores"] == num_usable_cores()
     assert report["engine"]["default_plan"] == "tree-2-1"
-    assert "faster setting" in result.stdout
+    assert "fastest setting" in result.stdout
     picture = ElementTree.parse(plot).getroot()
     assert picture.tag.endswith("svg")
     text = "".join(picture.itertext())
