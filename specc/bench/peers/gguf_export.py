@@ -40,15 +40,14 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
     """Write the file.
 
     Args:
-        checkpoint: directory with config.json and safetensors; or a GGUF file, which is linked.
+        checkpoint: directory with config.json and safetensors.
         dtype: of the weights, as torch calls it.
         output: of the file.
     Raises:
         NotAvailableError: an architecture, a rotary embedding or weights that this does not write.
     """
-    if checkpoint.is_file():
-        output.symlink_to(checkpoint.absolute())
-        return
+    if not checkpoint.is_dir():
+        raise NotAvailableError(f"specc writes GGUF files of directories, and {checkpoint} is not")
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     kind = config.get("model_type")
     if kind not in _ARCHITECTURES:

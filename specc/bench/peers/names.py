@@ -26,6 +26,7 @@ class PeerFacts:
         converters: the same, of what only conversion needs; a change of their versions converts
             anew.
         extra: of specc, that installs them.
+        reads: end of the names of files that it reads without conversion.
     """
 
     module: str
@@ -33,6 +34,7 @@ class PeerFacts:
     packages: Mapping[str, str]
     converters: Mapping[str, str]
     extra: str
+    reads: str | None = None
 
 
 _TORCH = {"torch": "torch", "transformers": "transformers"}
@@ -64,6 +66,7 @@ PEERS: dict[str, PeerFacts] = {
         {"llama_cpp": "llama-cpp-python"},
         {"gguf": "gguf"},
         "peers",
+        ".gguf",
     ),
 }
 

@@ -28,6 +28,7 @@ class Pair:
         no_draft: why there is none, for reports.
         dtype: of the engine.
         depth: draft tokens of the engine's plan; 0 where none drafts.
+        special: what the engine has and the others have not, for notes.
     """
 
     target: str
@@ -35,6 +36,7 @@ class Pair:
     no_draft: str
     dtype: str
     depth: int
+    special: Sequence[str] = ()
 
 
 @dataclass
@@ -51,9 +53,14 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Run → the setting that was kept, with its name, for JSON."""
+        """Run → the setting that was kept, its name, and the bytes of its models, for JSON."""
         return {
-            one.name: {"name": one.setting, **one.settings[one.setting]} for one in self.contenders
+            one.name: {
+                "name": one.setting,
+                "model_bytes": one.model_bytes,
+                **one.settings[one.setting],
+            }
+            for one in self.contenders
         }
 
     def __enter__(self) -> Prepared:
@@ -89,6 +96,7 @@ def prepare_peers(
     if pair.draft is not None:
         draft = find_checkpoint(pair.draft, "--draft-checkpoint")
     prepared = Prepared()
+    prepared.notes += [f"{one}: the programs beside it have not" for one in pair.special]
     try:
         for name in names:
             with phases.phase(f"prepare {name}"):
@@ -130,10 +138,10 @@ def _job(
 
 def _readable(name: str, checkpoint: Path, dtype: str, threads: int) -> str:
     """A checkpoint as the peer reads it, converted where it has to be."""
-    model = PEERS[name].model
-    if model is None:
-        return str(checkpoint)
-    return str(converted(name, checkpoint, dtype, threads) / model)
+    facts = PEERS[name]
+    if facts.model is None or checkpoint.suffix == facts.reads:
+        return str(checkpoint.absolute())
+    return str(converted(name, checkpoint, dtype, threads) / facts.model)
 
 
 def _choose_setting(contender: ResidentContender) -> list[str]:

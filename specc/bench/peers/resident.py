@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any
 
 from specc.bench.peers.peer import Job, NotAvailableError
@@ -38,6 +39,7 @@ class ResidentContender:
     def __init__(self, name: str, module: str, job: Job) -> None:
         self.name = name
         self.setting = ""
+        self.model_bytes = sum(map(_num_bytes, filter(None, (job.target, job.draft))))
         self.settings: Mapping[str, Mapping[str, Any]] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
         self._process = subprocess.Popen(
@@ -124,6 +126,13 @@ class ResidentContender:
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
         return f"its process ended with code {code} ({last})"
+
+
+def _num_bytes(model: str) -> int:
+    """Of a model's file, or of all files of its directory."""
+    path = Path(model)
+    files = [path] if path.is_file() else path.iterdir()
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def environment(threads: int) -> dict[str, str]:

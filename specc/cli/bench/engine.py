@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
+    from specc.artifact.manifest import Manifest
     from specc.bench.peers.prepare import Prepared
     from specc.bench.rounds import Contender
     from specc.cli.options.common import PromptFile
@@ -202,12 +203,22 @@ def _prepare_peers(
         why or "the engine has no draft, or no plan drafts",
         manifest.dtype,
         depth,
+        tuple(_special(manifest)),
     )
     names = list(dict.fromkeys(options.against))
     threads = torch.get_num_threads()
     return prepare_peers(names, pair, batches, options.tokens, threads, phases)
 
 
+def _special(manifest: Manifest) -> Iterator[str]:
+    """What the engine has on which times depend, and other programs have not."""
+    if manifest.device != "cpu":
+        yield f"the engine has a device, {manifest.device}"
+    if kinds := {model.quantization for model in manifest.models if model.quantization}:
+        yield f"the engine has weights in {' and '.join(sorted(kinds))}"
+
+
 def _without_name(setting: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is given to `generate`, without what reports call it."""
-    return setting and {key: value for key, value in setting.items() if key != "name"}
+    """What is given to `generate`, without what only reports have."""
+    own = ("name", "model_bytes")
+    return setting and {key: value for key, value in setting.items() if key not in own}

@@ -39,7 +39,8 @@ def checkpoint(tmp_path) -> Path:
 
 
 def pair_of(target: Path, draft: Path | None) -> Pair:
-    return Pair(str(target), draft and str(draft), "there is no draft", "float32", 3)
+    special = ("the engine has wings",)
+    return Pair(str(target), draft and str(draft), "there is no draft", "float32", 3, special)
 
 
 def prepare(target: Path, draft: Path | None = None, tokens: int = 5) -> Prepared:
@@ -54,8 +55,12 @@ def test_modes_are_loaded_and_the_fastest_setting_is_kept(checkpoint, tmp_path):
         assert [one.name for one in prepared.contenders] == RUNS[:2]
         assert prepared.not_available == [{"name": RUNS[2], "reason": "it has no lookups"}]
         assert [one.setting for one in prepared.contenders] == ["default", "fast"]
-        assert prepared.settings()[RUNS[1]] == {"name": "fast", "num": 4}
-        (note,) = prepared.notes
+        # target and draft are one checkpoint here
+        size = 2 * len(json.dumps(answers))
+        kept = {"name": "fast", "model_bytes": size, "num": 4}
+        assert prepared.settings()[RUNS[1]] == kept
+        special, note = prepared.notes
+        assert special == "the engine has wings: the programs beside it have not"
         assert "fastest setting, fast (before the rounds: slow 1.05 s, fast 1.00 s)" in note
         rounds = run_rounds(prepared.contenders, 2, 0)
         for _, measured in rounds:

@@ -175,7 +175,7 @@ def test_batches(tiny_engine, prompts, fake):
     settings = report["settings"]
     assert settings["against"] == [fake]
     # the default plan drafts 2 deep
-    assert settings["peers"]["fake-assisted"] == {"name": "fast", "num": 3}
+    assert settings["peers"]["fake-assisted"] == {"name": "fast", "model_bytes": 0, "num": 3}
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["fake-lookup", "not", "available"] in rows
     assert "fake-lookup is not available: it has no lookups" in result.stdout
