@@ -2,8 +2,9 @@
 
     <cache>/peers/<peer>-<key>/    what the peer's converter wrote
 
-The key is over the files of the checkpoint, the dtype and the versions of peer and converters: a
-checkpoint that changes is converted anew, wherever it lies. Removing the folder costs time alone.
+The key is over the files of the checkpoint, the form of weights and the versions of peer and
+converters: a checkpoint that changes is converted anew, wherever it lies. Removing the folder costs
+time alone.
 
 Converters run in a process of their own, `python -m specc.bench.peers.convert`: they import torch
 and print at will.
@@ -16,41 +17,42 @@ import hashlib
 import importlib
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from specc.bench.peers.installed import versions_of
 from specc.bench.peers.names import PEERS
-from specc.bench.peers.peer import NotAvailableError
+from specc.bench.peers.peer import Form, NotAvailableError
 from specc.bench.peers.resident import environment
 from specc.system.child_processes import ChildProcesses, die_with_parent
 from specc.system.file_cache import FileCache
 from specc.system.files import hash_file
 
-# one version for each form that converters of this package write
-_FORM = 1
+# of what converters of this package write
+_VERSION = 1
 _REFUSED = 3
 
 
-def converted(peer: str, checkpoint: Path, dtype: str, threads: int) -> Path:
+def converted(peer: str, checkpoint: Path, form: Form, threads: int) -> Path:
     """Directory of a checkpoint as a peer reads it; converted where the cache has none.
 
     Args:
         peer: name.
         checkpoint: directory, or a file that is the whole model.
-        dtype: as torch calls it.
+        form: of its weights.
         threads: that the converter may use.
     Raises:
         NotAvailableError: the converter refuses the checkpoint, or fails.
         CompilerError: the cache cannot be written.
     """
     cache = FileCache()
-    place = cache.root / "peers" / f"{peer}-{conversion_key(peer, checkpoint, dtype)}"
+    place = cache.root / "peers" / f"{peer}-{conversion_key(peer, checkpoint, form)}"
     if place.is_dir():
         return place
     with cache.scratch() as scratch:
         output = scratch / "model"
         output.mkdir()
-        _run(peer, checkpoint, dtype, output, threads)
+        _run(peer, checkpoint, form, output, threads)
         try:
             place.parent.mkdir(exist_ok=True)
             output.rename(place)
@@ -61,20 +63,21 @@ def converted(peer: str, checkpoint: Path, dtype: str, threads: int) -> Path:
     return place
 
 
-def conversion_key(peer: str, checkpoint: Path, dtype: str) -> str:
+def conversion_key(peer: str, checkpoint: Path, form: Form) -> str:
     """Hash of all that decides what a converter writes."""
     found = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     made_of = {
-        "form": _FORM,
-        "dtype": dtype,
+        "converter": _VERSION,
+        "form": asdict(form),
         "versions": versions_of([peer]),
         "files": {file.name: hash_file(file) for file in found if file.is_file()},
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _run(peer: str, checkpoint: Path, dtype: str, output: Path, threads: int) -> None:
-    arguments = [PEERS[peer].module, str(checkpoint.absolute()), dtype, str(output)]
+def _run(peer: str, checkpoint: Path, form: Form, output: Path, threads: int) -> None:
+    arguments = [PEERS[peer].module, str(checkpoint.absolute()), str(output)]
+    arguments += [form.dtype, form.integers or ""]
     done = ChildProcesses().run(
         [sys.executable, "-P", "-m", "specc.bench.peers.convert", *arguments], environment(threads)
     )
@@ -89,9 +92,10 @@ def _run(peer: str, checkpoint: Path, dtype: str, output: Path, threads: int) ->
 
 def main(arguments: list[str]) -> None:
     die_with_parent()
-    module, checkpoint, dtype, output = arguments
+    module, checkpoint, output, dtype, integers = arguments
+    form = Form(dtype, integers or None)
     try:
-        importlib.import_module(module).PEER.convert(Path(checkpoint), dtype, Path(output))
+        importlib.import_module(module).PEER.convert(Path(checkpoint), form, Path(output))
     except NotAvailableError as error:
         print(f"\n{error}", file=sys.stderr)
         raise SystemExit(_REFUSED) from None

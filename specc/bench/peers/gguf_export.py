@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specc.bench.peers.peer import NotAvailableError
+from specc.bench.peers.peer import Form, NotAvailableError
 
 # model_type of transformers → llama.cpp's architecture, and whether it pairs neighbours in rotary
 # embeddings, where transformers pairs halves
@@ -30,18 +30,24 @@ _ARCHITECTURES = {
     "qwen2": (gguf.MODEL_ARCH.QWEN2, False),
     "qwen3": (gguf.MODEL_ARCH.QWEN3, False),
 }
+_Kind = gguf.GGMLQuantizationType
 _TYPES = {
-    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "float32": (_Kind.F32, gguf.LlamaFileType.ALL_F32),
+    "bfloat16": (_Kind.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "int8": (_Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "int4": (_Kind.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
+# of the table of embeddings, which is also the head where there is no other
+_TABLES = {_Kind.Q4_0: _Kind.Q8_0}
+_BLOCK = 32
 
 
-def export(checkpoint: Path, dtype: str, output: Path) -> None:
+def export(checkpoint: Path, form: Form, output: Path) -> None:
     """Write the file.
 
     Args:
         checkpoint: directory with config.json and safetensors.
-        dtype: of the weights, as torch calls it.
+        form: of the weights; int8 is Q8_0, int4 is Q4_0 with a table of embeddings in Q8_0.
         output: of the file.
     Raises:
         NotAvailableError: an architecture, a rotary embedding or weights that this does not write.
@@ -62,9 +68,10 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
         raise NotAvailableError(f"specc writes GGUF files without windows, and this has {window}")
     architecture, is_paired = _ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(output, gguf.MODEL_ARCH_NAMES[architecture])
-    factors = _write_fields(writer, config, dtype)
+    kind_of_matrices, file_type = _TYPES[form.integers or form.dtype]
+    writer.add_file_type(file_type)
+    factors = _write_fields(writer, config)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    weight_type = _TYPES[dtype][0]
     for name, tensor in _tensors(checkpoint):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -74,8 +81,14 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
         if is_paired and ".self_attn." in name and ("q_proj" in name or "k_proj" in name):
             tensor = _pair_neighbours(tensor, _num_heads(config, "q_proj" in name))
         # norms and biases stay in float32, as with llama.cpp's converter
-        kept = weight_type if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-        rounded = tensor.to(getattr(torch, dtype)).float().numpy()
+        kept = kind_of_matrices if tensor.dim() > 1 else _Kind.F32
+        if "embed_tokens" in name or "lm_head" in name:
+            kept = _TABLES.get(kept, kept)
+        if kept in (_Kind.Q8_0, _Kind.Q4_0) and tensor.shape[-1] % _BLOCK:
+            raise NotAvailableError(
+                f"blocks of {kept.name} have {_BLOCK} columns, and {name} has {tensor.shape[-1]}"
+            )
+        rounded = tensor.to(getattr(torch, form.dtype)).float().numpy()
         writer.add_tensor(new_name, gguf.quants.quantize(rounded, kept), raw_dtype=kept)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
@@ -85,13 +98,12 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
     writer.close()
 
 
-def _write_fields(writer: Any, config: dict[str, Any], dtype: str) -> numpy.ndarray | None:
+def _write_fields(writer: Any, config: dict[str, Any]) -> numpy.ndarray | None:
     """Shapes and constants; returns by how much frequencies are divided, where they are."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    writer.add_file_type(_TYPES[dtype][1])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

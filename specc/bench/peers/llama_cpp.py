@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.bench.peers.names import ASSISTED, LOOKUP, PEERS, PLAIN
-from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
+from specc.bench.peers.peer import BatchTimes, Form, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
 # ggml's types, of caches
@@ -29,17 +29,17 @@ Drafts = list[list[int]]
 class LlamaCpp:
     """See `Peer`."""
 
-    def convert(self, checkpoint: Path, dtype: str, output: Path) -> None:
+    def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         """Write the GGUF file; the package comes without llama.cpp's converter."""
-        if dtype not in _CACHE_TYPES:
+        if form.dtype not in _CACHE_TYPES:
             raise NotAvailableError(
-                f"it is measured in {' and '.join(_CACHE_TYPES)}, and the engine has {dtype}"
+                f"it is measured in {' and '.join(_CACHE_TYPES)}, and the engine has {form}"
             )
         from specc.bench.peers.gguf_export import export
 
         model = PEERS["llama.cpp"].model
         assert model
-        export(checkpoint, dtype, output / model)
+        export(checkpoint, form, output / model)
 
     def load(self, job: Job) -> _Loop:
         return _Loop(job)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from specc.bench.peers.names import ASSISTED, LOOKUP, PLAIN
-from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
+from specc.bench.peers.peer import BatchTimes, Form, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
 _CONFIG = "genai_config.json"
-_PRECISIONS = {"float32": "fp32"}
+_PRECISIONS = {Form("float32"): "fp32", Form("float32", "int4"): "int4"}
 # the most that its options take
 _MOST_DRAFT_TOKENS = 16
 
@@ -28,12 +28,12 @@ _MOST_DRAFT_TOKENS = 16
 class OnnxRuntimeGenAI:
     """See `Peer`."""
 
-    def convert(self, checkpoint: Path, dtype: str, output: Path) -> None:
+    def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         """Run the model builder that comes with the package."""
-        if dtype not in _PRECISIONS:
-            known = " and ".join(_PRECISIONS)
+        if form not in _PRECISIONS:
+            known = " and ".join(map(str, _PRECISIONS))
             raise NotAvailableError(
-                f"its model builder writes {known} for CPUs, and the engine has {dtype}"
+                f"its model builder writes {known} for CPUs, and the engine has {form}"
             )
         if not checkpoint.is_dir():
             raise NotAvailableError(f"its model builder reads directories, and {checkpoint} is not")
@@ -42,7 +42,7 @@ class OnnxRuntimeGenAI:
                 [
                     *(sys.executable, "-P", "-m", "onnxruntime_genai.models.builder"),
                     *("-i", checkpoint, "-o", output, "-c", cache),
-                    *("-p", _PRECISIONS[dtype], "-e", "cpu"),
+                    *("-p", _PRECISIONS[form], "-e", "cpu"),
                 ],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

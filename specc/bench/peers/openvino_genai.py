@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.bench.peers.names import ASSISTED, LOOKUP, PLAIN
-from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
+from specc.bench.peers.peer import BatchTimes, Form, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
@@ -20,15 +20,15 @@ _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 class OpenVinoGenAI:
     """See `Peer`."""
 
-    def convert(self, checkpoint: Path, dtype: str, output: Path) -> None:
+    def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         """Write the stateful model that its pipelines read, and the tokenizer's models."""
-        if dtype not in _PRECISIONS:
+        if form.dtype not in _PRECISIONS or form.integers:
             raise NotAvailableError(
-                f"it is measured in {' and '.join(_PRECISIONS)}, and the engine has {dtype}"
+                f"specc writes it models of {' and '.join(_PRECISIONS)}, and the engine has {form}"
             )
         from specc.bench.peers.openvino_export import export
 
-        export(checkpoint, dtype, output)
+        export(checkpoint, form.dtype, output)
 
     def load(self, job: Job) -> _Pipelines:
         """Load a pipeline for each backend of its attention; of drafts and lookups there is one."""

@@ -20,6 +20,24 @@ class NotAvailableError(Exception):
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a model's weights are to be.
+
+    Args:
+        dtype: of the engine, as torch calls it.
+        integers: `int8` or `int4`, of projections, in a layout of the peer's own; None is `dtype`.
+    """
+
+    dtype: str
+    integers: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            self.dtype if self.integers is None else f"{self.dtype} with weights in {self.integers}"
+        )
+
+
+@dataclass(frozen=True)
 class Job:
     """What a process is to run.
 
@@ -67,11 +85,11 @@ class Loaded(Protocol):
 class Converter(Protocol):
     """What a peer's `PEER` is besides, unless it reads checkpoints as they are."""
 
-    def convert(self, checkpoint: Path, dtype: str, output: Path) -> None:
+    def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         """Write a model that `load` reads into the empty directory `output`.
 
         Raises:
-            NotAvailableError: the peer has no such models or dtypes.
+            NotAvailableError: the peer has no such models or forms.
         """
         ...
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from specc.bench.peers.convert import converted
 from specc.bench.peers.names import ASSISTED, MODES, PEERS, run_of
-from specc.bench.peers.peer import Job, NotAvailableError
+from specc.bench.peers.peer import Form, Job, NotAvailableError
 from specc.bench.peers.resident import ResidentContender
 from specc.errors import ModelNotFoundError
 from specc.progress import PhaseTimer
@@ -27,6 +27,7 @@ class Pair:
         draft: the same; None where peers have no draft to run.
         no_draft: why there is none, for reports.
         dtype: of the engine.
+        integers: `int8` or `int4` of target and of draft, where the engine rounded them.
         depth: draft tokens of the engine's plan; 0 where none drafts.
         special: what the engine has and the others have not, for notes.
     """
@@ -37,6 +38,7 @@ class Pair:
     dtype: str
     depth: int
     special: Sequence[str] = ()
+    integers: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass
@@ -129,19 +131,20 @@ def _job(
     threads: int,
 ) -> Job:
     target, draft = (
-        None if path is None else _readable(name, path, pair.dtype, threads) for path in paths
+        None if path is None else _readable(name, path, Form(pair.dtype, integers), threads)
+        for path, integers in zip(paths, pair.integers, strict=True)
     )
     assert target is not None
     lists = [[list(ids) for ids in batch] for batch in batches]
     return Job(mode, target, draft, pair.dtype, threads, lists, max_tokens, pair.depth or _DEPTH)
 
 
-def _readable(name: str, checkpoint: Path, dtype: str, threads: int) -> str:
+def _readable(name: str, checkpoint: Path, form: Form, threads: int) -> str:
     """A checkpoint as the peer reads it, converted where it has to be."""
     facts = PEERS[name]
     if facts.model is None or checkpoint.suffix == facts.reads:
         return str(checkpoint.absolute())
-    return str(converted(name, checkpoint, dtype, threads) / facts.model)
+    return str(converted(name, checkpoint, form, threads) / facts.model)
 
 
 def _choose_setting(contender: ResidentContender) -> list[str]:

@@ -204,6 +204,7 @@ def _prepare_peers(
         manifest.dtype,
         depth,
         tuple(_special(manifest)),
+        _integers(manifest),
     )
     names = list(dict.fromkeys(options.against))
     threads = torch.get_num_threads()
@@ -216,6 +217,13 @@ def _special(manifest: Manifest) -> Iterator[str]:
         yield f"the engine has a device, {manifest.device}"
     if kinds := {model.quantization for model in manifest.models if model.quantization}:
         yield f"the engine has weights in {' and '.join(sorted(kinds))}"
+
+
+def _integers(manifest: Manifest) -> tuple[str | None, str | None]:
+    """Of target and draft: what others are to round weights to, each in its own layout."""
+    kinds = [model.quantization for model in manifest.models]
+    target, draft = [kind and kind.partition("-")[0] for kind in [*kinds, None, None][:2]]
+    return target, draft
 
 
 def _without_name(setting: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import pytest
 
 from specc.bench.peers import names
 from specc.bench.peers.names import ASSISTED, LOOKUP, PeerFacts
-from specc.bench.peers.peer import BatchTimes, Job, NotAvailableError, measurement
+from specc.bench.peers.peer import BatchTimes, Form, Job, NotAvailableError, measurement
 from specc.bench.rounds import Measurement
 
 NAME = "fake"
@@ -36,20 +36,20 @@ def register(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def log(cache: Path) -> Path:
-    """Where the dtype of each conversion is written."""
+    """Where the form of each conversion is written."""
     return cache.with_name("conversions")
 
 
 class FakePeer:
     """See `Peer`."""
 
-    def convert(self, checkpoint: Path, dtype: str, output: Path) -> None:
+    def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         if os.environ.get("FAKE_PEER") == "no such model":
             raise NotAvailableError("it has no such model")
         if os.environ.get("FAKE_PEER") == "broken converter":
             raise RuntimeError("converter is broken")
         with open(os.environ["FAKE_PEER_LOG"], "a") as file:
-            file.write(f"{dtype}\n")
+            file.write(f"{form}\n")
         (output / "model").mkdir()
         if (checkpoint / ANSWERS).is_file():
             shutil.copy(checkpoint / ANSWERS, output / "model")

@@ -12,7 +12,7 @@ import pytest
 from specc.bench.peers import prepare as prepare_module
 from specc.bench.peers.convert import converted
 from specc.bench.peers.installed import check_installed
-from specc.bench.peers.peer import BatchTimes, measurement
+from specc.bench.peers.peer import BatchTimes, Form, measurement
 from specc.bench.peers.prepare import Pair, Prepared, prepare_peers
 from specc.bench.peers.resident import ResidentContender
 from specc.bench.rounds import Difference, equal_token_share, run_rounds
@@ -76,17 +76,19 @@ def test_modes_are_loaded_and_the_fastest_setting_is_kept(checkpoint, tmp_path):
 
 
 def test_a_checkpoint_is_converted_once_for_what_it_holds(checkpoint, tmp_path):
-    first = converted(NAME, checkpoint, "float32", 1)
+    first = converted(NAME, checkpoint, Form("float32"), 1)
     assert (first / "model").is_dir()
-    other = converted(NAME, checkpoint, "bfloat16", 1)
-    assert other != first
+    other = converted(NAME, checkpoint, Form("bfloat16"), 1)
+    rounded = converted(NAME, checkpoint, Form("float32", "int8"), 1)
+    assert len({first, other, rounded}) == 3
     moved = checkpoint.rename(tmp_path / "moved")
-    assert converted(NAME, moved, "float32", 1) == first
+    assert converted(NAME, moved, Form("float32"), 1) == first
     (moved / "config.json").write_text("{ }")
-    third = converted(NAME, moved, "float32", 1)
-    assert third not in (first, other)
+    third = converted(NAME, moved, Form("float32"), 1)
+    assert third not in (first, other, rounded)
     log = fake_peer.log(tmp_path / "cache").read_text()
-    assert log.split() == ["float32", "bfloat16", "float32"]
+    int8 = "float32 with weights in int8"
+    assert log.splitlines() == ["float32", "bfloat16", int8, "float32"]
     assert os.listdir(tmp_path / "cache" / "scratch") == []
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from specc.bench.peers import names, transformers_generate
-from specc.bench.peers.peer import Job, NotAvailableError
+from specc.bench.peers.peer import Form, Job, NotAvailableError
 from specc.bench.peers.prepare import Pair, prepare_peers
 from specc.bench.rounds import run_rounds
 from specc.progress import PhaseTimer
@@ -100,7 +100,7 @@ def test_gguf_files_that_are_written(tmp_path, kind):
         }  # fmt: skip
     name = "llama" if kind == "llama3" else kind
     models.build_model(name, **changes).save_pretrained(tmp_path / "model")
-    llama_cpp.PEER.convert(tmp_path / "model", "float32", tmp_path)
+    llama_cpp.PEER.convert(tmp_path / "model", Form("float32"), tmp_path)
     prompts = [[[5, 6, 7, 8] * 12]]
     jobs = [
         Job(names.PLAIN, str(path), None, "float32", 1, prompts, 30, 0)
@@ -109,6 +109,32 @@ def test_gguf_files_that_are_written(tmp_path, kind):
     expected = transformers_generate.PEER.load(jobs[0]).run("default").outputs
     assert llama_cpp.PEER.load(jobs[1]).run("default").outputs == expected
     assert len(set(expected[0])) > 5
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize(
+    ("peer", "integers"),
+    [("llama.cpp", "int8"), ("llama.cpp", "int4"), ("onnxruntime-genai", "int4")],
+)
+def test_weights_in_integers_are_the_program_s_own(pair, outputs, peer, integers):
+    """Smaller models; first tokens are still those of the weights that were rounded."""
+    facts = names.PEERS[peer]
+    for module in (*facts.packages, *facts.converters):
+        pytest.importorskip(module)
+    phases = PhaseTimer(lambda event: None)
+    batches = [[ids] for ids in PROMPTS]
+    own = replace(pair, integers=(integers, None))
+    with (
+        prepare_peers([peer], pair, batches, TOKENS, 1, phases) as whole,
+        prepare_peers([peer], own, batches, TOKENS, 1, phases) as rounded,
+    ):
+        assert len(rounded.contenders) == 3, rounded.not_available
+        sizes = [one.contenders[0].model_bytes for one in (rounded, whole)]
+        assert sizes[0] < sizes[1]
+        found = rounded.contenders[0].run().outputs
+    # four bits of random weights change a choice now and then; other weights change them all
+    same = sum(a[0] == b[0] for a, b in zip(found, outputs, strict=True))
+    assert same >= 2, (found, outputs)
 
 
 def test_what_no_gguf_file_is_written_of(tmp_path):
@@ -122,4 +148,4 @@ def test_what_no_gguf_file_is_written_of(tmp_path):
     ):
         (tmp_path / "config.json").write_text(config)
         with pytest.raises(NotAvailableError, match=words):
-            export(tmp_path, "float32", Path(tmp_path / "model.gguf"))
+            export(tmp_path, Form("float32"), tmp_path / "model.gguf")
