@@ -1,4 +1,4 @@
-"""The baseline: greedy `generate` of transformers, plain and assisted, on the same checkpoints."""
+"""The baseline: greedy `generate` of transformers, plain, assisted and with lookups."""
 
 from __future__ import annotations
 
@@ -6,39 +6,18 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.bench.rounds import Measurement
-from specc.errors import ConfigError, ModelNotFoundError
-from specc.system.extras import install_command
 
 PLAIN = "transformers"
 ASSISTED = "transformers-assisted"
 STATIC = "transformers-compiled"
-# what transformers does unless told otherwise: up to 20 draft tokens, cut where the draft is unsure
-DEFAULTS = "defaults"
 # a pair that is refused; torch.compile, graphs (which assert what they assume), lack of memory
 _FAILURES = (ValueError, RuntimeError, AssertionError)
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """The pair and how to load it.
-
-    Args:
-        target: directory or cached hub id.
-        draft: the same; None without assisted generation.
-        dtype: of the engine.
-    """
-
-    target: str
-    draft: str | None
-    dtype: str
 
 
 class TransformersContender:
@@ -97,7 +76,7 @@ class TransformersContender:
         sizes = [size for size, *_ in self._batches]
         num_passes = sum(len(clock.counts) for clock in clocks)
         num_tokens = sum(map(len, outputs))
-        is_assisted = self._assistant is not None
+        drafts = self._assistant is not None or "prompt_lookup_num_tokens" in self._generation
         return Measurement(
             outputs=outputs,
             elapsed_s=elapsed_s,
@@ -113,7 +92,8 @@ class TransformersContender:
                 size * (len(clock.counts) - 1) for clock, size in zip(clocks, sizes, strict=True)
             ),
             # its pass over the prompt verifies a draft too
-            mean_acceptance_length=num_tokens / num_passes if is_assisted else None,
+            mean_acceptance_length=num_tokens / num_passes if drafts else None,
+            drafts=drafts,
         )
 
     def _configure(self) -> None:
@@ -149,53 +129,7 @@ class _Clock:
         pass
 
 
-def load_contenders(
-    checkpoints: Checkpoints,
-    batches: Sequence[Sequence[list[int]]],
-    max_tokens: int,
-    depth: int,
-) -> tuple[list[TransformersContender], list[str]]:
-    """Load the pair, and find the faster setting of assisted generation.
-
-    Args:
-        checkpoints: the pair.
-        batches: token ids of prompts, by batch.
-        max_tokens: output tokens of each prompt.
-        depth: draft tokens of the engine's plan; 0 leaves assisted generation out.
-    Returns:
-        plain and, where possible, assisted generation; notes on what was left out or chosen.
-    Raises:
-        ModelNotFoundError: a checkpoint is absent.
-        ConfigError: transformers is not installed.
-    """
-    target = _load(checkpoints.target, checkpoints.dtype, "--target-checkpoint")
-    plain = TransformersContender(PLAIN, target, batches, max_tokens)
-    if checkpoints.draft is None or depth == 0:
-        return [plain], [f"{ASSISTED} is left out: the engine has no draft, or no plan drafts"]
-    if any(len(batch) > 1 for batch in batches):
-        return [plain], [f"{ASSISTED} is left out: {_ONE_SEQUENCE}"]
-    draft = _load(checkpoints.draft, checkpoints.dtype, "--draft-checkpoint")
-    choices = {
-        name: TransformersContender(ASSISTED, target, batches, max_tokens, draft, settings)
-        for name, settings in ((f"constant {depth}", constant_draft(depth)), (DEFAULTS, {}))
-    }
-    failure = None
-    try:
-        # in turns, the faster of two runs each: the first one warms up
-        turns = [{name: choices[name].run().elapsed_s for name in choices} for _ in range(2)]
-    except _FAILURES as error:
-        failure = _left_out(ASSISTED, error)
-    if failure is not None:
-        _free(target)
-        return [plain], [failure]
-    seconds = {name: min(turn[name] for turn in turns) for name in choices}
-    best = min(seconds, key=lambda name: seconds[name])
-    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-    note = f"{ASSISTED} runs with its faster setting, {best} (before the rounds: {times})"
-    return [plain, choices[best]], [note]
-
-
-_ONE_SEQUENCE = "it decodes one sequence at a time"
+ONE_SEQUENCE = "it decodes one sequence at a time"
 
 
 def make_contenders(
@@ -217,7 +151,7 @@ def make_contenders(
         plain generation, assisted where possible, and on a GPU the compiled one with a static
         cache; notes on what was left out. One that fails is left out, too.
     """
-    _quieten()
+    quieten()
     found = [TransformersContender(PLAIN, target, batches, max_tokens)]
     notes: list[str] = []
 
@@ -232,7 +166,7 @@ def make_contenders(
             ASSISTED, target, batches, max_tokens, draft, constant_draft(depth)
         )
         if any(len(batch) > 1 for batch in batches):
-            notes.append(f"{ASSISTED} is left out: {_ONE_SEQUENCE}")
+            notes.append(f"{ASSISTED} is left out: {ONE_SEQUENCE}")
         else:
             add(assisted)
     if target.device.type == "cuda":
@@ -301,51 +235,12 @@ def _free(model: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _load(source: str, dtype: str, option: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"--against transformers, and transformers cannot be imported ({error})",
-            "transformers",
-            install_command("compile"),
-        ) from error
-    if not Path(source).is_dir() and not _is_cached(source):
-        raise ModelNotFoundError(
-            f"no checkpoint at {source}, where the engine was compiled from",
-            "the original checkpoint, to run transformers on it",
-            f"pass {option} DIR, the place that it is at now",
-        )
-    _quieten()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"{source}: {str(error).splitlines()[0]}",
-            "a checkpoint that transformers can load",
-            f"pass {option} DIR",
-        ) from error
-    return model.eval()
-
-
-def _quieten() -> None:
+def quieten() -> None:
     """No warnings and no bars of transformers between the lines of a benchmark."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def _is_cached(source: str) -> bool:
-    """Whether a hub id is on this machine."""
-    from transformers.utils import cached_file
-
-    try:
-        return cached_file(source, "config.json", local_files_only=True) is not None
-    except (OSError, ValueError):
-        return False
 
 
 def _pad(batch: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,13 @@ class EngineContender:
         self._make_hook = make_hook(synthetic, self._step.plan)
 
     def run(self) -> Measurement:
-        llm = LLM(self._engine, plan=self._step.plan.name, policy=self._policy)
+        # prompts repeat from run to run: rows that an earlier one left would make them cost nothing
+        llm = LLM(
+            self._engine,
+            plan=self._step.plan.name,
+            policy=self._policy,
+            shares_prefixes=False,
+        )
         hook = self._make_hook() if self._make_hook else None
         self._step.before_accept = hook
         try:

@@ -13,13 +13,13 @@ from typing import Any, cast
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.bench.baseline import PLAIN
 from specc.bench.conversations import (
     TalkMeasurement,
     category_figures,
     find_talk_differences,
 )
 from specc.bench.engine import add_margins
+from specc.bench.peers.installed import versions_of
 from specc.bench.questions import Question
 from specc.bench.rounds import (
     OFF,
@@ -29,6 +29,7 @@ from specc.bench.rounds import (
     Measurement,
     Rounds,
     Spread,
+    equal_token_share,
     find_differences,
     identity,
     run_name,
@@ -53,6 +54,8 @@ class Settings:
         dataset: the same file, where it holds conversations; `tokens` is then the most of a turn.
         synthetic_acceptance: probabilities by sibling rank; None is real acceptance.
         assisted: setting of transformers' assisted generation that was kept.
+        against: peers that were to be measured, too.
+        peers: run of a peer → the setting that was kept, with its name.
     """
 
     rounds: int
@@ -66,6 +69,8 @@ class Settings:
     threads: int = 0
     synthetic_acceptance: list[float] | None = None
     assisted: dict[str, Any] | None = None
+    against: list[str] = field(default_factory=list)
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,6 +84,7 @@ class Bench:
         bandwidth: as `measure_read_bandwidth` returns it.
         notes: what a reader has to know about a run that is absent or special.
         questions: of a data set, by place; none where prompts are asked once each.
+        not_available: `{"name": run, "reason": …}` of what peers cannot do.
     """
 
     directory: Path
@@ -89,6 +95,7 @@ class Bench:
     bandwidth: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     questions: Sequence[Question] = ()
+    not_available: Sequence[dict[str, str]] = ()
 
     @property
     def manifest(self) -> Manifest:
@@ -99,7 +106,7 @@ class Bench:
 def make_report(bench: Bench, command: str) -> dict[str, Any]:
     """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
     manifest = bench.manifest
-    return report_head(command) | {
+    return report_head(command, bench.settings.against) | {
         "engine": {
             "path": str(bench.directory),
             "backend": manifest.backend,
@@ -116,25 +123,26 @@ def make_report(bench: Bench, command: str) -> dict[str, Any]:
         "read_bandwidth_gb_s": bench.bandwidth["gb_s"],
         "read_bandwidth": bench.bandwidth,
         "runs": [_run(bench, contender, measured) for contender, measured in bench.rounds],
+        "not_available": list(bench.not_available),
         "notes": [*bench.notes, *_short_runs(bench), *uneven_runs(bench.rounds)],
     }
 
 
-def report_head(command: str) -> dict[str, Any]:
-    """What every report begins with."""
+def report_head(command: str, peers: Sequence[str] = ()) -> dict[str, Any]:
+    """What every report begins with; versions are also of what these peers are made of."""
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        "versions": versions(),
+        "versions": versions() | versions_of(peers),
     }
 
 
 def _run(bench: Bench, contender: Contender, measured: list[Measurement]) -> dict[str, Any]:
     plan = bench.engine.plans[contender.plan] if contender.plan else None
     off = bench.rounds.of(OFF)
-    figures = summarize(measured, off, off if plan else bench.rounds.of(PLAIN))
+    figures = summarize(measured, off, off if plan else bench.rounds.plain_of(contender.name))
     probabilities = bench.settings.synthetic_acceptance
     synthetic = None
     if contender.name == SPECULATIVE and probabilities is not None and plan is not None:
@@ -197,10 +205,12 @@ def compare_outputs(
         measured: of a contender.
     """
     if reference is None:
-        return dict.fromkeys(identity([], 1)) | {"differences": []}
+        return dict.fromkeys(identity([], 1)) | {"equal_token_share": None, "differences": []}
     differences: Sequence[Difference] = find_differences(reference, measured)
     differences = add_margins(engine, prompts, reference, differences)
-    return identity(differences, len(prompts))
+    return identity(differences, len(prompts)) | {
+        "equal_token_share": equal_token_share(reference, differences)
+    }
 
 
 def _bytes(bench: Bench, plan: Any, figures: dict[str, Any]) -> dict[str, Any]:

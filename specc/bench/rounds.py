@@ -16,6 +16,8 @@ OFF = "off"
 SPECULATIVE = "speculative"
 # greatest over least of a figure's rounds, beyond which a note warns
 _UNEVEN = 1.25
+# ways of a peer beside plain decoding, in the names of its runs
+_MODES = ("assisted", "lookup", "compiled")
 
 
 @dataclass
@@ -30,10 +32,12 @@ class Measurement:
         num_decode_tokens: tokens that were emitted in it.
         num_steps: target passes of decode steps; a batch shares a pass.
         num_request_steps: the same, counted once for each request that took part.
-        mean_acceptance_length: tokens a request emits in a step; None where nothing drafts.
+        mean_acceptance_length: tokens a request emits in a step; None where nothing drafts, and
+            where a peer that drafts does not tell.
         accepted_per_depth: share of steps in which depth 1, 2, … was accepted.
         stage_ms: milliseconds a step of each stage, where the contender tells them.
         excluded_s: what was taken off `elapsed_s`: the time of a hook that only benchmarks have.
+        drafts: whether steps may emit more than one token.
     """
 
     outputs: list[list[int]]
@@ -47,6 +51,7 @@ class Measurement:
     accepted_per_depth: list[float] = field(default_factory=list)
     stage_ms: dict[str, float] = field(default_factory=dict)
     excluded_s: float = 0.0
+    drafts: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -97,6 +102,11 @@ class Rounds:
     def of(self, name: str) -> list[Measurement]:
         """Measurements of the first contender of this name."""
         return next(measured for contender, measured in self if contender.name == name)
+
+    def plain_of(self, name: str) -> list[Measurement] | None:
+        """Of plain decoding by the peer that a contender belongs to; None where it did not run."""
+        found = (measured for contender, measured in self if is_of(name, contender.name))
+        return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,11 @@ def run_name(name: str, plan: str | None) -> str:
     return f"{name} {plan}" if name == SPECULATIVE else name
 
 
+def is_of(name: str, plain: str) -> bool:
+    """Whether a run belongs to a peer, such as `llama.cpp-lookup` to `llama.cpp`."""
+    return name == plain or any(name == f"{plain}-{mode}" for mode in _MODES)
+
+
 def uneven_rounds(spreads: Mapping[str, Spread], do: str) -> list[str]:
     """A note where rounds differ so much that something else must have used the machine.
 
@@ -223,14 +238,15 @@ def break_even_length(speculative_ms: float, off_ms: float) -> float | None:
 def summarize(
     measurements: Sequence[Measurement],
     off: Sequence[Measurement],
-    plain: Sequence[Measurement],
+    plain: Sequence[Measurement] | None,
 ) -> dict[str, Any]:
     """Figures of a contender for JSON; those that compare do so within each round.
 
     Args:
         measurements: of the counted rounds.
         off: of the engine's plain decoding in the same rounds.
-        plain: of plain decoding by the same system, against which drafting has to pay.
+        plain: of plain decoding by the same system, against which drafting has to pay; None where
+            it was not measured.
     """
     tokens_per_s = [m.tokens_per_s for m in measurements]
     speed_ups = [
@@ -239,7 +255,7 @@ def summarize(
     step_ms = Spread.of([m.ms_per_step for m in measurements])
     first = measurements[0]
     break_even = None
-    if first.mean_acceptance_length is not None:
+    if first.mean_acceptance_length is not None and plain is not None:
         lengths = [
             break_even_length(m.ms_per_step, p.ms_per_step)
             for m, p in zip(measurements, plain, strict=True)
@@ -263,7 +279,7 @@ def summarize(
         },
         "sequences_per_step": first.requests_per_step,
         # plain decoding emits one token a step
-        "mean_acceptance_length": first.mean_acceptance_length or 1.0,
+        "mean_acceptance_length": first.mean_acceptance_length or (None if first.drafts else 1.0),
         "accepted_per_depth": first.accepted_per_depth,
         "break_even_acceptance_length": break_even,
         "num_output_tokens": first.num_output_tokens,
@@ -281,6 +297,15 @@ def identity(differences: Sequence[Difference], num_prompts: int) -> dict[str, A
         "identical_share": 1 - _ratio(len(differences), num_prompts),
         "differences": [asdict(item) for item in differences],
     }
+
+
+def equal_token_share(
+    reference: Sequence[Sequence[int]], differences: Sequence[Difference]
+) -> float:
+    """Share of all tokens that stand before the first difference of their output."""
+    total = sum(map(len, reference))
+    lost = sum(len(reference[item.prompt]) - item.position for item in differences)
+    return 1 - _ratio(max(lost, 0), total)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -45,6 +45,7 @@ NEEDED_FOR = {
     "tensorrt": "compiling for --backend tensorrt without a GPU",
     "serve": "specc serve, and chat templates",
     "bench": "specc bench serve --base-url",
+    "peers": "specc bench --against other engines",
     "plot": "pictures: --plot, and specc.draw",
     "structured": "outputs that follow a JSON schema, a regex or a grammar",
     "cuda": "running engines of the backend cuda",

@@ -100,19 +100,23 @@ def draw_bench(report: dict[str, Any], path: Path) -> None:
         OutputError: the file cannot be written.
     """
     runs = report["runs"]
+    absent = [item["name"] for item in report.get("not_available", [])]
     medians = [run["tokens_per_s"] for run in runs]
     below = [run["tokens_per_s"] - run["tokens_per_s_min"] for run in runs]
     above = [run["tokens_per_s_max"] - run["tokens_per_s"] for run in runs]
-    with svg_plot(path, 7, 1.3 + 0.5 * len(runs), _bench_title(report)) as axes:
+    with svg_plot(path, 7, 1.3 + 0.5 * (len(runs) + len(absent)), _bench_title(report)) as axes:
         places = range(len(runs))
         colors = [_RUN_COLORS.get(run["name"], _OTHER_RUN) for run in runs]
         axes.barh(places, medians, xerr=(below, above), color=colors, capsize=3, height=0.6)
-        axes.set_yticks(places, [run_name(run["name"], run["plan"]) for run in runs])
-        axes.invert_yaxis()
+        names = [run_name(run["name"], run["plan"]) for run in runs]
+        axes.set_yticks(range(len(runs) + len(absent)), names + absent)
+        axes.set_ylim(len(runs) + len(absent) - 0.4, -0.6)
         right = max(run["tokens_per_s_max"] for run in runs)
         for place, run in zip(places, runs, strict=True):
             text = f"{run['tokens_per_s']:.4g}"
             axes.text(run["tokens_per_s_max"] + 0.02 * right, place, text, va="center")
+        for place in range(len(runs), len(runs) + len(absent)):
+            axes.text(0.02 * right, place, "not available", va="center", color="#8a8f98")
         axes.set_xlim(0, 1.15 * right or 1)
         axes.set_xlabel("output tokens/s, prefill included: median, least and greatest round")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specc.artifact.in_memory import BenchPrograms
-from specc.bench.baseline import ASSISTED, PLAIN
+from specc.bench.baseline import ASSISTED
 from specc.bench.device import describe_device
 from specc.bench.report import compare_outputs, report_head, uneven_runs, versions
 from specc.bench.rounds import OFF, Contender, Measurement, Rounds, summarize
@@ -116,7 +116,7 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
 def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) -> dict[str, Any]:
     plan = bench.engine.plans[contender.plan] if contender.plan else None
     off = bench.rounds.of(OFF)
-    figures = summarize(measured, off, off if plan else bench.rounds.of(PLAIN))
+    figures = summarize(measured, off, off if plan else bench.rounds.plain_of(contender.name))
     synthetic: dict[str, Any] | None = None
     expected = _expected_length(bench, contender.plan) if contender.plan else None
     if expected is not None:

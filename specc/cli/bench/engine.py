@@ -1,15 +1,17 @@
-"""`specc bench`: an engine against itself with speculation off, and against transformers."""
+"""`specc bench`: an engine against itself with speculation off, and against other programs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specc.bench.peers.installed import check_installed
+from specc.bench.peers.names import ASSISTED, TRANSFORMERS, run_of
 from specc.cli.bench.report import command_line, put_out
-from specc.cli.options.bench import TRANSFORMERS, BenchOptions
+from specc.cli.options.bench import BenchOptions
 from specc.cli.progress import make_listener
 from specc.cli.prompts import needs_ids, plain_prompts
 from specc.errors import ConfigError, RequestError
@@ -17,6 +19,8 @@ from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
+    from specc.artifact.manifest import Manifest
+    from specc.bench.peers.prepare import Prepared
     from specc.bench.rounds import Contender
     from specc.cli.options.common import PromptFile
     from specc.runtime.engine import Engine
@@ -40,6 +44,7 @@ def run_bench(directory: Path, options: BenchOptions) -> None:
         SpeccError: of an option, of a prompt, of the engine or of a checkpoint.
     """
     options.check_outputs()
+    check_installed(options.against)
     given = None if options.prompts is None else plain_prompts(options.prompts)
     with make_listener() as listen:
         report = measure(directory, given, options, PhaseTimer(listen))
@@ -119,20 +124,26 @@ def measure(
             "prompts: random token ids, as the engine has no tokenizer; acceptance on real prompts"
             " differs: pass --prompts"
         )
-    if options.against is not None:
-        depth = max((engine.plans[name].max_depth for name in plans[:1]), default=0)
-        with phases.phase("prepare transformers"):
-            baselines, more = _load_baselines(engine, options, batches, depth)
-        contenders += baselines
-        notes += more
-        settings.assisted = next((c.settings for c in baselines if c.name != TRANSFORMERS), None)
-
-    with phases.phase("rounds") as advance:
-        rounds = run_rounds(contenders, options.rounds, options.warmup, advance)
+    with _prepare_peers(engine, options, plans, batches, phases) as peers:
+        contenders += peers.contenders
+        notes += peers.notes
+        with phases.phase("rounds") as advance:
+            rounds = run_rounds(contenders, options.rounds, options.warmup, advance)
+    settings.peers = peers.settings()
+    settings.assisted = _without_name(settings.peers.get(run_of(TRANSFORMERS, ASSISTED)))
     settings.num_prompts = len(prompts)
     settings.num_prompt_tokens = sum(map(len, token_ids))
     settings.threads = torch.get_num_threads()
-    bench = Bench(directory, engine, settings, token_ids, rounds, bandwidth, notes)
+    bench = Bench(
+        directory,
+        engine,
+        settings,
+        token_ids,
+        rounds,
+        bandwidth,
+        notes,
+        not_available=peers.not_available,
+    )
     return make_report(bench, command_line())
 
 
@@ -162,19 +173,60 @@ def plans_beside_off(engine: Engine, options: BenchOptions) -> list[str]:
     return names
 
 
-def _load_baselines(
-    engine: Engine, options: BenchOptions, batches: Any, depth: int
-) -> tuple[list[Any], list[str]]:
-    from specc.bench.baseline import ASSISTED, Checkpoints, load_contenders
+def _prepare_peers(
+    engine: Engine,
+    options: BenchOptions,
+    plans: Sequence[str],
+    batches: Sequence[Sequence[list[int]]],
+    phases: PhaseTimer,
+) -> Prepared:
+    import torch
 
+    from specc.bench.peers.prepare import Pair, Prepared, prepare_peers
+
+    if not options.against:
+        return Prepared()
     manifest = engine.manifest
     assert manifest is not None, "an engine that was loaded has a manifest"
     sources = [model.checkpoint for model in manifest.models]
-    # transformers has no draft that reads hidden states
-    is_head = len(sources) > 1 and manifest.models[1].head is not None
-    draft = options.draft_checkpoint or (sources[1] if len(sources) > 1 and not is_head else None)
-    checkpoints = Checkpoints(options.target_checkpoint or sources[0], draft, manifest.dtype)
-    contenders, notes = load_contenders(checkpoints, batches, options.tokens, depth)
-    if is_head and draft is None:
-        notes = [f"{ASSISTED} is left out: transformers has no draft like {sources[1]}, a head"]
-    return contenders, notes
+    depth = max((engine.plans[name].max_depth for name in plans[:1]), default=0)
+    draft, why = options.draft_checkpoint, ""
+    if draft is None and len(sources) > 1:
+        draft = sources[1]
+        if manifest.models[1].head is not None:
+            draft, why = None, f"it has no draft like {sources[1]}, a head"
+    if depth == 0:
+        draft = None
+    pair = Pair(
+        options.target_checkpoint or sources[0],
+        draft,
+        why or "the engine has no draft, or no plan drafts",
+        manifest.dtype,
+        depth,
+        tuple(_special(manifest)),
+        _integers(manifest),
+    )
+    names = list(dict.fromkeys(options.against))
+    threads = torch.get_num_threads()
+    return prepare_peers(names, pair, batches, options.tokens, threads, phases)
+
+
+def _special(manifest: Manifest) -> Iterator[str]:
+    """What the engine has on which times depend, and other programs have not."""
+    if manifest.device != "cpu":
+        yield f"the engine has a device, {manifest.device}"
+    if kinds := {model.quantization for model in manifest.models if model.quantization}:
+        yield f"the engine has weights in {' and '.join(sorted(kinds))}"
+
+
+def _integers(manifest: Manifest) -> tuple[str | None, str | None]:
+    """Of target and draft: what others are to round weights to, each in its own layout."""
+    kinds = [model.quantization for model in manifest.models]
+    target, draft = [kind and kind.partition("-")[0] for kind in [*kinds, None, None][:2]]
+    return target, draft
+
+
+def _without_name(setting: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is given to `generate`, without what only reports have."""
+    own = ("name", "model_bytes")
+    return setting and {key: value for key, value in setting.items() if key not in own}

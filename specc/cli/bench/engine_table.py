@@ -62,6 +62,8 @@ def speed_table(report: dict[str, Any]) -> Table:
             cell(run["break_even_acceptance_length"]),
             _identical(run),
         )
+    for item in _not_available(report):
+        table.add_row(item["name"], "not available", *[""] * len(columns))
     return table
 
 
@@ -120,7 +122,16 @@ def _step_table(report: dict[str, Any]) -> Table:
 
 def closing_lines(report: dict[str, Any]) -> list[str]:
     """What stands below the tables: depths, differences, and what to be careful about."""
-    return [*_depth_lines(report), *_difference_lines(report), *report["notes"]]
+    absent = [
+        f"{item['name']} is not available: {item['reason']}" for item in _not_available(report)
+    ]
+    return [*_depth_lines(report), *_difference_lines(report), *absent, *report["notes"]]
+
+
+def _not_available(report: dict[str, Any]) -> list[dict[str, str]]:
+    """What peers cannot do; reports of shapes have no peers in processes of their own."""
+    found: list[dict[str, str]] = report.get("not_available", [])
+    return found
 
 
 def _depth_lines(report: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
         SpeccError: of an option or of a shape.
     """
     common.check_outputs()
-    for name, value in (("--against", common.against), ("--plot", common.plot)):
+    for name, value in (("--against", common.against or None), ("--plot", common.plot)):
         if value is not None:
             raise ConfigError(
                 f"{name} with --estimate", "nothing to run beside", f"leave out {name}"

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specc.bench.peers.names import TRANSFORMERS
 from specc.cli.bench.report import command_line
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
@@ -35,6 +36,13 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
         SpeccError: of an option, of a shape, or of the device's memory.
     """
     common.check_outputs()
+    for name in common.against:
+        if name != TRANSFORMERS:
+            raise ConfigError(
+                f"--against {name} with --synthetic",
+                f"{TRANSFORMERS}, which runs modules with random weights",
+                f"leave it out, or measure an engine: {name} reads checkpoints",
+            )
     if layout_of(options) is not None:
         raise ConfigError(
             f"--quantize {layout_of(options)} without --estimate",
@@ -238,7 +246,7 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
         warmup=common.warmup,
         threads=torch.get_num_threads(),
         synthetic_acceptance=common.settings().synthetic_acceptance,
-        against=common.against,
+        against=TRANSFORMERS if common.against else None,
     )
 
 
@@ -275,7 +283,7 @@ def _extra_bytes(programs: BenchPrograms, common: BenchOptions, device: Any) -> 
 
     # a growing and a static cache, and what its passes hold
     own = sum(2 * m.memory.cache + m.memory.workspace + m.memory.logits for m in programs.models)
-    return 2 * COPY_BYTES[device.device.type] + (own if common.against is not None else 0)
+    return 2 * COPY_BYTES[device.device.type] + (own if common.against else 0)
 
 
 def _draw_weights(models: Sequence[BenchModel], device: Any) -> dict[str, dict[str, Any]]:
@@ -312,7 +320,7 @@ def _contenders(
     contenders += [
         EngineContender(engine, SPECULATIVE, plan.name, batches, tokens) for plan in plans
     ]
-    if common.against is None:
+    if not common.against:
         return contenders, []
     modules = [model.module for model in programs.models]
     with phases.phase("prepare transformers"):

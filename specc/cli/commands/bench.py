@@ -46,7 +46,7 @@ def bench(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure an engine, or shapes with random weights: plans, plain decoding, transformers.
+    """Measure an engine, or shapes with random weights: plans, plain decoding, other programs.
 
     The plan off always runs, too. Rounds are interleaved; figures are medians with their spread,
     and every output is compared with that of plain decoding.
@@ -55,7 +55,7 @@ def bench(
     Examples:
       specc bench engine/
       specc bench engine/ --prompts prompts.jsonl --threads 4 --json out.json --plot out.svg
-      specc bench engine/ --against transformers --rounds 7
+      specc bench engine/ --against transformers --against llama.cpp --rounds 7
       specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
       specc bench engine/ --dataset question.jsonl --num-prompts 10 --tokens 512 --rounds 1
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05

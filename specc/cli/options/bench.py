@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specc.bench.peers.names import PEERS, check_name
 from specc.cli.options.common import PromptFile, ReportOptions
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 BUILT_IN = "built-in"
 DEFAULT_CONTEXT = 1024
-TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,17 @@ class BenchOptions(PromptFile, ReportOptions):
     plans: tuple[str, ...] = option(
         (), "Measure this plan instead of the engine's default one; repeatable.", "--plan"
     )
-    against: str | None = option(
-        None, "Also measure another program: transformers, its plain and assisted generation."
+    against: tuple[str, ...] = option(
+        (),
+        f"Also measure another program, plain, with the draft and with prompt lookup; repeatable:"
+        f" {', '.join(PEERS)}.",
+        metavar="NAME",
     )
     target_checkpoint: str | None = option(
-        None, "Checkpoint for transformers; without it, the one that was compiled."
+        None, "Checkpoint for --against; without it, the one that was compiled."
     )
     draft_checkpoint: str | None = option(
-        None, "Checkpoint for transformers; without it, the one that was compiled."
+        None, "Checkpoint for --against; without it, the one that was compiled."
     )
     synthetic_acceptance: str | None = option(
         None,
@@ -65,10 +68,8 @@ class BenchOptions(PromptFile, ReportOptions):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.against not in (None, TRANSFORMERS):
-            raise ConfigError(
-                f"--against {self.against}", TRANSFORMERS, f"--against {TRANSFORMERS}"
-            )
+        for name in self.against:
+            check_name(name)
         if self.dataset is not None:
             self._check_dataset()
 
@@ -78,7 +79,7 @@ class BenchOptions(PromptFile, ReportOptions):
             ("--prompts", self.prompts, "one of them"),
             (
                 "--against",
-                self.against,
+                " --against ".join(self.against) or None,
                 "plans of the engine: answers make the prompts that follow",
             ),
             (
@@ -118,6 +119,7 @@ class BenchOptions(PromptFile, ReportOptions):
             batch_size=self.batch_size,
             prompts=str(self.dataset or self.prompts or BUILT_IN),
             dataset=None if self.dataset is None else str(self.dataset),
+            against=list(dict.fromkeys(self.against)),
             synthetic_acceptance=None
             if text is None
             else parse_ranks(text, "--synthetic-acceptance"),

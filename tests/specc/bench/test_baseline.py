@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
 
 import pytest
@@ -16,15 +15,14 @@ from specc.bench.baseline import (
     ASSISTED,
     PLAIN,
     STATIC,
-    Checkpoints,
     TransformersContender,
-    load_contenders,
     make_contenders,
 )
 from specc.bench.engine import EngineContender, add_margins, tokenize
 from specc.bench.rounds import Difference
-from specc.errors import ConfigError, ModelNotFoundError, RequestError
+from specc.errors import RequestError
 from specc.runtime.engine import Engine
+from specc.runtime.scheduling.prefix_cache import PrefixCache
 
 PROMPTS = [[70, 71, 72, 73, 74], [80, 81], [90, 91, 92]]
 CONSTANT_3 = {
@@ -91,38 +89,6 @@ def test_passes_of_assisted_generation_are_counted(model, off_outputs):
     assert found.outputs == [tokens[:17] for tokens in off_outputs]
     assert found.mean_acceptance_length == 17 / 5
     assert found.num_steps == 3 * 4
-
-
-def test_both_are_loaded_and_the_faster_setting_is_kept(tiny_models, off_outputs):
-    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
-    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
-    assert [contender.name for contender in contenders] == [PLAIN, ASSISTED]
-    assert contenders[1].settings in (CONSTANT_3, {})
-    assert "faster setting" in note
-    assert [contender.run().outputs for contender in contenders] == [off_outputs] * 2
-
-
-def test_batches_leave_assisted_generation_out(tiny_models):
-    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
-    contenders, (note,) = load_contenders(checkpoints, [PROMPTS], 20, depth=3)
-    assert [contender.name for contender in contenders] == [PLAIN]
-    assert "one sequence" in note
-
-
-def test_no_draft_leaves_assisted_generation_out(tiny_models):
-    checkpoints = Checkpoints(str(tiny_models.target), None, "float32")
-    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
-    assert [contender.name for contender in contenders] == [PLAIN]
-    assert "no draft" in note
-
-
-def test_a_pair_that_transformers_refuses(tiny_models, tmp_path, save_llama):
-    """The compiler fits a padded vocabulary; transformers wants a tokenizer for that."""
-    save_llama(tmp_path / "padded", 3, vocab_size=272)
-    checkpoints = Checkpoints(str(tiny_models.target), str(tmp_path / "padded"), "float32")
-    contenders, (note,) = load_contenders(checkpoints, one_by_one(), 20, depth=3)
-    assert [contender.name for contender in contenders] == [PLAIN]
-    assert "refuses" in note
 
 
 class OnGpu:
@@ -223,38 +189,16 @@ def test_an_interrupt_is_no_failure(monkeypatch):
         make_contenders(OnGpu(), None, [[[1]]], 4, 0)
 
 
-def test_assisted_generation_that_breaks_on_checkpoints(tiny_models, monkeypatch):
-    """The settings that are tried before an engine's rounds: as with modules."""
-    fail_with(monkeypatch, {ASSISTED: RuntimeError("broke\nmore")})
-    checkpoints = Checkpoints(str(tiny_models.target), str(tiny_models.draft), "float32")
-    contenders, notes = load_contenders(checkpoints, one_by_one(), 20, depth=3)
-    assert [contender.name for contender in contenders] == [PLAIN]
-    assert notes == [f"{ASSISTED} is left out: it failed (RuntimeError: broke)"]
+def test_every_run_computes_its_prompts(engine, off_outputs, monkeypatch):
+    """Rows that a run before left are not looked for: nobody else is given any."""
+    contender = EngineContender(engine, "off", "off", one_by_one([[*PROMPTS[0] * 8]]), 4)
+    first = contender.run()
 
+    def find(self, request):
+        raise AssertionError("a prompt is looked for among earlier ones")
 
-def test_checkpoints_that_are_gone(tiny_models, tmp_path):
-    for target, draft, option in (
-        (tmp_path / "no", tiny_models.draft, "--target-checkpoint"),
-        (tiny_models.target, tmp_path / "no", "--draft-checkpoint"),
-    ):
-        checkpoints = Checkpoints(str(target), str(draft), "float32")
-        with pytest.raises(ModelNotFoundError) as caught:
-            load_contenders(checkpoints, one_by_one(), 20, depth=3)
-        assert str(tmp_path / "no") in caught.value.found
-        assert option in caught.value.do
-
-
-def test_a_directory_without_weights(tiny_models, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny_models.target / "config.json").read_bytes())
-    with pytest.raises(ModelNotFoundError):
-        load_contenders(Checkpoints(str(tmp_path), None, "float32"), one_by_one(), 20, depth=0)
-
-
-def test_transformers_is_not_installed(tiny_models, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError) as caught:
-        load_contenders(Checkpoints(str(tiny_models.target), None, "float32"), [], 20, depth=0)
-    assert "pip install" in caught.value.do
+    monkeypatch.setattr(PrefixCache, "find", find)
+    assert contender.run().outputs == first.outputs
 
 
 def test_the_margin_is_that_of_the_targets_logits(engine, model, off_outputs):

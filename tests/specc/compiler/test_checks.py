@@ -196,6 +196,7 @@ def test_where_a_model_comes_from(models, monkeypatch):
     assert ModelSource.load("target", module, torch.float32).location is None
 
 
+@pytest.mark.slow
 def test_bench_against_transformers_from_another_directory(tiny_models, tmp_path, monkeypatch):
     measure = bench_bytes.measure_read_bandwidth
     monkeypatch.setattr(bench_bytes, "measure_read_bandwidth", lambda: measure(1_000_000))

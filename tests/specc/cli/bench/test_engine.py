@@ -14,6 +14,7 @@ from specc.bench.engine import EngineContender
 from specc.system.machine import num_usable_cores
 from tests import command_line
 from tests.command_line import assert_refused
+from tests.specc.bench.peers import fake_peer
 
 invoke = partial(command_line.invoke, "bench")
 
@@ -44,6 +45,7 @@ RUN_FIELDS = {
     "identical": (bool, type(None)),
     "identical_prompts": (int, type(None)),
     "identical_share": (float, type(None)),
+    "equal_token_share": (float, type(None)),
     "differences": list,
     "categories": dict,
     "bytes_per_step": (int, type(None)),
@@ -61,6 +63,7 @@ REPORT_FIELDS = [
     "read_bandwidth_gb_s",
     "read_bandwidth",
     "runs",
+    "not_available",
     "notes",
 ]
 QUICK = ("--tokens", 12, "--rounds", 2, "--warmup", 0, "--no-verify")
@@ -91,6 +94,7 @@ def test_help_has_examples():
     assert "Examples:\n    specc bench" in result.stdout
 
 
+@pytest.mark.slow
 def test_against_transformers(tiny_engine, prompts, tmp_path):
     """The whole report, its table, its picture."""
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
@@ -100,7 +104,8 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
     assert "rounds … " in result.stderr
     report = json.loads(out.read_text())
     assert list(report) == REPORT_FIELDS
-    names = ["off", "speculative", "transformers", "transformers-assisted"]
+    names = ["off", "speculative", "transformers", "transformers-assisted", "transformers-lookup"]
+    assert report["not_available"] == []
     assert [run["name"] for run in report["runs"]] == names
     for run in report["runs"]:
         assert set(run) == set(RUN_FIELDS)
@@ -111,7 +116,7 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
         assert len(run["tokens_per_s_rounds"]) == 1
         assert run["tokens_per_s_min"] <= run["tokens_per_s"] <= run["tokens_per_s_max"]
         assert run["name"] in result.stdout
-    off, speculative, plain, assisted = report["runs"]
+    off, speculative, plain, assisted, _ = report["runs"]
     assert off["mean_acceptance_length"] == plain["mean_acceptance_length"] == 1.0
     assert speculative["break_even_acceptance_length"] == pytest.approx(
         speculative["ms_per_step"] / off["ms_per_step"]
@@ -129,7 +134,7 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
     assert set(report["versions"]) == {"python", "torch", "specc", "transformers"}
     assert report["machine"]["usable_cores"] == num_usable_cores()
     assert report["engine"]["default_plan"] == "tree-2-1"
-    assert "faster setting" in result.stdout
+    assert "fastest setting" in result.stdout
     picture = ElementTree.parse(plot).getroot()
     assert picture.tag.endswith("svg")
     text = "".join(picture.itertext())
@@ -137,16 +142,53 @@ def test_against_transformers(tiny_engine, prompts, tmp_path):
     assert "speculative chain-3" in text
 
 
-def test_batches(tiny_engine, prompts):
-    options = ("--against", "transformers", "--prompts", prompts, "--batch-size", 2)
-    report = report_of(tiny_engine, *QUICK, *options)
-    assert [run["name"] for run in report["runs"]] == ["off", "speculative", "transformers"]
-    assert any("transformers-assisted is left out" in note for note in report["notes"])
-    off = report["runs"][0]
+@pytest.fixture
+def fake(monkeypatch, tmp_path) -> str:
+    fake_peer.register(monkeypatch, tmp_path / "cache")
+    return fake_peer.NAME
+
+
+def test_batches(tiny_engine, prompts, fake):
+    """With a peer whose answers are others: what it does, cannot do, and how far it is equal."""
+    options = ("--against", fake, "--prompts", prompts, "--batch-size", 2)
+    out, plot = prompts.with_name("out.json"), prompts.with_name("out.svg")
+    result = invoke(tiny_engine, *QUICK, *options, "--json", out, "--plot", plot)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(out.read_text())
+    assert list(report) == REPORT_FIELDS
+    names = ["off", "speculative", "fake", "fake-assisted"]
+    assert [run["name"] for run in report["runs"]] == names
+    off, speculative, plain, assisted = report["runs"]
     # two sequences take 11 steps together, the third alone
     assert (off["num_steps"], off["sequences_per_step"]) == (22, 1.5)
-    for run in report["runs"]:
-        assert run["identical"] is True, run["differences"]
+    for run in (off, speculative):
+        assert (run["identical"], run["equal_token_share"]) == (True, 1.0), run["differences"]
+    for run in (plain, assisted):
+        assert set(run) == set(RUN_FIELDS)
+        assert (run["identical"], len(run["differences"])) == (False, 3)
+        firsts = [item["position"] for item in run["differences"]]
+        assert run["equal_token_share"] == sum(firsts) / 36
+    assert assisted["break_even_acceptance_length"] == pytest.approx(
+        assisted["ms_per_step"] / plain["ms_per_step"]
+    )
+    assert report["not_available"] == [{"name": "fake-lookup", "reason": "it has no lookups"}]
+    settings = report["settings"]
+    assert settings["against"] == [fake]
+    # the default plan drafts 2 deep
+    assert settings["peers"]["fake-assisted"] == {"name": "fast", "model_bytes": 0, "num": 3}
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["fake-lookup", "not", "available"] in rows
+    assert "fake-lookup is not available: it has no lookups" in result.stdout
+    text = " ".join(ElementTree.parse(plot).getroot().itertext())
+    assert "fake-lookup" in text
+    assert "not available" in text
+
+
+def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
+    """Said before the engine is looked at, and so before anything is measured."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    result = invoke(tmp_path / "no engine", "--against", "llama.cpp")
+    assert_refused(result, "--against llama.cpp", "llama-cpp-python", "pip install")
 
 
 def test_several_plans(tiny_engine, prompts):
@@ -238,7 +280,7 @@ def test_threads_out_of_range(tiny_engine, threads):
         (("--num-prompts", 0), ("--num-prompts 0",)),
         (("--tokens", 90), ("max_seq_len", "--tokens")),
         (("--plan", "chain-9"), ("chain-9", "tree-2-1")),
-        (("--against", "vllm"), ("vllm", "transformers")),
+        (("--against", "vllm"), ("vllm", "transformers", "llama.cpp")),
         (("--json", "/no/such/directory/out.json"), ("/no/such/directory",)),
         (("--plot", "/no/such/directory/out.svg"), ("/no/such/directory",)),
         (("--plot", "out.png"), ("out.png", ".svg")),

@@ -49,7 +49,7 @@ def test_compiling_has_the_defaults_of_its_config():
     [
         (BenchOptions, {"tokens": 1}, "tokens=1"),
         (BenchOptions, {"num_prompts": 0}, "num_prompts=0"),
-        (BenchOptions, {"against": "vllm"}, "--against vllm"),
+        (BenchOptions, {"against": ("vllm",)}, "--against vllm"),
         (ShapesOptions, {"context": 0}, "context=0"),
         (LoadOptions, {"num_requests": 0}, "num_requests=0"),
         (LoadOptions, {"timeout": 0.0}, "timeout=0.0"),

@@ -1,0 +1,1 @@
+"""Other programs that `specc bench --against` measures, each in processes of its own."""
