@@ -37,6 +37,7 @@ from specc.tune.candidates import (
     is_outgrown,
     views_to_measure,
 )
+from specc.tune.head_acceptance import head_acceptance
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 from specc.tune.outputs import own_outputs, params_of, typical_context
@@ -158,8 +159,7 @@ def tune(
         phases: tells the listener how far this is.
         offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:
-        ConfigError: an engine without drafts or with heads, or batch sizes that it was not
-            compiled for.
+        ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
         RequestError: text for an engine without a tokenizer.
     """
     manifest = open_engine(directory, None, weights_budget=least_of(offload_weights))
@@ -168,12 +168,7 @@ def tune(
         raise ConfigError(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
-    if heads := [model.source for model in manifest.models if model.head is not None]:
-        raise ConfigError(
-            f"an engine whose draft is a head ({', '.join(heads)})",
-            "drafts that read tokens alone: nothing measures passes over hidden states yet",
-            "choose a plan with --plan, or compile with another draft",
-        )
+    heads = [model.name for model in manifest.models if model.head is not None]
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
     if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
         raise RequestError(
@@ -201,7 +196,7 @@ def tune(
         named = (SelfDraft.named(draft) for draft in drafts)
         others = [draft for draft in named if draft is not None and draft.has_program]
         own = [*map(SelfDraft, views), *others]
-        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases)
+        acceptance = _acceptance(engine, drafts, own, heads, trajectories, options, phases)
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
@@ -221,7 +216,10 @@ def tune(
                 draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
                 for draft in acceptance
             }
-            plans = candidates(acceptance, seconds, known, options)
+            plans = {
+                plan.with_heads(heads): promised
+                for plan, promised in candidates(acceptance, seconds, known, options).items()
+            }
             with phases.phase(f"whole steps, batch {size}"):
                 extension.try_plans([*plans, OFF], room)
                 tuning.batches.append(_measure(load, plans, token_ids, size, options))
@@ -248,6 +246,7 @@ def _acceptance(
     engine: Engine,
     drafts: Sequence[str],
     own: Sequence[SelfDraft],
+    heads: Sequence[str],
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
@@ -263,7 +262,8 @@ def _acceptance(
                 found[draft] = lookup_acceptance(draft, trajectories, LOOKUP_DEPTH)
             else:
                 number = int(draft.removeprefix("draft_"))
-                found[draft] = draft_acceptance(engine, number, trajectories, width, depth)
+                measure = head_acceptance if draft in heads else draft_acceptance
+                found[draft] = measure(engine, number, trajectories, width, depth)
     if own:
         with phases.phase("acceptance of self-drafts"):
             tables = self_acceptance(engine, own, trajectories, width, depth)
