@@ -240,4 +240,7 @@ def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> No
         tensors["t2d"][head.kept] = True
     text = json.dumps(config, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    file = directory / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    # the library lets its owner alone read it
+    file.chmod(0o644)

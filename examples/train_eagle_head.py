@@ -8,7 +8,8 @@ once (`head_texts.py`). The head is unrolled over as many depths as a chain has,
 what the one before it has handed on, and follows the target's whole distribution at every depth;
 along greedy texts the target's first choice counts once more.
 
-    python examples/train_eagle_head.py --minutes 20
+    python examples/train_eagle_head.py --texts out/texts.safetensors --minutes 16 --out out/first
+    python examples/train_eagle_head.py --texts out/texts.safetensors --start out/first --minutes 21
     specc compile --target examples/pair/target --draft examples/pair/eagle -o engine/
 
 `eval.json` beside the weights says how, and how well: the acceptance length of greedy chains, by a
@@ -19,6 +20,7 @@ are the head's first choice where the text before them is given.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -128,6 +130,7 @@ def train(
     goal: Goal,
     schedule: Schedule,
     rates: tuple[float, float],
+    shares: list[float],
     batch_tokens: int,
     seed: int,
 ) -> tuple[int, dict[str, Any]]:
@@ -136,10 +139,11 @@ def train(
     Args:
         head: in float32.
         output: see `losses`.
-        shelves: texts of one kind each, the greedy ones first; drawn as often as they have tokens.
+        shelves: texts of one kind each, the greedy ones first.
         goal: see there.
         schedule: of the learning rates; it also ends the training.
         rates: peak learning rates of Muon and of AdamW.
+        shares: how often a token of each kind is drawn, relative to the others.
         batch_tokens: of a step, about.
         seed: of the order.
     Returns:
@@ -147,10 +151,12 @@ def train(
     """
     optimizer = Optimizer(head, *rates)
     generator = torch.Generator().manual_seed(seed)
-    shares = torch.tensor([float(texts.tokens.numel()) for texts in shelves])
+    odds = torch.tensor(
+        [share * texts.tokens.numel() for share, texts in zip(shares, shelves, strict=True)]
+    )
     step, figures, begin = 0, {}, time.monotonic()
     while schedule.progress(step) < 1.0:
-        number = int(torch.multinomial(shares, 1, generator=generator))
+        number = int(torch.multinomial(odds, 1, generator=generator))
         texts = shelves[number]
         count = max(1, batch_tokens // texts.length)
         rows = texts.rows(torch.randint(len(texts), (count,), generator=generator))
@@ -286,7 +292,7 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.monotonic()
     rates = (args.muon_rate, args.adam_rate)
     steps, figures = train(
-        head, output, shelves, goal, schedule, rates, args.batch_tokens, args.seed + 3
+        head, output, shelves, goal, schedule, rates, args.shares, args.batch_tokens, args.seed + 3
     )
     seconds = time.monotonic() - begin
     save_head(head, args.boundaries, args.out)
@@ -304,6 +310,7 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
             **vars(goal),
             "boundaries": args.boundaries,
             "rates": rates,
+            "shares": args.shares,
             "batch_tokens": args.batch_tokens,
         },
         "steps": steps,
@@ -327,9 +334,16 @@ def main() -> None:
     add("--steps", type=int, default=10**6, help="steps of training, at most")
     add("--boundaries", type=int, nargs="+", default=[2, 5, 7], help="b: what enters layer b")
     add("--depths", type=int, default=4, help="that the head is unrolled over")
-    add("--decay", type=float, default=0.9, help="weight of a depth relative to the last")
+    add("--decay", type=float, default=1.0, help="weight of a depth relative to the last")
     add("--first-weight", type=float, default=1.0, help="of the target's choice, greedy texts")
-    add("--missed-weight", type=float, default=1.0, help="of rows that a chain does not reach")
+    add("--missed-weight", type=float, default=0.3, help="of rows that a chain does not reach")
+    add(
+        "--shares",
+        type=float,
+        nargs=3,
+        default=[1.0, 1.0, 1.0],
+        help="how often a token of greedy texts, sampled ones and the corpus is drawn",
+    )
     add("--width", type=int, default=128)
     add("--inner", type=int, default=384, help="columns of the MLP")
     add("--heads", type=int, default=2)
@@ -345,6 +359,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     facts = facts_of_training("train_eagle_head.py", args.seed)
     facts["transformers"] = transformers.__version__
+    if args.start:
+        facts["start"] = json.loads((args.start / "eval.json").read_text(encoding="utf-8"))
     facts |= make_head(args)
     write_json(args.out / "eval.json", facts)
     print(facts, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,26 +160,32 @@ def test_rows_after_a_miss_count_less(script: ModuleType, target: Any) -> None:
     """With weight 0 a depth learns from the rows alone that a greedy chain comes to."""
     head, tokens = built(target, VOCAB), torch.randint(VOCAB, (3, 12))
     texts = read(target, tokens, 6)
-    output = target.get_output_embeddings().weight.detach().bfloat16()
-    seen = []
+    embedding = target.get_output_embeddings().weight.detach()
+    output = (embedding / embedding.norm(dim=-1, keepdim=True)).bfloat16()
+    with torch.no_grad():
+        known = head.unroll(texts.taps[:, :-2], tokens[:, 1:-1], DEPTHS, 0)
+        scores = [head.lm_head(rows)[:, 4:] for rows in known]
+        # what the head finds likeliest at the first depth is the target's choice here and there
+        is_same = torch.rand(3, 10) < 0.6
+        chosen = torch.where(is_same, head.lm_head(known[0]).argmax(-1), tokens[:, :10])
+        last = torch.cat([texts.last[:, :1], 30 * output[chosen], texts.last[:, -1:]], 1)
+        texts = replace(texts, last=last)
+        taught = (last[:, 5:-1] @ output.T).float()
+        seen, alive = [], torch.ones(3, 6)
+        for own in scores:
+            loss = -(taught.softmax(-1) * own.log_softmax(-1)).sum(-1)
+            seen.append(((loss * alive).sum() / alive.sum()).item())
+            hit = own.argmax(-1) == chosen[:, 4:]
+            alive[:, 1:] = alive[:, :-1].clone() * hit[:, :-1]
+            alive[:, 0] = 1
+        assert 3 < alive.sum() < 14
 
     def losses(weight: float) -> list[float]:
         goal = script.Goal(DEPTHS, 1.0, 0.0, weight)
-        return script.losses(head, output, texts, goal, False)[1]
+        return script.losses(head, output, texts, goal, False)[1].tolist()
 
-    with torch.no_grad():
-        known = head.unroll(texts.taps[:, :-2], tokens[:, 1:-1], DEPTHS, 0)
-        taught = texts.last[:, 1:-1].float() @ output.float().T
-        alive = torch.ones(3, 6)
-        for depth in range(DEPTHS):
-            scores = head.lm_head(known[depth])[:, 4:]
-            own = -(taught.softmax(-1)[:, 4:] * scores.log_softmax(-1)).sum(-1)
-            seen.append(((own * alive).sum() / alive.sum()).item())
-            hit = scores.argmax(-1) == taught[:, 4:].argmax(-1)
-            alive[:, 1:] = alive[:, :-1] * hit[:, :-1]
-            alive[:, 0] = 1
-    assert losses(0.0) == pytest.approx(seen, rel=0.05)
-    assert losses(0.0) != pytest.approx(losses(1.0), rel=1e-3)
+    assert losses(0.0) == pytest.approx(seen, rel=0.03)
+    assert losses(1.0) != pytest.approx(seen, rel=0.03)
 
 
 @pytest.mark.slow
@@ -193,7 +200,7 @@ def test_a_trained_head_drafts_in_an_engine_as_its_walk_says(
     output = target.get_output_embeddings().weight.detach().bfloat16()
     schedule = script.Schedule(40, 1e6, warmup=1)
     before = script.losses(head, output, texts, goal, True)[0].item()
-    steps, _ = script.train(head, output, [texts], goal, schedule, (0.02, 4e-3), 200, 0)
+    steps, _ = script.train(head, output, [texts], goal, schedule, (0.02, 4e-3), [1.0], 200, 0)
     assert steps == 40
     assert script.losses(head, output, texts, goal, True)[0].item() < 0.7 * before
 
