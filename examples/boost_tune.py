@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from boost_eval import Contestants, measure, print_summary, write_report
-from pair_data import encode_stream, load_corpus, read_prompts
+from pair_data import encode_stream, read_prompts, training_files
 from pair_parts import Schedule, save_pair
 from pair_policy import BATCH, Pool, build_pool, train_on_policy
 from torch import Tensor
@@ -187,15 +187,6 @@ def tune(
         control_s=control_s,
     )
     return training, control
-
-
-def training_files(prompt_files: Sequence[Path]) -> list:
-    """The corpus' training files that hold none of the prompts."""
-    prompts = [entry["prompt"] for path in prompt_files for entry in read_prompts(path)]
-    files = load_corpus()[0]
-    kept = [file for file in files if not any(prompt in file.text for prompt in prompts)]
-    print(f"corpus: {len(kept)} files, {len(files) - len(kept)} left out", flush=True)
-    return kept
 
 
 def check(args: argparse.Namespace) -> tuple[Path, list[Path]]:

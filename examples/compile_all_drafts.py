@@ -3,6 +3,7 @@
     python examples/compile_all_drafts.py --target T --draft D1 --draft D2 -o ENGINE
 
 `--tuned` is an engine of the same models that `specc tune` has changed: its plans are added.
+`--alone` compiles other plans: of each draft by itself a chain of 4 and two trees.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def plans_of(num_drafts: int) -> tuple[SpecPlan, ...]:
     return tuple(plans)
 
 
+def plans_alone(num_drafts: int) -> tuple[SpecPlan, ...]:
+    """Of each draft a chain, a static tree and a dynamic one."""
+    shapes = ((1,) * 4, (1, 1, 3, 1, 1))
+    plans: list[SpecPlan] = []
+    for number in range(num_drafts):
+        name = f"draft_{number}"
+        plans += [SpecPlan.from_widths(widths, (name,)) for widths in shapes]
+        plans.append(SpecPlan.from_dynamic(DynamicTree(16, 4, 4), name))
+    return tuple(plans)
+
+
 def main(
     target: Annotated[Path, typer.Option()],
     draft: Annotated[list[Path], typer.Option()],
@@ -47,10 +59,11 @@ def main(
     dtype: Annotated[str, typer.Option()] = "float32",
     max_batch_size: Annotated[int, typer.Option()] = 8,
     max_seq_len: Annotated[int, typer.Option()] = 512,
+    alone: Annotated[bool, typer.Option()] = False,
     force: Annotated[bool, typer.Option()] = False,
 ) -> None:
     """Compile."""
-    plans = plans_of(len(draft))
+    plans = (plans_alone if alone else plans_of)(len(draft))
     if tuned is not None:
         plans += tuple(entry.plan for entry in open_engine(tuned, None).plans)
     config = CompileConfig(

@@ -111,6 +111,7 @@ def measure(
             for own, plain in zip(runs[case], off, strict=True)
         ]
         last = runs[case][-1]
+        drafting = [measured.stage_ms.get("draft", 0.0) for measured in runs[case]]
         rows.append(
             {
                 "plan": case.name,
@@ -120,6 +121,9 @@ def measure(
                 "tokens_per_step": last.mean_acceptance_length or 1.0,
                 "accepted_per_depth": last.accepted_per_depth,
                 "tokens_per_s": statistics.median(m.decode_tokens_per_s for m in runs[case]),
+                # of the draft stage of a step; the least is what other jobs disturbed least
+                "draft_ms": statistics.median(drafting),
+                "draft_ms_least": min(drafting),
                 "times_off": statistics.median(ratios),
                 "times_off_spread": [min(ratios), max(ratios)],
                 "times_off_rounds": ratios,
@@ -182,7 +186,11 @@ def main(
     for row in rows:
         name = f"{row['plan']:28} T {row['temperature']:<4} {row['rule'] or '':8}"
         figures = f"{row['tokens_per_step']:5.2f} a step {row['times_off']:5.2f} x off"
-        print(f"batch {row['batch_size']}  {name} {figures}  {row['tokens_per_s']:8.1f} tokens/s")
+        drafting = f"draft {row['draft_ms']:6.2f} ms"
+        print(
+            f"batch {row['batch_size']}  {name} {figures}  {row['tokens_per_s']:8.1f} tokens/s"
+            f"  {drafting}"
+        )
     profile = read_json(tuned / PROFILE_FILE) if tuned else {}
     regrets = [regret(rows, profile, size) for size in batch_size] if profile else []
     for found in regrets:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,3 +143,12 @@ def write_prompts(prompts: list[dict[str, str]], path: Path) -> None:
 def read_prompts(path: Path) -> list[dict[str, str]]:
     """Read what ``write_prompts`` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def training_files(prompt_files: Sequence[Path]) -> list[SourceFile]:
+    """The corpus' training files that hold none of the prompts."""
+    prompts = [entry["prompt"] for path in prompt_files for entry in read_prompts(path)]
+    files = load_corpus()[0]
+    kept = [file for file in files if not any(prompt in file.text for prompt in prompts)]
+    print(f"corpus: {len(kept)} files, {len(files) - len(kept)} left out", flush=True)
+    return kept

@@ -84,13 +84,14 @@ def build_model(
 
 
 class Optimizer:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers, AdamW for the embedding, the head and the norms."""
 
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float) -> None:
         self.model = model
         matrices, others = [], []
         for name, parameter in model.named_parameters():
-            (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+            knows_tokens = "embed" in name or "lm_head" in name
+            (others if parameter.ndim != 2 or knows_tokens else matrices).append(parameter)
         self.parts = [
             torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.1),
             torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from specc.compiler.checks import Candidate
 from specc.config import CompileConfig
@@ -78,7 +77,7 @@ def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
 def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> list[SpecPlan]:
     """The plans, each with the heads among its drafts."""
     heads = [candidate.name for candidate in candidates if candidate.head is not None]
-    return [replace(plan, heads=tuple(x for x in plan.models if x in heads)) for plan in plans]
+    return [plan.with_heads(heads) for plan in plans]
 
 
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +257,10 @@ class SpecPlan:
         if not self.speculates:
             return ()
         return tuple(d for d in self.drafts if not (is_lookup(d) or is_self_draft(d)))
+
+    def with_heads(self, names: Collection[str]) -> SpecPlan:
+        """The plan of an engine whose drafts of these names read the target's hidden states."""
+        return replace(self, heads=tuple(name for name in self.models if name in names))
 
     @cached_property
     def draft_lens(self) -> dict[int, str]:

@@ -29,7 +29,7 @@ from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
 NONE = -1
 # a self-draft's chains begin at every so many tokens
-_STRIDE = 4
+STRIDE = 4
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ def chains_over(
     device, choice = engine.cache.device, BlockChoice()
     views = [draft.view for draft in drafts if draft.view is not None]
     choosing = any(view.chosen for view in views)
-    roots = range(start - 1, len(tokens) - 1, _STRIDE)
+    roots = range(start - 1, len(tokens) - 1, STRIDE)
     logits: list[list[Tensor]] = [[] for _ in drafts]
-    with _blocks_of_a_sequence(engine) as table:
-        for first, chunk in _chunks(engine, tokens[: start - 1]):
+    with blocks_of_a_sequence(engine) as table:
+        for first, chunk in chunks_of(engine, tokens[: start - 1]):
             votes = choosing and first + len(chunk) == start - 1
             _target_pass(engine, chunk, first, table, choice if votes else None)
         for root in roots:
@@ -133,7 +133,7 @@ def chains_over(
                     )
                     own.append(program(*(x.to(device) for x in inputs)))
             # the target's own rows, up to the next root and in place of the drafts'
-            again = tokens[root : root + max(_STRIDE, len(fed))]
+            again = tokens[root : root + max(STRIDE, len(fed))]
             votes = choosing and choice.is_due(root, views)
             again = again[: len(tokens) - 1 - root]
             _target_pass(engine, again, root, table, choice if votes else None)
@@ -145,7 +145,7 @@ def chains_over(
         if not own:
             found.append([])
             continue
-        ranks = _ranks_of(engine, torch.cat(own), trajectory.request, torch.cat(rows), width)
+        ranks = ranks_of(engine, torch.cat(own), trajectory.request, torch.cat(rows), width)
         found.append([[ranks.pop(0) for _ in chain] for chain in rows])
     return found
 
@@ -229,16 +229,16 @@ def _ranks(
     """By factor, the rank of each output token among the children, given all tokens before it."""
     tokens, start = trajectory.token_ids, trajectory.num_prompt
     found: list[list[int]] = [[] for _ in factors]
-    with _blocks_of_a_sequence(engine) as table:
-        for first, chunk in _chunks(engine, tokens[:-1]):
+    with blocks_of_a_sequence(engine) as table:
+        for first, chunk in chunks_of(engine, tokens[:-1]):
             last = first + len(chunk)
             # row r predicts the token at position r + 1
             rows = torch.arange(min(max(start - 1, first), last), last)
-            logits = _causal_pass(engine.drafts[draft], engine, chunk, first, rows - first, table)
+            logits = causal_pass(engine.drafts[draft], engine, chunk, first, rows - first, table)
             if len(rows):
                 for own, factor in zip(found, factors, strict=True):
                     scaled = logits if factor == 1 else logits * factor
-                    own += _ranks_of(engine, scaled, trajectory.request, rows, width)
+                    own += ranks_of(engine, scaled, trajectory.request, rows, width)
     return found
 
 
@@ -276,7 +276,7 @@ def _level_inputs(
 
 
 @contextlib.contextmanager
-def _blocks_of_a_sequence(engine: Engine) -> Iterator[Tensor]:
+def blocks_of_a_sequence(engine: Engine) -> Iterator[Tensor]:
     """A block table of as many rows as a sequence can have, [1, blocks]."""
     cache = engine.cache
     blocks = cache.allocator.allocate(cache.shape.blocks_per_sequence)
@@ -286,7 +286,7 @@ def _blocks_of_a_sequence(engine: Engine) -> Iterator[Tensor]:
         cache.allocator.free(blocks)
 
 
-def _chunks(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+def chunks_of(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     """Position of the first token, and tokens, of each pass that reads some."""
     for first in range(0, len(tokens), engine.prefill_chunk):
         yield first, list(tokens[first : first + engine.prefill_chunk])
@@ -298,22 +298,35 @@ def _target_pass(
     """Let the target write rows of tokens; the last of them vote on its blocks, where asked to."""
     rows = torch.tensor([0])
     if choice is None:
-        _causal_pass(engine.target, engine, tokens, first, rows, table)
+        causal_pass(engine.target, engine, tokens, first, rows, table)
         return
     mass = torch.zeros(1, engine.cache.shape.blocks_per_sequence, device=engine.cache.device)
-    _causal_pass(engine.target, engine, tokens, first, rows, table, mass)
+    causal_pass(engine.target, engine, tokens, first, rows, table, mass)
     choice.add(mass[0].cpu(), min(len(tokens), MOST_VOTERS), first + len(tokens))
 
 
-def _causal_pass(
+def causal_pass(
     model: Model,
     engine: Engine,
     tokens: list[int],
     first: int,
     rows: Tensor,
     table: Tensor,
-    mass: Tensor | None = None,
+    more: Tensor | None = None,
 ) -> Tensor:
+    """Feed a sequence's tokens, each of which sees those before it.
+
+    Args:
+        model: of the engine.
+        engine: whose caches it has.
+        tokens: to read.
+        first: position of the first of them; so many rows are there.
+        rows: [R] int64, of those tokens, that get logits.
+        table: [1, blocks] of the sequence.
+        more: of a target whose tokens vote, what they add to; of a head, rows that its tokens read.
+    Returns:
+        [R, V] logits.
+    """
     positions = torch.arange(first, first + len(tokens))
     inputs = (
         torch.tensor(tokens),
@@ -326,13 +339,24 @@ def _causal_pass(
         rows,
     )
     device = engine.cache.device
-    votes = [] if mass is None else [mass]
-    return model(*(x if x is None else x.to(device) for x in inputs), *votes)
+    moved = [] if more is None else [more.to(device)]
+    return model(*(x if x is None else x.to(device) for x in inputs), *moved)
 
 
-def _ranks_of(
+def ranks_of(
     engine: Engine, logits: Tensor, request: Request, rows: Tensor, width: int
 ) -> list[int]:
+    """Rank among a draft's children of the token after each position.
+
+    Args:
+        engine: whose operators draw.
+        logits: [n, V] of the draft.
+        request: by whose rule and seed children are drawn.
+        rows: [n] int64 positions that the logits follow.
+        width: children of a node.
+    Returns:
+        n ranks, -1 where the token is not among the children.
+    """
     device, count = logits.device, len(rows)
     values, words = (row.expand(count, -1).contiguous() for row in sampling_rows([request]))
     children, _ = engine.operators.draft_children(

@@ -220,13 +220,23 @@ def _time_pass(
     """
     device = engine.cache.device
     inputs = timed_inputs(table, context, width)
-    moved = [x.to(device) for x in (*inputs, *([] if mass is None else [mass]))]
+    more = [] if mass is None else [mass]
+    if _is_head(engine, model):
+        # all of them read the target's hidden states, as in the first level of a step
+        more = [torch.stack([inputs[3], torch.full_like(inputs[3], -1)], 1)]
+    moved = [x.to(device) for x in (*inputs, *more)]
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     synchronize()
     begin = time.perf_counter()
     model(*moved)
     synchronize()
     return time.perf_counter() - begin
+
+
+def _is_head(engine: Engine, model: Model) -> bool:
+    entries = engine.manifest.models[1:] if engine.manifest else []
+    heads = [entry.head is not None for entry in entries]
+    return any(is_head and x is model for x, is_head in zip(engine.drafts, heads, strict=False))
 
 
 def timed_inputs(table: torch.Tensor, context: int, width: int) -> tuple[torch.Tensor, ...]:

@@ -44,6 +44,7 @@ from specc.tune.candidates import (
     views_to_measure,
     with_sharpness,
 )
+from specc.tune.head_acceptance import head_acceptance
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 from specc.tune.outputs import own_outputs, params_of, typical_context
@@ -168,8 +169,7 @@ def tune(
         phases: tells the listener how far this is.
         offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:
-        ConfigError: an engine without drafts or with heads, or batch sizes that it was not
-            compiled for.
+        ConfigError: an engine without drafts, or batch sizes that it was not compiled for.
         RequestError: text for an engine without a tokenizer.
     """
     manifest = open_engine(directory, None, weights_budget=least_of(offload_weights))
@@ -178,12 +178,7 @@ def tune(
         raise ConfigError(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
-    if heads := [model.source for model in manifest.models if model.head is not None]:
-        raise ConfigError(
-            f"an engine whose draft is a head ({', '.join(heads)})",
-            "drafts that read tokens alone: nothing measures passes over hidden states yet",
-            "choose a plan with --plan, or compile with another draft",
-        )
+    heads = [model.name for model in manifest.models if model.head is not None]
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
     if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
         raise RequestError(
@@ -212,7 +207,9 @@ def tune(
         others = [draft for draft in named if draft is not None and draft.has_program]
         own = [*map(SelfDraft, views), *others]
         sharpness: dict[str, list[float]] = {}
-        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases, sharpness)
+        acceptance = _acceptance(
+            engine, drafts, own, heads, trajectories, options, phases, sharpness
+        )
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
@@ -232,7 +229,8 @@ def tune(
                 draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
                 for draft in acceptance
             }
-            plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
+            known_plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
+            plans = {plan.with_heads(heads): promised for plan, promised in known_plans.items()}
             with phases.phase(f"whole steps, batch {size}"):
                 extension.try_plans([*plans, OFF], room)
                 tuning.batches.append(_measure(load, plans, token_ids, size, options))
@@ -259,6 +257,7 @@ def _acceptance(
     engine: Engine,
     drafts: Sequence[str],
     own: Sequence[SelfDraft],
+    heads: Sequence[str],
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
@@ -279,6 +278,9 @@ def _acceptance(
             else:
                 number = int(draft.removeprefix("draft_"))
                 given = (engine, number, trajectories, width, depth)
+                if draft in heads:
+                    found[draft] = head_acceptance(*given)
+                    continue
                 if not options.temperature:
                     found[draft] = draft_acceptance(*given)
                     continue

@@ -280,7 +280,7 @@ def corpus(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A training corpus of two files, of which one holds a prompt."""
     source = sys.modules["pair_data"].SourceFile
     files = [source("a.py", 40 * CODE), source("b.py", 20 * CODE + PROMPT + CODE)]
-    monkeypatch.setattr(script, "load_corpus", lambda: (files, []))
+    monkeypatch.setattr(sys.modules["pair_data"], "load_corpus", lambda: (files, []))
     return files
 
 

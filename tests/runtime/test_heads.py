@@ -18,15 +18,12 @@ from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
 from specc.errors import ConfigError, EngineError, HeadError, SpeccError
-from specc.progress import PhaseTimer
 from specc.runtime.backends.offload_budget import check_offload
 from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from specc.tune.options import TuneOptions
-from specc.tune.run import tune
 from tests import models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
@@ -319,8 +316,6 @@ def test_what_has_no_place_for_heads(
         check_overlap(manifest, "cuda")
     with pytest.raises(ConfigError, match="--offload-weights of an engine whose draft reads"):
         check_offload(manifest, "cuda", 1 << 20)
-    with pytest.raises(ConfigError, match="an engine whose draft is a head"):
-        tune(path, [[1, 2, 3]], TuneOptions(), PhaseTimer(lambda event: None))
     head = zoo.once(f"head-{NAME}", lambda made: write_head(made, CASES[NAME]))
     with pytest.raises(ConfigError, match="--synthetic and the draft head"):
         load_config(head)

@@ -1,0 +1,246 @@
+"""An EAGLE-3 head as a module to train, and its checkpoint as SafeAILab/EAGLE publishes heads.
+
+Row i pairs what is known of token i with token i + 1, and predicts token i + 2. At depth 0 that is
+the target's hidden states, `fc` of them; at depth d, what row i - 1 has handed on at depth d - 1,
+because the target has not run there when a step drafts. `EagleHead.unroll` computes all depths of
+all rows at once, with the keys that each would see in a step: row i of depth d sees rows up to
+i - d of depth 0, which know the target, then row i - d + 1 of depth 1 and so on up to itself
+(training-time test, arXiv:2503.01840).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+
+
+class EagleHead(nn.Module):
+    """A head; its parameters have the names that they have in the checkpoint.
+
+    Args:
+        config: of its one layer; `vocab_size` is the target's.
+        target_width: H.
+        num_taps: A, hidden states of the target that it reads.
+        kept: [Vd] int64, the target's ids that it proposes, ascending.
+    """
+
+    def __init__(self, config: LlamaConfig, target_width: int, num_taps: int, kept: Tensor) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.config, self.target_width = config, target_width
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.fc = nn.Linear(num_taps * target_width, width, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = LlamaRMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, len(kept), bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("kept", kept, persistent=False)
+
+    def unroll(self, taps: Tensor, tokens: Tensor, depths: int, begin: int) -> list[Tensor]:
+        """What every row knows at every depth: `lm_head` makes logits of it.
+
+        Args:
+            taps: [rows, T, A · H], the target's hidden states at tokens 0 … T - 1.
+            tokens: [rows, T] int64, tokens 1 … T.
+            depths: D.
+            begin: first row to return; those before it are computed as far as others need them.
+        Returns:
+            D times [rows, T - begin, d], after the last norm. At depth d the first d rows of a text
+            mean nothing: nothing was handed on to them.
+        """
+        embedded = self.embed_tokens(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        rotation = self.rotary(embedded, places)
+        # float32, whatever products are computed in: depths add to it one after another
+        x = self.fc(taps.to(embedded.dtype)).float()
+        seen: list[tuple[Tensor, Tensor]] = []
+        known = []
+        start = 0
+        for depth in range(depths):
+            if depth:
+                x = _shifted(x, 1, dim=1)
+                # of deeper rows, each needs the one before it, one depth before
+                first = max(0, begin - (depths - 1 - depth))
+                x, embedded = x[:, first - start :], embedded[:, first - start :]
+                rotation = tuple(part[:, first - start :] for part in rotation)
+                start = first
+            x = self.midlayer(embedded, x, rotation, seen)
+            known.append(self.norm(x[:, begin - start :]))
+        return known
+
+
+class _Layer(nn.Module):
+    """The layer that reads tokens and features side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(width, eps)
+        self.hidden_norm = LlamaRMSNorm(width, eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, embedded: Tensor, x: Tensor, rotation: Any, seen: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
+        x = x + self.self_attn(both, rotation, seen)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, size = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.size, self.group = size, heads // kv_heads
+        self.q_proj = nn.Linear(2 * width, heads * size, bias=False)
+        self.k_proj = nn.Linear(2 * width, kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(2 * width, kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(heads * size, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Any, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attend, and add keys and values of this depth to those that deeper ones see."""
+        heads = (*x.shape[:-1], -1, self.size)
+        q, k, v = (
+            project(x).view(heads).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rotation)
+        seen.append((repeat_kv(k, self.group), repeat_kv(v, self.group)))
+        keys, values = seen[0]
+        depth, length = len(seen) - 1, keys.shape[2]
+        # these are the last rows of the text
+        place = torch.arange(length, device=x.device)
+        own = place[length - x.shape[1] :, None]
+        scores = [(q @ keys.transpose(-1, -2)).float()]
+        scores[0].masked_fill_(place > own - depth, float("-inf"))
+        # of depth d, row i - (depth - d)
+        later = [
+            [_shifted(part, depth - d, dim=2)[:, :, -x.shape[1] :] for part in seen[d]]
+            for d in range(1, depth + 1)
+        ]
+        scores += [(q * key).sum(-1, keepdim=True).float() for key, _ in later]
+        shares = (torch.cat(scores, -1) * self.size**-0.5).softmax(-1).to(q.dtype)
+        attended = shares[..., :length] @ values
+        for column, (_, value) in enumerate(later, length):
+            attended = attended + shares[..., column : column + 1] * value
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+def _shifted(x: Tensor, rows: int, dim: int) -> Tensor:
+    """Row i becomes row i + rows; the first ones are 0."""
+    if not rows:
+        return x
+    pads = [0, 0] * (x.ndim - 1 - dim) + [rows, 0]
+    return F.pad(x.narrow(dim, 0, x.shape[dim] - rows), pads)
+
+
+def build_head(
+    target: PreTrainedModel,
+    num_taps: int,
+    width: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    trained_length: int,
+    kept: Tensor,
+) -> EagleHead:
+    """A head for a target, with random layers; what knows tokens begins as the target's.
+
+    Args:
+        target: with one matrix as embedding and head.
+        num_taps: A.
+        width: d; where it is less than H, tokens begin with the d directions in which the target's
+            rows differ most.
+        inner: of its MLP.
+        heads: of its attention.
+        kv_heads: of those, with keys of their own.
+        head_dim: of each.
+        trained_length: positions of the texts that it is going to learn from.
+        kept: see `EagleHead`.
+    """
+    own = target.config
+    config = LlamaConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_act="silu",
+        max_position_embeddings=trained_length,
+        rms_norm_eps=own.rms_norm_eps,
+        rope_parameters=own.rope_parameters,
+        tie_word_embeddings=False,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+    )
+    head = EagleHead(config, own.hidden_size, num_taps, kept)
+    with torch.no_grad():
+        rows = target.get_input_embeddings().weight.float()
+        directions = torch.linalg.svd(rows, full_matrices=False).Vh[:width]
+        projected = rows @ directions.T
+        head.embed_tokens.weight.copy_(projected)
+        head.lm_head.weight.copy_(projected[kept])
+    return head
+
+
+def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> None:
+    """Write config.json and model.safetensors, weights in bfloat16.
+
+    Args:
+        head: trained.
+        boundaries: of the target that it reads, see `read_texts`; not 1 first, which readers take
+            for lists that count otherwise.
+        directory: is made where there is none.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    layer = head.config
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{
+            key: getattr(layer, key)
+            for key in (
+                "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
+                "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id",
+            )
+        },
+        "rope_theta": layer.rope_parameters["rope_theta"],
+        "draft_vocab_size": len(head.kept),
+        "target_hidden_size": head.target_width,
+        "eagle_aux_hidden_state_layer_ids": list(boundaries),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    tensors = {name: value.bfloat16().contiguous() for name, value in head.state_dict().items()}
+    if len(head.kept) < layer.vocab_size:
+        tensors["d2t"] = head.kept - torch.arange(len(head.kept))
+        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
+        tensors["t2d"][head.kept] = True
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    file = directory / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    # the library lets its owner alone read it
+    file.chmod(0o644)
