@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.bench import baseline
-from specc.cli.bench.engine import BenchOptions, _load_baselines
+from specc.bench.peers import prepare
+from specc.cli.bench.engine import BenchOptions, _prepare_peers
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
 from specc.errors import ConfigError, EngineError, HeadError, SpeccError
+from specc.progress import PhaseTimer
 from specc.runtime.backends.offload_budget import check_offload
 from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
@@ -320,15 +321,11 @@ def test_what_has_no_place_for_heads(
     with pytest.raises(ConfigError, match="--synthetic and the draft head"):
         load_config(head)
     asked: list[Any] = []
-    monkeypatch.setattr(
-        baseline, "load_contenders", lambda pair, *sizes: (asked.append(pair), ([], ["no"]))[1]
-    )
-    contenders, notes = _load_baselines(Engine.load(path), BenchOptions(), [], 3)
-    assert contenders == []
+    monkeypatch.setattr(prepare, "prepare_peers", lambda names, pair, *rest: asked.append(pair))
+    options_ = BenchOptions(against=("transformers",))
+    _prepare_peers(Engine.load(path), options_, [CHAIN.name], [], PhaseTimer())
     assert asked[0].draft is None
-    assert notes == [
-        f"transformers-assisted is left out: transformers has no draft like {head}, a head"
-    ]
+    assert asked[0].no_draft == f"it has no draft like {head}, a head"
     lines = head_lines(manifest)
     assert "reads the target at boundaries 2, 4, 5, and was trained for 64 positions" in lines[0]
     assert "config.json names no layers" in lines[1]
