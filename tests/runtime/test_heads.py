@@ -96,7 +96,7 @@ def test_logits_of_every_node(
     serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
     stats = core.scheduler.stats
     assert oracle.depths == set(range(plan.max_depth))
-    assert oracle.num_nodes > 100
+    assert oracle.num_nodes > 90
     assert oracle.num_rows > 300
     assert stats.num_cached_tokens > 2 * BLOCK
     assert stats.mean_acceptance_length > 1.0
@@ -198,7 +198,7 @@ def test_beside_other_drafts(
     oracle.watch(core)
     texts = prompts_of(BLOCK)[1:3]
     found = serve(core, oracle, texts, num_tokens=8, temperature=1.5)
-    assert oracle.num_nodes > 20
+    assert oracle.num_nodes > 15
     assert core.engine.plans[plan.name].heads == ("draft_1",)
     oracle.reset()
     plain = serve(EngineCore(load(path), "off"), oracle, texts, num_tokens=8, temperature=1.5)
