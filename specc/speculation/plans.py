@@ -13,7 +13,6 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
-from specc.speculation.sharpness import Sharpness, check_sharpness
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View
 
@@ -25,6 +24,9 @@ MERGE, VOTE = "merge", "vote"
 SUFFIX = "suffix"
 _LOOKUP = re.compile(r"lookup-([1-9]\d?)")
 _FIRST_DRAFT = ("draft_0",)
+# β of depth 1, 2, … of each draft that is asked
+Sharpness = tuple[tuple[float, ...], ...]
+_SHARPEST = 100.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,18 @@ class SpecPlan:
                 f"at most {MAX_NODES} nodes",
                 "choose smaller widths, fewer levels or fewer drafts",
             )
-        check_sharpness(self)
+        self._check_sharpness()
+
+    def _check_sharpness(self) -> None:
+        """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
+        rows, count = self.sharpness, len(self.asked)
+        fits = len(rows) == count and all(len(row) == self.max_depth for row in rows)
+        if rows and not (fits and all(0 < x <= _SHARPEST for row in rows for x in row)):
+            raise ConfigError(
+                f"plan {self.name} of sharpness {[list(row) for row in rows]}",
+                f"{count} rows of {self.max_depth} numbers above 0, at most {_SHARPEST:g}",
+                "tune the engine again",
+            )
 
     @classmethod
     def from_widths(

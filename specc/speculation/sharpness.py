@@ -15,30 +15,10 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from specc.errors import ConfigError
+from specc.speculation.plans import SpecPlan
 
-if TYPE_CHECKING:
-    from specc.speculation.plans import SpecPlan
-
-# β of depth 1, 2, … of each draft that is asked
-Sharpness = tuple[tuple[float, ...], ...]
-
-_MOST = 100.0
 _SUFFIX = re.compile(r"-sharp-[0-9a-f]{4}$")
-
-
-def check_sharpness(plan: SpecPlan) -> None:
-    """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
-    rows = plan.sharpness
-    fits = len(rows) == len(plan.asked) and all(len(row) == plan.max_depth for row in rows)
-    if rows and not (fits and all(0 < x <= _MOST for row in rows for x in row)):
-        raise ConfigError(
-            f"plan {plan.name} of sharpness {[list(row) for row in rows]}",
-            f"{len(plan.asked)} rows of {plan.max_depth} numbers above 0, at most {_MOST:g}",
-            "tune the engine again",
-        )
 
 
 def sharpened(plan: SpecPlan, factors: Mapping[str, Sequence[float]]) -> SpecPlan:
