@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.arrivals import counters
+from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.launch import is_even, launcher
@@ -26,7 +27,7 @@ _PAGES = (0, 16)
 
 
 @dataclass(frozen=True)
-class FewConfig:
+class FewConfig(TritonOptions):
     """Launch parameters.
 
     Args:
@@ -53,12 +54,6 @@ class FewConfig:
     merge_parts: int
     min_blocks: int = 1
     max_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Options of a launch, as Triton calls them."""
-        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
 
 
 # (head size, rows) → FewConfig; rows are the most of a sequence. With more than 16 of them two
