@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _AUTO = "auto"
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 _DTYPES |= {"fp32": "float32"}
+# of `Engine.load`: they say nothing to an engine that is loaded
+_OF_LOADING = {
+    "verify", "num_threads", "max_num_seqs", "backend", "capture", "kv_cache_tokens",
+    "rank_timeout_s", "oversubscribes", "offload_weights", "overlaps",
+}  # fmt: skip
 
 
 def parse_budget(given: str | int | None) -> str | int | None:
@@ -52,8 +57,8 @@ class EngineArgs:
     """What `LLM` takes, by the names that it has there; `LLM` says more of each.
 
     Args:
-        engine: engine directory, or an `Engine` that was loaded before: what says how to load is
-            then left out.
+        engine: engine directory, or an `Engine` that was loaded before, which no option that says
+            how to load may come beside.
         capture: what capturing CUDA graphs may cost here; None is the default.
         dtype: of the target; anything else than the engine's is refused.
         enforce_eager: capture nothing, which is so on every host.
@@ -209,7 +214,9 @@ class EngineArgs:
         from specc.runtime.engine import Engine
 
         engine = self.engine
-        if not isinstance(engine, Engine):
+        if isinstance(engine, Engine):
+            self._check_loaded()
+        else:
             engine = Engine.load(
                 self.directory,
                 verify=self.verify,
@@ -244,6 +251,21 @@ class EngineArgs:
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
         )
+
+    def _check_loaded(self) -> None:
+        """Raises ConfigError: options that would have had to come before the engine was loaded."""
+        late = [
+            field.name
+            for field in fields(self)
+            if field.name in _OF_LOADING and getattr(self, field.name) != field.default
+        ]
+        if late:
+            named = ", ".join(late)
+            raise ConfigError(
+                f"{named}, and an Engine that is loaded",
+                "options that say how to load, where the engine is loaded",
+                f"pass {'it' if len(late) == 1 else 'them'} to Engine.load, or the directory here",
+            )
 
     def _check(self, engine: Engine) -> None:
         """Raises ConfigError: the engine is another one than these options ask for."""

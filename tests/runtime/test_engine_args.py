@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from specc.errors import ConfigError, EngineError, RequestError
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs, EngineArgs
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -81,6 +85,20 @@ def test_a_core_runs_as_the_options_say(saved_engine):
         EngineArgs(saved_engine.path, max_model_len=4000).load()
 
 
+def test_options_of_loading_come_before_it(saved_engine):
+    engine = Engine.load(saved_engine.path)
+    assert EngineArgs(engine, "off", shares_prefixes=False).load() is engine
+    own = inspect.signature(Engine.load).parameters.keys() - {"cls", "path", "ranks"}
+    flags = dict.fromkeys(("verify", "overlaps", "oversubscribes"), True)
+    values = {"capture": CaptureLimits(), "backend": "eager", "num_threads": 1} | flags
+    for name in own:
+        options: dict[str, Any] = {name: values.get(name, 3)}
+        with pytest.raises(ConfigError, match=f"{name}, and an Engine that is loaded"):
+            EngineArgs(engine, **options).load()
+    with pytest.raises(ConfigError, match=r"(?s)max_num_seqs, offload_weights, and .*pass them"):
+        LLM(engine, max_num_seqs=2, offload_weights="1GB")
+
+
 def test_llm_opens_what_the_options_name(saved_engine):
     with LLM.from_engine_args(EngineArgs(saved_engine.path, "off", max_num_seqs=1)) as llm:
         assert llm.engine.cache.shape.max_num_seqs == 1
@@ -88,8 +106,6 @@ def test_llm_opens_what_the_options_name(saved_engine):
 
 
 def test_every_option_of_llm_is_a_field():
-    import inspect
-
     of_vllm = {"model", "enable_prefix_caching", "vllm"}
     names = inspect.signature(LLM).parameters.keys() - of_vllm
     assert names <= {field.name for field in fields(EngineArgs)}
