@@ -89,7 +89,8 @@ def make_rows(case: Case, device: torch.device) -> dict[str, Tensor]:
     for name, part, size in zip("kv", fused.split(widths, 1), case.sizes, strict=True):
         args[name] = part.view(num_tokens, num_kv_heads, size).transpose(0, 1)
     for i, (name, size) in enumerate(zip("kv", case.sizes, strict=True)):
-        shape = (2, 2, num_blocks, block_size, num_kv_heads, size)
+        # what a block beyond the cache would be lies in the slab, too
+        shape = (3, 2, num_blocks, block_size, num_kv_heads, size)
         args[f"{name}_slab"] = torch.full(
             shape, CANARY, dtype=case.cache_dtype or case.dtype, device=device
         )
@@ -124,9 +125,15 @@ def check_write_kv(case: Case, device: torch.device) -> None:
 
 
 def break_rows(args: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Slots beyond the table, and blocks beyond the cache, for a case of three sequences."""
+    """Slots beyond the table, and blocks beyond the cache, for a case of three sequences.
+
+    Of the first one, the two tokens lie in two pages.
+    """
     table, slot = args["block_table"], args["slot"]
-    table[0] = torch.tensor([BAD_BLOCK, -7] * 9)[: table.shape[1]]
+    num_blocks = args["k_cache"].shape[0]
+    assert slot[0] // args["k_cache"].shape[1] != slot[1] // args["k_cache"].shape[1]
+    # the first one there is not, and one before the first
+    table[0] = torch.tensor([num_blocks, -7] * 9)[: table.shape[1]]
     slot[args["q_start"][2] :] = 1 << 30
     # the last row of the last page is inside, the next is not
     slot[-1] = table.shape[1] * args["k_cache"].shape[1]
@@ -135,7 +142,7 @@ def break_rows(args: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_bad_data(device: torch.device) -> None:
     """Rows without a place are not written; those of the sound sequence are."""
-    case = Case(((2, 30), (3, 20), (2, 12)))
+    case = Case(((2, 15), (3, 20), (2, 12)))
     args, slabs = split_slabs(break_rows(make_rows(case, device)))
     expected, expected_slabs = split_slabs(make_rows(case, device))
     expected["slot"][:2] = -1

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from specc.errors import OverloadError, RequestError
-from specc.runtime.constraints import grammar, grammars
+from specc.runtime.constraints import grammar, grammar_child, grammars
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_child import LIMITS
 from specc.runtime.constraints.grammars import Grammars
@@ -129,6 +129,15 @@ def test_what_is_too_large_is_refused_unseen(options, found) -> None:
 def test_what_the_library_cannot_do_is_refused_at_once(shared, options, found) -> None:
     with pytest.raises(RequestError, match=found):
         shared.start(StructuredOutputsParams(**options))
+
+
+def test_each_mask_that_is_tried_has_little_time(shared, monkeypatch) -> None:
+    """What a child does, in this process: one without time for a mask refuses the first."""
+    child = grammar_child.GrammarChild(shared._vocabulary[0].to_data())
+    assert child(list(SMALL.key))["bytes"] >= 0
+    monkeypatch.setattr(grammar_child, "_MAX_MASK_S", 0.0)
+    with pytest.raises(RequestError, match=r"mask 1 takes 0.0\d s, which others wait for"):
+        child(list(SMALL.key))
 
 
 def test_a_crash_of_the_library_costs_its_request_only(own, tokenizer) -> None:

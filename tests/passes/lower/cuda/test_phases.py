@@ -30,10 +30,10 @@ FUSED = {
     "llama": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "mistral": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "qwen2": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
+    # three layers of six norms, two of them of a block's output; a window
+    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
     # and a norm of q and of k
     "qwen3": ((9, 4, 2, 2, 0), (1, 2, 0), (0, 1), 8),
-    # three layers of six norms, two of them of a block's output
-    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
     "gemma3-tied": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
     "phi": ((0, 0, 0, 2, 0), (0, 0, 0), (0, 0), 17),
     "phi3": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
