@@ -203,6 +203,7 @@ def test_without_a_sanitizer_all_of_it_is_skipped(environment, tmp_path):
     assert all("no compute-sanitizer" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_collectives_of_one_rank(environment, tmp_path):
     """What the check calls of the runtime's ranks, over gloo: a group, its nodes, its end."""
     task = Task("collectives", "nccl", "tests.gpu.collectives:measure", result_s=900.0)
