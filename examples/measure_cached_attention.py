@@ -9,6 +9,11 @@ is the bytes of K and V over the seconds of a call, and beside it stands what th
 `sum_floats` of bandwidth.cpp, which takes its turn in the same rounds with as many threads. The
 median over the rounds of the ratio of both counts, since neighbors on the machine slow down both.
 
+`bound` is what the products alone allow, whatever is read: each element of K and V is multiplied
+once for each query row that shares its KV head, in float32, or, where the machine has products of
+pairs of bfloat16 and K is such, half as many for K. The rates are measured in registers, as many
+times one thread's as there are threads. Softmax, transposes and loads come on top of that.
+
 `--before` names the kernel sources of another commit, built with the same flags; they read a slab
 in pages of 4 KB, as slabs were allocated then. torch's SDPA gets
 contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the
@@ -37,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from product_rates import Products
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -89,7 +95,9 @@ class TreeAttention(ctypes.Structure):
         ]
         + [("num_words", ctypes.c_int64), ("block_table", ctypes.c_void_p)]
         + [("blocks_per_sequence", ctypes.c_int64), ("scale", ctypes.c_float)]
-        + [("window", ctypes.c_int64), ("sink", ctypes.c_int64), ("out", ctypes.c_void_p)]
+        + [("window", ctypes.c_int64), ("sink", ctypes.c_int64)]
+        + [("sink_logits", ctypes.c_void_p), ("softcap", ctypes.c_float)]
+        + [("slopes", ctypes.c_void_p), ("rounds_bias", ctypes.c_bool), ("out", ctypes.c_void_p)]
         + [("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
     )
 
@@ -195,7 +203,7 @@ class Problem:
             k_cache, *strides, v_cache, *strides,
             self.slab.shape[2], BLOCK_SIZE, *(x.data_ptr() for x in self.numbers), 1,
             self.table.data_ptr(), len(self.table), case.dim**-0.5, 0, 0,
-            self.out.data_ptr(), case.dim, case.heads * case.dim,
+            None, 0, None, False, self.out.data_ptr(), case.dim, case.heads * case.dim,
         )  # fmt: skip
 
     def call(self, kernels: Kernels, threads: int, plain: bool) -> Callable[[int], None]:
@@ -358,6 +366,8 @@ def main() -> None:
             if any(name.startswith(INT8) for name in arguments.dtypes):
                 parser.error("--before: earlier kernels have no rows of int8")
             kernels["before"] = Kernels(arguments.before, Path(scratch))
+        products = Products(native.SOURCE_DIR, Path(scratch))
+        print(f"billions of products a second: {products.floats:.1f}, pairs {products.pairs:.1f}")
         print("GB/s of K and V, and that over what the machine reads")
         for threads in arguments.threads:
             torch.set_num_threads(threads)
@@ -381,6 +391,11 @@ def main() -> None:
                     calls |= problem.torch_calls()
                     calls |= problem.openvino_calls(threads)
                 found = measure(calls, problem, read, arguments.seconds)
+                if not case.holds_int8:
+                    rows = case.num_tokens * case.heads // case.kv_heads
+                    bound = products.bound(rows, case.stored, threads)
+                    share = bound / found["read"]["GB/s"]
+                    found["bound"] = {"GB/s": round(bound, 2), "of read": round(share, 3)}
                 cells = [
                     f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f} {x.get('ms', 0):7.3f} ms"
                     for name, x in found.items()
@@ -395,6 +410,7 @@ def main() -> None:
             "command": "python examples/measure_cached_attention.py",
             "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "products": {"floats": round(products.floats, 1), "pairs": round(products.pairs, 1)},
             "results": results,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
