@@ -9,8 +9,16 @@ is the bytes of K and V over the seconds of a call, and beside it stands what th
 `sum_floats` of bandwidth.cpp, which takes its turn in the same rounds with as many threads. The
 median over the rounds of the ratio of both counts, since neighbors on the machine slow down both.
 
-`--before` names the kernel sources of another commit, built with the same flags; they read a slab
-in pages of 4 KB, as slabs were allocated then. torch's SDPA gets
+`bound` is what the products alone allow, whatever is read: each element of K and V is multiplied
+once for each query row that shares its KV head, in float32, or, where the machine has products of
+pairs of bfloat16 and K is such, half as many for K. The rates are measured in registers, as many
+times one thread's as there are threads. Softmax, transposes and loads come on top of that.
+
+`--own-seconds` counts the seconds that the thread ran instead of those that passed, for a machine
+whose cores other jobs share; of one thread only. What the others read still counts.
+
+`--before` names the kernel sources of another commit, built with the same flags; with
+`--small-pages` they read a slab in pages of 4 KB, as slabs were allocated once. torch's SDPA gets
 contiguous K and V of each head without paging, and either repeats rows (enable_gqa) or has the
 query rows that share a KV head packed into one matrix. OpenVINO, where it can be imported, gets the
 latter through its operator ScaledDotProductAttention.
@@ -37,6 +45,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from product_rates import Products
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -89,7 +98,9 @@ class TreeAttention(ctypes.Structure):
         ]
         + [("num_words", ctypes.c_int64), ("block_table", ctypes.c_void_p)]
         + [("blocks_per_sequence", ctypes.c_int64), ("scale", ctypes.c_float)]
-        + [("window", ctypes.c_int64), ("sink", ctypes.c_int64), ("out", ctypes.c_void_p)]
+        + [("window", ctypes.c_int64), ("sink", ctypes.c_int64)]
+        + [("sink_logits", ctypes.c_void_p), ("softcap", ctypes.c_float)]
+        + [("slopes", ctypes.c_void_p), ("rounds_bias", ctypes.c_bool), ("out", ctypes.c_void_p)]
         + [("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
     )
 
@@ -195,7 +206,7 @@ class Problem:
             k_cache, *strides, v_cache, *strides,
             self.slab.shape[2], BLOCK_SIZE, *(x.data_ptr() for x in self.numbers), 1,
             self.table.data_ptr(), len(self.table), case.dim**-0.5, 0, 0,
-            self.out.data_ptr(), case.dim, case.heads * case.dim,
+            None, 0, None, False, self.out.data_ptr(), case.dim, case.heads * case.dim,
         )  # fmt: skip
 
     def call(self, kernels: Kernels, threads: int, plain: bool) -> Callable[[int], None]:
@@ -287,6 +298,7 @@ def measure(
     problem: Problem,
     read: Callable[[], float],
     seconds: float,
+    clock: Callable[[], float],
 ) -> dict[str, dict[str, float]]:
     """Of each call, medians of the rounds: GB/s of rows, that over what is read, ms a layer.
 
@@ -295,6 +307,7 @@ def measure(
         problem: whose caches they read.
         read: GB/s of the machine, measured now.
         seconds: that all rounds take, at least three.
+        clock: by which calls are timed.
     """
     rates: dict[str, list[float]] = {name: [] for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -305,10 +318,10 @@ def measure(
     while time.perf_counter() < end or len(machine) < 3:
         machine.append(read())
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             for layer in range(layers):
                 call(layer)
-            taken = time.perf_counter() - start
+            taken = clock() - start
             times[name].append(1000 * taken / layers)
             rates[name].append(problem.case.layer_bytes * layers / taken / 1e9)
     result = {"read": {"GB/s": round(statistics.median(machine), 2)}}
@@ -322,13 +335,15 @@ def measure(
     return result
 
 
-def reader(kernels: Kernels, num_bytes: int, threads: int) -> Callable[[], float]:
+def reader(
+    kernels: Kernels, num_bytes: int, threads: int, clock: Callable[[], float]
+) -> Callable[[], float]:
     data = torch.zeros(num_bytes // 4)
 
     def read() -> float:
-        start = time.perf_counter()
+        start = clock()
         kernels.sum(data.data_ptr(), data.numel(), threads)
-        return data.nbytes / (time.perf_counter() - start) / 1e9
+        return data.nbytes / (clock() - start) / 1e9
 
     return read
 
@@ -338,6 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--before", type=Path, help="kernels/cpu of another commit")
+    parser.add_argument("--small-pages", action="store_true", help="a slab so for --before")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
     parser.add_argument("--heads", type=int, default=8)
@@ -349,7 +365,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256, help="read by a turn at least")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one case")
     parser.add_argument("--no-torch", action="store_true", help="without SDPA and OpenVINO")
+    parser.add_argument("--own-seconds", action="store_true", help="of the thread; one thread")
     arguments = parser.parse_args()
+    if arguments.own_seconds and arguments.threads != [1]:
+        parser.error("--own-seconds: other threads' seconds are not counted; use --threads 1")
+    clock = time.thread_time if arguments.own_seconds else time.perf_counter
     torch.manual_seed(0)
     results, cold_bytes = [], arguments.megabytes << 20
     with tempfile.TemporaryDirectory() as scratch:
@@ -358,10 +378,12 @@ def main() -> None:
             if any(name.startswith(INT8) for name in arguments.dtypes):
                 parser.error("--before: earlier kernels have no rows of int8")
             kernels["before"] = Kernels(arguments.before, Path(scratch))
+        products = Products(native.SOURCE_DIR, Path(scratch))
+        print(f"billions of products a second: {products.floats:.1f}, pairs {products.pairs:.1f}")
         print("GB/s of K and V, and that over what the machine reads")
         for threads in arguments.threads:
             torch.set_num_threads(threads)
-            read = reader(kernels["specc"], cold_bytes, threads)
+            read = reader(kernels["specc"], cold_bytes, threads, clock)
             for case in (
                 Case(dtype, arguments.heads, kv_heads, dim, length, count, arguments.layers)
                 for dtype in arguments.dtypes
@@ -370,7 +392,7 @@ def main() -> None:
                 for length in arguments.lengths
                 for count in arguments.tokens
             ):
-                problem = Problem(case, cold_bytes, bool(arguments.before))
+                problem = Problem(case, cold_bytes, arguments.small_pages)
                 calls = {
                     name: problem.call(one, threads, name == "before")
                     for name, one in kernels.items()
@@ -380,7 +402,12 @@ def main() -> None:
                 if not arguments.no_torch and not case.holds_int8:
                     calls |= problem.torch_calls()
                     calls |= problem.openvino_calls(threads)
-                found = measure(calls, problem, read, arguments.seconds)
+                found = measure(calls, problem, read, arguments.seconds, clock)
+                if not case.holds_int8:
+                    rows = case.num_tokens * case.heads // case.kv_heads
+                    bound = products.bound(rows, case.stored, threads)
+                    share = bound / found["read"]["GB/s"]
+                    found["bound"] = {"GB/s": round(bound, 2), "of read": round(share, 3)}
                 cells = [
                     f"{name} {x['GB/s']:5.1f} {x.get('of read', 1):5.2f} {x.get('ms', 0):7.3f} ms"
                     for name, x in found.items()
@@ -395,6 +422,7 @@ def main() -> None:
             "command": "python examples/measure_cached_attention.py",
             "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "products": {"floats": round(products.floats, 1), "pairs": round(products.pairs, 1)},
             "results": results,
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "kv_rows.h"
+#include "tree_attention_ahead.h"
 #include "tree_attention_plan.h"
 #include "tree_attention_tile.h"
 #include "vec.h"
@@ -29,6 +30,8 @@ class ByteTile {
   using Stored = int8_t;
   static constexpr int kRows = 6, kCols = 4;  // 29 of 32 registers
   static constexpr int64_t kUnit = 64;        // columns of values in a register of bytes
+  // as kSquareWork: of four rows of values, and of the weights of a row
+  static constexpr int64_t kQuadWork = 16, kDigitsWork = 60;
 
   explicit ByteTile(const TileSizes& sizes)
       : dim_(sizes.head_dim),
@@ -76,9 +79,16 @@ class ByteTile {
     }
   }
 
-  template <class Ahead>
+  // What score and add tell Ahead of in all, and the weights between them.
+  int64_t work(int64_t rows, int64_t count) const {
+    const int64_t registers = round_up(count, vec::kWidth) / vec::kWidth;
+    const int64_t quads = (count + 3) / 4, of_weights = kSoftmaxWork + kDigitsWork;
+    return registers * (depth_ / vec::kWidth * kSquareWork + 2 * depth_ * rows) +
+           rows * of_weights + units_ * quads * (kQuadWork + 2 * rows * kCols);
+  }
+
   void score(int64_t first_row, int64_t rows, const int8_t* const* keys, int64_t count,
-             float* scores, Ahead ahead) {
+             float* scores, Ahead& ahead) {
     const int64_t columns = round_up(count, vec::kWidth);
     transpose_bytes(keys, columns, ahead);
     alignas(64) float scales[kTile];
@@ -87,6 +97,7 @@ class ByteTile {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block_start(rows, blocks, block);
       const int64_t height = block_start(rows, blocks, block + 1) - first;
+      ahead.spend(2 * depth_ * height * columns / vec::kWidth);
       with_constant<kRows>(height, [&](auto h) {
         with_constant<kCols>(columns / vec::kWidth, [&](auto cols) {
           score_block<decltype(h)::value, decltype(cols)::value>(first_row + first, scales,
@@ -96,21 +107,25 @@ class ByteTile {
     }
   }
 
-  template <class Ahead>
   void add(const float* weights, int64_t rows, const int8_t* const* values, int64_t count,
-           float* sums, Ahead ahead) {
+           float* sums, Ahead& ahead) {
     const int64_t quads = (count + 3) / 4;
     interleave(values, quads, ahead);
     alignas(64) float scales[kTile];
     for (int64_t i = 0; i < kTile; ++i) scales[i] = i < count ? scale_of(values[i], value_dim_) : 0;
-    for (int64_t r = 0; r < rows; ++r) load_weights(weights + r * kTile, scales, r);
+    for (int64_t r = 0; r < rows; ++r) {
+      ahead.spend(kDigitsWork);
+      load_weights(weights + r * kTile, scales, r);
+    }
     const int64_t blocks = num_blocks(rows, kRows);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block_start(rows, blocks, block);
       const int64_t height = block_start(rows, blocks, block + 1) - first;
       with_constant<kRows>(height, [&](auto h) {
-        for (int64_t unit = 0; unit < units_; ++unit)
+        for (int64_t unit = 0; unit < units_; ++unit) {
+          ahead.spend(2 * quads * height * kCols);
           value_block<decltype(h)::value>(first, unit, quads, sums);
+        }
       });
     }
   }
@@ -153,14 +168,13 @@ class ByteTile {
   }
 
   // keys_[d][i] = bytes 4d … 4d + 3 of key i, plus 128: the instruction wants one unsigned operand.
-  template <class Ahead>
-  void transpose_bytes(const int8_t* const* keys, int64_t count, Ahead ahead) {
+  void transpose_bytes(const int8_t* const* keys, int64_t count, Ahead& ahead) {
     using namespace vec;
     const int64_t whole = dim_ / 4 / kWidth * kWidth;
     const UInt flip = UInt{} + 0x80808080u;
     for (int64_t i = 0; i < count; i += kWidth) {
-      for (int64_t r = i; r < i + kWidth; ++r) ahead(r);
       for (int64_t d = 0; d < whole; d += kWidth) {
+        ahead.spend(kSquareWork);
         Float square[kWidth];
 #pragma GCC unroll 16
         for (int r = 0; r < kWidth; ++r) std::memcpy(&square[r], keys[i + r] + 4 * d, 64);
@@ -224,10 +238,9 @@ class ByteTile {
   }
 
   // values_[unit][quad][register]: lanes of four bytes, of one column of four keys.
-  template <class Ahead>
-  void interleave(const int8_t* const* values, int64_t quads, Ahead ahead) {
+  void interleave(const int8_t* const* values, int64_t quads, Ahead& ahead) {
     for (int64_t quad = 0; quad < quads; ++quad) {
-      for (int64_t i = 4 * quad; i < 4 * quad + 4; ++i) ahead(i);
+      ahead.spend(units_ * kQuadWork);
       const int8_t* const* rows = values + 4 * quad;
       for (int64_t unit = 0; unit < units_; ++unit) {
         const int64_t columns = std::min(value_dim_ - unit * kUnit, kUnit);

@@ -40,15 +40,14 @@ class WideTile {
   void load_queries(int64_t first, const Q* const* queries, int64_t rows) {
     tile_.load_queries(first, queries, rows);
   }
-  template <class Ahead>
+  int64_t work(int64_t rows, int64_t count) const { return tile_.work(rows, count); }
   void score(int64_t first_row, int64_t rows, const int8_t* const* keys, int64_t count,
-             float* scores, Ahead ahead) {
+             float* scores, Ahead& ahead) {
     widen(keys, round_up(count, kWidth), dim_);
     tile_.score(first_row, rows, rows_, count, scores, ahead);
   }
-  template <class Ahead>
   void add(const float* weights, int64_t rows, const int8_t* const* values, int64_t count,
-           float* sums, Ahead ahead) {
+           float* sums, Ahead& ahead) {
     widen(values, count, value_dim_);
     tile_.add(weights, rows, rows_, count, sums, ahead);
   }

@@ -1,8 +1,5 @@
-// What specc::tree_attention computes of a tile: a panel of keys, scores, weights, sums of values.
-//
-// The products hold a block of results in registers and take their operands in the order of the
-// sum, so that the bits of a row do not depend on the rows beside it. Operands that several rows
-// use are kept in a register: loads are what these loops have fewest of.
+// What specc::tree_attention computes of a tile: scores, weights, sums of values. The products are
+// as tree_attention_keys.h says.
 #pragma once
 
 #include <algorithm>
@@ -11,108 +8,12 @@
 #include <type_traits>
 #include <utility>
 
+#include "tree_attention_ahead.h"
+#include "tree_attention_keys.h"
 #include "tree_attention_plan.h"
 #include "vec.h"
 
 namespace specc::attention {
-
-// Asks for a row, into the second-level cache: the first one is too small for what comes next, and
-// so are its miss buffers.
-template <class T>
-inline void prefetch(const T* row, int64_t size) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (size_t at = 0; at < size * sizeof(T); at += 64) __builtin_prefetch(p + at, 0, 2);
-}
-
-// Registers of a block: rows x columns, its columns and one value of a row fit into the machine's.
-#if defined(__AVX512F__)
-constexpr int kScoreRows = 12, kScoreCols = 2;  // 27 of 32
-constexpr int kValueRows = 6, kValueCols = 4;   // 29 of 32
-#elif defined(__AVX__)
-constexpr int kScoreRows = 4, kScoreCols = 2;  // 11 of 16
-constexpr int kValueRows = 4, kValueCols = 2;
-#else
-constexpr int kScoreRows = 4, kScoreCols = 4;  // 21 of 32
-constexpr int kValueRows = 4, kValueCols = 4;
-#endif
-
-// Rows are cut into equal blocks of at most `most`: block i of them begins here.
-inline int64_t num_blocks(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
-inline int64_t block_start(int64_t rows, int64_t blocks, int64_t i) { return rows * i / blocks; }
-
-// Calls body(std::integral_constant<int, n>) for an n in 1 … Most.
-template <int Most, class Body>
-void with_constant(int64_t n, Body body) {
-  if constexpr (Most > 1) {
-    if (n < Most) return with_constant<Most - 1>(n, body);
-  }
-  body(std::integral_constant<int, Most>());
-}
-
-// What queries and keys are multiplied in: float, or pairs of bfloat16.
-template <class T>
-using KeyOf =
-    std::conditional_t<std::is_same_v<T, vec::BFloat16> && vec::kHasPairs, vec::Pair, float>;
-constexpr int kPanel = kScoreCols * vec::kWidth;  // keys whose scores are computed at once
-
-// panel[d][i] = keys[i][d] for `count` keys, a multiple of kWidth and at most kPanel; ahead(i) asks
-// for what is read in the place of key i after this tile.
-template <class T, class Ahead>
-void transpose_keys(const T* const* keys, int64_t count, int64_t dim, KeyOf<T>* panel,
-                    Ahead ahead) {
-  using namespace vec;
-  constexpr bool kPairs = std::is_same_v<KeyOf<T>, Pair>;
-  using Lane = std::conditional_t<kPairs, float, T>;  // a pair moves as one lane
-  const int64_t depth = kPairs ? (dim + 1) / 2 : dim;
-  const int64_t whole = (kPairs ? dim / 2 : dim) / kWidth * kWidth;
-  for (int64_t i = 0; i < count; i += kWidth) {
-    for (int64_t r = i; r < i + kWidth; ++r) ahead(r);
-    for (int64_t d = 0; d < whole; d += kWidth) {
-      Float square[kWidth];
-#pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r)
-        square[r] = load(reinterpret_cast<const Lane*>(keys[i + r]) + d);
-      transpose(square);
-#pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r)
-        store(reinterpret_cast<float*>(panel) + (d + r) * kPanel + i, square[r]);
-    }
-    for (int64_t d = whole; d < depth; ++d)
-      for (int r = 0; r < kWidth; ++r) {
-        const T* row = keys[i + r];
-        KeyOf<T>& to = panel[d * kPanel + i + r];
-        if constexpr (kPairs) {
-          const uint32_t high = 2 * d + 1 < dim ? row[2 * d + 1].bits : 0;
-          to.bits = row[2 * d].bits | high << 16;
-        } else {
-          to = to_float(row[d]);
-        }
-      }
-  }
-}
-
-// scores[r][c] = sum_d queries[d][r] * panel[d][c] for R rows and C registers of keys.
-template <int R, int C, class Key>
-void score_block(const Key* queries, const Key* panel, int64_t panel_stride, int64_t depth,
-                 float* scores, int64_t stride) {
-  using namespace vec;
-  Float sums[R][C] = {};
-  for (int64_t d = 0; d < depth; ++d, queries += R, panel += panel_stride) {
-    decltype(load(panel)) columns[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) keep(columns[c] = load(panel + c * kWidth));
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const auto x = splat(queries[r]);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) multiply_add(sums[r][c], x, columns[c]);
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(scores + r * stride + c * kWidth, sums[r][c]);
-}
 
 // No score comes near these; -inf would make NaN of a difference.
 constexpr float kNothing = -1e30f;  // maximum of no scores
@@ -128,10 +29,13 @@ inline bool softmax(float* scores, uint64_t bits, float factor, float* max, floa
   const Float scale = splat(factor * 1.44269504088896f);  // log2(e): weights are powers of two
   Float x[kCount], best = splat(kNothing);
 #pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) {
-    x[j] = select(bits >> (j * kWidth), load(scores + j * kWidth) * scale, splat(kMasked));
-    best = vec::max(best, x[j]);
+  for (int j = 0; j < kCount; ++j) x[j] = load(scores + j * kWidth) * scale;
+  if (bits != ~uint64_t{0}) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kCount; ++j) x[j] = select(bits >> (j * kWidth), x[j], splat(kMasked));
   }
+#pragma GCC unroll 16
+  for (int j = 0; j < kCount; ++j) best = vec::max(best, x[j]);
   const float before = *max;
   const float now = std::max(before, vec::max(best));
   Float total = load(sum);
@@ -211,19 +115,20 @@ inline void load_values(const vec::BFloat16* row, vec::Float (&columns)[C]) {
   }
 }
 
-// sums[r][c] += sum_i weights[r][i] * rows[i][column + c] for R rows and C registers of columns;
-// ahead(i) as above.
-template <int R, int C, class T, class Ahead>
+// sums[r][c] += sum_i weights[r][i] * rows[i][column + c] for R rows and C registers of columns.
+template <int R, int C, class T>
 void value_block(const float* weights, const T* const* rows, int64_t column, int64_t count,
-                 float* sums, int64_t stride, Ahead ahead) {
+                 float* sums, int64_t stride, Ahead& ahead) {
   using namespace vec;
   Float total[R][C];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * stride + c * kWidth);
+  // blocks of many rows take longer than memory does
+  constexpr int kSteps = R < 6 ? 16 : kTile;
   for (int64_t i = 0; i < count; ++i) {
-    ahead(i);
+    if (i % kSteps == 0) ahead.spend(kSteps * R * C);
     Float columns[C];
     load_values(rows[i] + column, columns);
 #pragma GCC unroll 12
@@ -240,10 +145,10 @@ void value_block(const float* weights, const T* const* rows, int64_t column, int
 }
 
 // As value_block, of any number of rows and of `width` columns, a multiple of kWidth (of bfloat16,
-// of two); the first block asks for what comes next.
-template <class T, class Ahead>
+// of two).
+template <class T>
 void add_values(const float* weights, int64_t num_rows, const T* const* rows, int64_t count,
-                float* sums, int64_t width, Ahead ahead) {
+                float* sums, int64_t width, Ahead& ahead) {
   using vec::kWidth;
   const int64_t blocks = num_blocks(num_rows, kValueRows);
   for (int64_t block = 0; block < blocks; ++block) {
@@ -251,12 +156,8 @@ void add_values(const float* weights, int64_t num_rows, const T* const* rows, in
     with_constant<kValueRows>(block_start(num_rows, blocks, block + 1) - first, [&](auto height) {
       const auto add = [&](int64_t column, auto cols) {
         constexpr int kRows = decltype(height)::value, kCols = decltype(cols)::value;
-        const float* from = weights + first * kTile;
-        float* to = sums + first * width + column;
-        if (block == 0 && column == 0)
-          value_block<kRows, kCols>(from, rows, column, count, to, width, ahead);
-        else
-          value_block<kRows, kCols>(from, rows, column, count, to, width, [](int64_t) {});
+        value_block<kRows, kCols>(weights + first * kTile, rows, column, count,
+                                  sums + first * width + column, width, ahead);
       };
       int64_t column = 0;
       for (; column + kValueCols * kWidth <= width; column += kValueCols * kWidth)
@@ -292,7 +193,7 @@ class FloatTile {
   explicit FloatTile(const TileSizes& sizes)
       : dim_(sizes.head_dim),
         value_dim_(sizes.value_dim),
-        depth_(kPairs ? (dim_ + 1) / 2 : dim_),
+        depth_(key_depth<S>(dim_)),
         width_(width(value_dim_)),
         convert_(value_dim_ % kValueUnit != 0) {
     parts_[0] = kPanel * depth_;
@@ -320,36 +221,43 @@ class FloatTile {
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t begin = block_start(rows, blocks, block);
       const int64_t count = block_start(rows, blocks, block + 1) - begin;
-      for (int64_t i = 0; i < count; ++i) {
-        const Q* q = queries[begin + i];
-        for (int64_t d = 0; d < depth_; ++d) {
-          Key& key = to[d * count + i];
-          if constexpr (kPairs) {
-            const uint32_t high = 2 * d + 1 < dim_ ? q[2 * d + 1].bits : 0;
-            key.bits = q[2 * d].bits | high << 16;
-          } else {
-            key = vec::to_float(q[d]);
-          }
-        }
-      }
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t d = 0; d < depth_; ++d)
+          to[d * count + i] = lane_at<Key>(queries[begin + i], d, dim_);
       to += count * depth_;
     }
   }
 
+  // What score and add tell Ahead of in all, and the weights between them.
+  int64_t work(int64_t rows, int64_t count) const {
+    const int64_t registers = round_up(count, vec::kWidth) / vec::kWidth;
+    const int64_t of_keys =
+        registers * (whole_depth<S>(dim_) / vec::kWidth * kSquareWork + depth_ * rows);
+    return of_keys + rows * kSoftmaxWork + count * rows * (width_ / vec::kWidth);
+  }
+
   // scores[r][i] of a head's rows with `count` keys, up to a whole register; all kTile pointers are
-  // rows. ahead(i) asks for what is read in the place of key i after this tile.
-  template <class Ahead>
+  // rows.
   void score(int64_t first_row, int64_t rows, const S* const* keys, int64_t count, float* scores,
-             Ahead ahead) {
+             Ahead& ahead) {
     const int64_t blocks = num_blocks(rows, kScoreRows);
     const Key* queries = queries_ + first_row * depth_;
+    if (blocks == 1 && rows >= kSquareRows) {
+      with_constant<kScoreRows>(rows, [&](auto height) {
+        for (int64_t column = 0; column < count; column += vec::kWidth)
+          score_squares<decltype(height)::value, S>(queries, keys + column, dim_,
+                                                    scores + column, kTile, ahead);
+      });
+      return;
+    }
     for (int64_t column = 0; column < count; column += kPanel) {
       const int64_t columns = std::min<int64_t>(round_up(count - column, vec::kWidth), kPanel);
-      transpose_keys(keys + column, columns, dim_, panel_, [&](int64_t i) { ahead(column + i); });
+      transpose_keys(keys + column, columns, dim_, panel_, ahead);
       with_constant<kScoreCols>(columns / vec::kWidth, [&](auto cols) {
         for (int64_t block = 0; block < blocks; ++block) {
           const int64_t first = block_start(rows, blocks, block);
           const int64_t height = block_start(rows, blocks, block + 1) - first;
+          ahead.spend(depth_ * height * columns / vec::kWidth);
           with_constant<kScoreRows>(height, [&](auto h) {
             score_block<decltype(h)::value, decltype(cols)::value>(
                 queries + first * depth_, panel_, kPanel, depth_, scores + first * kTile + column,
@@ -361,9 +269,8 @@ class FloatTile {
   }
 
   // sums[r] += sum_i weights[r][i] * values[i]; weights after the last key are 0.
-  template <class Ahead>
   void add(const float* weights, int64_t rows, const S* const* values, int64_t count, float* sums,
-           Ahead ahead) {
+           Ahead& ahead) {
     if (!convert_) {
       add_values(weights, rows, values, count, sums, width_, ahead);
       return;

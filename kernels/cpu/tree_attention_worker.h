@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "kv_rows.h"
+#include "tree_attention_ahead.h"
 #include "tree_attention_plan.h"
 #include "tree_attention_tile.h"
 #include "vec.h"
@@ -115,8 +116,8 @@ class Worker {
       std::memset(out + h * a_.out_head_stride, 0, a_.value_dim * sizeof(T));
   }
   void tiles(const Unit& unit, int64_t first, int64_t last, Accumulator to);
-  void attend_tile(const Unit& unit, int64_t head, const Rows& rows, const Rows& next,
-                   uint64_t seen, Accumulator to);
+  void attend_tile(const Unit& unit, int64_t head, const Rows& rows, const char* const* next,
+                   int64_t num_next, uint64_t seen, Accumulator to);
   uint64_t visible(const Item& item, int64_t token, int64_t tile) const;
   void find_rows(const Item& item, int64_t index, Rows* rows) const;
   void load_queries(const Unit& unit);
@@ -215,19 +216,22 @@ void Worker<T, Tile>::load_queries(const Unit& unit) {
   }
 }
 
-// One tile of one KV head, whose rows these are; `next` are those of the next tile.
+// One tile of one KV head, whose rows these are; `next` are those of the next tile, as Ahead takes
+// them.
 template <class T, class Tile>
-void Worker<T, Tile>::attend_tile(const Unit& unit, int64_t head, const Rows& rows, const Rows& next,
-                            uint64_t seen, Accumulator to) {
+void Worker<T, Tile>::attend_tile(const Unit& unit, int64_t head, const Rows& rows,
+                                  const char* const* next, int64_t num_next, uint64_t seen,
+                                  Accumulator to) {
   const int64_t keys = 64 - __builtin_clzll(seen);
-  tile_.score((head - unit.head) * unit.rows, unit.rows, rows.keys, keys, scores_, [&](int64_t i) {
-    if (i < next.count) prefetch(next.keys[i], Tile::row_size(a_.head_dim));
-  });
+  Ahead ahead(next, num_next, Tile::row_size(a_.head_dim) * sizeof(S),
+              Tile::row_size(a_.value_dim) * sizeof(S), tile_.work(unit.rows, keys));
+  tile_.score((head - unit.head) * unit.rows, unit.rows, rows.keys, keys, scores_, ahead);
   const float factor = a_.softcap != 0 ? a_.softcap : a_.scale;
   for (int64_t r = 0; r < unit.rows; ++r) {
     const uint64_t bits = bits_[r / group_];
     float* row = scores_ + r * kTile;
     float alpha = 1;
+    ahead.spend(kSoftmaxWork);
     if (bits && a_.softcap != 0) squash(row, a_.scale / a_.softcap);
     if (!bits) {
       std::memset(row, 0, kTile * sizeof(float));
@@ -237,9 +241,8 @@ void Worker<T, Tile>::attend_tile(const Unit& unit, int64_t head, const Rows& ro
         store(values + j, load(values + j) * splat(alpha));
     }
   }
-  tile_.add(scores_, unit.rows, rows.values, keys, to.values, [&](int64_t i) {
-    if (i < next.count) prefetch(next.values[i], Tile::row_size(a_.value_dim));
-  });
+  tile_.add(scores_, unit.rows, rows.values, keys, to.values, ahead);
+  ahead.finish();
 }
 
 template <class T, class Tile>
@@ -265,8 +268,8 @@ void Worker<T, Tile>::tiles(const Unit& unit, int64_t first, int64_t last, Accum
     if (a_.slopes != nullptr)
       for (int64_t i = 0; i < item.tokens; ++i)
         key_positions(a_, item.sequence, plan_.live[item.first + i], tile, places_ + i * kTile);
-    Rows of_head, next_of_head;
-    next_of_head.count = next.count;
+    Rows of_head;
+    const char* next_of_head[2 * kTile];
     for (int64_t head = unit.head; head < unit.head + unit.heads; ++head) {
       const int64_t key = head * a_.k_cache_head_stride, value = head * a_.v_cache_head_stride;
       for (int64_t i = 0; i < kTile; ++i) {
@@ -275,10 +278,10 @@ void Worker<T, Tile>::tiles(const Unit& unit, int64_t first, int64_t last, Accum
         of_head.values[i] = is_seen ? current.values[i] + value : zeros;
       }
       for (int64_t i = 0; i < next.count; ++i) {
-        next_of_head.keys[i] = next.keys[i] + key;
-        next_of_head.values[i] = next.values[i] + value;
+        next_of_head[i] = reinterpret_cast<const char*>(next.keys[i] + key);
+        next_of_head[next.count + i] = reinterpret_cast<const char*>(next.values[i] + value);
       }
-      attend_tile(unit, head, of_head, next_of_head, seen,
+      attend_tile(unit, head, of_head, next_of_head, next.count, seen,
                   to.from((head - unit.head) * unit.rows, width_));
     }
   }

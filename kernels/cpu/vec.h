@@ -102,7 +102,13 @@ inline void keep(V& value) {
 #endif
 }
 
-inline Float max(Float a, Float b) { return a > b ? a : b; }
+inline Float max(Float a, Float b) {
+#if defined(__AVX512F__)
+  return (Float)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 template <int... I>
 inline Float shuffle(Float a, Float b, std::integer_sequence<int, I...>) {
@@ -144,7 +150,7 @@ inline Float select(uint64_t bits, Float x, Float y) { return select(bits, x, y,
 
 // 2^x for x <= 0 to 1e-7, exactly 0 below -127; NaN stays NaN.
 inline Float exp2_of_nonpositive(Float x) {
-  x = x < -127.0f ? splat(-127.0f) : x;
+  x = max(splat(-127.0f), x);
   const Int n = __builtin_convertvector(x - 0.5f, Int);
   const Float f = x - __builtin_convertvector(n, Float);
   // Chebyshev fit of degree 6 on [-0.5, 0.5]
