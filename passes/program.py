@@ -254,15 +254,21 @@ class Program:
     @property
     def feature_width(self) -> int:
         """Columns of the rows that it keeps besides K and V; 0 where it keeps none."""
-        if self.taps is None and not self.reads_features:
+        if self.taps is None and not self.keeps_handed_on:
             return 0
-        kept = HANDED_ON if self.reads_features else FEATURES
+        kept = FEATURES if self.taps is not None else HANDED_ON
         return int(self.placeholder(kept).meta["val"].shape[2])
 
     @property
     def reads_features(self) -> bool:
-        """Whether it is a head that reads its target's slab, see `ReadFeatures`."""
+        """Whether it is a draft that reads its target's slab, see `ReadFeatures`."""
         return FEATURE_ROWS in self.row_inputs
+
+    @property
+    def keeps_handed_on(self) -> bool:
+        """Whether it has a slab of what its tokens hand on, as block drafters have not."""
+        inputs = self.graph.find_nodes(op="placeholder", target=HANDED_ON)
+        return self.reads_features and bool(inputs)
 
     @property
     def num_parameters(self) -> int:
@@ -414,7 +420,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         elif program.reads_features and name in (HANDED_ON, FEATURES):
             value = node.meta["val"]
-            place = len(program.caches) // 2 + (name == FEATURES)
+            # the target's slab is the last
+            place = len(program.caches) // 2 + (name == FEATURES and program.keeps_handed_on)
             entry |= {"kind": "cache", "layer": place, "part": "rows"}
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(value.shape[2])]}
         elif name == FEATURES:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specc.compiler.checks import Candidate
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 
@@ -28,6 +29,13 @@ def check_heads(
     if not heads:
         return
     first = heads[0][0]
+    for candidate, _ in heads:
+        if isinstance(candidate.head, BlockSpec):
+            raise ConfigError(
+                f"{_called(candidate)}, a block drafter",
+                "a draft that proposes one token after another",
+                "choose another draft",
+            )
     for candidate, dtype in heads:
         if dtype != dtypes[0]:
             raise ConfigError(
