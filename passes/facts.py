@@ -82,7 +82,7 @@ def features_are_read(program: Program) -> bool:
     target = set(program.placeholder(FEATURES).users)
     if not (program.reads_features and program.handed_on is None and len(target) == 1):
         return False
-    if not program.keeps_handed_on:
+    if not program.feature_width:
         return not written and target == set(reads)
     own = set(program.placeholder(HANDED_ON).users)
     return (

@@ -254,21 +254,14 @@ class Program:
     @property
     def feature_width(self) -> int:
         """Columns of the rows that it keeps besides K and V; 0 where it keeps none."""
-        if self.taps is None and not self.keeps_handed_on:
-            return 0
-        kept = FEATURES if self.taps is not None else HANDED_ON
-        return int(self.placeholder(kept).meta["val"].shape[2])
+        kept = HANDED_ON if self.taps is None else FEATURES
+        found = list(self.graph.find_nodes(op="placeholder", target=kept))
+        return int(found[0].meta["val"].shape[2]) if found else 0
 
     @property
     def reads_features(self) -> bool:
         """Whether it is a draft that reads its target's slab, see `ReadFeatures`."""
         return FEATURE_ROWS in self.row_inputs
-
-    @property
-    def keeps_handed_on(self) -> bool:
-        """Whether it has a slab of what its tokens hand on, as block drafters have not."""
-        inputs = self.graph.find_nodes(op="placeholder", target=HANDED_ON)
-        return self.reads_features and bool(inputs)
 
     @property
     def num_parameters(self) -> int:
@@ -421,7 +414,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         elif program.reads_features and name in (HANDED_ON, FEATURES):
             value = node.meta["val"]
             # the target's slab is the last
-            place = len(program.caches) // 2 + (name == FEATURES and program.keeps_handed_on)
+            place = len(program.caches) // 2 + (name == FEATURES and program.feature_width > 0)
             entry |= {"kind": "cache", "layer": place, "part": "rows"}
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(value.shape[2])]}
         elif name == FEATURES:

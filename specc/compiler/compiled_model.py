@@ -122,8 +122,8 @@ def compile_models(
         with phases.phase(f"trace {source.name}"), advice_for(author):
             rows = () if source.head is None else head_rows(source.head, source.dtype)
             hands_on = source.head is not None and source.head.hands_on
-            sizes = (source.rope_length, rows, hands_on)
-            program = trace(source.module, source.name, *sizes)
+            given = {"rows": rows, "hands_on": hands_on}
+            program = trace(source.module, source.name, source.rope_length, **given)
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
         ranks = num_ranks if source.name == TARGET else num_draft_ranks

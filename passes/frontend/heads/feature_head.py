@@ -30,7 +30,7 @@ FEATURES, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
 
 
 def head_rows(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
-    """What a head's forward takes beside tokens and positions; of block drafters see `BlockHead`."""
+    """What the forward of a head, or of a block drafter, takes beside tokens and positions."""
     if isinstance(spec, BlockSpec):
         return (
             RowInput(FEATURES, spec.feature_columns, dtype),

@@ -93,8 +93,7 @@ def test_what_is_written_is_read_back(target, tmp_path):
     found = read_program(data, constants, layers, keys)
     assert program_to_json(found) == data
     assert features_are_read(found)
-    assert (found.row_inputs, found.keeps_handed_on) == (("feature_rows",), False)
-    assert found.feature_width == 0
+    assert (found.row_inputs, found.feature_width) == (("feature_rows",), 0)
     (slab,) = [entry for entry in data["inputs"] if entry["name"] == "features"]
     assert (slab["layer"], slab["shape"]) == (2, [2 * WIDTH])
     verify_graph(found, "reading", is_final=True)
