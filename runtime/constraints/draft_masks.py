@@ -13,6 +13,9 @@ from specc.runtime.constraints.grammar_masks import mask_rows, tree_masks
 from specc.runtime.scheduling.batch import StepGroup
 from specc.speculation.tree import WORD_BITS
 
+# place of the rows whose hidden states tokens read, see `ModelProgram.forward`
+_FEATURES = 8
+
 
 class DraftMasks:
     """Masks the logits of a step's drafts, pass by pass: see `StepInputs.mask_drafts`.
@@ -21,6 +24,9 @@ class DraftMasks:
     of what this draft has grown, and a token names its ancestors by these rows. So it is the same
     for static and dynamic trees, tiles of levels, and views of self-drafts. The masks are those
     that verification asks for again.
+
+    A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
+    comes before them. So the first depth obeys, and what the others propose may be refused.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
@@ -47,6 +53,11 @@ class DraftMasks:
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
+        if len(inputs) > _FEATURES and (features := inputs[_FEATURES]) is not None:
+            # rows of a block read no hidden states
+            is_block = [max(features[place].tolist()) < 0 for place in logit_rows]
+            if is_block and all(is_block):
+                return self._of_block(logits, q_start, logit_rows)
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
@@ -60,6 +71,20 @@ class DraftMasks:
         for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
             if grammar is not None:
                 masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
+        return mask_rows(logits, masks, revives=True)
+
+    def _of_block(
+        self, logits: Tensor, q_start: Sequence[int], logit_rows: Sequence[int]
+    ) -> Tensor:
+        """Mask what comes after each root: the first row of a sequence that has logits."""
+        masks: dict[int, bytes] = {}
+        first: dict[int, int] = {}
+        for row, place in sorted(enumerate(logit_rows), key=lambda item: item[1]):
+            first.setdefault(bisect_right(q_start, place) - 1, row)
+        for b, row in first.items():
+            grammar = self._grammars[b]
+            if grammar is not None and (mask := grammar.mask()) is not None:
+                masks[row] = mask
         return mask_rows(logits, masks, revives=True)
 
 

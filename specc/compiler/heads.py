@@ -29,13 +29,6 @@ def check_heads(
     if not heads:
         return
     first = heads[0][0]
-    for candidate, _ in heads:
-        if isinstance(candidate.head, BlockSpec):
-            raise ConfigError(
-                f"{_called(candidate)}, a block drafter",
-                "a draft that proposes one token after another",
-                "choose another draft",
-            )
     for candidate, dtype in heads:
         if dtype != dtypes[0]:
             raise ConfigError(
@@ -83,9 +76,14 @@ def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
 
 
 def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> list[SpecPlan]:
-    """The plans, each with the heads among its drafts."""
-    heads = [candidate.name for candidate in candidates if candidate.head is not None]
-    return [plan.with_heads(heads) for plan in plans]
+    """The plans, each with the heads and block drafters among its drafts.
+
+    Raises:
+        ConfigError: a tree that is deeper than a block.
+    """
+    blocks = {x.name: x.head.block for x in candidates if isinstance(x.head, BlockSpec)}
+    heads = [x.name for x in candidates if x.head is not None and x.name not in blocks]
+    return [plan.with_heads(heads, blocks) for plan in plans]
 
 
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specc.errors import EngineError
+import torch
+from torch import Tensor
+
+from specc.errors import ConfigError, EngineError
+from specc.speculation.tree import pack_bits
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,14 @@ class BlockDraft:
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
         is_causal: a row sees the rows of a block up to itself; else all of them.
+        draft: name of the drafter, in a plan.
     """
 
     size: int
     mask_token_id: int
     from_anchor: bool = False
     is_causal: bool = False
+    draft: str = ""
 
     @property
     def first_row(self) -> int:
@@ -37,6 +43,20 @@ class BlockDraft:
     def num_proposed(self) -> int:
         """Tokens that a pass proposes: levels of a tree, at most."""
         return self.size - self.first_row
+
+    def rows_seen(self, before: int) -> Tensor:
+        """Which rows of a block each row of a pass sees, as bits of words.
+
+        Args:
+            before: rows of the context that the pass begins with. They see no row of the block;
+                nothing reads what is computed of them but keys and values, which do not depend on
+                it.
+        Returns:
+            [before + B, W] int64, as the `ancestors` of a tree.
+        """
+        seen = torch.ones(self.size, self.size, dtype=torch.bool)
+        seen = seen.tril() if self.is_causal else seen
+        return pack_bits(torch.cat([torch.zeros(before, self.size, dtype=torch.bool), seen]))
 
     def describe(self) -> str:
         """For people."""
@@ -60,9 +80,30 @@ class BlockDraft:
         flags = (block.from_anchor, block.is_causal)
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
-        if block.num_proposed < 1 or block.mask_token_id < 0:
+        is_named = isinstance(block.draft, str)
+        if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
             raise _invalid(data)
         return block
+
+
+def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:
+    """Compare a tree with what passes propose.
+
+    Args:
+        plan: its name.
+        depth: levels of its tree.
+        blocks: of its drafts.
+    Raises:
+        ConfigError: it is deeper.
+    """
+    for block in blocks:
+        if depth > block.num_proposed:
+            raise ConfigError(
+                f"plan {plan} of depth {depth}, and {block.draft}, which proposes"
+                f" {block.num_proposed} tokens a pass",
+                f"a tree of depth {block.num_proposed} or less",
+                f"pass --num-speculative-tokens {block.num_proposed}",
+            )
 
 
 def _invalid(data: Mapping[str, Any]) -> EngineError:

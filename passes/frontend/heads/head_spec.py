@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from specc.artifact.model_entry import BLOCK_KIND
 from specc.errors import HeadError
 from specc.passes.frontend.config_numbers import whole_number
 
-EAGLE3, MTP, DFLASH = "eagle3", "mtp", "dflash"
+EAGLE3, MTP, DFLASH = "eagle3", "mtp", BLOCK_KIND
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB = "z-lab"
