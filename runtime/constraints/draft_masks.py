@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specc.runtime.constraints.grammar import GrammarState
@@ -53,18 +54,16 @@ class DraftMasks:
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
-        if len(inputs) > _FEATURES and (features := inputs[_FEATURES]) is not None:
-            # rows of a block read no hidden states
-            is_block = [max(features[place].tolist()) < 0 for place in logit_rows]
-            if is_block and all(is_block):
-                return self._of_block(logits, q_start, logit_rows)
+        is_block = _is_block(inputs, logit_rows)
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
-            if self._grammars[b] is not None:
+            # rows of a block come depth by depth; the first stands for the root
+            if self._grammars[b] is not None and not (is_block and wanted[b]):
                 # a causal pass brings the tokens up to the root, which alone has logits
-                words = [1] if ancestors is None else ancestors[place]
+                words = [1] if ancestors is None or is_block else ancestors[place]
                 node = slots[place] - cache_len[b]
+                node = 0 if is_block else node
                 self._grown[b].add(node, tokens[place], words)
                 wanted[b][node] = row
         masks: dict[int, bytes] = {}
@@ -73,19 +72,12 @@ class DraftMasks:
                 masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
         return mask_rows(logits, masks, revives=True)
 
-    def _of_block(
-        self, logits: Tensor, q_start: Sequence[int], logit_rows: Sequence[int]
-    ) -> Tensor:
-        """Mask what comes after each root: the first row of a sequence that has logits."""
-        masks: dict[int, bytes] = {}
-        first: dict[int, int] = {}
-        for row, place in sorted(enumerate(logit_rows), key=lambda item: item[1]):
-            first.setdefault(bisect_right(q_start, place) - 1, row)
-        for b, row in first.items():
-            grammar = self._grammars[b]
-            if grammar is not None and (mask := grammar.mask()) is not None:
-                masks[row] = mask
-        return mask_rows(logits, masks, revives=True)
+
+def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:
+    """Whether a pass is that of a block drafter, whose rows with logits read no hidden states."""
+    if len(inputs) <= _FEATURES or (features := inputs[_FEATURES]) is None or not logit_rows:
+        return False
+    return bool((features[torch.tensor(logit_rows)] < 0).all())
 
 
 class _Grown:
