@@ -76,18 +76,19 @@ def features_are_written(program: Program) -> bool:
     )
 
 
-def own_features_are_kept(program: Program) -> bool:
-    """A head has one output, reads two slabs, and writes to the one that is its own."""
-    written = program.calls(ops.write_rows)
-    reads = program.calls(ops.take_rows)
-    own, target = (set(program.placeholder(name).users) for name in (HANDED_ON, FEATURES))
+def features_are_read(program: Program) -> bool:
+    """A draft has one output, reads its target's slab, and one that it alone writes, or none."""
+    written, reads = program.calls(ops.write_rows), program.calls(ops.take_rows)
+    target = set(program.placeholder(FEATURES).users)
+    if not (program.reads_features and program.handed_on is None and len(target) == 1):
+        return False
+    if not program.feature_width:
+        return not written and target == set(reads)
+    own = set(program.placeholder(HANDED_ON).users)
     return (
-        program.reads_features
-        and program.handed_on is None
-        and len(written) == 1
+        len(written) == 1
         and len(reads) == 2
         and own == {written[0], *(node for node in reads if node not in target)}
-        and len(target) == 1
         and target <= set(reads)
     )
 

@@ -254,14 +254,13 @@ class Program:
     @property
     def feature_width(self) -> int:
         """Columns of the rows that it keeps besides K and V; 0 where it keeps none."""
-        if self.taps is None and not self.reads_features:
-            return 0
-        kept = HANDED_ON if self.reads_features else FEATURES
-        return int(self.placeholder(kept).meta["val"].shape[2])
+        kept = HANDED_ON if self.taps is None else FEATURES
+        found = list(self.graph.find_nodes(op="placeholder", target=kept))
+        return int(found[0].meta["val"].shape[2]) if found else 0
 
     @property
     def reads_features(self) -> bool:
-        """Whether it is a head that reads its target's slab, see `ReadFeatures`."""
+        """Whether it is a draft that reads its target's slab, see `ReadFeatures`."""
         return FEATURE_ROWS in self.row_inputs
 
     @property
@@ -414,7 +413,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         elif program.reads_features and name in (HANDED_ON, FEATURES):
             value = node.meta["val"]
-            place = len(program.caches) // 2 + (name == FEATURES)
+            # the target's slab is the last
+            place = len(program.caches) // 2 + (name == FEATURES and program.feature_width > 0)
             entry |= {"kind": "cache", "layer": place, "part": "rows"}
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(value.shape[2])]}
         elif name == FEATURES:

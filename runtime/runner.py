@@ -37,7 +37,7 @@ from specc.runtime.scheduling.batch import (
     StepGroup,
 )
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.speculation.plans import heads_of
+from specc.speculation.feature_drafts import blocks_of, heads_of
 
 
 class _Own(NamedTuple):
@@ -114,6 +114,7 @@ class Runner:
         self._prompts = Prompts(
             target, drafts, cache, prefill_chunk, operators, self._link, self._votes, drawn, staged,
             heads_of(step.plan for step in steps.values()),
+            blocks_of(step.plan for step in steps.values()),
         )  # fmt: skip
         self._begun = BegunBatches(
             steps, cache, self._prompts, self._rows, self._votes, self._link, drawn

@@ -41,11 +41,12 @@ def trace_once(
     rope_length: int | None = None,
     how: Trace = trace,
     rows: Sequence[RowInput] = (),
+    hands_on: bool = False,
 ) -> Program:
     """What `how` makes of a model, for the caller to change."""
     if rows:
         # of a head, which is small
-        return trace(model, name, rope_length, rows)
+        return trace(model, name, rope_length, rows, hands_on)
     key = fingerprint(model)
     if key is None:
         return how(model, name, rope_length)

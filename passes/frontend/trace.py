@@ -96,7 +96,7 @@ class _FlatTokens(ModelCall):
 
 
 class _FlatRows(nn.Module):
-    """The same of a model that takes more rows [1, T, D], and hands on one beside its logits."""
+    """The same of a model that takes more rows [1, T, D], and may hand on one beside its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -114,9 +114,12 @@ class _FlatRows(nn.Module):
         logit_rows: Tensor,
         geometry: Tensor,
         rows: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         others = {name: row.unsqueeze(0) for name, row in rows.items()}
-        handed_on, logits = self.model(tokens.unsqueeze(0), positions.unsqueeze(0), **others)
+        found = self.model(tokens.unsqueeze(0), positions.unsqueeze(0), **others)
+        if isinstance(found, Tensor):
+            return found
+        handed_on, logits = found
         return logits, handed_on
 
 
@@ -259,6 +262,7 @@ def trace(
     name: str,
     rope_length: int | None = None,
     rows: Sequence[RowInput] = (),
+    hands_on: bool = False,
 ) -> Program:
     """Trace a model into a Program whose weights are placeholders with names of parameters.
 
@@ -266,15 +270,15 @@ def trace(
         model: that is traced.
         name: of the program.
         rope_length: see `rotary.constant_length`.
-        rows: what its forward takes besides tokens and positions, each [1, T, columns]. It then
-            returns (row that each token hands on [1, T, D], logits [1, T, V]), and the program
-            has both outputs, see `Program.handed_on`.
+        rows: what its forward takes besides tokens and positions, each [1, T, columns].
+        hands_on: it returns (row that each token hands on [1, T, D], logits [1, T, V]), and the
+            program has both outputs, see `Program.handed_on`.
     """
     with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
         exported = export_flat(model, rows)
         names = tuple(row.name for row in rows)
         inputs = RUNTIME_INPUTS + names
-        program = to_program(exported, model, name, inputs, frequencies, bool(rows))
+        program = to_program(exported, model, name, inputs, frequencies, hands_on)
         program.row_inputs = names
         return program
 

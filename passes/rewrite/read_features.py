@@ -1,4 +1,4 @@
-"""Let a draft head read its features from paged slabs, and keep there what it hands on."""
+"""Let drafts read features from paged slabs, and keep there what they hand on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_a_tree, logits_are_selected, own_features_are_kept
+from specc.passes.facts import attention_is_a_tree, features_are_read, logits_are_selected
 from specc.passes.frontend.heads.feature_head import FEATURES as TAPPED
 from specc.passes.frontend.heads.feature_head import IS_TAPPED, OWN_FEATURES
 from specc.passes.program import (
@@ -29,23 +29,27 @@ class ReadFeatures(Pass):
     or -1 and a row of the head's own slab, into which each token's row is written, too. Both slabs
     are paged as K and V are, by the same block table. So what a node hands on to its children is a
     row of a cache, whatever shape the tree has, and no step hands tensors from pass to pass.
+
+    A block drafter hands nothing on, and has no slab of its own: a row of the context names a row
+    of the target's slab, and a row of a block none, -1 and -1.
     """
 
     requires = (attention_is_a_tree, logits_are_selected)
-    ensures = (attention_is_a_tree, own_features_are_kept)
+    ensures = (attention_is_a_tree, features_are_read)
 
     def run(self, program: Program) -> PassResult:
         graph, handed_on = program.graph, program.handed_on
-        assert handed_on is not None, "a head hands on a row of each token"
-        features, own = program.placeholder(TAPPED), program.placeholder(OWN_FEATURES)
+        # names of inputs: those of the slabs are free once the rows are gone
+        given = {FEATURES: program.placeholder(TAPPED)}
+        if handed_on is not None:
+            given = {HANDED_ON: program.placeholder(OWN_FEATURES), **given}
         is_tapped = program.placeholder(IS_TAPPED)
         tokens = program.placeholder("tokens").meta["val"]
         last = program.placeholder(_inputs_of_all(program)[-1])
         value = tokens.new_empty((tokens.shape[0], 2), dtype=torch.int32)
         rows = add_placeholder(program, FEATURE_ROWS, value, last)
-        # names of inputs: those of the slabs are free once the rows are gone
         slabs = {}
-        for name, node in ((HANDED_ON, own), (FEATURES, features)):
+        for name, node in given.items():
             cache = program.placeholder(next(iter(program.caches))).meta["val"]
             width, dtype = int(node.meta["val"].shape[1]), node.meta["val"].dtype
             value = cache.new_empty((*cache.shape[:2], width), dtype=dtype)
@@ -54,38 +58,44 @@ class ReadFeatures(Pass):
         first = next(node for node in graph.nodes if node.op == "call_function")
         with graph.inserting_before(first):
             # padding is far below zero; and what the operator reads has to lie in one piece
-            named = [
-                emit_call(
+            places = {
+                name: emit_call(
                     graph,
                     aten.clamp.default,
                     emit_call(graph, aten.slice.Tensor, rows, 1, column, column + 1),
                     -1,
                 )
-                for column in range(2)
-            ]
-            tapped, handed = (
-                emit_call(
+                for column, name in enumerate((FEATURES, HANDED_ON))
+                if name in given
+            }
+            read = {
+                name: emit_call(
                     graph,
                     aten.squeeze.dim,
-                    emit_call(graph, ops.take_rows, slabs[name], places, q_start, table),
+                    emit_call(graph, ops.take_rows, slabs[name], place, q_start, table),
                     1,
                 )
-                for name, places in ((FEATURES, named[0]), (HANDED_ON, named[1]))
-            )
-            reads_target = emit_call(graph, aten.lt.Scalar, named[1], 0)
-        for old, new in ((features, tapped), (own, handed), (is_tapped, reads_target)):
+                for name, place in places.items()
+            }
+            if handed_on is None:
+                reads_target = emit_call(graph, aten.ge.Scalar, places[FEATURES], 0)
+            else:
+                reads_target = emit_call(graph, aten.lt.Scalar, places[HANDED_ON], 0)
+        replaced = {node: read[name] for name, node in given.items()} | {is_tapped: reads_target}
+        for old, new in replaced.items():
             old.replace_all_uses_with(new)
             graph.erase_node(old)
         for name, node in slabs.items():
             node.target = name
-        (output,) = graph.find_nodes(op="output")
-        output.args = (program.logits,)
-        with graph.inserting_before(output):
-            kept = emit_call(graph, aten.squeeze.dim, handed_on, 0)
-            emit_call(graph, ops.write_rows, kept, slabs[HANDED_ON], q_start, slot, table)
+        if handed_on is not None:
+            (output,) = graph.find_nodes(op="output")
+            output.args = (program.logits,)
+            with graph.inserting_before(output):
+                kept = emit_call(graph, aten.squeeze.dim, handed_on, 0)
+                emit_call(graph, ops.write_rows, kept, slabs[HANDED_ON], q_start, slot, table)
         program.runtime_inputs = (*_inputs_of_all(program), FEATURE_ROWS)
         program.row_inputs = (FEATURE_ROWS,)
-        return PassResult(3)
+        return PassResult(len(replaced))
 
 
 def _inputs_of_all(program: Program) -> tuple[str, ...]:

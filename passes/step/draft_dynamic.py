@@ -31,7 +31,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     root = g.last(g["last_tokens"], 1)
     # no rule of these trees draws by column
     grower = Grower.of(g, plan, draft)
-    logits = _sharpen(g, plan, first_level(g, grower), 0, 1)
+    logits = sharpen_sampled(g, plan, first_level(g, grower), 0, 1)
     made, found = children(g, logits, k, g.constant("root_column", int32([0])), 0, scored=True)
 
     zero = g.call(aten.full_like.default, root, 0, dtype=torch.int32)
@@ -59,7 +59,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             part = g.part(best, 1, first_fed, last_fed, k)
             above = g.part(best_parents, 1, first_fed, last_fed, k)
             logits = feed_level(g, grower, part, rows, row, size, level, above)
-            logits = _sharpen(g, plan, logits, level, size)
+            logits = sharpen_sampled(g, plan, logits, level, size)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
             parts.append(children(g, logits, k, columns, level, scored=True))
@@ -98,7 +98,9 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     return outputs
 
 
-def _sharpen(g: StepGraph, plan: SpecPlan, logits: fx.Node, level: int, count: int) -> fx.Node:
+def sharpen_sampled(
+    g: StepGraph, plan: SpecPlan, logits: fx.Node, level: int, count: int
+) -> fx.Node:
     """Logits [B * count, V] that children and their scores are from.
 
     Greedy requests keep theirs: their children would be the same, and the scores would not.

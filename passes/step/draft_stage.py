@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from specc.passes.step.draft_block import (
+    block_q_rows,
+    draft_block_dynamic,
+    draft_block_tree,
+)
 from specc.passes.step.draft_dynamic import draft_dynamic
 from specc.passes.step.draft_levels import Grower, draft_tree
 from specc.passes.step.step_graph import (
@@ -36,8 +41,8 @@ class Proposals:
         q_rows: of each node, which row of logits it was drawn from; -1 is none.
         logits: [B * F, V] of each level.
         slots: of each node, the draft's row after the committed ones, -1 for none; None of
-            lookups and self-drafts, which have no cache of their own to commit in, and of heads,
-            which compute rows of accepted nodes again.
+            lookups and self-drafts, which have no cache of their own to commit in, and of heads and
+            block drafters, which compute rows of accepted nodes again.
     """
 
     tokens: fx.Node
@@ -66,7 +71,7 @@ def draft_stage(
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:
-        outputs = draft_dynamic(g, plan)
+        outputs = draft_block_dynamic(g, plan) if plan.blocks else draft_dynamic(g, plan)
     else:
         outputs = _combined(g, plan)
     return g.finish(**outputs)
@@ -82,10 +87,19 @@ def num_levels(plan: SpecPlan) -> int:
 def _static(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     (draft,) = plan.drafts
     tree = plan.shape
-    logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, 0)
-    if draft in plan.models and draft not in plan.heads:
+    logits, tokens, rows = _grown(g, plan, draft, 0)
+    if draft in plan.models and draft not in plan.recomputed:
         g.constant(slots_name(draft), int32(fed_slots(tree)))
-    return {"tokens": tokens} | _drawn_from(g, plan, logits, q_rows_of(tree))
+    return {"tokens": tokens} | _drawn_from(g, plan, logits, rows)
+
+
+def _grown(
+    g: StepGraph, plan: SpecPlan, draft: str, column: int
+) -> tuple[list[fx.Node], fx.Node, list[int]]:
+    """Logits and tokens of a static tree, and the row of logits that each node was drawn from."""
+    if plan.block_of(draft) is not None:
+        return *draft_block_tree(g, plan, draft, column), block_q_rows(plan, draft)
+    return *draft_tree(g, Grower.of(g, plan, draft), plan, column), q_rows_of(plan.tree_of(draft))
 
 
 def _drawn_from(
@@ -106,7 +120,7 @@ def _combined(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         tree = plan.tree_of(draft)
         if made[draft].logits:
             made[draft].q_rows = [q + row if q >= 0 else -1 for q in made[draft].q_rows]
-            row += len(tree.parents) - len(tree.leaves)
+            row += max(made[draft].q_rows) - row + 1
         column += tree.num_nodes
     if plan.combine == MERGE:
         return _merge(g, plan, made)
@@ -131,11 +145,11 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
     if draft == SUFFIX:
         tokens, parents = _chain(g, g[PROPOSALS], num_nodes)
         return Proposals(tokens, parents, [-1] * num_nodes)
-    logits, tokens = draft_tree(g, Grower.of(g, plan, draft), plan, column)
+    logits, tokens, rows = _grown(g, plan, draft, column)
     constant = g.constant(f"parents_of_{draft}", int32(tree.parents))
     parents = g.expand_rows(constant, num_nodes)
-    slots = fed_slots(tree) if draft in plan.models and draft not in plan.heads else None
-    return Proposals(tokens, parents, q_rows_of(tree), logits, slots)
+    keeps_rows = draft in plan.models and draft not in plan.recomputed
+    return Proposals(tokens, parents, rows, logits, fed_slots(tree) if keeps_rows else None)
 
 
 def _merge(g: StepGraph, plan: SpecPlan, made: dict[str, Proposals]) -> dict[str, fx.Node]:

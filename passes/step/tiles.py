@@ -39,6 +39,8 @@ def pass_rows(plan: SpecPlan, model: str) -> int:
         own = min(plan.num_nodes, plan.tile or plan.num_nodes)
         names = [draft.name for draft in plan.self_drafts]
         return max([own, *(rows for name in names for rows in _level_rows(plan, name))])
+    if (block := plan.block_of(model)) is not None:
+        return plan.max_depth + 1 + block.size
     levels = _level_rows(plan, model) if model in plan.models else []
     return max(plan.catch_up, *levels) if levels else 0
 
@@ -89,6 +91,9 @@ def _drafted_rows(plan: SpecPlan, drafts: Sequence[str]) -> int:
 
 def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
     """Nodes a sequence that a draft model or view is asked about at a time, level by level."""
+    if plan.block_of(draft) is not None:
+        # of all levels at once
+        return [plan.max_depth]
     if plan.dynamic is not None:
         levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
     else:

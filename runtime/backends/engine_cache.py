@@ -22,7 +22,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 # k and v cache of each layer; then, of a target that keeps hidden states, their slab, twice; of a
-# head the slab of what it hands on, twice, and then that of its target
+# head the slab of what it hands on, twice, if it does, and then that of its target
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -75,7 +75,7 @@ def make_cache(
             # in the type of the model, whatever that of K and V is
             rows_of_taps = SlabShape(1, 1, model.taps.width, 1, DTYPES[model.dtype])
             specs[model.name].append(rows_of_taps)
-        if model.head is not None:
+        if model.head is not None and model.head.width:
             handed_on = SlabShape(1, 1, model.head.width, 1, DTYPES[model.dtype])
             specs[model.name].append(handed_on)
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
@@ -109,9 +109,12 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
         features = features_of(model, cache)
         found.append((features, features))
     if model.head is not None:
+        if model.head.width:
+            handed_on = features_of(model, cache)
+            found.append((handed_on, handed_on))
         # what the target keeps for it is its last slab
-        for rows in (features_of(model, cache), cache.slabs["target"][-1][0, 0, :, :, 0]):
-            found.append((rows, rows))
+        kept = cache.slabs["target"][-1][0, 0, :, :, 0]
+        found.append((kept, kept))
     return found
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, SpecPlan, is_lookup
 from specc.speculation.tree import TokenTree
 
@@ -23,6 +24,8 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         is_padded: the step is one for programs that take padded batches.
     """
     made = {"slot_of_target": _int32(range(plan.num_nodes))}
+    for block in plan.blocks:
+        made |= _block(plan, block)
     if plan.dynamic is not None:
         return made | _dynamic(plan)
     made["parents"] = _int32(plan.shape.parents)
@@ -37,11 +40,16 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         if is_lookup(draft):
             rows += [-1] * tree.num_nodes
         else:
-            rows += [q + row if q >= 0 else -1 for q in _q_rows(tree)]
-            row += tree.num_nodes - len(tree.leaves)
+            is_block = plan.block_of(draft) is not None
+            own = [depth - 1 for depth in tree.depths] if is_block else _q_rows(tree)
+            rows += [q + row if q >= 0 else -1 for q in own]
+            row += tree.max_depth if is_block else tree.num_nodes - len(tree.leaves)
             made[f"parents_of_{draft}"] = _int32(tree.parents)
             made[f"slots_in_{draft}"] = made[f"slot_of_{draft}"] = _int32(_fed_slots(tree))
-            made |= _levels(plan, draft, tree, column, is_padded)
+            if is_block:
+                made |= _block_levels(draft, tree, column)
+            else:
+                made |= _levels(plan, draft, tree, column, is_padded)
         column += tree.num_nodes
     made["q_rows"] = _int32(rows if plan.combine in ("", MERGE) else [-1] * plan.num_nodes)
     made["merge_start"] = _int32([0, *accumulate(tree.num_nodes for tree in trees.values())])
@@ -70,6 +78,28 @@ def _levels(
             widest = max(map(len, children))
             kept = [i * widest + rank for i, own in enumerate(children) for rank in range(len(own))]
             made[f"{name}_kept"] = torch.tensor(kept)
+    return made
+
+
+def _block(plan: SpecPlan, block: BlockDraft) -> dict[str, Tensor]:
+    """Of the pass of a block drafter."""
+    before = plan.max_depth + 1
+    first = before + block.first_row
+    return {
+        f"{block.draft}_masks": torch.full((before + block.size,), block.mask_token_id),
+        f"{block.draft}_rows_seen": block.rows_seen(before),
+        f"{block.draft}_places": torch.arange(first, first + plan.max_depth),
+    }
+
+
+def _block_levels(draft: str, tree: TokenTree, column: int) -> dict[str, Tensor]:
+    """Of the levels of its tree: all nodes of a depth have the same children, as far as they go."""
+    made = {}
+    for depth in range(tree.max_depth):
+        nodes, name = tree.levels[depth], f"{draft}_level_{depth}"
+        made[f"{name}_columns"] = _int32([column + tree.levels[depth + 1][0]])
+        ranks = [rank for node in nodes for rank in range(len(tree.children(node)))]
+        made[f"{name}_kept"] = torch.tensor(ranks)
     return made
 
 

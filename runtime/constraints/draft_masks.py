@@ -6,12 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_masks import mask_rows, tree_masks
 from specc.runtime.scheduling.batch import StepGroup
 from specc.speculation.tree import WORD_BITS
+
+# place of the rows whose hidden states tokens read, see `ModelProgram.forward`
+_FEATURES = 8
 
 
 class DraftMasks:
@@ -21,6 +25,9 @@ class DraftMasks:
     of what this draft has grown, and a token names its ancestors by these rows. So it is the same
     for static and dynamic trees, tiles of levels, and views of self-drafts. The masks are those
     that verification asks for again.
+
+    A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
+    comes before them. So the first depth obeys, and what the others propose may be refused.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
@@ -47,13 +54,16 @@ class DraftMasks:
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
+        is_block = _is_block(inputs, logit_rows)
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
-            if self._grammars[b] is not None:
+            # rows of a block come depth by depth; the first stands for the root
+            if self._grammars[b] is not None and not (is_block and wanted[b]):
                 # a causal pass brings the tokens up to the root, which alone has logits
-                words = [1] if ancestors is None else ancestors[place]
+                words = [1] if ancestors is None or is_block else ancestors[place]
                 node = slots[place] - cache_len[b]
+                node = 0 if is_block else node
                 self._grown[b].add(node, tokens[place], words)
                 wanted[b][node] = row
         masks: dict[int, bytes] = {}
@@ -61,6 +71,13 @@ class DraftMasks:
             if grammar is not None:
                 masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
         return mask_rows(logits, masks, revives=True)
+
+
+def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:
+    """Whether a pass is that of a block drafter, whose rows with logits read no hidden states."""
+    if len(inputs) <= _FEATURES or (features := inputs[_FEATURES]) is None or not logit_rows:
+        return False
+    return bool((features[torch.tensor(logit_rows)] < 0).all())
 
 
 class _Grown:

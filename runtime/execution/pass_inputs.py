@@ -58,6 +58,14 @@ class PassInputs(NamedTuple):
             torch.stack([slots, torch.full_like(slots, -1)], 1),
         )  # fmt: skip
 
+    @property
+    def of_block(self) -> tuple[Tensor | None, ...]:
+        """The same of a block drafter: hidden states of these tokens, and no logits."""
+        return (
+            *self.without_logits().of_model,
+            torch.stack([self.slots, torch.full_like(self.slots, -1)], 1),
+        )
+
     def without_logits(self) -> PassInputs:
         """For a model that has nothing to say about these tokens."""
         return self._replace(logit_rows=self.logit_rows[:0])

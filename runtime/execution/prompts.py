@@ -35,7 +35,8 @@ class Prompts:
         votes: on the blocks of prompts.
         drawn: for prompts whose first tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
-        heads: numbers of the drafts that read the target's hidden states.
+        heads: numbers of the drafts that read the target's hidden states and hand rows on.
+        blocks: numbers of the block drafters, which read them, too.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Prompts:
         drawn: DrawnPrograms | None,
         staged: StagedModel | None,
         heads: Collection[int] = (),
+        blocks: Collection[int] = (),
     ) -> None:
         self.begin_target: Begin = at_once(target) if staged is None else staged.begin
         self._drafts = drafts
@@ -60,7 +62,7 @@ class Prompts:
         self._votes = votes
         self._drawn = drawn
         self._staged = staged
-        self._heads = frozenset(heads)
+        self._heads, self._blocks = frozenset(heads), frozenset(blocks)
 
     @torch.inference_mode()
     def begin(self, spans: list[Span]) -> Callable[[], PendingEnds]:
@@ -103,7 +105,7 @@ class Prompts:
         with self._link.active():
             self._cache.record(inputs.history_rows, inputs.tokens)
         for i, draft in enumerate(self._drafts):
-            if i in self._heads:
+            if i in self._heads | self._blocks:
                 continue  # see `after_pass`
             mine = [span for span in spans if i in span.drafts]
             if mine == spans:
@@ -113,8 +115,8 @@ class Prompts:
         return inputs
 
     def after_pass(self, spans: list[Span]) -> None:
-        """Have heads read prompts, too: what the target's pass over them has left."""
-        for i in self._heads:
+        """Have drafts that read hidden states read prompts: what the target's pass has left."""
+        for i in self._heads | self._blocks:
             if mine := [span for span in spans if i in span.drafts]:
                 with self._link.active():
                     self._read(i, mine)
@@ -144,7 +146,10 @@ class Prompts:
     def _read(self, draft: int, spans: list[Span]) -> None:
         """Feed a draft tokens of several requests, which the target has read."""
         inputs = self._send(causal_inputs(spans, self._cache))
-        self._drafts[draft](*(inputs.of_head if draft in self._heads else inputs.of_model))
+        if draft in self._blocks:
+            self._drafts[draft](*inputs.of_block)
+        else:
+            self._drafts[draft](*(inputs.of_head if draft in self._heads else inputs.of_model))
 
     @torch.inference_mode()
     def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:

@@ -39,6 +39,7 @@ class BackendFacts:
             are for other readers.
         takes_views: self-drafts run: caches are in blocks, and programs take block tables of any
             width.
+        fills_blocks: block drafters run: rows of a pass may see rows after them.
         attention: what it keeps of the scores of a pass: `native` tiles, `split` those of as many
             rows as a limit allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
@@ -72,6 +73,7 @@ class BackendFacts:
     by_default: bool = False
     unrun_dtypes: tuple[str, ...] = ()
     takes_views: bool = False
+    fills_blocks: bool = False
     attention: Attention = WHOLE
     runs_all: bool = False
     takes_ranks: bool = False
@@ -150,7 +152,8 @@ def backend_names() -> tuple[str, ...]:
 register(
     BackendFacts(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
-        model_files=("package_file",), by_default=True, takes_views=True, takes_ranks=True,
+        model_files=("package_file",), by_default=True, takes_views=True, fills_blocks=True,
+        takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments",
         attention_extras=_EXTRAS, quantized=_QUANTIZED, quantizes_experts=True,
         cuts_quantized=True,
@@ -166,7 +169,8 @@ register(
 register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
-        by_default=True, takes_views=True, runs_all=True, takes_ranks=True, attention=SPLIT,
+        by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
+        attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
         quantizes_experts=True, cuts_quantized=True,
     )

@@ -138,7 +138,7 @@ class Manifest:
                 if model[name] is None:
                     del model[name]
         for plan in data["plans"]:
-            for name in ("heads", "sharpness"):
+            for name in ("heads", "sharpness", "blocks"):
                 if not plan[name]:
                     del plan[name]
         if self.parallel is None:

@@ -23,6 +23,7 @@ from specc.artifact.manifest_entries import (
     TensorRTEntry,
 )
 from specc.artifact.model_entry import (
+    BLOCK_KIND,
     MAY_BE_ABSENT,
     LayerEntry,
     ModelEntry,
@@ -66,7 +67,8 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 
 def _check_taps(model: ModelEntry) -> None:
     taps, head = model.taps, model.head
-    if head is not None and (taps is not None or head.width < 1):
+    least = 1 if head is None or head.kind != BLOCK_KIND else 0
+    if head is not None and (taps is not None or head.width < least):
         raise invalid(
             f"{model.name}.head has rows of {head.width} columns, and"
             f" {'taps' if taps else 'no taps'}",
@@ -151,13 +153,20 @@ def check_plans(
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
-    heads = [model.name for model in models if model.head is not None]
+    heads = [model.name for model in models if model.head is not None and model.head.width]
+    blocks = [model.name for model in models if model.head is not None and not model.head.width]
     for plan in plans:
         _check_plan(plan, [model.name for model in models], limits)
         if list(plan.heads) != [name for name in plan.plan.models if name in heads]:
             raise invalid(
                 f"plan {plan.name} has heads {', '.join(plan.heads) or '(none)'}",
                 f"those of its drafts: {', '.join(heads) or '(none)'}",
+            )
+        named = [block.draft for block in plan.blocks]
+        if named != [name for name in plan.plan.models if name in blocks]:
+            raise invalid(
+                f"plan {plan.name} has blocks of {', '.join(named) or '(none)'}",
+                f"those of its drafts: {', '.join(blocks) or '(none)'}",
             )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
 from specc.artifact.model_entry import MAY_BE_ABSENT
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import SpecPlan
 
 
@@ -112,13 +113,14 @@ class PlanEntry:
     # engines that were written before there were heads do not say
     heads: tuple[str, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
     sharpness: tuple[tuple[float, ...], ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    blocks: tuple[BlockDraft, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
         drafts = plan.drafts, plan.combine, plan.tile
-        return cls(*shape, *drafts, file, plan.heads, plan.sharpness)
+        return cls(*shape, *drafts, file, plan.heads, plan.sharpness, plan.blocks)
 
     @property
     def winners_file(self) -> str:

@@ -82,15 +82,19 @@ class TapsEntry:
     width: int
 
 
+# of heads that hand nothing on
+BLOCK_KIND = "dflash"
+
+
 @dataclass(frozen=True)
 class HeadEntry:
     """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
 
     Args:
-        kind: `eagle3` or `mtp`.
+        kind: `eagle3`, `mtp` or `dflash`.
         layout: whose files it came from.
         width: columns of the row that each of its tokens hands on, in a slab after those of its
-            layers.
+            layers; 0 of block drafters, which hand nothing on.
         trained_length: positions that its configuration was written for.
         shared: parameters that are the target's.
         assumed: what its files do not say and was taken for it, for people.

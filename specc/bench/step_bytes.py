@@ -265,6 +265,10 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
         fed = plan.dynamic.num_fed
     else:
         fed = plan.shape.num_nodes - len(plan.shape.leaves)
+    if plan.blocks:
+        return {
+            _TARGET: plan.num_nodes, "draft": plan.max_depth + 1 + plan.blocks[0].size, "view": 0,
+        }  # fmt: skip
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
     draft = plan.catch_up + fed - 1 if plan.models else 0
     return {_TARGET: plan.num_nodes, "draft": draft, "view": fed}

@@ -124,11 +124,14 @@ def head_lines(manifest: Manifest) -> list[str]:
         places = ", ".join(map(str, taps.boundaries))
         last = ", the last after the final norm" if taps.is_last_normed else ""
         shared = " and ".join(head.shared) or "none"
+        what = "a head" if head.width else "a block drafter"
         lines.append(
-            f"{model.name} is a head ({head.kind}, files of {head.layout}): it reads the target at"
+            f"{model.name} is {what} ({head.kind}, files of {head.layout}): it reads the target at"
             f" boundaries {places}{last}, and was trained for {head.trained_length} positions;"
             f" weights of the target: {shared}"
         )
+        blocks = (plan.plan.block_of(model.name) for plan in manifest.plans)
+        lines += sorted({f"{model.name}: {block.describe()}" for block in blocks if block})
         lines += [f"{model.name}: {text}" for text in head.assumed]
     return lines
 

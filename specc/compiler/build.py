@@ -34,6 +34,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.engine_plans import (
+    check_blocks,
     check_budgets,
     check_kv_windows,
     check_outgrown,
@@ -136,6 +137,7 @@ def build(
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
         heads = taps_of(checked.candidates)
         taps, plans = heads or taps, with_heads(plans, checked.candidates)
+        check_blocks(plans, backend.facts)
         check_taps(taps, config, backend.facts)
         with phases.phase("load models"):
             sources = checked.load()

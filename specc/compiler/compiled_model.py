@@ -121,7 +121,10 @@ def compile_models(
         author = source.module if source.is_given else source.label
         with phases.phase(f"trace {source.name}"), advice_for(author):
             rows = () if source.head is None else head_rows(source.head, source.dtype)
-            program = trace(source.module, source.name, source.rope_length, rows=rows)
+            hands_on = source.head is not None and source.head.hands_on
+            program = trace(
+                source.module, source.name, source.rope_length, rows=rows, hands_on=hands_on
+            )
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
         ranks = num_ranks if source.name == TARGET else num_draft_ranks

@@ -108,6 +108,22 @@ def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) 
             )
 
 
+def check_blocks(plans: Sequence[SpecPlan], backend: BackendFacts) -> None:
+    """Whether the backend runs the block drafters of some plans.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    blocks = [block for plan in plans for block in plan.blocks]
+    if blocks and not backend.fills_blocks:
+        others = [name for name in backend_names() if facts_of(name).fills_blocks]
+        raise ConfigError(
+            f"a block drafter ({blocks[0].draft}), and the backend {backend.name}",
+            f"a backend that block drafters have run on: {' or '.join(others)}",
+            f"pass --backend {others[0]}, or another draft",
+        )
+
+
 def check_voters(
     plans: Sequence[SpecPlan], head_dims: Sequence[int], dtype: str, backend: BackendFacts
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specc.compiler.checks import Candidate
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 
@@ -75,9 +76,14 @@ def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
 
 
 def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> list[SpecPlan]:
-    """The plans, each with the heads among its drafts."""
-    heads = [candidate.name for candidate in candidates if candidate.head is not None]
-    return [plan.with_heads(heads) for plan in plans]
+    """The plans, each with the heads and block drafters among its drafts.
+
+    Raises:
+        ConfigError: a tree that is deeper than a block.
+    """
+    blocks = {x.name: x.head.block for x in candidates if isinstance(x.head, BlockSpec)}
+    heads = [x.name for x in candidates if x.head is not None and x.name not in blocks]
+    return [plan.with_heads(heads, blocks) for plan in plans]
 
 
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:

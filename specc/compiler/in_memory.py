@@ -23,7 +23,7 @@ from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.kinds import layout_of
+from specc.passes.frontend.heads.kinds import block_layout_of, layout_of
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key, program_to_json
@@ -78,7 +78,8 @@ def load_config(directory: Path) -> Any:
     file = directory / "config.json"
     # where it is missing, the error is that of every model
     raw = read_json(file, NotCausalLMError, "an object", "correct it") if file.is_file() else None
-    if isinstance(raw, dict) and layout_of(raw, (), str(directory)) is not None:
+    name = str(directory)
+    if isinstance(raw, dict) and (block_layout_of(raw, (), name) or layout_of(raw, (), name)):
         raise ConfigError(
             f"--synthetic and the draft head {directory}",
             "models that read tokens alone: no hidden states are drawn for heads",

@@ -81,8 +81,8 @@ def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | 
 
 def describe_head(spec: HeadSpec) -> HeadEntry:
     """The manifest's entry of a head."""
-    length = spec.trained_length
-    return HeadEntry(spec.kind, spec.layout, spec.width, length, spec.shared, spec.warnings)
+    width, length = spec.width if spec.hands_on else 0, spec.trained_length
+    return HeadEntry(spec.kind, spec.layout, width, length, spec.shared, spec.warnings)
 
 
 def _describe_taps(program: Program) -> TapsEntry | None:

@@ -371,6 +371,9 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """
     if not plan.speculates:
         return ()
+    if plan.blocks and not plan.combine:
+        # one pass: what the last step may have accepted, and the block
+        return ((plan.blocks[0].draft, (plan.max_depth + 1 + plan.blocks[0].size,)),)
     if plan.dynamic is not None:
         levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
     else:

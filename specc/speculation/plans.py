@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
+from specc.speculation.block_drafts import BlockDraft, check_depth
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
@@ -47,7 +49,9 @@ class SpecPlan:
         tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
             until the tree is verified.
-        heads: of its drafts, those that read the target's hidden states, see `docs/drafts.md`.
+        heads: of its drafts, those that read the target's hidden states and hand rows on, see
+            `docs/drafts.md`.
+        blocks: of its drafts, those that read them and propose all levels in one pass.
         sharpness: factors of the logits of drafts, see there; empty leaves them as they are.
     Raises:
         TreeError: more nodes than a tree may have, or nodes out of order.
@@ -63,6 +67,7 @@ class SpecPlan:
     tile: int | None = None
     heads: tuple[str, ...] = ()
     sharpness: Sharpness = ()
+    blocks: tuple[BlockDraft, ...] = ()
 
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
@@ -117,6 +122,7 @@ class SpecPlan:
                 "choose smaller widths, fewer levels or fewer drafts",
             )
         self._check_sharpness()
+        check_depth(self.name, self.max_depth if self.blocks else 0, self.blocks)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
@@ -230,7 +236,8 @@ class SpecPlan:
     @cached_property
     def num_rows(self) -> int:
         """Cache rows after the committed ones that a step may write, of any model."""
-        return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0)
+        sizes = [block.size for block in self.blocks]
+        return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0, *sizes, 0)
 
     @cached_property
     def num_reached_rows(self) -> int:
@@ -250,8 +257,11 @@ class SpecPlan:
 
         After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
         and of several drafts' proposals all that the others made. A head has seen none of what was
-        accepted with the target's hidden states, which it reads now.
+        accepted with the target's hidden states, which it reads now. A block drafter reads those of
+        as many tokens, and the root.
         """
+        if self.blocks:
+            return self.max_depth + 2
         if all(map(is_self_draft, self.drafts)):
             return 1
         reads_all = self.combine or self.heads
@@ -271,9 +281,21 @@ class SpecPlan:
             return ()
         return tuple(d for d in self.drafts if not (is_lookup(d) or is_self_draft(d)))
 
-    def with_heads(self, names: Collection[str]) -> SpecPlan:
-        """The plan of an engine whose drafts of these names read the target's hidden states."""
-        return replace(self, heads=tuple(name for name in self.models if name in names))
+    def with_heads(
+        self, names: Collection[str], blocks: Mapping[str, BlockDraft] = MappingProxyType({})
+    ) -> SpecPlan:
+        """The plan of an engine with these heads and block drafters, by name."""
+        own = tuple(replace(blocks[x], draft=x) for x in self.models if x in blocks)
+        return replace(self, heads=tuple(x for x in self.models if x in names), blocks=own)
+
+    def block_of(self, draft: str) -> BlockDraft | None:
+        """What one pass of a draft fills; None of one that is asked level by level."""
+        return next((block for block in self.blocks if block.draft == draft), None)
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Drafts that move no rows at commit: they read what was accepted from the target."""
+        return (*self.heads, *(block.draft for block in self.blocks))
 
     @cached_property
     def draft_lens(self) -> dict[int, str]:
@@ -370,7 +392,7 @@ class SpecPlan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["dynamic"] = asdict(self.dynamic) if self.dynamic else None
-        for name in ("heads", "sharpness"):
+        for name in ("heads", "sharpness", "blocks"):
             if not data[name]:
                 # plans without them are as they were before there were any
                 del data[name]
@@ -390,6 +412,7 @@ class SpecPlan:
                 tile=data["tile"],
                 heads=tuple(data.get("heads", ())),
                 sharpness=tuple(map(tuple, data.get("sharpness", ()))),
+                blocks=tuple(map(BlockDraft.from_json, data.get("blocks", ()))),
             )
         except (KeyError, TypeError, AssertionError) as error:
             raise EngineError(
@@ -400,11 +423,6 @@ class SpecPlan:
 def is_lookup(draft: str) -> bool:
     """Whether a draft looks tokens up, rather than asking a model or the target."""
     return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
-
-
-def heads_of(plans: Iterable[SpecPlan]) -> set[int]:
-    """Numbers of the drafts of some plans that read the target's hidden states."""
-    return {int(name.removeprefix("draft_")) for plan in plans for name in plan.heads}
 
 
 def lookup_ngram(draft: str) -> int | None:

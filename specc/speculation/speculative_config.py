@@ -22,16 +22,16 @@ from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
 OPTION = "--speculative-config"
-_MODEL, _NGRAM, _EAGLE3, _MTP = "draft_model", "ngram", "eagle3", "mtp"
+_MODEL, _NGRAM, _EAGLE3, _MTP, _DFLASH = "draft_model", "ngram", "eagle3", "mtp", "dflash"
 # names of vLLM's → what specc calls it
 _METHODS = {
     _MODEL: _MODEL, _EAGLE3: _EAGLE3, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM,
     SUFFIX: SUFFIX, _MTP: _MTP, "deepseek_mtp": _MTP, "glm4_moe_mtp": _MTP, "qwen3_next_mtp": _MTP,
+    _DFLASH: _DFLASH,
 }  # fmt: skip
 # vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
 _OTHER_METHODS = (
-    "eagle", "medusa", "mlp_speculator", "dflash", "dspark", "custom_class",
-    "extract_hidden_states",
+    "eagle", "medusa", "mlp_speculator", "dspark", "custom_class", "extract_hidden_states",
 )  # fmt: skip
 # tokens that vLLM compares where nothing is said
 _NGRAM_TOKENS = 5
@@ -224,7 +224,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
     raise _refused(
         f"method {_shown(method)}",
-        f"{_MODEL}, {_EAGLE3}, {_MTP}, {_NGRAM} or {SUFFIX}",
+        f"{_MODEL}, {_EAGLE3}, {_DFLASH}, {_MTP}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
         else "name a small model as model, or self:window=512",
@@ -254,12 +254,12 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     return model
 
 
-def _read_head(values: Mapping[str, Any], tree: TokenTree | None) -> str:
-    """A head, which the files of its directory say that it is."""
+def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
+    """A head or a block drafter, which the files of its directory say that it is."""
     model = _text(values, "model")
     if not model or model.startswith("self:") or not split_drafts([model])[0]:
         raise _refused(
-            f"method {_EAGLE3} " + (f"and model {_shown(model)}" if model else "without model"),
+            f"method {method} " + (f"and model {_shown(model)}" if model else "without model"),
             "the directory or id of a head",
             'add "model": "H/"' if not model else "leave method out, or name a head",
         )
@@ -299,8 +299,9 @@ def _read_bare(values: Mapping[str, Any], tree: TokenTree | None, method: str) -
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], TokenTree | None], str]] = {
-    "": _read_model, _MODEL: _read_model, _EAGLE3: _read_head, _NGRAM: _read_ngram,
+    "": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram,
     _MTP: partial(_read_bare, method=_MTP), SUFFIX: partial(_read_bare, method=SUFFIX),
+    _EAGLE3: partial(_read_head, method=_EAGLE3), _DFLASH: partial(_read_head, method=_DFLASH),
 }  # fmt: skip
 
 

@@ -179,6 +179,12 @@ def tune(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
     heads = [model.name for model in manifest.models if model.head is not None]
+    if blocks := sorted({x.draft for entry in manifest.plans for x in entry.blocks}):
+        raise ConfigError(
+            f"specc tune of an engine with a block drafter ({', '.join(blocks)})",
+            "drafts that are asked level by level: what a block accepts is not measured",
+            "choose a plan by specc bench, of --tree and --num-speculative-tokens at compile",
+        )
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
     if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
         raise RequestError(

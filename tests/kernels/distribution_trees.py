@@ -84,6 +84,30 @@ def draft_tree(
     return Part(tokens, parents, q_rows, levels)
 
 
+def block_tree(operators: Any, table: Tensor, tree: TokenTree, state: State) -> Part:
+    """A product of levels: tokens of a depth are drawn once, from a row that knows the root alone.
+
+    What the row of a depth is does not matter: here that of the root, moved by as many tokens.
+    """
+    batch = len(state.words)
+    tokens = state.last_tokens[:, -1:].repeat(1, tree.num_nodes)
+    parents = expand_tree(tree.parents, batch)
+    root = logits_after(table, tokens, parents, state)[:, 0]
+    levels = []
+    for depth, level in enumerate(tree.levels[:-1]):
+        children = [tree.children(node) for node in level]
+        logits = root.roll(depth, dims=1)
+        column = torch.tensor([tree.levels[depth + 1][0]], dtype=torch.int32)
+        found, _ = operators.draft_children(
+            logits, max(map(len, children)), state.cache_len, column, depth,
+            state.values, state.words,
+        )  # fmt: skip
+        for nodes in children:
+            tokens[:, list(nodes)] = found[:, : len(nodes)]
+        levels.append(logits)
+    return Part(tokens, parents, [depth - 1 for depth in tree.depths], levels)
+
+
 def dynamic_tree(operators: Any, table: Tensor, state: State) -> Part:
     """Expand the likeliest nodes of each level, then keep the likeliest of all (EAGLE-2)."""
     width, num_levels, num_nodes = DYNAMIC

@@ -50,6 +50,7 @@ from tests.kernels.distribution_trees import (
     SHAPES,
     Part,
     alone,
+    block_tree,
     draft_tree,
     merge,
     proposing,
@@ -209,6 +210,21 @@ def test_penalties(operators, rule, num_draws):
         without = replace(options, **{name: float(name == "repetition")})
         moved = float((joint(WORLD, without) - joint(WORLD, options)).abs().sum()) / 2
         assert moved > 1.5 * outcome.variation_bound, f"{name} hardly changes anything"
+
+
+@few_and_many
+@pytest.mark.parametrize("shape", ["tree-2-2-1", "irregular"])
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+def test_levels_of_a_block(operators, rule, shape, num_draws):
+    """All nodes of a depth have the same children, drawn once from what knows no path."""
+
+    def propose(operators: Any, world: World, state: State) -> Proposals:
+        part = block_tree(operators, world.drafts[0], SHAPES[shape], state)
+        return alone(part, SHAPES[shape].max_depth)
+
+    seed = seed_of(f"block-{rule}-{shape}")
+    outcome = measure(operators, WORLD, propose, Options(rule, 1.0, top_p=0.9), seed, num_draws)
+    check(outcome, num_draws=num_draws)
 
 
 # one too flat, and one too sharp, level by level

@@ -125,7 +125,7 @@ class HeadOracle:
         owner = [
             b for b in range(len(q_start) - 1) for _ in range(int(q_start[b]), int(q_start[b + 1]))
         ]
-        requests = [_owner_of(core, row.tolist()) for row in table]
+        requests = [owner_of(core, row.tolist()) for row in table]
         for i, b in enumerate(owner):
             self._tokens[requests[b].request_id, int(slot[i])] = int(tokens[i])
         for row, i in zip(logits, logit_rows.tolist(), strict=True):
@@ -142,7 +142,7 @@ class HeadOracle:
             self.depths.add(len(path))
 
 
-def _owner_of(core: EngineCore, table: list[int]) -> Request:
+def owner_of(core: EngineCore, table: list[int]) -> Request:
     (found,) = (
         s for s in core.scheduler.running if s.blocks and table[: len(s.blocks)] == s.blocks
     )
@@ -161,7 +161,7 @@ def load(path: Any, **limits: Any) -> Engine:
 
 def serve(
     core: EngineCore,
-    oracle: HeadOracle,
+    oracle: Any,
     prompts: Sequence[list[int]],
     num_tokens: int = 12,
     every: int = 2,

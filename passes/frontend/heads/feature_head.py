@@ -13,6 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specc.passes.frontend.heads.block_spec import BlockSpec
+from specc.passes.frontend.heads.head_modules import (
+    MLP,
+    RMSNorm,
+    attend,
+    columns_of_ids,
+    fill_buffers,
+    linear_of,
+)
 from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec
 from specc.passes.program import RowInput
 
@@ -21,7 +30,12 @@ FEATURES, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
 
 
 def head_rows(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
-    """What a head's forward takes beside tokens and positions."""
+    """What the forward of a head, or of a block drafter, takes beside tokens and positions."""
+    if isinstance(spec, BlockSpec):
+        return (
+            RowInput(FEATURES, spec.feature_columns, dtype),
+            RowInput(IS_TAPPED, 1, torch.bool),
+        )
     return (
         RowInput(FEATURES, spec.feature_columns, dtype),
         RowInput(OWN_FEATURES, spec.width, dtype),
@@ -47,19 +61,18 @@ class FeatureHead(nn.Module):
         self.config = config
         self.spec = spec
         self.embed_tokens = nn.Embedding(spec.target.vocab_size, width)
-        self.fc = _linear(spec, "fc", spec.feature_columns, width)
-        self.input_norm = _Norm(spec.feature_columns, eps) if spec.flags.norm_before_fc else None
+        self.fc = linear_of(spec, "fc", spec.feature_columns, width)
+        self.input_norm = RMSNorm(spec.feature_columns, eps) if spec.flags.norm_before_fc else None
         self.fc_norm: nn.ModuleList | None = None
         if spec.flags.fc_norm:
-            self.fc_norm = nn.ModuleList(_Norm(spec.target.width, eps) for _ in spec.boundaries)
+            self.fc_norm = nn.ModuleList(RMSNorm(spec.target.width, eps) for _ in spec.boundaries)
         self.layers = nn.ModuleList(
             (_Layer if i else _FirstLayer)(spec, i) for i in range(len(spec.windows))
         )
-        self.norm = _Norm(width, eps)
+        self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, spec.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        columns = None if spec.target_ids is None else _columns(spec)
-        self.register_buffer("columns", columns, persistent=False)
+        self.register_buffer("columns", columns_of_ids(spec), persistent=False)
 
     def forward(
         self,
@@ -106,13 +119,7 @@ class FeatureHead(nn.Module):
 
     def _init_weights(self, module: Any) -> None:
         """Fill the buffers of what was made on the meta device."""
-        with torch.device("cpu"):
-            if type(module) is FeatureHead and module.columns is not None:
-                module.columns.copy_(_columns(module.spec))
-            elif type(module) is type(self.rotary_emb):
-                fresh = type(module)(module.config)
-                module.inv_freq.copy_(fresh.inv_freq)
-                module.original_inv_freq.copy_(fresh.original_inv_freq)
+        fill_buffers(self, module)
 
 
 class _FirstLayer(nn.Module):
@@ -122,11 +129,11 @@ class _FirstLayer(nn.Module):
         super().__init__()
         width, eps = spec.width, spec.config.rms_norm_eps
         self.is_residual_normed = spec.flags.norm_before_residual
-        self.input_layernorm = _Norm(width, eps)
-        self.hidden_norm = _Norm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.self_attn = _Attention(spec, index, 2 * width)
-        self.post_attention_layernorm = _Norm(width, eps)
-        self.mlp = _MLP(spec, index)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(spec, index)
 
     def forward(self, embedded: Tensor, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
         normed = self.hidden_norm(x)
@@ -141,10 +148,10 @@ class _Layer(nn.Module):
     def __init__(self, spec: EagleSpec, index: int) -> None:
         super().__init__()
         width, eps = spec.width, spec.config.rms_norm_eps
-        self.input_layernorm = _Norm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = _Attention(spec, index, width)
-        self.post_attention_layernorm = _Norm(width, eps)
-        self.mlp = _MLP(spec, index)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(spec, index)
 
     def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions, rotation)
@@ -159,69 +166,17 @@ class _Attention(nn.Module):
         self.group = config.num_attention_heads // config.num_key_value_heads
         size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = _linear(spec, f"{name}.q_proj", columns, size)
-        self.k_proj = _linear(spec, f"{name}.k_proj", columns, kv_size)
-        self.v_proj = _linear(spec, f"{name}.v_proj", columns, kv_size)
-        self.o_proj = _linear(spec, f"{name}.o_proj", size, spec.width)
+        self.q_proj = linear_of(spec, f"{name}.q_proj", columns, size)
+        self.k_proj = linear_of(spec, f"{name}.k_proj", columns, kv_size)
+        self.v_proj = linear_of(spec, f"{name}.v_proj", columns, kv_size)
+        self.o_proj = linear_of(spec, f"{name}.o_proj", size, spec.width)
         eps = config.rms_norm_eps
-        self.q_norm = _Norm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
-        self.k_norm = _Norm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
-
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         v = self.v_proj(x).view(heads).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q, k, *rotation)
-        k, v = repeat_kv(k, self.group), repeat_kv(v, self.group)
-        if self.window:
-            keys, queries = positions[:, None, None, :], positions[:, None, :, None]
-            mask = (keys <= queries) & (keys > queries - self.window)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        else:
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
-
-
-class _MLP(nn.Module):
-    def __init__(self, spec: EagleSpec, index: int) -> None:
-        super().__init__()
-        from transformers.activations import ACT2FN
-
-        width, inner, name = spec.width, int(spec.config.intermediate_size), f"layers.{index}.mlp"
-        self.gate_proj = _linear(spec, f"{name}.gate_proj", width, inner)
-        self.up_proj = _linear(spec, f"{name}.up_proj", width, inner)
-        self.down_proj = _linear(spec, f"{name}.down_proj", inner, width)
-        self.act = ACT2FN[spec.config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-
-
-class _Norm(nn.Module):
-    """RMSNorm in float32, as Llama's."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-def _linear(spec: EagleSpec, name: str, columns: int, rows: int) -> nn.Linear:
-    """With a bias where the checkpoint has one."""
-    return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
-
-
-def _columns(spec: EagleSpec) -> Tensor:
-    """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none."""
-    ids = spec.target_ids
-    assert ids is not None
-    columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
-    return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))
+        return self.o_proj(attend(q, k, v, rotation, positions, self.group, self.window))

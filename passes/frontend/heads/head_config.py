@@ -98,25 +98,30 @@ def read_head_config(
         raise HeadError(f"{name}: layers of model type {model_type!r:.40}", needed, _DO)
     has_qk_norm = layout in _MODEL_TYPES and model_type == "qwen3"
     warnings: list[str] = []
-    layers, rope = _layers(own, has_qk_norm, num_layers, name, warnings)
+    layers, rope = read_layers(own, has_qk_norm, num_layers, name, warnings)
     flags = _flags(raw, layout, switches, name, warnings)
     ids, convention = _ids(raw, layout, name)
+    for config in (raw, own):
+        if config.get("sliding_window_non_causal"):
+            raise HeadError(
+                f"{name}: sliding_window_non_causal", "windows that end at the token", _DO
+            )
     return HeadConfig(
         layers=layers,
         has_qk_norm=has_qk_norm,
-        windows=_windows(raw, own, num_layers, name),
+        windows=read_windows(own, num_layers, name),
         flags=flags,
         ids=ids,
         convention=switches.tap_convention or convention,
-        target_width=_number(raw, "target_hidden_size", name),
-        draft_vocab_size=_number(raw, "draft_vocab_size", name),
-        vocab_size=_number(own, "vocab_size", name),
+        target_width=read_number(raw, "target_hidden_size", name),
+        draft_vocab_size=read_number(raw, "draft_vocab_size", name),
+        vocab_size=read_number(own, "vocab_size", name),
         rope=rope,
         warnings=tuple(warnings),
     )
 
 
-def _layers(
+def read_layers(
     own: Mapping[str, Any], has_qk_norm: bool, num_layers: int, name: str, warnings: list[str]
 ) -> tuple[Any, RopeFacts]:
     """Configuration of the layers, and their rotary embedding."""
@@ -202,8 +207,8 @@ def _flags(
 def _ids(raw: Mapping[str, Any], layout: str, name: str) -> tuple[tuple[int, ...] | None, str]:
     """Ids of layers as the file has them, and what they mean."""
     if layout == DEEPSPEC:
-        return _id_list(raw, "target_layer_ids", name), AFTER
-    ids = _id_list(raw, _IDS, name)
+        return id_list(raw, "target_layer_ids", name), AFTER
+    ids = id_list(raw, _IDS, name)
     # files that say more than their own layout needs
     if "eagle_config" in raw or layout == EAGLE_CONFIG:
         nested = raw.get("eagle_config")
@@ -216,11 +221,11 @@ def _ids(raw: Mapping[str, Any], layout: str, name: str) -> tuple[tuple[int, ...
                 "true: a head that reads hidden states of several layers (EAGLE-3)",
                 "pass an EAGLE-3 head",
             )
-        ids = ids or _id_list(nested, _IDS, name) or _id_list(nested, "layer_ids", name)
+        ids = ids or id_list(nested, _IDS, name) or id_list(nested, "layer_ids", name)
     return ids, convention_of(ids or ())
 
 
-def _id_list(raw: Mapping[str, Any], key: str, name: str) -> tuple[int, ...] | None:
+def id_list(raw: Mapping[str, Any], key: str, name: str) -> tuple[int, ...] | None:
     found = raw.get(key)
     if found is None:
         return None
@@ -229,15 +234,8 @@ def _id_list(raw: Mapping[str, Any], key: str, name: str) -> tuple[int, ...] | N
     return tuple(found)
 
 
-def _windows(
-    raw: Mapping[str, Any], own: Mapping[str, Any], num_layers: int, name: str
-) -> tuple[int, ...]:
+def read_windows(own: Mapping[str, Any], num_layers: int, name: str) -> tuple[int, ...]:
     """Keys that each layer sees, 0 is all."""
-    for config in (raw, own):
-        if config.get("sliding_window_non_causal"):
-            raise HeadError(
-                f"{name}: sliding_window_non_causal", "windows that end at the token", _DO
-            )
     size = own.get("sliding_window")
     types = own.get("layer_types")
     if types is None:
@@ -258,7 +256,7 @@ def _windows(
     return tuple(int(size or 0) if item == _SLIDING else 0 for item in types)
 
 
-def _number(raw: Mapping[str, Any], key: str, name: str) -> int | None:
+def read_number(raw: Mapping[str, Any], key: str, name: str) -> int | None:
     value = raw.get(key)
     if value is None:
         return None

@@ -11,6 +11,8 @@ from specc.artifact.forwarding_reader import ForwardingReader
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader, missing_tensor
 from specc.errors import HeadError
 from specc.passes.frontend.checkpoint import CheckpointMap
+from specc.passes.frontend.heads.block_head import BlockHead
+from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import FeatureHead
 from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, EagleSpec
 from specc.passes.frontend.model_source import ModelSource, own_source
@@ -53,7 +55,7 @@ class HeadReader(ForwardingReader):
 
 
 def head_source(
-    spec: EagleSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
+    spec: EagleSpec | BlockSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
 ) -> ModelSource:
     """A head as a model to compile; no weight is read.
 
@@ -67,7 +69,8 @@ def head_source(
         WeightError: its checkpoint cannot be read.
     """
     with torch.device("meta"):
-        module = FeatureHead(spec).eval()
+        kind = BlockHead if isinstance(spec, BlockSpec) else FeatureHead
+        module = kind(spec).eval()  # type: ignore[arg-type]
     for parameter in module.parameters():
         # buffers keep their own: rotary frequencies are float32 in every model
         parameter.data = parameter.data.to(dtype)
@@ -88,7 +91,7 @@ def head_source(
     return source
 
 
-def shared_parameters(spec: EagleSpec, target: nn.Module) -> dict[str, str]:
+def shared_parameters(spec: EagleSpec | BlockSpec, target: nn.Module) -> dict[str, str]:
     """Parameter of a head → parameter of its target that it is.
 
     Raises:
@@ -117,7 +120,7 @@ def shared_parameters(spec: EagleSpec, target: nn.Module) -> dict[str, str]:
     return found
 
 
-def _tensor_of(target: ModelSource, parameter: str, spec: EagleSpec) -> str:
+def _tensor_of(target: ModelSource, parameter: str, spec: EagleSpec | BlockSpec) -> str:
     """The tensor in the target's checkpoint that a head has in place of its own."""
     own = shared_parameters(spec, target.module)[parameter]
     if target.directory is None:

@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from specc.artifact.model_entry import BLOCK_KIND
+from specc.errors import HeadError
 from specc.passes.frontend.config_numbers import whole_number
 
-EAGLE3, MTP = "eagle3", "mtp"
+EAGLE3, MTP, DFLASH = "eagle3", "mtp", BLOCK_KIND
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
+ZLAB = "z-lab"
 
 # parameters of a head that may be its target's
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -33,6 +36,24 @@ class TargetFacts:
     width: int
     num_layers: int
     vocab_size: int
+
+    def require(self, what: str, found: Any, needed: int, name: str) -> None:
+        """Compare what a head was made for with what the target has.
+
+        Args:
+            what: `layers` or `ids`.
+            found: that its configuration names; None is nothing.
+            needed: of the target.
+            name: of the head.
+        Raises:
+            HeadError: they differ.
+        """
+        if found is not None and found != needed:
+            raise HeadError(
+                f"{name}: a head for a target of {found} {what}; {self.name} has {needed}",
+                f"a head for a target of {needed} {what}",
+                "pass the head of this target",
+            )
 
     @classmethod
     def of_config(cls, name: str, config: Any) -> TargetFacts:
@@ -95,9 +116,9 @@ class HeadSpec:
     """A head whose files fit its target.
 
     Args:
-        kind: `EAGLE3` or `MTP`.
-        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`; for MTP see
-            `mtp_spec`.
+        kind: `EAGLE3`, `MTP` or `DFLASH`.
+        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`; for MTP
+            see `mtp_spec`.
         directory: of the checkpoint.
         target: that it fits.
         config: of transformers, of its layers.
@@ -121,6 +142,11 @@ class HeadSpec:
     def width(self) -> int:
         """d, of its own features."""
         return int(self.config.hidden_size)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether each of its tokens hands a row on to those that follow it."""
+        return True
 
     @property
     def feature_columns(self) -> int:

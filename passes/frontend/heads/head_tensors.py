@@ -30,7 +30,12 @@ def count_layers(names: Iterable[str]) -> int:
 
 
 def count_taps(
-    reader: TensorReader, width: int, target_width: int, target: TargetFacts, name: str
+    reader: TensorReader,
+    width: int,
+    target_width: int,
+    target: TargetFacts,
+    name: str,
+    reads_taps_alone: bool = False,
 ) -> int:
     """A: how many hidden states `fc` reads.
 
@@ -40,6 +45,7 @@ def count_taps(
         target_width: H that the head was made for.
         target: that it is to draft for.
         name: of the head, for errors.
+        reads_taps_alone: no layer reads tokens and hidden states side by side.
     Raises:
         HeadError: the hidden size of another target, or a width that is no multiple of it.
     """
@@ -55,7 +61,8 @@ def count_taps(
     shape = reader.shape("fc.weight")
     query = next((q for p in (_MIDDLE, _FIRST) if (q := f"{p}self_attn.q_proj.weight")
                   in set(reader.keys())), None)  # fmt: skip
-    if query is not None and reader.shape(query)[1:] == (width,) and shape == (width, 2 * width):
+    is_old = query is not None and reader.shape(query)[1:] == (width,)
+    if is_old and not reads_taps_alone and shape == (width, 2 * width):
         raise HeadError(
             f"{name}: EAGLE 1 or 2: fc is {list(shape)}, and {query} reads {width} columns",
             "an EAGLE-3 head, which reads hidden states of several layers",
@@ -92,12 +99,68 @@ def match_tensors(
     Raises:
         HeadError: a tensor is missing, left over, or of another shape.
     """
+    prefix = _MIDDLE if any(item.startswith(_MIDDLE) for item in reader.keys()) else _FIRST  # noqa: SIM118 - a reader is no mapping
+    needed, optional = _parameters(config, num_taps, draft_vocab_size, target)
+    width = int(config.layers.hidden_size)
+    return match_parameters(reader, needed, optional, width, draft_vocab_size, target, name, prefix)
+
+
+def match_block_tensors(
+    reader: TensorReader,
+    layers: Any,
+    num_taps: int,
+    draft_vocab_size: int,
+    target: TargetFacts,
+    name: str,
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The same of a block drafter.
+
+    Args:
+        reader: of its checkpoint.
+        layers: configuration of its layers.
+        num_taps: A.
+        draft_vocab_size: Vd.
+        target: that it is to draft for.
+        name: of the drafter, for errors.
+    """
+    d = int(layers.hidden_size)
+    needed: Shapes = {"fc.weight": (d, num_taps * target.width)}
+    needed |= {"hidden_norm.weight": (d,), "norm.weight": (d,)}
+    optional: Shapes = {}
+    for i in range(layers.num_hidden_layers):
+        own, more = _layer(layers, has_qk_norm=True, is_first=False)
+        needed |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
+        optional |= {f"layers.{i}.{key}": shape for key, shape in more.items()}
+    needed |= {EMBEDDING: (target.vocab_size, d), HEAD: (draft_vocab_size, d)}
+    return match_parameters(reader, needed, optional, d, draft_vocab_size, target, name)
+
+
+def match_parameters(
+    reader: TensorReader,
+    needed: Shapes,
+    optional: Shapes,
+    width: int,
+    draft_vocab_size: int,
+    target: TargetFacts,
+    name: str,
+    prefix: str = _FIRST,
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Find the tensor of each of these parameters; see `match_tensors`.
+
+    Args:
+        reader: of the checkpoint.
+        needed: parameter → shape.
+        optional: likewise, of what may be absent.
+        width: d.
+        draft_vocab_size: Vd.
+        target: that it is to draft for.
+        name: of the draft, for errors.
+        prefix: what the first layer's tensors begin with.
+    """
     names = list(reader.keys())
-    prefix = _MIDDLE if any(item.startswith(_MIDDLE) for item in names) else _FIRST
     tensors: dict[str, str] = {}
     missing: list[str] = []
     shared: list[str] = []
-    needed, optional = _parameters(config, num_taps, draft_vocab_size, target)
     for parameter, shape in (needed | optional).items():
         tensor = parameter
         if parameter.startswith(_FIRST):
@@ -111,7 +174,7 @@ def match_tensors(
             missing.append(tensor)
     if missing:
         raise _missing(missing, reader, name)
-    _check_shared(shared, config, draft_vocab_size, target, name)
+    _check_shared(shared, width, draft_vocab_size, target, name)
     known = {*tensors.values(), OFFSETS, KEPT}
     left = [item for item in names if item not in known and not _OBSOLETE.search(item)]
     if left:
@@ -181,13 +244,12 @@ def _check_shape(reader: TensorReader, tensor: str, shape: tuple[int, ...], name
 
 def _check_shared(
     shared: list[str],
-    config: HeadConfig,
+    width: int,
     draft_vocab_size: int,
     target: TargetFacts,
     name: str,
 ) -> None:
     """Refuse to take from the target what does not fit."""
-    width = int(config.layers.hidden_size)
     for parameter in shared:
         if width != target.width:
             raise HeadError(

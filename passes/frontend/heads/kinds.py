@@ -15,16 +15,18 @@ from specc.passes.frontend.heads.head_spec import (
     EAGLE_CONFIG,
     SAFEAILAB,
     SPECULATORS,
+    ZLAB,
 )
 
-_NEEDED = "an EAGLE-3 or 3.1 head, or an ordinary language model"
+_NEEDED = "an EAGLE-3 or 3.1 head, a DFlash drafter, or an ordinary language model"
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
+# of classes, methods and keys of DFlash
+_DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # values of `speculators_model_type`
 _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
-    "dflash": "DFlash",
     "dspark": "DSpark",
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
@@ -38,7 +40,6 @@ _OTHER_METHODS = {
 _OTHER_CLASSES = (
     ("dspark", "DSpark"),
     ("dflash2", "DFlash2"),
-    ("dflash", "DFlash"),
     ("peagle", "P-EAGLE"),
     ("medusa", "Medusa"),
     ("hydra", "Hydra"),
@@ -50,7 +51,6 @@ _OTHER_KEYS = (
     ("markov_rank", "DSpark"),
     ("dspark_block_size", "DSpark"),
     ("selector_rank", "DFlash2"),
-    ("dflash_config", "DFlash"),
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
     ("pard_token", "P-EAGLE"),
@@ -63,6 +63,23 @@ _OTHER_TENSORS = (
     (re.compile(r"^markov_head\."), "DSpark"),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
+
+
+def block_layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
+    """Whose layout of DFlash files this is; None of what is no block drafter.
+
+    Arguments and errors as of `layout_of`.
+    """
+    classes, method = _classes(config), config.get("speculators_model_type")
+    is_dflash = method == _DFLASH or (
+        method is None
+        and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))
+    )
+    if not is_dflash:
+        return None
+    if other := _other_kind(config, list(tensors), classes, method):
+        raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+    return SPECULATORS if method == _DFLASH else ZLAB
 
 
 def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:

@@ -11,25 +11,26 @@ from typing import Any
 
 from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from specc.errors import HeadError
+from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_config import HeadConfig, read_head_config
 from specc.passes.frontend.heads.head_spec import (
     DEEPSPEC,
     EAGLE3,
     EMBEDDING,
-    HEAD,
     EagleSpec,
     HeadSwitches,
     TargetFacts,
 )
 from specc.passes.frontend.heads.head_tensors import count_layers, count_taps, match_tensors
-from specc.passes.frontend.heads.kinds import layout_of
+from specc.passes.frontend.heads.kinds import block_layout_of, layout_of
+from specc.passes.frontend.heads.recognise_block import fit_block
 from specc.passes.frontend.heads.tap_ids import (
     CONVENTIONS,
     ENTERING,
-    boundaries_of,
+    choose_taps,
     default_ids,
 )
-from specc.passes.frontend.heads.vocabulary_map import OFFSETS, read_target_ids
+from specc.passes.frontend.heads.vocabulary_map import num_rows_of, read_target_ids
 from specc.system.json_file import read_json
 
 _DO = "pass the head of this target, or download it again"
@@ -39,8 +40,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 def recognise(
     directory: Path, target: TargetFacts, switches: HeadSwitches = _AS_TRAINED
-) -> EagleSpec | None:
-    """What head a directory holds.
+) -> EagleSpec | BlockSpec | None:
+    """What head or block drafter a directory holds.
 
     Args:
         directory: of a draft.
@@ -61,11 +62,13 @@ def recognise(
     if not isinstance(raw, dict):
         return None
     if not (directory / SINGLE_FILE).is_file() and not (directory / INDEX_FILE).is_file():
-        if layout_of(raw, (), name) is not None:
+        if block_layout_of(raw, (), name) or layout_of(raw, (), name):
             raise _no_tensors(directory)
         return None
     with SafetensorsReader(directory) as reader:
         names = list(reader.keys())
+        if (layout := block_layout_of(raw, names, name)) is not None:
+            return fit_block(reader, raw, layout, directory, target, switches)
         layout = layout_of(raw, names, name)
         if layout is None:
             return None
@@ -84,7 +87,7 @@ def _fit(
 ) -> EagleSpec:
     name, width = str(directory), int(config.layers.hidden_size)
     if layout == DEEPSPEC:
-        _require_same("layers", raw.get("num_target_layers"), target.num_layers, target, name)
+        target.require("layers", raw.get("num_target_layers"), target.num_layers, name)
         if len(config.windows) > 1:
             raise HeadError(
                 f"{name}: a head of {DEEPSPEC} of {len(config.windows)} layers, each of which reads"
@@ -94,11 +97,11 @@ def _fit(
             )
     # without the key a head is as wide as its target
     num_taps = count_taps(reader, width, config.target_width or width, target, name)
-    num_rows = _draft_vocab_size(reader, config, target, name)
+    num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
     tensors, shared = match_tensors(reader, config, num_taps, num_rows, target, name)
     if EMBEDDING in shared:
         # else its own embedding has been compared with the target's
-        _require_same("ids", config.vocab_size, target.vocab_size, target, name)
+        target.require("ids", config.vocab_size, target.vocab_size, name)
     boundaries, is_last_normed, words = _taps(config, num_taps, target, switches, name)
     return EagleSpec(
         kind=EAGLE3,
@@ -120,31 +123,6 @@ def _fit(
     )
 
 
-def _require_same(what: str, found: Any, needed: int, target: TargetFacts, name: str) -> None:
-    if found is not None and found != needed:
-        raise HeadError(
-            f"{name}: a head for a target of {found} {what}; {target.name} has {needed}",
-            f"a head for a target of {needed} {what}",
-            "pass the head of this target",
-        )
-
-
-def _draft_vocab_size(
-    reader: SafetensorsReader, config: HeadConfig, target: TargetFacts, name: str
-) -> int:
-    """Vd, which three places may say."""
-    names = set(reader.keys())
-    found = {"config.json": config.draft_vocab_size}
-    for key in (HEAD, OFFSETS):
-        if key in names and reader.shape(key):
-            found[key] = reader.shape(key)[0]
-    said = {place: size for place, size in found.items() if size is not None}
-    if len(set(said.values())) > 1:
-        told = ", ".join(f"{size} in {place}" for place, size in said.items())
-        raise HeadError(f"{name}: ids of the head: {told}", "one number of ids", _DO)
-    return next(iter(said.values()), target.vocab_size)
-
-
 def _taps(
     config: HeadConfig, num_taps: int, target: TargetFacts, switches: HeadSwitches, name: str
 ) -> tuple[tuple[int, ...], bool, list[str]]:
@@ -160,24 +138,10 @@ def _taps(
                 f"config.json names no layers: {', '.join(map(str, ids))} ({convention}) are"
                 " taken, which heads are trained with where nobody chooses"
             )
-    if len(ids) != num_taps:
-        named = f"{len(ids)} layers" if config.ids else "no layers"
-        raise HeadError(
-            f"{name}: fc reads {num_taps} hidden states of {target.width}; config.json names"
-            f" {named}",
-            f"{num_taps} ids of layers",
-            "pass the config.json of this checkpoint",
-        )
-    boundaries = boundaries_of(ids, convention, target.num_layers, name)
-    reads_last = target.num_layers in boundaries
-    if reads_last and switches.is_last_normed is None:
-        raise HeadError(
-            f"{name}: it reads what the last layer returns; nothing says whether that is before"
-            " or after the final norm",
-            f"layers before {target.num_layers - 1}, or the word of whoever trained it",
-            "pass a head that reads other layers",
-        )
-    return boundaries, reads_last and bool(switches.is_last_normed), words
+    named = len(ids) if config.ids else 0
+    given = (num_taps, target.num_layers, switches.is_last_normed, name, named)
+    boundaries, is_last_normed = choose_taps(ids, convention, *given)
+    return boundaries, is_last_normed, words
 
 
 def _no_tensors(directory: Path) -> HeadError:

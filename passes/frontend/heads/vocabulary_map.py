@@ -7,12 +7,36 @@ from torch import Tensor
 
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import HeadError
+from specc.passes.frontend.heads.head_spec import HEAD
 
 # offsets: the target's id of row i is i + d2t[i]
 OFFSETS = "d2t"
 # which of the target's ids have a row
 KEPT = "t2d"
 _DO = "pass the head of this target, or download it again"
+
+
+def num_rows_of(reader: TensorReader, said: int | None, vocab_size: int, name: str) -> int:
+    """Vd, which three places may say; where none does, the target's V.
+
+    Args:
+        reader: of the checkpoint.
+        said: what config.json says.
+        vocab_size: V of the target.
+        name: of the head, for errors.
+    Raises:
+        HeadError: two places say different numbers.
+    """
+    names = set(reader.keys())
+    found = {"config.json": said}
+    for key in (HEAD, OFFSETS):
+        if key in names and reader.shape(key):
+            found[key] = reader.shape(key)[0]
+    known = {place: size for place, size in found.items() if size is not None}
+    if len(set(known.values())) > 1:
+        told = ", ".join(f"{size} in {place}" for place, size in known.items())
+        raise HeadError(f"{name}: ids of the head: {told}", "one number of ids", _DO)
+    return next(iter(known.values()), vocab_size)
 
 
 def read_target_ids(

@@ -26,7 +26,7 @@ def _rows_of_sequence(plan: SpecPlan, draft: str | None) -> set[int]:
     """Of a pass of one sequence, and of what gets logits there."""
     if draft is not None and draft not in plan.models:
         return set()
-    if plan.dynamic is not None or plan.tile is not None or plan.combine or plan.heads:
+    if plan.dynamic is not None or plan.tile is not None or plan.combine or plan.recomputed:
         # what its passes read depends on more than its shape: whatever there can be
         return set(range(1, max(plan.num_rows, plan.catch_up) + 1))
     # levels, the first of which reads what a draft has not seen, for the logits of the last

@@ -12,6 +12,7 @@ import torch
 from specc.errors import EngineError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.step_constants import step_constants
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.tiers import every
@@ -40,6 +41,18 @@ VIEWS = [
     SpecPlan("merge-view", (2, 1), drafts=("draft_0", "self_w32_s4", "suffix"), combine=MERGE),
     SpecPlan("vote-view", (1, 1), drafts=("self_w32_s4", "self_w64_s0"), combine=VOTE),
 ]
+# nor do they block drafters
+_OF_BLOCKS = {"draft_0": BlockDraft(5, 90_000), "draft_1": BlockDraft(4, 0, True, True)}
+BLOCKS = [
+    plan.with_heads((), _OF_BLOCKS)
+    for plan in (
+        SpecPlan("block", (3, 2, 1)),
+        SpecPlan("block-gaps", parents=GAPS.parents, drafts=("draft_1",)),
+        SpecPlan.from_dynamic(DynamicTree(5, 2, 3)),
+        SpecPlan("merge-block", (2, 1), drafts=(*PAIR, "draft_2", "suffix"), combine=MERGE),
+        SpecPlan("vote-block", (1, 1), drafts=PAIR, combine=VOTE),
+    )
+]
 SIZES = (None, 1, 2, 3, 4)
 
 
@@ -52,10 +65,10 @@ def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
     ("plan", "tile", "is_padded"),
     [
         (plan, tile, is_padded)
-        for plan in [*PLANS, *VIEWS]
+        for plan in [*PLANS, *VIEWS, *BLOCKS]
         for tile in SIZES
         for is_padded in (False, True)
-        if (plan.speculates or tile is None) and not (plan.views and is_padded)
+        if (plan.speculates or tile is None) and not ((plan.views or plan.blocks) and is_padded)
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -88,7 +101,7 @@ def spoil(rng: random.Random, values: list) -> list:
     return values
 
 
-@pytest.mark.parametrize("plan", every(3, PLANS), ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [*every(3, PLANS), *every(2, BLOCKS)], ids=lambda plan: plan.name)
 def test_others_are_refused(plan):
     rng = random.Random(plan.name)
     program = program_of(plan)

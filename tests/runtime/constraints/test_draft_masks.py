@@ -317,6 +317,27 @@ def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) ->
     assert torch.equal(found, wanted)
 
 
+def test_the_first_depth_of_a_block_obeys(grammars) -> None:
+    """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn."""
+    first = byte_tokenizer().encode("abc").ids
+    own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
+    logits = torch.arange(4 * VOCAB).view(4, VOCAB).float()
+    # a row of the context, the root and two masks, twice; one depth after the other
+    slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
+    features = torch.full((8, 2), -1)
+    features[[0, 4], 0] = slots[[0, 4]]
+    inputs = (
+        torch.full((8,), 9), slots, torch.tensor([0, 4, 8]), slots, torch.tensor([4, 2]),
+        torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1), torch.tensor([2, 6, 3, 7]),
+        features,
+    )  # fmt: skip
+    found = DraftMasks(own)(inputs, logits)
+    allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)
+    wanted = logits.clone()
+    wanted[1, ~allowed] = -torch.inf
+    assert torch.equal(found, wanted)
+
+
 @pytest.fixture(scope="module")
 def native_operators() -> Any:
     load_native()

@@ -46,6 +46,10 @@ read = SpeculativeConfig.read
             SpeculativeConfig("mtp", num_speculative_tokens=2),
         ),
         ({"method": "deepseek_mtp"}, SpeculativeConfig("mtp")),
+        (
+            {"method": "dflash", "model": "H/", "num_speculative_tokens": 15},
+            SpeculativeConfig("H/", num_speculative_tokens=15),
+        ),
         # what vLLM does anyway asks for nothing
         (
             {"model": "D/", "enforce_eager": False, "rejection_sample_method": "standard"},
@@ -110,6 +114,8 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({}, "neither method nor model", "ngram"),
         ({"method": "eagle", "model": "H/"}, "eagle", "self:window"),
         ({"method": "eagle3"}, "eagle3 without model", "add"),
+        ({"method": "dflash"}, "dflash without model", "add"),
+        ({"method": "dspark", "model": "D/"}, "method dspark", "self:window"),
         ({"method": "eagle3", "model": "suffix"}, "eagle3 and model suffix", "name a head"),
         ({"method": "eagle3", "model": "self:window=64"}, "model self:window=64", "name a head"),
         ({"method": "mimo_mtp"}, "mimo_mtp", "self:window"),

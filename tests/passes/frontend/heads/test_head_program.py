@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.passes.facts import own_features_are_kept
+from specc.passes.facts import features_are_read
 from specc.passes.frontend.heads.feature_head import head_rows
 from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
@@ -32,7 +32,7 @@ READ: Phases = (("features", (ReadFeatures,)),)
 def program_of(loaded: Any, more: Phases = ()) -> Program:
     """A head's program, traced without weights, after these phases, too."""
     rows = head_rows(loaded.spec, torch.float32)
-    program = trace(loaded.source.module, "draft_0", rows=rows)
+    program = trace(loaded.source.module, "draft_0", rows=rows, hands_on=True)
     Pipeline((*PHASES, *more)).run(program)
     return program
 
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_back(load):
     keys = [*(weight.key for weight in program.weights.values()), *constants]
     found = read_program(data, constants, layers, keys)
     assert program_to_json(found) == data
-    assert own_features_are_kept(found)
+    assert features_are_read(found)
     assert (found.runtime_inputs, found.row_inputs) == (program.runtime_inputs, ("feature_rows",))
     assert (found.taps, found.feature_width) == (None, 24)
     verify_graph(found, "reading", is_final=True)

@@ -84,7 +84,7 @@ def test_what_files_say(name, has_own_ends, load_mtp, tmp_path):
     assert (spec.boundaries, spec.is_last_normed) == ((LAYERS,), True)
     assert spec.shared == (() if has_own_ends else (EMBEDDING, HEAD))
     assert (spec.trained_length, source.max_position) == (256, None)
-    program = trace(source.module, "draft_0", rows=head_rows(spec, torch.float32))
+    program = trace(source.module, "draft_0", rows=head_rows(spec, torch.float32), hands_on=True)
     Pipeline().run(program)
     assert len(program.layers) == 1
     write_weights(source.weight_specs(program), source.reader, tmp_path / "weights")

@@ -140,8 +140,6 @@ def test_what_is_not_said_is_told(tmp_path):
 
 KINDS = {
     "MTP": {"speculators_model_type": "mtp"},
-    "DFlash": {"speculators_model_type": "dflash"},
-    "DFlash ": {"dflash_config": {"mask_token_id": 3}},
     "DSpark": {"architectures": ["Qwen3DSparkModel"]},
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
     "Medusa": {"medusa_num_heads": 4},

@@ -1,0 +1,55 @@
+"""What a block drafter is, once its files are read and its target is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, HeadSpec, RopeFacts
+from specc.speculation.block_drafts import BlockDraft
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSpec(HeadSpec):
+    """A DFlash drafter; `config` is Qwen3's.
+
+    Args:
+        block: what one pass of it fills.
+        draft_vocab_size: Vd, rows of its head.
+        target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
+            i is id i.
+        windows: rows before a block that each of its layers sees, 0 is all.
+        tensors: parameter of the module → tensor of the checkpoint.
+        rope: of its layers.
+    """
+
+    block: BlockDraft
+    draft_vocab_size: int
+    target_ids: Tensor | None
+    windows: tuple[int, ...]
+    tensors: dict[str, str]
+    rope: RopeFacts
+
+    @property
+    def hands_on(self) -> bool:
+        """No: all that follows a token finds is in the caches."""
+        return False
+
+    def describe(self) -> list[str]:
+        """What it is, a line each, for people."""
+        taps = ", ".join(str(place) for place in self.boundaries)
+        last = " after the final norm" if self.is_last_normed else ""
+        ids = f"{self.draft_vocab_size} of {self.target.vocab_size} ids"
+        owner = {True: "the target's", False: "its own"}
+        rope = f"rotary embedding: {self.rope.kind}, theta {self.rope.theta:g}"
+        windows = ", ".join(str(window) if window else "all" for window in self.windows)
+        return [
+            f"{self.kind} drafter, files of {self.layout}, {len(self.windows)} layers of"
+            f" {self.width}",
+            f"reads the target at boundaries {taps}{last}",
+            self.block.describe(),
+            f"embedding: {owner[EMBEDDING in self.shared]};"
+            f" head: {owner[HEAD in self.shared]}, {ids}",
+            f"{rope}, trained for {self.rope.trained_length} positions; rows seen: {windows}",
+        ]

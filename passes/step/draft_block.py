@@ -1,0 +1,159 @@
+"""A block drafter proposes all levels of a tree in one pass: a row of logits for each depth.
+
+Tokens of a depth are drawn from one row, whatever came before them. So all nodes of a depth have
+the same children, and a tree is a product of levels. Each rule stays what it is: `coupled` and
+`delta` take what the target puts out, whatever nodes there are; draws of `mss` and `swor` at a
+depth do not depend on the path down to it, and a walk looks at the children of one node a depth.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from specc.passes.step.draft_dynamic import sharpen_sampled
+from specc.passes.step.draft_levels import children, sharpen
+from specc.passes.step.step_graph import StepGraph, int32
+from specc.speculation.plans import SpecPlan
+
+aten = torch.ops.aten
+specc = torch.ops.specc
+
+
+def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
+    """One pass; returns logits [B, V] of each depth, from the children of the root on.
+
+    Its rows are those of the context that the last step can have accepted, with the target's
+    hidden states, then the block: the root and masks. What they write is where it is written again:
+    rows of a block are overwritten by rows of the context, once their tokens are accepted.
+    """
+    block = plan.block_of(draft)
+    assert block is not None
+    batch, size, depth = g.batch, block.size, plan.max_depth
+    before = plan.max_depth + 1
+    count = before + size
+    nodes = g.arange(-before, size, 1, torch.int32)
+    slots, positions = g.rows(nodes, nodes)
+    mask = g.constant(f"{draft}_masks", torch.full((count,), block.mask_token_id))
+    masks = g.expand_rows(mask, count)
+    tokens = g.cat(
+        # ids of the context are not read
+        g.column(masks, 0, before),
+        g.last(g["last_tokens"], 1),
+        *([g.column(masks, before + 1, count)] if size > 1 else []),
+    )
+    wide = g.reshape(slots, batch, count)
+    none = g.call(aten.full_like.default, wide, -1)
+    tapped = g.flat(g.cat(g.column(wide, 0, before), g.column(none, before, count)))
+    features = g.call(aten.stack.default, [tapped, g.flat(none)], 1)
+    ancestors = g.constant(f"{draft}_rows_seen", block.rows_seen(before))
+    # of one depth after the other
+    starts = g.arange(0, g.multiple(batch, count), count, torch.int64)
+    first = before + block.first_row
+    places = g.constant(f"{draft}_places", torch.arange(first, first + depth))
+    rows = g.call(
+        aten.add.Tensor,
+        g.call(aten.unsqueeze.default, places, 1),
+        g.call(aten.unsqueeze.default, starts, 0),
+    )
+    logits = g.model(
+        draft,
+        g.flat(tokens),
+        positions,
+        g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
+        slots,
+        g["cache_len"],
+        g.repeat_rows(ancestors, batch),
+        g["block_table"],
+        g.flat(rows),
+        features,
+    )
+    by_depth = g.reshape(logits, depth, batch, -1)
+    return [
+        g.call(aten.flatten.using_ints, g.part(by_depth, 0, level, level + 1, depth), 0, 1)
+        for level in range(depth)
+    ]
+
+
+def draft_block_tree(
+    g: StepGraph, plan: SpecPlan, draft: str, column: int
+) -> tuple[list[fx.Node], fx.Node]:
+    """A static tree, from one pass.
+
+    Args:
+        g: the stage.
+        plan: whose shape it proposes.
+        draft: name of the drafter.
+        column: proposal column of the root; the other nodes' follow.
+    Returns:
+        logits [B, V] of each depth, and tokens [B, N].
+    """
+    tree = plan.tree_of(draft)
+    found, levels = [], [g.last(g["last_tokens"], 1)]
+    for depth, logits in enumerate(block_levels(g, plan, draft)):
+        frontier = [node for node in tree.levels[depth] if node not in tree.leaves]
+        counts = [len(tree.children(node)) for node in frontier]
+        drawn = sharpen(g, plan, draft, logits, depth)
+        found.append(drawn)
+        name = f"{draft}_level_{depth}"
+        first = tree.levels[depth + 1][0]
+        columns = g.constant(f"{name}_columns", int32([column + first]))
+        best, _ = children(g, drawn, max(counts), columns, depth)
+        kept = [rank for own in counts for rank in range(own)]
+        levels.append(g.select(best, f"{name}_kept", kept, max(counts)))
+    return found, g.cat(*levels)
+
+
+def block_q_rows(plan: SpecPlan, draft: str) -> list[int]:
+    """Row of logits that each node was drawn from: one a depth."""
+    return [depth - 1 for depth in plan.tree_of(draft).depths]
+
+
+def draft_block_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
+    """The best tree of a number of nodes; outputs as of `draft_stage`.
+
+    Of all paths over the `top_k` likeliest tokens of each depth, those with the largest products
+    of probabilities: the idea of DDTree, whose search takes them one by one from a heap. Here each
+    depth keeps as many of its best paths as the tree has nodes: a path among the best of all has
+    its beginnings among the best of their depths, as every path that beats one of those goes on to
+    one that beats the whole. Ties go to the earlier candidate, as in `rerank_tree`.
+    Source: liranringel/ddtree ddtree.py.
+    """
+    assert plan.dynamic is not None
+    (draft,) = plan.drafts
+    k, most = plan.dynamic.top_k, plan.dynamic.num_nodes - 1
+    root = g.last(g["last_tokens"], 1)
+    no_parent = g.call(aten.full_like.default, root, -1, dtype=torch.int32)
+    tokens, parents = [root], [no_parent]
+    scores = [g.call(aten.full_like.default, root, 0, dtype=torch.float32)]
+    # of the nodes that are gone on from: which candidates they are, and their scores
+    above = g.call(aten.full_like.default, root, 0)
+    above_scores, width, num_made = scores[0], 1, 1
+    column = g.constant("root_column", int32([0]))
+    for depth, logits in enumerate(block_levels(g, plan, draft)):
+        drawn = sharpen_sampled(g, plan, logits, depth, 1)
+        made, found = children(g, drawn, k, column, depth, scored=True)
+        size = width * k
+        own = g.call(aten.unsqueeze.default, found, 1)
+        own = g.call(aten.add.Tensor, own, g.call(aten.unsqueeze.default, above_scores, 2))
+        own = g.reshape(own, g.batch, size)
+        scores.append(own)
+        tokens.append(g.call(aten.repeat.default, made, [1, width]))
+        wide = g.call(aten.unsqueeze.default, above, 2)
+        wide = g.reshape(g.call(aten.expand.default, wide, [-1, -1, k]), g.batch, size)
+        parents.append(g.call(aten._to_copy.default, wide, dtype=torch.int32))
+        if depth + 1 < plan.max_depth:
+            width = min(size, most)
+            order = g.call(aten.sort.stable, own, stable=True, dim=1, descending=True)
+            order = g.column(g.call(operator.getitem, order, 1), 0, width)
+            above = g.call(aten.add.Tensor, order, num_made)
+            above_scores = g.call(aten.gather.default, own, 1, order)
+            num_made += size
+    nodes = plan.dynamic.num_nodes
+    tree = g.parts(
+        specc.rerank_tree.default, 3, g.cat(*tokens), g.cat(*parents), g.cat(*scores), nodes
+    )
+    words, depths = g.parts(specc.ancestor_words.default, 2, tree[1])
+    return {"tokens": tree[0], "parents": tree[1], "ancestors": words, "depths": depths}

@@ -1,0 +1,114 @@
+"""Drafts that propose a block of tokens in one pass, from masks in their places (DFlash)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.errors import ConfigError, EngineError
+from specc.speculation.tree import pack_bits
+
+
+@dataclass(frozen=True)
+class BlockDraft:
+    """What one pass of a block drafter reads, and which tokens it proposes.
+
+    It reads the newest token, the anchor, and masks after it: B rows from the anchor's position on.
+
+    Args:
+        size: B.
+        mask_token_id: what stands for a token that is not known.
+        from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
+            each mask proposes the token in its own place, B - 1 of them.
+        is_causal: a row sees the rows of a block up to itself; else all of them.
+        draft: name of the drafter, in a plan.
+    """
+
+    size: int
+    mask_token_id: int
+    from_anchor: bool = False
+    is_causal: bool = False
+    draft: str = ""
+
+    @property
+    def first_row(self) -> int:
+        """Row of a block that proposes the token after the anchor."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that a pass proposes: levels of a tree, at most."""
+        return self.size - self.first_row
+
+    def rows_seen(self, before: int) -> Tensor:
+        """Which rows of a block each row of a pass sees, as bits of words.
+
+        Args:
+            before: rows of the context that the pass begins with. They see no row of the block;
+                nothing reads what is computed of them but keys and values, which do not depend on
+                it.
+        Returns:
+            [before + B, W] int64, as the `ancestors` of a tree.
+        """
+        seen = torch.ones(self.size, self.size, dtype=torch.bool)
+        seen = seen.tril() if self.is_causal else seen
+        return pack_bits(torch.cat([torch.zeros(before, self.size, dtype=torch.bool), seen]))
+
+    def describe(self) -> str:
+        """For people."""
+        sees = "up to itself" if self.is_causal else "in both directions"
+        return (
+            f"blocks of {self.size} rows, of which each sees the others {sees}:"
+            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BlockDraft:
+        """Raises EngineError: no block."""
+        try:
+            block = cls(**data)
+        except TypeError as error:
+            raise _invalid(data) from error
+        numbers = (block.size, block.mask_token_id)
+        flags = (block.from_anchor, block.is_causal)
+        if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
+            raise _invalid(data)
+        is_named = isinstance(block.draft, str)
+        if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
+            raise _invalid(data)
+        return block
+
+
+def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:
+    """Compare a tree with what passes propose.
+
+    Args:
+        plan: its name.
+        depth: levels of its tree.
+        blocks: of its drafts.
+    Raises:
+        ConfigError: it is deeper.
+    """
+    for block in blocks:
+        if depth > block.num_proposed:
+            raise ConfigError(
+                f"plan {plan} of depth {depth}, and {block.draft}, which proposes"
+                f" {block.num_proposed} tokens a pass",
+                f"a tree of depth {block.num_proposed} or less",
+                f"pass --num-speculative-tokens {block.num_proposed}",
+            )
+
+
+def _invalid(data: Mapping[str, Any]) -> EngineError:
+    return EngineError(
+        f"a block {dict(data)}",
+        "its size, its mask token, and two flags",
+        "compile the engine again",
+    )

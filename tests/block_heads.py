@@ -1,0 +1,175 @@
+"""Random checkpoints of block drafters (DFlash), in the layouts in which they are published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
+
+MASK = 5
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A drafter to write.
+
+    Args:
+        layout: `z-lab` or `speculators`.
+        size: B.
+        width: d.
+        rows: Vd.
+        boundaries: that its taps are, in order.
+        config: keys at the top of config.json.
+        nested: keys of `dflash_config`.
+        layer: keys that describe its layers.
+        num_layers: of the drafter.
+        from_anchor: what its rows predict, see `BlockDraft`.
+        is_causal: what they see.
+        window: rows before a block that each layer sees; 0 is all.
+        biases: projections of the first layer that have one.
+    """
+
+    layout: str
+    size: int = 5
+    width: int = WIDTH
+    rows: int = VOCAB
+    boundaries: tuple[int, ...] = (2, 5)
+    config: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, Any] = field(default_factory=dict)
+    layer: dict[str, Any] = field(default_factory=dict)
+    num_layers: int = 2
+    from_anchor: bool = False
+    is_causal: bool = False
+    window: int = 0
+    biases: tuple[str, ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        return self.layer.get("head_dim", self.width // HEADS)
+
+    @property
+    def has_own_ends(self) -> bool:
+        """Whether embedding and head are its own."""
+        return self.layout == "speculators"
+
+
+_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+BLOCK_CASES = {
+    "z-lab": BlockCase("z-lab", config={"num_target_layers": LAYERS, "block_size": 5}),
+    # in a later layout all keys are in one place
+    "z-lab-causal": BlockCase(
+        "z-lab",
+        boundaries=(6, 2, 3),
+        nested={"block_size": 5},
+        layer={**_SLIDING, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+        is_causal=True,
+        window=6,
+        biases=("self_attn.q_proj", "self_attn.v_proj"),
+    ),
+    "speculators": BlockCase(
+        "speculators",
+        size=4,
+        width=24,
+        rows=60,
+        config={"block_size": 4, "target_hidden_size": WIDTH, "sample_from_anchor": True},
+        layer={"head_dim": 8},
+        num_layers=1,
+        from_anchor=True,
+    ),
+    "speculators-sliding": BlockCase(
+        "speculators",
+        config={"block_size": 5, "sliding_window_non_causal": True, "shift_label": False},
+        layer=_SLIDING,
+        window=6,
+    ),
+}
+
+
+def write_block(directory: Path, case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
+    """Write a drafter; returns its tensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config_of(case)), encoding="utf-8")
+    tensors = draw_tensors(case, seed)
+    save_file(tensors, str(directory / "model.safetensors"))
+    return tensors
+
+
+def config_of(case: BlockCase) -> dict[str, Any]:
+    """Contents of config.json."""
+    layer = {
+        "model_type": "qwen3",
+        "hidden_size": case.width,
+        "intermediate_size": INNER,
+        "num_hidden_layers": case.num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": case.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000.0,
+        "vocab_size": VOCAB,
+        **case.layer,
+    }
+    if case.layout == "speculators":
+        return {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "draft_vocab_size": case.rows,
+            "transformer_layer_config": layer,
+            "aux_hidden_state_layer_ids": list(case.boundaries),
+            "mask_token_id": MASK,
+            **case.config,
+        }
+    ids = [boundary - 1 for boundary in case.boundaries]
+    nested = {"mask_token_id": MASK, "target_layer_ids": ids, **case.nested}
+    if "rope_parameters" in case.layer:
+        del layer["rope_theta"]
+    return {
+        "architectures": ["DFlashDraftModel"], **layer, "dflash_config": nested, **case.config,
+    }  # fmt: skip
+
+
+def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of the checkpoint, drawn from the seed, with norms that none goes unnoticed."""
+    d, size = case.width, case.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (d, len(case.boundaries) * WIDTH), "hidden_norm.weight": (d,),
+        "norm.weight": (d,),
+    }  # fmt: skip
+    for i in range(case.num_layers):
+        own = {
+            "input_layernorm.weight": (d,),
+            "self_attn.q_proj.weight": (HEADS * size, d),
+            "self_attn.k_proj.weight": (KV_HEADS * size, d),
+            "self_attn.v_proj.weight": (KV_HEADS * size, d),
+            "self_attn.o_proj.weight": (d, HEADS * size),
+            "self_attn.q_norm.weight": (size,),
+            "self_attn.k_norm.weight": (size,),
+            "post_attention_layernorm.weight": (d,),
+            "mlp.gate_proj.weight": (INNER, d),
+            "mlp.up_proj.weight": (INNER, d),
+            "mlp.down_proj.weight": (d, INNER),
+        }
+        if i == 0:
+            own |= {f"{key}.bias": own[f"{key}.weight"][:1] for key in case.biases}
+        shapes |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
+    if case.has_own_ends:
+        shapes |= {"embed_tokens.weight": (VOCAB, d), "lm_head.weight": (case.rows, d)}
+    generator = torch.Generator().manual_seed(70 + seed)
+    tensors = {}
+    for key, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        tensors[key] = 1.0 + 0.4 * values if "norm" in key else 0.25 * values
+    if case.rows < VOCAB:
+        kept = torch.randperm(VOCAB, generator=generator)[: case.rows].sort().values
+        tensors["d2t"] = kept - torch.arange(case.rows)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True)
+    return tensors

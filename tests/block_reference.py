@@ -1,0 +1,106 @@
+"""DFlash drafters by their formulas: dense, without caches, from a checkpoint's own tensors.
+
+Written from descriptions of the published drafters, and of nothing in specc. With c_i the features
+of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, …:
+
+    c_i = norm_h(fc(taps of token i))
+    k, v of layer l: of c_0 … c_{n-1} and of norm_l(x_0) … norm_l(x_{B-1});  q: of norm_l(x_j)
+    x = x + attention;  x = x + mlp(norm_p(x));  logits = W norm(x)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.block_heads import MASK, BlockCase
+from tests.heads import HEADS, KV_HEADS, VOCAB
+
+
+class BlockReference:
+    """A drafter.
+
+    Args:
+        case: what it is.
+        tensors: of its checkpoint.
+        embedding: of the target, [V, H].
+        head: of the target, [V, H].
+    """
+
+    def __init__(
+        self, case: BlockCase, tensors: dict[str, Tensor], embedding: Tensor, head: Tensor
+    ) -> None:
+        self.case = case
+        self.w = {"embed_tokens.weight": embedding, "lm_head.weight": head, **tensors}
+        parameters = case.layer.get("rope_parameters", {"rope_theta": 1000.0})
+        half = torch.arange(0, case.head_dim, 2) / case.head_dim
+        self.frequencies = parameters["rope_theta"] ** -half
+
+    def proposed(self, taps: Tensor, anchor: int) -> Tensor:
+        """[γ, V] logits of the tokens after an anchor, whose own hidden states are not known.
+
+        Args:
+            taps: [n, A · H] hidden states of the target for all tokens before it.
+            anchor: the newest token, at position n.
+        """
+        rows = self.rows(taps, anchor)
+        return rows if self.case.from_anchor else rows[1:]
+
+    def context(self, taps: Tensor) -> Tensor:
+        """[n, d]."""
+        return self.norm("hidden_norm", taps @ self.w["fc.weight"].T)
+
+    def kept(self, taps: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context in a layer, [n, HK, D]: what a cache of it holds."""
+        return self.keys(layer, self.context(taps), 0)
+
+    def rows(self, taps: Tensor, anchor: int) -> Tensor:
+        """[B, V] logits of all rows of a block."""
+        case, n = self.case, len(taps)
+        x = self.w["embed_tokens.weight"][[anchor] + [MASK] * (case.size - 1)]
+        for layer in range(case.num_layers):
+            normed = self.norm(f"layers.{layer}.input_layernorm", x)
+            own, before = self.keys(layer, normed, n), self.kept(taps, layer)
+            k, v = (torch.cat(pair) for pair in zip(before, own, strict=True))
+            x = x + self.attention(layer, normed, k, v)
+            normed = self.norm(f"layers.{layer}.post_attention_layernorm", x)
+            gate = self.linear(f"layers.{layer}.mlp.gate_proj", normed)
+            up = self.linear(f"layers.{layer}.mlp.up_proj", normed)
+            x = x + self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+        own = self.norm("norm", x) @ self.w["lm_head.weight"].T
+        logits = torch.full((len(own), VOCAB), float("-inf"))
+        logits[:, torch.arange(case.rows) + self.w.get("d2t", torch.zeros(()).long())] = own
+        return logits
+
+    def keys(self, layer: int, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        name = f"layers.{layer}.self_attn"
+        k, v = (self.linear(f"{name}.{key}_proj", x).view(len(x), KV_HEADS, -1) for key in "kv")
+        return self.rotate(self.norm(f"{name}.k_norm", k), first), v
+
+    def attention(self, layer: int, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        name, size = f"layers.{layer}.self_attn", self.case.head_dim
+        n = len(k) - len(x)
+        q = self.linear(f"{name}.q_proj", x).view(len(x), HEADS, size)
+        q = self.rotate(self.norm(f"{name}.q_norm", q), n)
+        row, column = n + torch.arange(len(x))[:, None], torch.arange(len(k))
+        seen = (column <= row) if self.case.is_causal else torch.ones(len(x), len(k)).bool()
+        if self.case.window:
+            seen = seen & (column > row - self.case.window)
+        heads = []
+        for head in range(HEADS):
+            own = head * KV_HEADS // HEADS
+            scores = q[:, head] @ k[:, own].T / size**0.5
+            heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, own])
+        return self.linear(f"{name}.o_proj", torch.cat(heads, dim=-1))
+
+    def rotate(self, x: Tensor, first: int) -> Tensor:
+        angles = (first + torch.arange(len(x)))[:, None, None] * self.frequencies
+        one, two = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", torch.zeros(()))
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]

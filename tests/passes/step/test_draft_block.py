@@ -1,0 +1,202 @@
+"""The draft stage of a block drafter: what its one pass reads, and the trees that it becomes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.graph_io import graph_from_json
+from specc.cost.latency_table import draft_levels
+from specc.errors import ConfigError, EngineError
+from specc.kernels import ops as _ops  # noqa: F401
+from specc.kernels.reference.accept import draft_children_reference
+from specc.passes.step.fuse_step import fuse_step
+from specc.passes.step.tiles import logit_rows, pass_rows
+from specc.runtime.backends.captured.step_buffers import PADDING
+from specc.runtime.backends.step_constants import step_constants
+from specc.sampling.params import SamplingParams
+from specc.sampling.rows import Rule, Value, Word
+from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.plans import DynamicTree, SpecPlan
+from tests.passes.step.reading_models import NAMES, VOCAB
+
+MASK, SIZE = 6, 5
+BLOCK = BlockDraft(SIZE, MASK)
+
+
+def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> SpecPlan:
+    plan = SpecPlan.from_dynamic(shape) if isinstance(shape, DynamicTree) else None
+    plan = plan or SpecPlan.from_widths(shape)  # type: ignore[arg-type]
+    return plan.with_heads((), {"draft_0": block})
+
+
+class Noted(nn.Module):
+    """Keeps what it is called with; its logits are drawn."""
+
+    def __init__(self, ties: bool) -> None:
+        super().__init__()
+        self.ties = ties
+        self.calls: list[dict[str, Tensor]] = []
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        names = (*NAMES[:-1], "logit_rows", "feature_rows")
+        self.calls.append(dict(zip(names, inputs, strict=True)))
+        logits = torch.randn(len(inputs[7]), VOCAB, generator=torch.Generator().manual_seed(4))
+        return logits.round() if self.ties else logits
+
+
+def run(
+    plan: SpecPlan, lengths: tuple[int, ...], rule: Rule | None = None, ties: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    """The one call of the drafter, what the stage makes, and its environment."""
+    step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
+    drafter, batch = Noted(ties), len(lengths)
+    torch.manual_seed(0)
+    values = torch.zeros(batch, len(Value))
+    words = torch.zeros(batch, len(Word), dtype=torch.int64)
+    for b in range(batch) if rule is not None else ():
+        options = SamplingParams(temperature=0.9, seed=40 + b)
+        values[b, Value.TEMPERATURE] = options.temperature
+        values[b, Value.TOP_P] = 1.0
+        words[b, Word.SEED], words[b, Word.RULE] = 40 + b, int(rule or 0)
+    environment = {
+        "last_tokens": torch.randint(0, VOCAB, (batch, plan.catch_up)),
+        "cache_len": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": torch.arange(batch * 4).view(batch, 4).int(),
+        "sampling_values": values,
+        "sampling_words": words,
+        **step_constants(step, plan),
+    }
+    graph = graph_from_json(step["stages"][0]["graph"], {"draft_0": drafter})
+    inputs = [environment[node.target] for node in graph.graph.find_nodes(op="placeholder")]
+    made = graph(*inputs)
+    (call,) = drafter.calls
+    return call, made, environment
+
+
+@pytest.mark.parametrize(
+    "block", [BLOCK, BlockDraft(4, MASK, from_anchor=True), BlockDraft(SIZE, MASK, is_causal=True)]
+)
+def test_what_the_pass_reads(block: BlockDraft) -> None:
+    """Context that the last step can have accepted, the root, masks; nothing of padding."""
+    plan, lengths = plan_of((2, 1, 1), block), (9, 2, PADDING)
+    call, _, environment = run(plan, lengths)
+    before, count = 4, 4 + block.size
+    assert call["q_start"].tolist() == [0, count, 2 * count, 3 * count]
+    assert call["cache_len"].tolist() == list(lengths)
+    for b, length in enumerate(lengths[:2]):
+        own = slice(b * count, (b + 1) * count)
+        slots = call["slot"][own].tolist()
+        assert slots == list(range(length - before, length + block.size))
+        assert call["positions"][own].tolist() == [max(slot, 0) for slot in slots]
+        root = int(environment["last_tokens"][b, -1])
+        assert call["tokens"][own].tolist()[before:] == [root] + [MASK] * (block.size - 1)
+        rows = call["feature_rows"][own]
+        assert rows[:before, 0].tolist() == slots[:before]
+        assert rows[before:, 0].tolist() == [-1] * block.size
+        assert rows[:, 1].tolist() == [-1] * count
+        seen = call["ancestors"][own, 0].tolist()
+        assert seen[:before] == [0] * before
+        for j, bits in enumerate(seen[before:]):
+            assert bits == ((2 << j) - 1 if block.is_causal else (1 << block.size) - 1)
+    assert (call["slot"][2 * count :] < 0).all()
+    # one depth after the other
+    first = before + (not block.from_anchor)
+    wanted = [b * count + first + depth for depth in range(3) for b in range(3)]
+    assert call["logit_rows"].tolist() == wanted
+
+
+@pytest.mark.parametrize("rule", [None, *Rule])
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)])
+def test_trees_are_products_of_levels(widths: tuple[int, ...], rule: Rule | None) -> None:
+    """Children of every node of a depth are drawn once, from one row of logits."""
+    plan, lengths = plan_of(widths), (9, 2)
+    _, made, environment = run(plan, lengths, rule)
+    tree, depth = plan.tree, len(widths)
+    logits = torch.randn(depth * 2, VOCAB, generator=torch.Generator().manual_seed(4))
+    logits = logits.view(depth, 2, VOCAB)
+    options = environment["sampling_values"], environment["sampling_words"]
+    for d in range(depth):
+        column = torch.tensor([tree.levels[d + 1][0]], dtype=torch.int32)
+        lens = environment["cache_len"]
+        best, _ = draft_children_reference(logits[d], widths[d], lens, column, d, *options)
+        torch.testing.assert_close(made[f"q_{d}"], logits[d])
+        for b, node in itertools.product(range(2), tree.levels[d]):
+            own = [int(made["tokens"][b, child]) for child in tree.children(node)]
+            assert own == best[b].tolist()
+    assert environment["q_rows"].tolist() == [depth - 1 for depth in tree.depths]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("shape", [(6, 3, 3), (12, 4, 4), (30, 5, 3), (3, 2, 1)])
+def test_the_best_tree(shape: tuple[int, int, int], ties: bool) -> None:
+    """Greedy: as good as what a heap over all paths finds, node by node, and with its parents."""
+    num_nodes, top_k, depth = shape
+    plan = plan_of(DynamicTree(*shape))
+    _, made, _ = run(plan, (9, 2), ties=ties)
+    logits = torch.randn(depth * 2, VOCAB, generator=torch.Generator().manual_seed(4))
+    logits = (logits.round() if ties else logits).view(depth, 2, VOCAB)
+    for b in range(2):
+        rows = [logits[d, b].log_softmax(-1) for d in range(depth)]
+        wanted = best_first(rows, top_k, num_nodes - 1)
+        scores, paths = [], set()
+        tokens, parents = made["tokens"][b].tolist(), made["parents"][b].tolist()
+        found: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            found.append((*found[parent], token))
+            paths.add(found[-1])
+            scores.append(sum(float(rows[d][t]) for d, t in enumerate(found[-1])))
+        assert len(paths) == num_nodes - 1
+        torch.testing.assert_close(torch.tensor(sorted(scores)), torch.tensor(sorted(wanted)))
+
+
+def best_first(rows: list[Tensor], top_k: int, count: int) -> list[float]:
+    """Scores of the best paths: each that is taken brings its next sibling and its first child."""
+    ranked = [row.sort(descending=True).values.tolist()[:top_k] for row in rows]
+    heap = [(-ranked[0][0], (0,))]
+    taken: list[float] = []
+    while len(taken) < count:
+        score, path = heapq.heappop(heap)
+        taken.append(-score)
+        d, rank = len(path) - 1, path[-1]
+        if rank + 1 < top_k:
+            more = score + ranked[d][rank] - ranked[d][rank + 1]
+            heapq.heappush(heap, (more, (*path[:-1], rank + 1)))
+        if d + 1 < len(rows):
+            heapq.heappush(heap, (score - ranked[d + 1][0], (*path, 0)))
+    return taken
+
+
+def test_rows_of_passes_and_of_logits() -> None:
+    plan = plan_of((3, 2, 1))
+    # of a step that accepts all: its tokens and the bonus token, then the block
+    assert draft_levels(plan) == (("draft_0", (4 + SIZE,)),)
+    assert pass_rows(plan, "draft_0") == 4 + SIZE
+    assert logit_rows(plan, "draft_0") == 3
+    assert plan_of((1,)).num_rows == SIZE
+    assert plan_of((1,)).num_reached_rows == SIZE
+    assert plan.catch_up == 5
+
+
+def test_plans_are_written_and_read() -> None:
+    plan = plan_of((2, 1))
+    data = json.loads(json.dumps(plan.to_json()))
+    assert SpecPlan.from_json(data) == plan
+    assert "blocks" not in SpecPlan.from_widths((2, 1)).to_json()
+    for change in ({"size": 0}, {"size": "5"}, {"mask_token_id": -1}, {"other": 1}, {"size": True}):
+        broken = {**data, "blocks": [{**data["blocks"][0], **change}]}
+        with pytest.raises(EngineError, match="a block"):
+            SpecPlan.from_json(broken)
+
+
+def test_trees_deeper_than_a_block() -> None:
+    plan_of((1, 1, 1, 1))
+    with pytest.raises(ConfigError, match="chain-5 of depth 5, and draft_0, which proposes 4"):
+        plan_of((1,) * 5)
+    plan_of((1,) * 5, BlockDraft(SIZE, MASK, from_anchor=True))

@@ -1,0 +1,93 @@
+"""Engines whose draft is a block drafter: every pass and every row of it, beside one by formulas.
+
+Random drafters propose what nobody accepts but by chance, and what they propose changes no output.
+So logits of all depths are compared, and the rows that are kept, whatever came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.runtime.scheduling.request import Request
+from tests.block_reference import BlockReference
+from tests.head_reference import hidden_states
+from tests.runtime.head_rig import CLOSE, owner_of
+
+
+@dataclass
+class BlockOracle:
+    """Compares what a drafter computes in an engine with what it computes from scratch.
+
+    Args:
+        target: of transformers.
+        reference: of the drafter.
+        number: of the draft.
+    """
+
+    target: Any
+    reference: BlockReference
+    number: int = 0
+    num_passes: int = 0
+    num_rows: int = 0
+    _taps: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch(self, core: EngineCore) -> None:
+        """Look at every pass of the drafter from here on."""
+        model: Any = core.engine.drafts[self.number]
+        model.register_forward_hook(lambda _, given, logits: self._look(core, given, logits))
+
+    def reset(self) -> None:
+        """Forget requests: those of another engine may have the same names."""
+        self._taps.clear()
+
+    def taps(self, request: Request, count: int) -> Tensor:
+        """[count, A · H] of the first tokens."""
+        known = self._taps.get(request.request_id)
+        if known is None or len(known) < count:
+            boundaries = self.reference.case.boundaries
+            known = hidden_states(self.target, request.token_ids[:count], boundaries)
+            self._taps[request.request_id] = known
+        return known[:count]
+
+    def check_rows(self, engine: Engine, request: Request) -> None:
+        """Keys and values of all tokens that the drafter has read the target's features of."""
+        count = request.draft_lens[self.number]
+        if count < 1:
+            return
+        assert engine.manifest is not None
+        caches = caches_of(engine.manifest.models[1 + self.number], engine.cache)
+        blocks = engine.cache.block_table([request.blocks])[0].long()
+        rows, taps = torch.arange(count), self.taps(request, count)
+        for layer in range(self.reference.case.num_layers):
+            for slab, wanted in zip(caches[layer], self.reference.kept(taps, layer), strict=True):
+                found = slab[blocks[rows // slab.shape[1]], rows % slab.shape[1]]
+                torch.testing.assert_close(found, wanted, **CLOSE)
+        self.num_rows += count
+
+    def _look(self, core: EngineCore, given: Sequence[Any], logits: Tensor) -> None:
+        q_start, cache_len, table, logit_rows = given[2], given[4], given[6], given[7]
+        requests = [owner_of(core, row.tolist()) for row in table]
+        depth = len(logit_rows) // len(requests)
+        if not depth:
+            return
+        owner = [
+            b for b in range(len(requests)) for _ in range(int(q_start[b]), int(q_start[b + 1]))
+        ]
+        found: dict[int, list[Tensor]] = {}
+        for row, i in zip(logits, logit_rows.tolist(), strict=True):
+            found.setdefault(owner[i], []).append(row)
+        for b, rows in found.items():
+            request = requests[b]
+            assert int(cache_len[b]) == request.cache_len == len(request.token_ids) - 1
+            taps = self.taps(request, request.cache_len)
+            wanted = self.reference.proposed(taps, request.token_ids[-1])
+            torch.testing.assert_close(torch.stack(rows), wanted[:depth], **CLOSE)
+            self.num_passes += 1

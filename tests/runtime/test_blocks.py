@@ -1,0 +1,303 @@
+"""Engines whose draft fills a block in one pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.artifact.manifest import Manifest
+from specc.cli.render import head_lines
+from specc.compiler.build import build
+from specc.compiler.in_memory import load_config
+from specc.errors import ConfigError, EngineError, SpeccError
+from specc.progress import PhaseTimer
+from specc.runtime.core import EngineCore
+from specc.runtime.engine import Engine
+from specc.sampling.params import SamplingParams
+from specc.speculation.plans import SpecPlan
+from specc.tune.options import TuneOptions
+from specc.tune.run import tune
+from tests import models
+from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
+from tests.block_reference import BlockReference
+from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
+from tests.lossless import Zoo
+from tests.runtime.block_rig import BlockOracle
+from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
+
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB,
+}  # fmt: skip
+NAME = "z-lab"
+
+
+@pytest.fixture(scope="module")
+def target(zoo: Zoo) -> Path:
+    return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def oracle_of(target: Path) -> Callable[..., BlockOracle]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+
+    def make(name: str = NAME, number: int = 0) -> BlockOracle:
+        weights = (end.weight.detach() for end in ends)
+        case = BLOCK_CASES[name]
+        return BlockOracle(model, BlockReference(case, draw_tensors(case), *weights), number)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
+    """An engine with a block drafter."""
+
+    def make(name: str = NAME, label: str = "eager", **changes: Any) -> Path:
+        drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
+
+        def write(path: Path) -> None:
+            build(target, drafter, path, options(**changes))
+
+        return zoo.once(f"blocks-{name}-{label}", write)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(CHAIN, marks=pytest.mark.slow), TREE, DYNAMIC],
+    ids=lambda plan: plan.name,
+)
+def test_logits_of_every_depth(
+    plan: SpecPlan, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """Chunks, requests that join, prefixes that are shared, acceptances and rejections."""
+    core, oracle = EngineCore(load(compiled()), plan.name), oracle_of()
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
+    stats = core.scheduler.stats
+    assert oracle.num_passes > 15
+    assert oracle.num_rows > 300
+    assert stats.num_cached_tokens > 2 * BLOCK
+    assert stats.mean_acceptance_length > 1.0
+
+
+def test_requests_that_had_to_give_way(
+    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """With blocks for little more than one request: rows are computed again, of both models."""
+    core, oracle = EngineCore(load(compiled(), kv_cache_tokens=76), TREE.name), oracle_of()
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=20, every=1)
+    assert core.scheduler.stats.num_preemptions > 1
+    assert oracle.num_passes > 30
+
+
+def test_a_drafter_that_did_not_draft_for_a_while(
+    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """Steps without it, and then with it again: it reads what it has missed."""
+    core, oracle = EngineCore(load(compiled()), TREE.name), oracle_of()
+    oracle.watch(core)
+    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=40, seed=1))
+    core.scheduler.add(request)
+    policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
+    for i in range(24):
+        core.scheduler.use(policies["off" if i % 12 < 8 else TREE.name])
+        core.advance()
+        oracle.check_rows(core.engine, request)
+    assert oracle.num_passes > 5
+
+
+def outputs(engine: Engine, plan: str, **params: Any) -> list[list[int]]:
+    core = EngineCore(engine, plan)
+    requests = [
+        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **params))
+        for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
+    ]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.has_work:
+        core.advance()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[..., Path]) -> None:
+    engine = Engine.load(compiled())
+    for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}):
+        assert outputs(engine, plan.name, **params) == outputs(engine, "off", **params)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "speculators" else pytest.param(name, marks=pytest.mark.slow)
+        for name in BLOCK_CASES
+        if name != NAME
+    ],
+)
+def test_drafters_of_every_layout(
+    name: str, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    core, oracle = EngineCore(load(compiled(name, plans=(TREE,))), TREE.name), oracle_of(name)
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK)[1:4], num_tokens=6, temperature=1.5)
+    assert oracle.num_passes > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("block_size", [BLOCK, 0])
+def test_compiled_programs(
+    plan: SpecPlan,
+    block_size: int,
+    compiled: Callable[..., Path],
+    oracle_of: Callable[..., BlockOracle],
+) -> None:
+    """Rows of all tokens, and outputs; what passes compute is not seen there."""
+    path = compiled(label=f"cpu-{block_size}", backend="cpu", block_size=block_size)
+    core, oracle = EngineCore(load(path), plan.name), oracle_of()
+    found = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
+    assert oracle.num_rows > 500
+    oracle.reset()
+    plain = serve(EngineCore(load(path), "off"), oracle, prompts_of(BLOCK), temperature=1.0)
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+
+
+MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
+VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
+
+
+@pytest.mark.parametrize(
+    "plan", [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)], ids=lambda plan: plan.name
+)
+def test_beside_other_drafts(
+    plan: SpecPlan, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """A model and a block drafter propose together: each gets the accepted tokens of the other."""
+    sizes = {**SIZES, "num_hidden_layers": 1}
+    other = zoo.once("head-beside", lambda path: models.save_tiny("llama", path, 77, **sizes))
+    drafter = zoo.once(f"block-{NAME}", lambda path: write_block(path, BLOCK_CASES[NAME]))
+    path = zoo.once(
+        "blocks-beside",
+        lambda made: build(target, [other, drafter], made, options(plans=(MERGED, VOTED))),
+    )
+    core, oracle = EngineCore(load(path), plan.name), oracle_of(number=1)
+    oracle.watch(core)
+    texts = prompts_of(BLOCK)[1:3]
+    found = serve(core, oracle, texts, num_tokens=8, temperature=1.5)
+    assert oracle.num_passes > 4
+    oracle.reset()
+    plain = serve(EngineCore(load(path), "off"), oracle, texts, num_tokens=8, temperature=1.5)
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+
+
+def test_drawn_children(
+    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """Rules that verify with what children were drawn from: the same rows, of other trees."""
+    core, oracle = EngineCore(load(compiled()), TREE.name), oracle_of()
+    oracle.watch(core)
+    for rule in ("mss", "swor"):
+        serve(core, oracle, prompts_of(BLOCK)[1:3], num_tokens=6, temperature=1.0, rule=rule)
+        oracle.reset()
+    assert oracle.num_passes > 6
+
+
+def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
+    manifest = Engine.load(compiled()).manifest
+    assert manifest is not None
+    one, drafter = manifest.models
+    assert one.taps is not None
+    assert (one.taps.boundaries, one.taps.width) == ((2, 5), 2 * WIDTH)
+    assert drafter.head is not None
+    assert (drafter.head.kind, drafter.head.layout, drafter.head.width) == ("dflash", "z-lab", 0)
+    assert drafter.head.shared == ("embed_tokens.weight", "lm_head.weight")
+    # K and V of 2 layers, 2 heads of 8, and nothing else
+    rows = manifest.limits.cache_rows()
+    assert manifest.memory_plan["draft_0"].cache == rows * 4 * (2 * 2 * 2 * 8)
+    slabs = Engine.load(compiled()).cache.slabs["draft_0"]
+    assert sum(slab.nbytes for slab in slabs) == manifest.memory_plan["draft_0"].cache
+    assert [entry.heads for entry in manifest.plans] == [()] * 4
+    assert [len(entry.blocks) for entry in manifest.plans] == [1, 1, 1, 0]
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    told = "\n".join(head_lines(manifest))
+    assert "draft_0 is a block drafter (dflash, files of z-lab): it reads the target at" in told
+    assert "blocks of 5 rows, of which each sees the others in both directions" in told
+    assert f"4 tokens a pass; mask token {MASK}" in told
+
+
+def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
+    def changed(change: Callable[[Any], object], found: str) -> None:
+        data = json.loads((compiled() / "manifest.json").read_text())
+        change(data)
+        with pytest.raises(EngineError, match=found):
+            Manifest.from_json(data)
+
+    changed(lambda x: x["plans"][0].pop("blocks"), r"plan chain-3 has blocks of \(none\)")
+    changed(lambda x: x["plans"][0]["blocks"][0].update(size=0), "a block")
+    changed(lambda x: x["plans"][0].update(heads=["draft_0"]), "plan chain-3 has heads draft_0")
+    changed(lambda x: x["models"][0].pop("taps"), "no taps of the target")
+    changed(lambda x: x["models"][1]["head"].update(kind="eagle3"), "rows of 0 columns")
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"plans": (SpecPlan.from_widths((1,) * 5),)}, "chain-5 of depth 5, and draft_0, which"),
+        ({"backend": "onnx", "block_size": 0}, "the backend onnx"),
+        ({"backend": "cuda"}, "a block drafter .draft_0., and the backend cuda"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"segments": True}, "--segments"),
+        ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the head"),
+        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"quantize": "int8", "backend": "cpu"}, "--quantize int8, and the head"),
+    ],
+)
+def test_what_block_drafters_do_not_go_with(
+    zoo: Zoo, target: Path, tmp_path: Path, changes: dict[str, Any], found: str
+) -> None:
+    drafter = zoo.once(f"block-{NAME}", lambda path: write_block(path, BLOCK_CASES[NAME]))
+    with pytest.raises(SpeccError, match=found) as raised:
+        build(target, drafter, tmp_path / "e", options(**{"plans": (), **changes}))
+    assert raised.value.do
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_head_that_reads_other_places(zoo: Zoo, target: Path, tmp_path: Path) -> None:
+    drafter = zoo.once(f"block-{NAME}", lambda path: write_block(path, BLOCK_CASES[NAME]))
+    head = zoo.once("head-safeailab", lambda path: write_head(path, CASES["safeailab"]))
+    with pytest.raises(ConfigError, match=r"boundaries 2, 5, .* 2, 4, 5"):
+        build(target, [drafter, head], tmp_path / "e", options(plans=()))
+    with pytest.raises(ConfigError, match="--synthetic and the draft head"):
+        load_config(drafter)
+
+
+def test_engines_are_not_tuned(compiled: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"a block drafter \(draft_0\)"):
+        tune(compiled(), [[1, 2]], TuneOptions(), PhaseTimer())
+
+
+@pytest.mark.slow
+def test_trees_in_tiles(
+    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """The target passes over parts of the tree; the drafter over its block as ever."""
+    tiled = replace(TREE, name="tiled", tile=4)
+    core = EngineCore(load(compiled(label="tiles", plans=(tiled,))), tiled.name)
+    oracle = oracle_of()
+    oracle.watch(core)
+    assert core.engine.plans[tiled.name].tile == 4
+    serve(core, oracle, prompts_of(BLOCK)[:3])
+    assert oracle.num_passes > 8
