@@ -4,7 +4,6 @@
     python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
     python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
     python examples/measure_compile.py --part reshard --output docs/results/reshard.json
-    python examples/measure_compile.py --part segments --output docs/results/compile_segments.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
@@ -12,9 +11,8 @@ eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, a
 narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
 Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
 70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4. `reshard`: of these files
-those of 2 ranks, and the whole ones. `segments`: models of many layers as one program and as
-segments, `--segments`, both from nothing, and the seconds of a pass of each engine. `quantize`: the
-weights of 3 GB in int4, and the memory of the engine that is loaded.
+those of 2 ranks, and the whole ones. `quantize`: the weights of 3 GB in int4, and the memory
+of the engine that is loaded. Segments beside whole programs: `measure_segments.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from typing import Any
 
 LAYERS = (8, 16, 32, 64, 80)
 CODE_LAYERS = (24, 48, 80)
-PARTS = ("passes", "cpu", "quantize", "ranks", "reshard", "segments")
-SEGMENT_LAYERS = (8, 32, 80)
+PARTS = ("passes", "cpu", "quantize", "ranks", "reshard")
 # Llama configurations: of many weights, and of many layers
 WIDE = {
     "hidden_size": 2048,
@@ -54,15 +51,6 @@ NARROW = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 1024,
-}
-# the ratios of Llama 3 8B, at an eighth of its width
-EIGHTH = {
-    "hidden_size": 512,
-    "intermediate_size": 1792,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 16,
-    "vocab_size": 16032,
 }
 _MIB = 1 << 20
 
@@ -289,7 +277,6 @@ def compile_apart(
     backend: str,
     num_ranks: int = 1,
     reshard_to: Sequence[int] = (),
-    segments: bool | None = None,
     quantize: str | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint and compile it with empty caches, then make engines of other ranks of it.
@@ -299,7 +286,6 @@ def compile_apart(
         backend: of the engine.
         num_ranks: that share it.
         reshard_to: ranks of each further engine; what these cost is under `reshard`.
-        segments: compile it as segments, or not, and measure passes; None is not, and none.
         quantize: round its weights so, and measure passes.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -308,7 +294,6 @@ def compile_apart(
             name: f"{directory}/{name}" for name in ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         }
         options = ["--backend", backend, "--ranks", str(num_ranks)]
-        options += ["--segments"] * bool(segments)
         options += ["--quantize", quantize] if quantize else []
         made = run_apart("--weights", directory, *options, **caches)
         for other in reshard_to:
@@ -317,10 +302,9 @@ def compile_apart(
             made.setdefault("reshard", []).append(found)
             peak = found["peak_rss_bytes"] / _MIB
             print(f"{num_ranks} to {other}: {found['reshard_s']} s, {peak:.0f} MiB", flush=True)
-        if segments is not None or quantize is not None:
+        if quantize is not None:
             made |= run_apart("--passes", directory, "--backend", backend)
-            name = quantize or ("segments" if segments else "whole")
-            print(f"{name}: load {made['load_s']} s, passes {made['pass_ms']} ms", flush=True)
+            print(f"{quantize}: load {made['load_s']} s, passes {made['pass_ms']} ms", flush=True)
     print(
         f"{made['checkpoint_bytes'] / 1e9:.2f} GB, {made['num_layers']} layers, {backend}:"
         f" {made['compile_s']} s, peak {made['peak_rss_bytes'] / _MIB:.0f} MiB,"
@@ -357,8 +341,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("compile_scale.json"))
     parser.add_argument("--part", choices=PARTS, default="passes")
-    depths = ",".join(map(str, SEGMENT_LAYERS))
-    parser.add_argument("--depths", default=depths, help="layers of the part segments")
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write-checkpoint", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
@@ -413,12 +395,6 @@ def main() -> None:
         results = {"cut": cut, "weights": compile_apart(WIDE, "eager", 4)}
     elif arguments.part == "reshard":
         results = {"weights": compile_apart(WIDE, "eager", 4, (2, 1))}
-    elif arguments.part == "segments":
-        results["engines"] = [
-            compile_apart(EIGHTH | {"num_hidden_layers": n}, "cpu", segments=segments)
-            for n in map(int, arguments.depths.split(","))
-            for segments in (True, False)
-        ]
     else:
         layers = [compile_apart(NARROW | {"num_hidden_layers": n}, "cpu") for n in CODE_LAYERS]
         results = {"layers": layers, "weights": compile_apart(WIDE, "cpu")}

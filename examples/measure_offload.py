@@ -6,6 +6,10 @@ r"""Measure an engine whose weights do not fit: bytes read, time of a step, and 
     python examples/measure_offload.py engine/ --budgets 200M,350M,700M,1000M \
       --output docs/results/offload.json
 
+On a machine with other work, `--turns 3` measures all of it three times, one budget after the
+other, and takes medians; a step is compared with the bound of its own turn. `--small-pages` adds
+turns whose buffers are no huge pages, for comparison.
+
 Each budget runs in a process of its own: `VmHWM` is its peak of resident memory, `read_bytes` of
 /proc/self/io what it has read from disk. Of a step the bound is the longer of two times, both
 measured here: to read the offloaded weights with nothing else to do, in turn with the plans, and
@@ -16,6 +20,7 @@ memory and with the first budget, in copies of the engine.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
@@ -46,6 +51,8 @@ def measure(engine_dir: Path, budget: str, arguments: argparse.Namespace) -> dic
     """Everything of one budget, in this process; `none`: all weights in memory."""
     from specc.runtime.engine import Engine
 
+    if arguments.small_pages:
+        refuse_huge_pages()
     begin = time.perf_counter()
     engine = Engine.load(
         engine_dir,
@@ -86,6 +93,13 @@ def measure(engine_dir: Path, budget: str, arguments: argparse.Namespace) -> dic
         item["speed_up"] = round(item["tokens_per_s"] / off, 3)
     found["peak_rss_bytes"] = proc("status", "VmHWM") * 1024
     return found
+
+
+def refuse_huge_pages() -> None:
+    """Let this process have small pages alone, whatever it asks for."""
+    pr_set_thp_disable = 41
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_thp_disable, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_THP_DISABLE)")
 
 
 def read_alone(stream: Any, count: int) -> float:
@@ -149,6 +163,17 @@ def compare(entry: dict[str, Any], memory: dict[str, Any]) -> None:
             item["read_over_offloaded"] = round(share, 4)
 
 
+def median_of(turns: Sequence[Any]) -> Any:
+    """Turns of one budget as one: medians of numbers, within plans, too."""
+    first = turns[0]
+    if isinstance(first, dict):
+        return {key: median_of([turn[key] for turn in turns]) for key in first}
+    if isinstance(first, list):
+        return [median_of(values) for values in zip(*turns, strict=True)]
+    is_number = isinstance(first, (int, float)) and not isinstance(first, bool)
+    return statistics.median(turns) if is_number else first
+
+
 def tuned(engine: Path, budget: str, threads: int) -> dict[str, Any]:
     """The plan that `specc tune` chooses for one sequence; `none`: in memory."""
     with tempfile.TemporaryDirectory(dir=engine.resolve().parent) as directory:
@@ -181,6 +206,15 @@ def plot(entries: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def measure_apart(budget: str, small_pages: bool) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    given = [item for item in sys.argv if item != "--small-pages"]
+    command = [sys.executable, "-P", *given, "--one", budget]
+    command += ["--small-pages"] * small_pages
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     """Run all budgets and write JSON and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -190,6 +224,8 @@ def main() -> None:
     parser.add_argument("--off-tokens", type=int, default=10, help="of each prompt, plan off")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt, other plans")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=1, help="of all budgets, one after the other")
+    parser.add_argument("--small-pages", action="store_true", help="measure them, too")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("offload.json"))
@@ -198,13 +234,27 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.engine, arguments.one, arguments)))
         return
-    entries: list[dict[str, Any]] = []
-    for budget in ("none", *arguments.budgets.split(",")):
-        command = [sys.executable, "-P", *sys.argv, "--one", budget]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        entries.append(json.loads(done.stdout.splitlines()[-1]))
-        compare(entries[-1], entries[0])
-        tell(entries[-1])
+    budgets = ("none", *arguments.budgets.split(","))
+    kinds = ("huge", "small") if arguments.small_pages else ("huge",)
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(arguments.turns):
+        for budget in budgets:
+            for pages in kinds if budget != "none" else kinds[:1]:
+                entry = measure_apart(budget, pages == "small")
+                found.setdefault((budget, pages), []).append(entry)
+                # the one of this turn, which comes first
+                compare(entry, found["none", "huge"][-1])
+                tell(entry, pages)
+    merged = {key: median_of(turns) for key, turns in found.items()}
+    entries = [merged[budget, "huge"] for budget in budgets]
+    for budget, pages in merged:
+        of_turns = found[budget, pages]
+        merged[budget, pages]["read_s_of_turns"] = [turn.get("read_s", 0.0) for turn in of_turns]
+        for name, item in merged[budget, pages]["plans"].items():
+            ratios = [turn["plans"][name]["step_over_bound"] for turn in of_turns]
+            item["step_over_bound_of_turns"] = ratios
+        if pages == "small":
+            merged[budget, "huge"]["small_pages"] = merged[budget, pages]
     from specc.system.machine import describe_machine
     from specc.version import __version__
 
@@ -214,6 +264,8 @@ def main() -> None:
         "machine": describe_machine(),
         "versions": {"specc": __version__, "python": sys.version.split()[0]},
         "threads": arguments.threads,
+        "turns": arguments.turns,
+        "load_average": os.getloadavg(),
         "budgets": entries,
     }
     if arguments.tune:
@@ -230,10 +282,10 @@ def _named(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def tell(entry: dict[str, Any]) -> None:
+def tell(entry: dict[str, Any], pages: str) -> None:
     """Print what one budget gave."""
     print(
-        f"{entry['budget']}: peak {format_bytes(entry['peak_rss_bytes'])}, offloaded"
+        f"{entry['budget']}, {pages} pages: peak {format_bytes(entry['peak_rss_bytes'])}, offloaded"
         f" {format_bytes(entry.get('bytes_per_pass', 0))}, read {entry.get('read_s', 0):.3f} s",
         flush=True,
     )

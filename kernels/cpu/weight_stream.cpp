@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -24,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kReadBytes = int64_t{16} << 20;
 // Threads that read: while one of them waits for its turn, the device has work of the other.
 constexpr int kReaders = 2;
+constexpr int64_t kHugePage = int64_t{2} << 20;
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -31,6 +33,20 @@ double seconds_since(Clock::time_point begin) {
 
 int64_t page_end(int64_t byte) {
   return (byte + WeightStream::kPage - 1) / WeightStream::kPage * WeightStream::kPage;
+}
+
+// Memory to read into, in huge pages where the system has them: a device takes so many places in
+// memory with one request, so that what is scattered over small pages is read in many small ones,
+// each of which costs time of a core, too.
+std::shared_ptr<char> make_buffer(int64_t bytes) {
+  const int64_t size = page_end(bytes), huge = size / kHugePage * kHugePage;
+  void* data = nullptr;
+  const int64_t alignment = huge > 0 ? kHugePage : WeightStream::kPage;
+  TORCH_CHECK(posix_memalign(&data, alignment, size) == 0, "no memory for a buffer of ", bytes,
+              " bytes");
+  // a system that has none, or none to spare, reads into small pages
+  if (huge > 0) madvise(data, huge, MADV_HUGEPAGE);
+  return std::shared_ptr<char>(static_cast<char*>(data), [](char* old) { std::free(old); });
 }
 
 struct Piece {
@@ -204,9 +220,7 @@ WeightStream::WeightStream(const std::string& path, std::vector<int64_t> offsets
   for (int64_t i = 0; i < std::min(kSlots, count); ++i) {
     int64_t bytes = 0;
     for (int64_t k = i; k < count; k += kSlots) bytes = std::max(bytes, state.pieces[k].span());
-    char* data = static_cast<char*>(std::aligned_alloc(kPage, page_end(bytes)));
-    TORCH_CHECK(data != nullptr, "no memory for a buffer of ", bytes, " bytes");
-    state.slots[i].data = std::shared_ptr<char>(data, [](char* old) { std::free(old); });
+    state.slots[i].data = make_buffer(bytes);
     state.slots[i].wanted = i;
   }
   for (int i = 0; i < kReaders; ++i) {

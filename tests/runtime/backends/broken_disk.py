@@ -3,7 +3,8 @@
     LD_PRELOAD=shim.so BROKEN_DISK=FILE BROKEN_NAME=TEXT python broken_disk.py ENGINE BUDGET KINDS
 
 The shim (`SHIM`) lets reads past the page cache, of files with this text in their path, fail where
-FILE holds an `e`, never return where it holds an `h`, and take 5 ms longer where it holds an `s`.
+FILE holds an `e`, end as at a file's end where it holds a `z`, never return where it holds an `h`,
+and take 5 ms longer where it holds an `s`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ ssize_t pread(int file, void *data, size_t count, off_t offset) {
   if ((fcntl(file, F_GETFL) & O_DIRECT) && is_broken(file)) {
     char found = state();
     if (found == 'e') { errno = EIO; return -1; }
+    if (found == 'z') return 0;
     if (found == 'h') for (;;) pause();
     if (found == 's') usleep(5000);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from specc.artifact.manifest import Manifest
+from specc.artifact.offload import least_budget, read_pieces
+from specc.artifact.segments import SegmentedModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
@@ -24,19 +27,21 @@ from specc.system.json_file import read_json
 from tests import models
 from tests.engines import build
 from tests.interleavings import Figures, NearTies, Solo, run_interleaving
-from tests.runtime.backends import broken_disk
+from tests.runtime.backends import broken_disk, lose_reads
 from tests.runtime.ranks.test_micro_batches import draw
 
 PROMPTS = models.prompts()[1:4]
 PLAN = SpecPlan.from_widths((3, 2, 1))
 # of the six layers of the tiny target two buffers and two layers fit
 BUDGET = 500_000
+# of a rank of two, its projections in float32: q, k, v and o of 64 columns, and three of 128
+LAYER_BYTES = 4 * 64 * (32 + 16 + 16 + 32 + 3 * 64)
 
 
-def make(root: Path, backend: str, **options: object) -> Path:
-    """An engine of segments, and in `whole` the same without."""
+def make(root: Path, backend: str, width: int = 96, **options: object) -> Path:
+    """An engine of segments, of a target with so many columns between its projections."""
     checkpoints = [root / "target", root / "draft"]
-    models.save_tiny("qwen3", checkpoints[0], num_hidden_layers=6)
+    models.save_tiny("qwen3", checkpoints[0], num_hidden_layers=6, intermediate_size=width)
     models.save_tiny("qwen3", checkpoints[1], noise=models.DRAFT_NOISE["qwen3"])
     config = CompileConfig(
         plans=(PLAN,),
@@ -74,8 +79,6 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def whole_of(path: Path, root: Path) -> Path:
     """The same engine, whose manifest knows of no segments: eager then runs the whole graph."""
-    import shutil
-
     copy = root / "whole"
     shutil.copytree(path, copy)
     data = json.loads((copy / "manifest.json").read_text())
@@ -252,6 +255,17 @@ def test_a_disk_that_fails_or_stops_is_named_within_ten_seconds(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", lose_reads.KINDS)
+@pytest.mark.parametrize("which", ["compiled", "cut"])
+def test_requests_whose_weights_cannot_be_read(
+    request: pytest.FixtureRequest, tmp_path: Path, which: str, kind: str
+) -> None:
+    """Those that run get an error; those that wait go on, where there is one process."""
+    engine = shutil.copytree(request.getfixturevalue(which), tmp_path / "engine")
+    lose_reads.lose(engine, kind, broken_disk.build_shim(tmp_path)).check()
+
+
+@pytest.mark.slow
 def test_ranks_read_their_own_parts(cut: Path) -> None:
     """Two ranks, each with some of its layers in memory: the tokens of both with all of them."""
     found = []
@@ -263,6 +277,46 @@ def test_ranks_read_their_own_parts(cut: Path) -> None:
             engine.close()
     assert found[0] == found[1]
     assert found[0][0] == found[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rounded", "part"),
+    [
+        ({"quantize": "int8"}, 3.0),
+        ({"quantize": "fp8"}, 3.0),
+        ({"quantize": "int4", "quantize_group": 32}, 5.0),
+    ],
+    ids=["int8", "fp8", "int4"],
+)
+def test_ranks_read_their_own_integers(
+    tmp_path: Path, rounded: dict[str, object], part: float
+) -> None:
+    """Offloaded weights of a cut target that are quantized: tokens as in memory, fewer bytes.
+
+    By rank 0's part: a layer in float32 has at least `part` times the bytes that are read of it.
+    """
+    path = make(tmp_path, "cpu", width=128, tensor_parallel_size=2, **rounded)
+    model = SegmentedModel.from_json(json.loads((path / "target/segments.json").read_text()))
+    pieces, _ = read_pieces(model, path / "target/rank-0.weights.safetensors")
+    least, found = least_budget(pieces), []
+    for budget in (None, least + 2 * max(piece.span for piece in pieces), least):
+        engine = Engine.load(path, offload_weights=budget, oversubscribes=True)
+        try:
+            drawn = tokens(engine, PLAN.name, temperature=1.0, seed=3)
+            found.append([*(tokens(engine, plan) for plan in ("off", PLAN.name)), drawn])
+            offload = engine.target.program.offload  # type: ignore[attr-defined]
+        finally:
+            engine.close()
+        if budget is not None:
+            assert bool(offload.kept) == (budget > least)
+            assert offload.memory_bytes <= budget
+            layers = [piece for piece in offload.streamed if "layers" in piece.keys[0]]
+            assert layers
+            assert all(piece.size * part < LAYER_BYTES for piece in layers)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == found[0][1]
+    assert len(set(found[0][0][0])) > 3
 
 
 @pytest.mark.slow

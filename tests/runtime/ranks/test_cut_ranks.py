@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.lossless import Zoo
-from tests.runtime.ranks.lose_ranks import SIGNALS, STAGES, lose
+from tests.runtime.ranks.lose_ranks import PHASES, SIGNALS, lose
 from tests.runtime.ranks.test_sharded_engine import path_of
 
 KILL, STOP = SIGNALS
@@ -17,8 +17,8 @@ USUAL = {(2, 1, KILL, "verify"), (2, 0, KILL, "draft")}
 
 
 def cases() -> list[Any]:
-    """Each rank of two, in every stage, and a rank of four."""
-    made = [(2, rank, number, stage) for rank in (0, 1) for number in SIGNALS for stage in STAGES]
+    """Each rank of two, in every phase, and a rank of four."""
+    made = [(2, rank, number, phase) for rank in (0, 1) for number in SIGNALS for phase in PHASES]
     return [
         pytest.param(
             *case,
@@ -29,9 +29,9 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "rank", "number", "stage"), cases())
+@pytest.mark.parametrize(("num_ranks", "rank", "number", "phase"), cases())
 def test_a_rank_of_a_cut_engine_is_lost(
-    zoo: Zoo, num_ranks: int, rank: int, number: signal.Signals, stage: str
+    zoo: Zoo, num_ranks: int, rank: int, number: signal.Signals, phase: str
 ) -> None:
     engine = path_of(zoo, "llama", "eager", num_ranks)
-    lose(engine, num_ranks, rank, number, stage).check()
+    lose(engine, num_ranks, rank, number, phase).check()

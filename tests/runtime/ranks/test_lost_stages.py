@@ -22,7 +22,7 @@ from specc.sampling.params import SamplingParams
 from tests import models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
-from tests.runtime.ranks.lose_ranks import SIGNALS, STAGES, lose
+from tests.runtime.ranks.lose_ranks import PHASES, SIGNALS, lose
 from tests.runtime.ranks.test_stages import staged_path
 
 KILL, STOP = SIGNALS
@@ -36,7 +36,7 @@ def cases() -> list[Any]:
         ((1, 2), rank, number, phase, 1)
         for rank in (0, 1)
         for number in SIGNALS
-        for phase in STAGES
+        for phase in PHASES
     ]
     made += [((2, 2), rank, number, "verify", 1) for rank in (1, 2, 3) for number in SIGNALS]
     made += [((1, 3), 1, number, phase, 1) for number in SIGNALS for phase in ("prefill", "verify")]

@@ -85,6 +85,32 @@ def test_a_piece_of_several_reads_is_whole_when_it_is_there(tmp_path: Path) -> N
         stream.release(piece.segment)
 
 
+def test_buffers_are_huge_pages_where_the_system_has_them(tmp_path: Path) -> None:
+    """All of a buffer but its end; reading into small pages takes twice as long, and a core."""
+    huge = 2 * 1024 * 1024
+    sizes = (5 * huge + 12, PAGE, 3 * huge)
+    data, pieces = make(tmp_path / "weights", sizes)
+    stream = open_stream(tmp_path / "weights", pieces)
+    use_all(stream, data, pieces)
+    begin = stream.piece(0).data_ptr() - pieces[0].offset % PAGE
+    assert begin % huge == 0
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in _flags_of(begin)
+        assert "hg" in _flags_of(begin + 5 * huge - 1)
+        assert "hg" not in _flags_of(begin + 5 * huge)
+
+
+def _flags_of(address: int) -> list[str]:
+    """`VmFlags` of the mapping that an address of this process lies in."""
+    is_in = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if first := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_in = int(first[1], 16) <= address < int(first[2], 16)
+        elif is_in and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping at {address:#x}")
+
+
 def _takes_direct(directory: Path) -> bool:
     try:
         os.close(os.open(directory / "weights", os.O_RDONLY | os.O_DIRECT))
