@@ -59,22 +59,26 @@ takes fewer bytes a token on each rank. vLLM, too, caches latents unless `VLLM_M
 
 The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
 place of n + r and an output R in place of v, together 3.4 times as many for DeepSeek. A pass of one
-token reads its caches and gains, the more of them there are; a prompt computes, and its attention
-takes up to three times as long: nothing is expanded for prompts alone. `--mla-cache expanded` is
-for long prompts and short outputs where memory is no matter.
+token reads its caches and gains, the more of them there are; a prompt computes. So where a sequence
+has many tokens in a pass, their keys and values, and those of the rows before them, are expanded
+from the cache for this pass, some heads at a time (`passes/rewrite/expand_prompts.py`), as vLLM
+does in prefill. To expand a row takes R · (n + v) products and saves 2R - n - v for each token of
+the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. Layers with a
+window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and short
+outputs where memory is no matter.
 
 Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
-values and attention, or products with Wk and Wv and attention (one thread, 2026-11-26, torch
-2.13.0, a shared machine with other work; in turns, medians of 5;
-`docs/results/latent_attention.json`):
+values and attention; or products with Wk and Wv and attention; or latents as engines compute them
+(one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12 on two cores: ratios of a row
+say more than its times; in turns, medians of 5; `docs/results/latent_attention.json`):
 
-| rows before, and a pass | float32: expanded | latent | bfloat16: expanded | latent |
-|---|---|---|---|---|
-| 1,024 rows, one token | 10.2 | 4.8 | 4.5 | 2.1 |
-| 8,192, one token | 43.3 | 15.6 | 29.4 | 10.5 |
-| 8,192, a tree of 4 | 61.6 | 42.3 | 27.5 | 22.2 |
-| none, a prompt's first 512 | 143 | 160 | 56.3 | 109 |
-| 4,096, its next 512 | 710 | 2378 | 480 | 1489 |
+| rows, a pass | float32: expanded | absorbed | latent | bfloat16: expanded | absorbed | latent |
+|---|---|---|---|---|---|---|
+| 1,024 rows, one token | 17.4 | as latent | 7.4 | 16.2 | as latent | 7.2 |
+| 8,192, one token | 113 | as latent | 35.9 | 79.0 | as latent | 32.3 |
+| 8,192, a tree of 4 | 131 | as latent | 108 | 87.8 | as latent | 66.5 |
+| none, a prompt's first 512 | 359 | 613 | 516 | 204 | 404 | 333 |
+| 4,096, its next 512 | 2,079 | 6,083 | 4,052 | 1,490 | 4,633 | 2,371 |
 
 <!-- not run by tests: minutes -->
 ```sh
@@ -85,7 +89,7 @@ OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_att
 |---|---|
 | trees, prefixes, self-drafts, segments, stages | as with other caches |
 | ranks | heads of queries, Wk and Wv are cut; the latent is whole on each rank |
-| `--kv-cache-dtype int8` | keys and values have rows of their own, R + r and R, with a scale each |
+| `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
 | `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
 | quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
 | `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |

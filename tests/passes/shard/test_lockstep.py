@@ -12,8 +12,10 @@ import torch
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.mla_cache import LATENT
 from specc.errors import ConfigError
+from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
+from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs, tree_inputs
@@ -55,7 +57,11 @@ def test_ranks_have_heads_of_one_latent(name: str, num_ranks: int) -> None:
     """Wk, Wv and queries are cut by heads; rows of the latent are whole on each rank."""
     model, absorb = models.build_model(name), partial(AbsorbLatent, LATENT, AUTO)
     whole = trace_once(model, "target")
-    Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:])).run(whole)
+    expand = ("prompts", (ExpandPrompts,))
+    Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:], expand)).run(whole)
+    # prompts are attended to over what latents expand to, too
+    for node in whole.calls(ops.tree_attention, ops.attend_expanded):
+        node.kwargs = {**node.kwargs, "most_rows": min(map(len, PROMPTS)) - 1}
     found = Both.of(model, num_ranks, whole=whole)
     for keys, values in (layer for caches in found.caches for layer in caches):
         assert (keys.shape[2:], values.shape[2:]) == ((1, 24), (1, 16))
