@@ -183,6 +183,13 @@ def cache_write(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     return cache.new_empty(cache.shape)
 
 
+def distance_bias(
+    mask: Tensor, positions: Tensor, slopes: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    batch, _, nodes, rows = mask.shape
+    return slopes.new_empty(batch, slopes.shape[0], nodes, rows)
+
+
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 

@@ -303,6 +303,12 @@ cache_write = _define(
     reference_padded.cache_write_reference,
     fakes.cache_write,
 )
+distance_bias = _define(
+    "distance_bias(Tensor mask, Tensor positions, Tensor slopes, *, float hidden,"
+    " float rounded_scale=0.0) -> Tensor",
+    reference_padded.distance_bias_reference,
+    fakes.distance_bias,
+)
 masked_attention = _define(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
     reference_padded.masked_attention_reference,

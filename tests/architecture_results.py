@@ -107,7 +107,9 @@ each written in its own way. The compiler evaluates what a mask adds, reads a sl
 it, and accepts it where nothing else is added at any place. `specc::tree_attention` adds
 slope · (position of the key - position of the token): a row of scores is shifted as a whole, which
 a softmax does not see. A node of a tree stands at the position of its depth, not of its slot; it
-follows from the path that the token sees, so levels of a draft need no further input.
+follows from the path that the token sees, so levels of a draft need no further input. In ONNX a key
+is as far from a token as the token sees keys after it, which the network counts in the mask that it
+is given (`CumSum`), once for all layers with the same slopes; its Attention adds what comes of it.
 
 The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself, and is
 exact next to the token. Where models add slope · position, sums round to 2^-24 of that product:
@@ -118,7 +120,8 @@ near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bit
 A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
 model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
 bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
-biases that is a buffer are refused by name.
+biases that is a buffer are refused by name; so are `cuda`, `tensorrt`, and networks of several
+ranks.
 """
 
 
