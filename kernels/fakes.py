@@ -15,6 +15,11 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: obj
     return q.new_empty(q.shape[1], q.shape[0], v.shape[2]).transpose(0, 1)
 
 
+def attend_expanded(absorbed: Tensor, q: Tensor, *args: object, **kwargs: object) -> Tensor:
+    num_heads, num_tokens, value_dim = absorbed.shape
+    return q.new_empty(num_tokens, num_heads, value_dim).transpose(0, 1)
+
+
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
@@ -176,6 +181,13 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 def cache_write(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     return cache.new_empty(cache.shape)
+
+
+def distance_bias(
+    mask: Tensor, positions: Tensor, slopes: Tensor, *args: object, **kwargs: object
+) -> Tensor:
+    batch, _, nodes, rows = mask.shape
+    return slopes.new_empty(batch, slopes.shape[0], nodes, rows)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

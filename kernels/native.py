@@ -58,9 +58,10 @@ _EXACT_SOURCES = (
 )  # fmt: skip
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
-    "tree_attention", "block_mass", "linear", "linear_q", "grouped_mm_q", "embedding_of_blocks",
-    "tree_expand", "accept_winners", "commit_kv", "tree_rows", "commit_rows", "next_tokens",
-    "draft_children", "accept", "merge_trees", "rerank_tree", "ancestor_words", "image_slots",
+    "tree_attention", "attend_expanded", "block_mass", "linear", "linear_q", "grouped_mm_q",
+    "embedding_of_blocks", "tree_expand", "accept_winners", "commit_kv", "tree_rows",
+    "commit_rows", "next_tokens", "draft_children", "accept", "merge_trees", "rerank_tree",
+    "ancestor_words", "image_slots",
     "vote_chain", "lookup", "record_tokens", "node_winners", "column_winners", "all_reduce",
     "gather_rows", "from_first", "best_of_ranks", "write_rows", "take_rows",
 )  # fmt: skip
@@ -69,8 +70,12 @@ C_SHIMS = {
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
-    " AtenTensorHandle*, AtenTensorHandle*, double, int64_t, int64_t, double, int32_t,"
+    " AtenTensorHandle*, AtenTensorHandle*, double, int64_t, int64_t, double, int32_t, int64_t,"
     " AtenTensorHandle*)",
+    "attend_expanded": "AOTITorchError aoti_torch_cpu_attend_expanded(AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
+    " AtenTensorHandle*, int64_t, double, double, AtenTensorHandle*)",
     "block_mass": "AOTITorchError aoti_torch_cpu_block_mass(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,"
     " AtenTensorHandle, AtenTensorHandle, double, AtenTensorHandle*)",
@@ -92,6 +97,7 @@ C_SHIMS = {
 # the sources that define what Python, compiled programs and steps call; kernels after the same
 # operators may change, and an engine that carries older ones still loads
 _INTERFACE = (
+    "attend_expanded.cpp", "attention_tensors.h",
     "programs.cpp", "programs.h", "quantized_operators.cpp", "ranks_functions.cpp",
     "ranks_links.cpp", "ranks_operators.cpp", "ranks_segment.h", "register.cpp",
     "sampling_operators.cpp", "segments.cpp", "segments.h", "shims.h", "slab_row_operators.cpp",

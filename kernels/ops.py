@@ -17,6 +17,7 @@ from specc.kernels.reference import commit as reference_commit
 from specc.kernels.reference import core as reference
 from specc.kernels.reference import dense as reference_dense
 from specc.kernels.reference import fused as reference_fused
+from specc.kernels.reference import latent as reference_latent
 from specc.kernels.reference import padded as reference_padded
 from specc.kernels.reference import products as reference_products
 from specc.kernels.reference import quantized as reference_quantized
@@ -44,9 +45,19 @@ tree_attention = _define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
     " Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale,"
-    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False) -> Tensor",
+    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0)"
+    " -> Tensor",
     reference.tree_attention_reference,
     fakes.tree_attention,
+)
+# of sequences with more tokens than `most_rows`, over keys and values that latents expand to
+attend_expanded = _define(
+    "attend_expanded(Tensor absorbed, Tensor q, Tensor k_cache, Tensor up_k, Tensor up_v,"
+    " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
+    " Tensor block_table, Tensor? sink_logits=None, *, int most_rows, float scale,"
+    " float softcap=0.0) -> Tensor",
+    reference_latent.attend_expanded_reference,
+    fakes.attend_expanded,
 )
 # what models call, as torch's, with what that lacks; passes rewrite it
 dense_attention = _define(
@@ -291,6 +302,12 @@ cache_write = _define(
     "cache_write(Tensor cache, Tensor update, Tensor write_index) -> Tensor",
     reference_padded.cache_write_reference,
     fakes.cache_write,
+)
+distance_bias = _define(
+    "distance_bias(Tensor mask, Tensor positions, Tensor slopes, *, float hidden,"
+    " float rounded_scale=0.0) -> Tensor",
+    reference_padded.distance_bias_reference,
+    fakes.distance_bias,
 )
 masked_attention = _define(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",

@@ -20,6 +20,8 @@ _FLOAT_BYTES = _INT_BYTES = 4
 _SPLIT_ROWS = 4 * 160 * 128
 # tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
 _NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
+# of latents: bytes of what heads expand to at a time, and rows (kernels/cpu/attend_expanded.cpp)
+_EXPANDED_BYTES, _LATENTS = 32 << 20, 1024
 # rows of the parts of a product of few rows: 16 rows, 4 programs a block (few_rows_tiles.py)
 _SHARED_ROWS = 16 * 4
 # with many rows they run the operators that they were made of
@@ -208,6 +210,8 @@ class _Sizes:
         if node.target is ops.attend:
             head_dim = int(node.args[2].meta["val"].shape[3])
             return _FLOAT_BYTES * _SPLIT_ROWS * (head_dim + 1)
+        if node.target is ops.attend_expanded:
+            return self._expanded(node)
         if node.target is not ops.tree_attention:
             return 0
         num_heads = int(node.args[0].meta["val"].shape[0])
@@ -224,6 +228,21 @@ class _Sizes:
         scores = 2 * num_heads * rows * self.shape.context
         gathered = 2 * num_kv_heads * head_dim * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
+
+    def _expanded(self, node: fx.Node) -> int:
+        """Keys and values of a sequence's latents, of some heads, or of all and their scores."""
+        bound = bind_args(node)
+        latents, up_v = (bound[name].meta["val"] for name in ("k_cache", "up_v"))
+        num_heads, rows = int(up_v.shape[0]), self.shape.context
+        width = int(bound["q"].meta["val"].shape[2]) + int(up_v.shape[1])
+        gathered = min(rows, _LATENTS) * int(latents.shape[3])
+        if self._attention == NATIVE:
+            head = rows * width * latents.dtype.itemsize
+            heads = min(max(1, _EXPANDED_BYTES // max(head, 1)), num_heads)
+            return heads * head + gathered * latents.dtype.itemsize
+        tokens = min(self.shape.longest, ops.rows_at_once(num_heads, rows))
+        # each in the dtype of the cache, and once more in float32
+        return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 2 * num_heads * rows * width)
 
     def _decoded_part(self, node: fx.Node) -> int:
         x, num_out = node.args[0].meta["val"], int(node.args[3])

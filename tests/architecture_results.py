@@ -59,22 +59,26 @@ takes fewer bytes a token on each rank. vLLM, too, caches latents unless `VLLM_M
 
 The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
 place of n + r and an output R in place of v, together 3.4 times as many for DeepSeek. A pass of one
-token reads its caches and gains, the more of them there are; a prompt computes, and its attention
-takes up to three times as long: nothing is expanded for prompts alone. `--mla-cache expanded` is
-for long prompts and short outputs where memory is no matter.
+token reads its caches and gains, the more of them there are; a prompt computes. So where a sequence
+has many tokens in a pass, their keys and values, and those of the rows before them, are expanded
+from the cache for this pass, some heads at a time (`passes/rewrite/expand_prompts.py`), as vLLM
+does in prefill. To expand a row takes R · (n + v) products and saves 2R - n - v for each token of
+the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. Layers with a
+window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and short
+outputs where memory is no matter.
 
 Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
-values and attention, or products with Wk and Wv and attention (one thread, 2026-11-26, torch
-2.13.0, a shared machine with other work; in turns, medians of 5;
-`docs/results/latent_attention.json`):
+values and attention; or products with Wk and Wv and attention; or latents as engines compute them
+(one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12 on two cores: ratios of a row
+say more than its times; in turns, medians of 5; `docs/results/latent_attention.json`):
 
-| rows before, and a pass | float32: expanded | latent | bfloat16: expanded | latent |
-|---|---|---|---|---|
-| 1,024 rows, one token | 10.2 | 4.8 | 4.5 | 2.1 |
-| 8,192, one token | 43.3 | 15.6 | 29.4 | 10.5 |
-| 8,192, a tree of 4 | 61.6 | 42.3 | 27.5 | 22.2 |
-| none, a prompt's first 512 | 143 | 160 | 56.3 | 109 |
-| 4,096, its next 512 | 710 | 2378 | 480 | 1489 |
+| rows, a pass | float32: expanded | absorbed | latent | bfloat16: expanded | absorbed | latent |
+|---|---|---|---|---|---|---|
+| 1,024 rows, one token | 17.4 | as latent | 7.4 | 16.2 | as latent | 7.2 |
+| 8,192, one token | 113 | as latent | 35.9 | 79.0 | as latent | 32.3 |
+| 8,192, a tree of 4 | 131 | as latent | 108 | 87.8 | as latent | 66.5 |
+| none, a prompt's first 512 | 359 | 613 | 516 | 204 | 404 | 333 |
+| 4,096, its next 512 | 2,079 | 6,083 | 4,052 | 1,490 | 4,633 | 2,371 |
 
 <!-- not run by tests: minutes -->
 ```sh
@@ -85,7 +89,7 @@ OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_att
 |---|---|
 | trees, prefixes, self-drafts, segments, stages | as with other caches |
 | ranks | heads of queries, Wk and Wv are cut; the latent is whole on each rank |
-| `--kv-cache-dtype int8` | keys and values have rows of their own, R + r and R, with a scale each |
+| `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
 | `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
 | quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
 | `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |
@@ -103,7 +107,9 @@ each written in its own way. The compiler evaluates what a mask adds, reads a sl
 it, and accepts it where nothing else is added at any place. `specc::tree_attention` adds
 slope · (position of the key - position of the token): a row of scores is shifted as a whole, which
 a softmax does not see. A node of a tree stands at the position of its depth, not of its slot; it
-follows from the path that the token sees, so levels of a draft need no further input.
+follows from the path that the token sees, so levels of a draft need no further input. In ONNX a key
+is as far from a token as the token sees keys after it, which the network counts in the mask that it
+is given (`CumSum`), once for all layers with the same slopes; its Attention adds what comes of it.
 
 The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself, and is
 exact next to the token. Where models add slope · position, sums round to 2^-24 of that product:
@@ -114,7 +120,8 @@ near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bit
 A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
 model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
 bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
-biases that is a buffer are refused by name.
+biases that is a buffer are refused by name; so are `cuda`, `tensorrt`, and networks of several
+ranks.
 """
 
 

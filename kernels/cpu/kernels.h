@@ -22,7 +22,7 @@ struct TreeAttention {
   int64_t batch;             // B
   const void* q;             // [H, Nt, D]
   int64_t q_head_stride, q_token_stride;
-  const void* k;             // [HK, Nt, D]
+  const void* k;             // [HK, Nt, D]; null: rows of the pass are in the caches
   int64_t k_head_stride, k_token_stride;
   const void* v;             // [HK, Nt, DV]
   int64_t v_head_stride, v_token_stride;
@@ -45,8 +45,14 @@ struct TreeAttention {
   float softcap;             // 0 = none
   const float* slopes;       // [H], or null
   bool rounds_bias;          // positions and their products with slopes are bfloat16
+  int64_t most_rows;         // sequences with more tokens are only written; 0 = no limit
   void* out;                 // [H, Nt, DV]
   int64_t out_head_stride, out_token_stride;
+
+  // Whether only rows of a sequence are written.
+  bool leaves_out(int64_t b) const {
+    return most_rows > 0 && q_start[b + 1] - q_start[b] > most_rows;
+  }
 };
 void tree_attention(const TreeAttention& a, int num_threads);
 // Throws std::runtime_error where a call would leave the cache, before anything is written.

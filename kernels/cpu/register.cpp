@@ -8,9 +8,9 @@
 #include <limits>
 #include <optional>
 
+#include "attention_tensors.h"
 #include "bus_errors.h"
 #include "kernels.h"
-#include "kv_rows.h"
 #include "shims.h"
 #include "tensors.h"
 #include "threads.h"
@@ -19,44 +19,6 @@ using torch::stable::Tensor;
 using namespace specc::tensors;
 
 namespace {
-
-// Columns of a head in a cache; -1 where it holds int8 and they are too many for it.
-int64_t columns_of(const View& cache) {
-  if (cache.dtype != aoti_torch_dtype_int8()) return cache.sizes[3];
-  const int64_t columns = cache.sizes[3] - specc::kScaleBytes;
-  return columns <= specc::kMostInt8Columns ? columns : -1;
-}
-
-// What says which tokens of a pass are whose, and where they stand.
-void set_tokens(specc::TreeAttention& a, const View& q_start, const View& position,
-                const View& slot, const View& cache_len, AtenTensorHandle ancestors_handle,
-                const View& block_table) {
-  const int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64();
-  check_index(cache_len, 1, i32, "cache_len is [B] int32");
-  const int64_t tokens = a.num_tokens, batch = cache_len.sizes[0];
-  check_index(q_start, 1, i32, "q_start is [B + 1] int32");
-  check_index(position, 1, i64, "position is [Nt] int64");
-  check_index(slot, 1, i32, "slot is [Nt] int32");
-  check_index(block_table, 2, i32, "block_table is [B, n] int32");
-  check(q_start.sizes[0] == batch + 1 && block_table.sizes[0] == batch &&
-            position.sizes[0] == tokens && slot.sizes[0] == tokens,
-        "the metadata fits the tokens");
-  a.batch = batch;
-  a.q_start = q_start.as<int32_t>();
-  a.position = position.as<int64_t>();
-  a.slot = slot.as<int32_t>();
-  a.cache_len = cache_len.as<int32_t>();
-  if (ancestors_handle != nullptr) {
-    // no words at all: causal, so that one compiled program serves prefill and trees
-    const View ancestors(ancestors_handle);
-    check_index(ancestors, 2, i64, "ancestors is [Nt, W] int64");
-    check(ancestors.sizes[0] == tokens, "ancestors has a row for each token");
-    a.num_words = ancestors.sizes[1];
-    a.ancestors = a.num_words > 0 ? ancestors.as<int64_t>() : nullptr;
-  }
-  a.block_table = block_table.as<int32_t>();
-  a.blocks_per_sequence = block_table.sizes[1];
-}
 
 AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_handle,
                                 AtenTensorHandle v_handle, AtenTensorHandle k_cache_handle,
@@ -67,7 +29,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
                                 AtenTensorHandle block_table_handle,
                                 AtenTensorHandle sink_logits_handle, AtenTensorHandle slopes_handle,
                                 double scale, int64_t window, int64_t sink, double softcap,
-                                bool rounds_bias) {
+                                bool rounds_bias, int64_t most_rows) {
   const View q(q_handle), k(k_handle), v(v_handle), k_cache(k_cache_handle),
       v_cache(v_cache_handle), q_start(q_start_handle), position(position_handle),
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
@@ -83,6 +45,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
         "the number of KV heads divides that of heads");
   check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
   check(window >= 0 && sink >= 0, "window and sink are 0 or more");
+  check(most_rows >= 0, "most_rows is 0 or more");
   check(k.sizes[1] == tokens && v.sizes[1] == tokens && v.sizes[0] == kv_heads, "q, k and v agree");
   check(k.sizes[2] == q.sizes[2] && columns_of(k_cache) == q.sizes[2] &&
             columns_of(v_cache) == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
@@ -136,6 +99,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
     a.slopes = slopes.as<float>();
     a.rounds_bias = rounds_bias;
   }
+  a.most_rows = most_rows;
   specc::check_bounds(a);
   // [Nt, H, DV] in memory: what follows is a projection over all heads of a token
   const int64_t out_sizes[] = {heads, tokens, a.value_dim};
@@ -262,11 +226,12 @@ Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor
                             std::optional<Tensor> ancestors, Tensor block_table,
                             std::optional<Tensor> sink_logits, std::optional<Tensor> slopes,
                             double scale, int64_t window, int64_t sink, double softcap,
-                            bool rounds_bias) {
+                            bool rounds_bias, int64_t most_rows) {
   return Tensor(tree_attention(q.get(), k.get(), v.get(), k_cache.get(), v_cache.get(),
                                q_start.get(), position.get(), slot.get(), cache_len.get(),
                                handle_of(ancestors), block_table.get(), handle_of(sink_logits),
-                               handle_of(slopes), scale, window, sink, softcap, rounds_bias));
+                               handle_of(slopes), scale, window, sink, softcap, rounds_bias,
+                               most_rows));
 }
 
 void boxed_block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,
@@ -294,7 +259,8 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
       "Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, "
-      "int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False) -> Tensor");
+      "int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0) "
+      "-> Tensor");
   library.def(
       "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot, "
       "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
@@ -320,13 +286,13 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     AtenTensorHandle slot, AtenTensorHandle cache_len, AtenTensorHandle* ancestors,
     AtenTensorHandle block_table, AtenTensorHandle* sink_logits, AtenTensorHandle* slopes,
     double scale, int64_t window, int64_t sink, double softcap, int32_t rounds_bias,
-    AtenTensorHandle* result) {
+    int64_t most_rows, AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
                              ancestors == nullptr ? nullptr : *ancestors, block_table,
                              sink_logits == nullptr ? nullptr : *sink_logits,
                              slopes == nullptr ? nullptr : *slopes, scale, window, sink, softcap,
-                             rounds_bias != 0);
+                             rounds_bias != 0, most_rows);
   });
 }
 

@@ -100,6 +100,7 @@ inline void Plan::build(const TreeAttention& a, int threads) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kMaxRows / group);
   for (int64_t b = 0; b < a.batch; ++b) {
+    if (a.leaves_out(b)) continue;
     const size_t begin = live.size();
     int64_t slots = 0;
     for (int32_t t = a.q_start[b]; t < a.q_start[b + 1]; ++t) {

@@ -154,10 +154,8 @@ void Worker<T, Tile>::write(int64_t first, int64_t last) {
     const int64_t end = std::min<int64_t>(last, a_.q_start[b + 1]);
     for (int64_t t = begin; t < end; ++t) {
       const int64_t slot = a_.slot[t];
-      if (slot < 0) {
-        clear_output(t);
-        continue;
-      }
+      if (slot < 0 || a_.leaves_out(b)) clear_output(t);
+      if (slot < 0 || a_.k == nullptr) continue;
       const int64_t block = a_.block_table[b * a_.blocks_per_sequence + slot / a_.block_size];
       const int64_t row = slot % a_.block_size;
       S* to_k = static_cast<S*>(a_.k_cache) + block * a_.k_block_stride + row * a_.k_row_stride;

@@ -39,6 +39,7 @@ def tree_attention_reference(
     sink: int = 0,
     softcap: float = 0.0,
     rounds_bias: bool = False,
+    most_rows: int = 0,
 ) -> Tensor:
     """Write the in-flight K and V to the paged cache, then attend to prefix and tree ancestors.
 
@@ -69,6 +70,8 @@ def tree_attention_reference(
         rounds_bias: positions are rounded to bfloat16, so are their products with slopes, and
             their difference is scaled as scores are:
             scale · (bf16(slope · bf16(key)) - bf16(slope · bf16(token))).
+        most_rows: of a sequence that has more tokens than this in the pass, rows are written, and
+            outputs are zero: `attend_expanded` attends to them. 0 is no limit.
     Returns:
         [H, Nt, DV] in the dtype of q, laid out as [Nt, H, DV], which the next projection reads in
         one piece; softmax and accumulation are in float32.
@@ -92,6 +95,7 @@ def tree_attention_reference(
         sink=sink,
         softcap=softcap,
         rounds_bias=rounds_bias,
+        most_rows=most_rows,
     )
 
 
@@ -141,6 +145,7 @@ def attend_reference(
     sink: int = 0,
     softcap: float = 0.0,
     rounds_bias: bool = False,
+    most_rows: int = 0,
 ) -> Tensor:
     """Attend to prefix and tree ancestors, all of them in the cache by now.
 
@@ -156,7 +161,7 @@ def attend_reference(
     starts = q_start.tolist()
     lens = cache_len.tolist()
     for b, (first, last) in enumerate(itertools.pairwise(starts)):
-        if first == last:
+        if first == last or 0 < most_rows < last - first:
             continue
         length = int(slot[first:last].max()) + 1
         if length <= 0:

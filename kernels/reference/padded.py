@@ -1,7 +1,7 @@
 """Oracles of the operators of padded programs: what ONNX and TensorRT have of their own.
 
 Such a program takes [B, N] tokens, and every sequence has one row of each layer's cache
-[B, HK, L, D]. Both operators are functional: a runtime that binds a cache as input and output
+[B, HK, L, D]. These operators are functional: a runtime that binds a cache as input and output
 updates it in place.
 """
 
@@ -33,6 +33,44 @@ def cache_write_reference(cache: Tensor, update: Tensor, write_index: Tensor) ->
     return cache.scatter(2, index, update.to(cache.dtype))
 
 
+def distance_bias_reference(
+    mask: Tensor,
+    positions: Tensor,
+    slopes: Tensor,
+    *,
+    hidden: float,
+    rounded_scale: float = 0.0,
+) -> Tensor:
+    """What scores get for how far keys are (ALiBi), in place of a mask that names the keys.
+
+    A token sees its whole prefix from some row on and its path in the tree, in this order, so a
+    key is as far from it as it sees keys after that one. Rows and slots need not be positions.
+
+    Args:
+        mask: [B, 1, N, L] bool; True is attended to.
+        positions: [B, N] int64 of the tokens.
+        slopes: [H] float32.
+        hidden: what scores of all other keys get.
+        rounded_scale: what products of slopes and positions are multiplied by, where positions
+            and products are rounded to bfloat16; 0 where nothing is rounded.
+    Returns:
+        [B, H, N, L] float32.
+    Source: ALiBi, arXiv:2108.12409 §3.
+    """
+    seen = mask.float()
+    after = seen.sum(-1, keepdim=True) - seen.cumsum(-1)
+    slopes = slopes[:, None, None]
+    if rounded_scale:
+        tokens = positions[:, None, :, None].float()
+        keys, own = (
+            (slopes * x.bfloat16().float()).bfloat16().float() for x in (tokens - after, tokens)
+        )
+        bias = (keys - own) * rounded_scale
+    else:
+        bias = slopes * -after
+    return torch.where(mask, bias, hidden)
+
+
 def masked_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
@@ -42,7 +80,8 @@ def masked_attention_reference(
         q: [B, H, N, D].
         k: [B, HK, L, D]; HK divides H.
         v: [B, HK, L, D].
-        mask: [B, 1, N, L] bool; True is attended to.
+        mask: [B, 1, N, L] bool; True is attended to. Or [B, H, N, L] floating-point, which is
+            added to the scores: a key with the least number of its dtype is not attended to.
         scale: factor of the scores.
     Returns:
         [B, H, N, D] in the dtype of q; softmax and accumulation are in float32. A token that
@@ -54,9 +93,11 @@ def masked_attention_reference(
     queries = q.float().reshape(batch, num_kv_heads, -1, head_dim)
     scores = (queries @ k.float().transpose(2, 3)) * scale
     scores = scores.view(batch, num_heads, num_tokens, length)
+    if mask.is_floating_point():
+        scores, mask = scores + mask.float(), mask > torch.finfo(mask.dtype).min
     probs = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).nan_to_num(0.0)
     # rows that nobody sees may hold anything, and 0 · NaN is NaN
-    seen = mask.any(dim=2)[..., None]
+    seen = mask[:, :1].any(dim=2)[..., None]
     values = v.float().masked_fill(~seen, 0.0)
     out = probs.view(batch, num_kv_heads, -1, length) @ values
     return out.view(batch, num_heads, num_tokens, -1).to(q.dtype)

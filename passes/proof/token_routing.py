@@ -54,6 +54,7 @@ NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm", "add_rms_norm"
 ATTENTION = {
     "tree_attention": (3, 0),
     "attend": (1, 0),
+    "attend_expanded": (2, 0),
     "block_mass": (1, 0),
     "write_kv": (2, 0),
     "rope_write": (3, 2),

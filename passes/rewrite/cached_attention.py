@@ -11,44 +11,60 @@ from specc.artifact.cache_rows import mask_input
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_cached, has_no_dense_attention, is_off_meta_device
+from specc.passes.facts import (
+    DENSE_ATTENTION,
+    attention_is_cached,
+    has_no_dense_attention,
+    is_off_meta_device,
+)
 from specc.passes.program import (
     AttentionLayer,
     Program,
+    Slopes,
     add_placeholder,
     emit_call,
     last_placeholder,
     module_path,
     replace,
 )
-from specc.passes.rewrite.tree_attention import attention_operands, fold_repeat
+from specc.passes.rewrite.tree_attention import attention_operands, fold_repeat, slopes_input
 
 aten = torch.ops.aten
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class RewriteCachedAttention(Pass):
     """`sdpa(q, k, v, mask)` → `masked_attention(q, cache_write(…), cache_write(…), mask)`.
 
+    So does `specc.dense_attention`, which stands for attention that a model spells out.
     What each layer's mask means was recovered from the flat trace of the same model, and so was
     the proof that tokens meet in attention alone. Masks become inputs, one for each window, since
-    only a runtime knows committed lengths and trees.
+    only a runtime knows committed lengths and trees. Of a layer with slopes the mask is what is
+    added to its scores, once for all layers with the same ones (`specc.distance_bias`).
 
     Args:
         layers: of the flat program, in the order of execution.
         cache_rows: L, rows of a sequence's cache.
+        slopes: of the flat program's layers; of none where it is empty.
     """
 
     requires = (is_off_meta_device,)
     ensures = (has_no_dense_attention, attention_is_cached)
 
-    def __init__(self, layers: Sequence[AttentionLayer], cache_rows: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        cache_rows: int,
+        slopes: Sequence[Slopes | None] = (),
+    ) -> None:
         self._layers = layers
         self._cache_rows = cache_rows
+        self._slopes = slopes or [None] * len(layers)
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         graph = program.graph
-        nodes = program.calls(aten.scaled_dot_product_attention.default)
+        nodes = program.calls(*DENSE_ATTENTION)
         if len(nodes) != len(self._layers):
             raise UnsupportedAttentionError(
                 f"{len(nodes)} attention layers where tokens are [batch, nodes], and"
@@ -57,10 +73,15 @@ class RewriteCachedAttention(Pass):
                 "compile with --backend cpu or cuda, which take flat tokens",
             )
         masks = self._add_masks(program)
+        biases = _Biases(program)
         last = last_placeholder(graph)
         write_index = program.placeholder("write_index")
-        for number, (node, layer) in enumerate(zip(nodes, self._layers, strict=True)):
-            q, k, v, scale = attention_operands(node)
+        each = zip(nodes, self._layers, self._slopes, strict=True)
+        for number, (node, layer, slopes) in enumerate(each):
+            *operands, scale = attention_operands(node)
+            batched = [_of_batch(program, item) for item in operands]
+            is_joined = batched[0] is not operands[0]
+            q, k, v = batched
             k, v = (self._kv_heads(node, item, layer) for item in (k, v))
             batch = q.meta["val"].shape[0]
             caches = []
@@ -72,12 +93,17 @@ class RewriteCachedAttention(Pass):
                 with graph.inserting_before(node):
                     caches.append(emit_call(graph, ops.cache_write, last, update, write_index))
             with graph.inserting_before(node):
-                attended = emit_call(
-                    graph, ops.masked_attention, q, *caches, masks[layer.window], scale
-                )
+                mask = masks[layer.window]
+                if slopes is not None:
+                    mask = biases.of(mask, slopes, scale, q.meta["val"].dtype)
+                attended = emit_call(graph, ops.masked_attention, q, *caches, mask, scale)
+                output = attended
+                if is_joined:
+                    heads = emit_call(graph, aten.flatten.using_ints, attended, 0, 1)
+                    output = emit_call(graph, aten.unsqueeze.default, heads, 0)
             attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             program.layers.append(layer)
-            replace(node, attended)
+            replace(node, output)
             result.rewrites += 1
         graph.eliminate_dead_code()
         return result
@@ -108,3 +134,43 @@ class RewriteCachedAttention(Pass):
                 "compile with --backend cpu or cuda, which take flat tokens",
             )
         return item
+
+
+class _Biases:
+    """What masks become where layers have slopes; each kind is computed once in a pass."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[fx.Node, bytes, float], fx.Node] = {}
+
+    def of(self, mask: fx.Node, slopes: Slopes, scale: float, dtype: torch.dtype) -> fx.Node:
+        """[B, H, N, L], before where calls are being inserted."""
+        graph, rounded = self._program.graph, scale if slopes.rounds else 0.0
+        key = mask, slopes.values.numpy().tobytes(), rounded
+        if key not in self._known:
+            values = slopes_input(self._program, slopes, mask)
+            positions = self._program.placeholder("positions")
+            # the least number of a dtype plus a score is that again, or nearly
+            hidden = torch.finfo(dtype).min
+            bias = emit_call(
+                graph,
+                ops.distance_bias,
+                mask,
+                positions,
+                values,
+                hidden=hidden,
+                rounded_scale=rounded,
+            )
+            self._known[key] = emit_call(graph, aten.to.dtype, bias, dtype)
+        return self._known[key]
+
+
+def _of_batch(program: Program, item: fx.Node) -> fx.Node:
+    """The [B, H, N, D] of an operand [1, B · H, N, D]; other operands as they are."""
+    batch = str(program.placeholder("tokens").meta["val"].shape[0])
+    rows = item.args[0] if item.target is aten.unsqueeze.default and item.args[1] == 0 else None
+    while rows is not None and rows.target in _RESHAPES:
+        rows = rows.args[0]
+        if rows.meta["val"].dim() == 4 and str(rows.meta["val"].shape[0]) == batch:
+            return rows
+    return item

@@ -12,16 +12,18 @@ from pathlib import Path
 
 from torch import nn
 
-from specc.errors import UnsupportedGraphError
+from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
+from specc.kernels import ops
 from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
-from specc.passes.program import AttentionLayer, Program
+from specc.passes.program import AttentionLayer, Program, Slopes, bind_args
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.quantize_like import QuantizeLike
+from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.shard.shard import Shard
@@ -56,11 +58,15 @@ def padded_program(
     """
     cut, layers = flat.shard, whole_layers or flat.layers
     width = logits_width(flat) if cut is None else cut.vocab_size
+    slopes = _slopes_of(flat)
     program = trace_padded(module, flat.name, rope_length)
     program.integers = dict(flat.integers)
     phases: Phases = (
         ("normalize", (Normalize, ReplaceGroupedMM)),
-        ("attention", (partial(RewriteCachedAttention, layers, cache_rows),)),
+        (
+            "attention",
+            (RecoverAttention, partial(RewriteCachedAttention, layers, cache_rows, slopes)),
+        ),
         ("logits", (SelectLogits,)),
         ("fuse", (FuseQKV, FuseGateUp)),
         ("norms", (FuseRMSNorm,)),
@@ -76,6 +82,26 @@ def padded_program(
         _require_same_cut(cut, program.shard, flat.name)
     _require_same_weights(flat, program)
     return program, records
+
+
+def _slopes_of(flat: Program) -> list[Slopes | None]:
+    """Slopes of the flat program's layers; none where no layer has any."""
+    if not any(layer.has_slopes for layer in flat.layers):
+        return []
+    if flat.shard is not None:
+        raise UnsupportedAttentionError(
+            f"{flat.name} is cut for {flat.shard.num_ranks} ranks, and adds a bias by the distance"
+            " of keys (ALiBi) to its scores",
+            "a network of one rank, or another model",
+            "compile without --tensor-parallel-size, or with --backend cpu",
+        )
+    found: list[Slopes | None] = []
+    for node in flat.calls(ops.tree_attention):
+        bound = bind_args(node)
+        slopes = bound["slopes"]
+        values = None if slopes is None else flat.constants[slopes.target]
+        found.append(None if values is None else Slopes(values, bound["rounds_bias"]))
+    return found
 
 
 def logits_width(program: Program) -> int:

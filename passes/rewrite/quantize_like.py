@@ -39,7 +39,7 @@ class QuantizeLike(Pass):
             own = inputs.add(read, layout)
             kept = self._integers.get(weight.parameters[0])
             if kept is not None and kept.layout == layout and kept.columns is not None:
-                order_columns(program, node, read, kept.columns)
+                order_columns(program, node, own, kept.columns)
             bound = bind_args(node)
             facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             with program.graph.inserting_before(node):

@@ -92,31 +92,40 @@ def name_sums(program: Program) -> None:
     program.shard = dataclasses.replace(program.shard, collectives=tuple(sums))
 
 
-def order_columns(program: Program, node: fx.Node, beside: fx.Node, columns: Tensor) -> None:
+def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Tensor) -> None:
     """Let a product read its rows in the order in which the weight's columns are stored.
+
+    Where ranks have some of the weight's outputs, and all of its columns, each reads whole rows in
+    this order. Where they have some of its columns, they have some of the rows', too, which follow
+    each other: those of their groups are on all ranks.
 
     Args:
         program: that changes.
         node: the product.
-        beside: the input that it reads its weight from.
+        blocks: the input with the weight's integers.
         columns: [K] int64.
     Raises:
-        ConfigError: the program is that of one of several ranks.
+        ConfigError: ranks have some of the columns.
     """
-    if program.shard is not None:
+    weight = program.weights[blocks.target]
+    cut = program.shard.by_key[weight.key] if program.shard is not None else None
+    if cut is not None and any(part.parts > 1 for part in cut.cuts[-1]):
+        assert program.shard is not None
         raise ConfigError(
-            f"{program.weights[beside.target].key}, whose columns are in the order of their groups"
-            f" (act-order, desc_act), and {program.shard.num_ranks} ranks",
-            "columns in their own order: a rank has those that follow each other",
+            f"{'+'.join(weight.parameters)}, whose columns are in the order of their groups"
+            f" (act-order, desc_act), and {program.shard.num_ranks} ranks that have some of them",
+            "columns in their own order where ranks share them: a rank has those that follow each"
+            " other",
             "leave out --tensor-parallel-size and --draft-ranks, or pass a checkpoint without"
             " act-order",
         )
     name = next((k for k, v in program.constants.items() if _is_order(v, columns)), None)
     if name is None:
-        name = f"{COLUMN_ORDER}_{len(program.constants)}"
+        # the same name on ranks, which have other constants, too
+        name = f"{COLUMN_ORDER}_{sum(x.startswith(COLUMN_ORDER) for x in program.constants)}"
         inputs = program.graph.find_nodes(op="placeholder")
         first = next(item for item in inputs if item.target in program.runtime_inputs)
-        value = beside.meta["val"].new_zeros(columns.shape, dtype=torch.int64)
+        value = blocks.meta["val"].new_zeros(columns.shape, dtype=torch.int64)
         add_placeholder(program, name, value, first.prev)
         program.constants[name] = columns
     x = bind_args(node)[_ROWS.get(node.target, "input")]

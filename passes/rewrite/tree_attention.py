@@ -84,7 +84,7 @@ class RewriteTreeAttention(Pass):
                 has_sinks=sinks is not None,
                 has_slopes=slopes is not None,
             )
-            tilt = None if slopes is None else _slopes_input(program, slopes)
+            tilt = None if slopes is None else slopes_input(program, slopes, geometry)
             caches = []
             for part in ("k", "v"):
                 columns = description.head_dim if part == "k" else description.columns_of_values
@@ -120,8 +120,14 @@ class RewriteTreeAttention(Pass):
         return result
 
 
-def _slopes_input(program: Program, slopes: Slopes) -> fx.Node:
-    """The constant that holds slopes; layers with the same ones share it."""
+def slopes_input(program: Program, slopes: Slopes, like: fx.Node) -> fx.Node:
+    """The constant that holds slopes; layers with the same ones share it.
+
+    Args:
+        program: that gets it.
+        slopes: its values.
+        like: any value of the program.
+    """
     for name, value in program.constants.items():
         if name.startswith(_SLOPES) and torch.equal(value, slopes.values):
             return program.placeholder(name)
@@ -129,8 +135,7 @@ def _slopes_input(program: Program, slopes: Slopes) -> fx.Node:
     name = f"{_SLOPES}_{count}" if count else _SLOPES
     stored = program.weights.keys() | program.constants.keys()
     before = [x for x in program.graph.find_nodes(op="placeholder") if x.target in stored]
-    like = program.placeholder("geometry").meta["val"]
-    value = like.new_empty(slopes.values.shape, dtype=torch.float32)
+    value = like.meta["val"].new_empty(slopes.values.shape, dtype=torch.float32)
     program.constants[name] = slopes.values
     return add_placeholder(program, name, value, before[-1])
 

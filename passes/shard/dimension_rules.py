@@ -307,6 +307,19 @@ def _attention(found: Relations, node: fx.Node) -> None:
     found.heads.append(((q, 0), (k, 0)))
 
 
+def _attend_expanded(found: Relations, node: fx.Node) -> None:
+    """Outputs and queries [H, T, D], a cache of one head, up-projections [H, N, R]."""
+    absorbed, q, k_cache, up_k, up_v = node.args[:5]
+    for item in (absorbed, q, up_k, up_v):
+        found.same(item, 0, node, 0)
+        for dim in (1, 2):
+            found.block(item, dim, "attention goes over it")
+    found.block(node, 2, "attention goes over it")
+    found.block_all(k_cache, "all heads read its rows")
+    if (sink_logits := bind_args(node)["sink_logits"]) is not None:
+        found.same(q, 0, sink_logits, 0)
+
+
 def _cache_write(found: Relations, node: fx.Node) -> None:
     """A cache [B, HK, L, D], and rows [B, HK, T, D] that it gets."""
     cache, update, _ = node.args
@@ -363,6 +376,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "cat": _cat,
     "layer_norm": _layer_norm,
     "tree_attention": _attention,
+    "attend_expanded": _attend_expanded,
     "cache_write": _cache_write,
     "masked_attention": _masked_attention,
     "rms_norm": _rms_norm,

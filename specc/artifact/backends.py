@@ -178,7 +178,7 @@ register(
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
-        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
+        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), attention_extras=("slopes",),
     )
 )  # fmt: skip
 register(

@@ -21,6 +21,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight
+from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.read_features import ReadFeatures
@@ -37,6 +38,8 @@ from specc.speculation.taps import Taps
 # phases that not every model has: how caches hold rows, what fits a draft to its target, what
 # bounds the rows that it attends to, and what cuts a target
 CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
+# what lets long prompts expand latents for their own pass
+PROMPTS = "prompts"
 # what lets caches hold the latents that keys and values are expanded from
 MLA = "latent"
 # what asks a target's attention for the blocks that it looks at
@@ -141,6 +144,8 @@ def compile_models(
             layout = (*layout, (VOCABULARY, (fits,)))
             if source.kv_window is not None:
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
+        if latent is not None:
+            layout = (*layout, (PROMPTS, (ExpandPrompts,)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
         # an uncut draft stays as it is, whatever the target becomes

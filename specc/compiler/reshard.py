@@ -27,6 +27,7 @@ from specc.compiler.compiled_model import (
     CACHE,
     CUT,
     MLA,
+    PROMPTS,
     VOCABULARY,
     VOTES,
     WINDOW,
@@ -359,5 +360,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = read_stored(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {MLA, CACHE, VOCABULARY, WINDOW, DERIVE}
+    before = {name for name, _ in PHASES} | {MLA, CACHE, VOCABULARY, WINDOW, PROMPTS, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

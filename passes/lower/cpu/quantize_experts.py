@@ -63,7 +63,7 @@ class QuantizeExperts(Pass):
             outputs = read.meta["val"].shape[2]
             blocks = inputs.add(source, layout, is_turned)
             if kept is not None and kept.columns is not None:
-                order_columns(program, node, source, kept.columns)
+                order_columns(program, node, blocks, kept.columns)
             more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             with program.graph.inserting_before(node):
                 x, ends = bind_args(node)["x"], bound["ends"]

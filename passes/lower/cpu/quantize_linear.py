@@ -89,7 +89,7 @@ class QuantizeLinear(Pass):
                 continue
             blocks = inputs.add(weight_node, layout)
             if kept is not None and kept.columns is not None:
-                order_columns(program, node, weight_node, kept.columns)
+                order_columns(program, node, blocks, kept.columns)
             more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             replace_linear(node, ops.linear_q, blocks, weight.shape[0], *more)
             inputs.drop(weight_node)

@@ -38,6 +38,24 @@ def translations(num_ranks: int = 1) -> dict[Any, Callable[..., Any]]:
     def masked_attention(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
         return op.Attention(q, k, v, mask, scale=scale)[0]
 
+    def distance_bias(
+        mask: Any, positions: Any, slopes: Any, hidden: float, rounded_scale: float = 0.0
+    ) -> Any:
+        """See `distance_bias_reference`; keys after one that a token sees are counted exactly."""
+        last, to_heads = op.Constant(value_int=3), op.Constant(value_ints=[1, 2])
+        after = op.CumSum(op.Cast(mask, to=_FLOAT), last, exclusive=1, reverse=1)
+        slopes = op.Unsqueeze(slopes, to_heads)
+        if rounded_scale:
+            tokens = op.Unsqueeze(op.Cast(positions, to=_FLOAT), op.Constant(value_ints=[1, 3]))
+            rounded = lambda x: op.Cast(op.Cast(x, to=_BFLOAT16), to=_FLOAT)  # noqa: E731
+            keys, own = (
+                rounded(op.Mul(slopes, rounded(x))) for x in (op.Sub(tokens, after), tokens)
+            )
+            bias = op.Mul(op.Sub(keys, own), op.Constant(value_float=rounded_scale))
+        else:
+            bias = op.Mul(slopes, op.Neg(after))
+        return op.Where(mask, bias, op.Constant(value_float=hidden))
+
     def rms_norm(x: Any, weight: Any, eps: float, unit_offset: bool = False) -> Any:
         if unit_offset:
             weight = op.Add(weight, op.CastLike(op.Constant(value_float=1.0), weight))
@@ -65,6 +83,7 @@ def translations(num_ranks: int = 1) -> dict[Any, Callable[..., Any]]:
     return {
         ops.all_reduce: all_reduce,
         ops.cache_write: cache_write,
+        ops.distance_bias: distance_bias,
         ops.masked_attention: masked_attention,
         ops.rms_norm: rms_norm,
         ops.grouped_mm: grouped_mm,
@@ -95,4 +114,4 @@ def _collective() -> Any:
 
 
 # TensorProto.DataType
-_FLOAT, _INT64 = 1, 7
+_FLOAT, _INT64, _BFLOAT16 = 1, 7, 16

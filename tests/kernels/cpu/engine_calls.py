@@ -94,13 +94,32 @@ def _tree_attention(rng: random.Random) -> Arguments:
         "sink": rng.choice((0, 0, 1, 4, 70)),
         "softcap": rng.choice((0.0, 0.0, 30.0)),
         "rounds_bias": rng.choice((False, True)),
+        "most_rows": rng.choice((0, 0, 1, 4)),
     }
+
+
+def _attend_expanded(rng: random.Random) -> Arguments:
+    made = _tree_attention(rng)
+    for name in ("k", "v", "v_cache", "slopes", "window", "sink", "rounds_bias"):
+        made.pop(name)
+    heads, tokens, _ = made["q"].shape
+    dtype, shape = made["q"].dtype, made["k_cache"].shape[:2]
+    own, value_dim, rank, shared = (rng.choice((1, 3, 16, 20)) for _ in range(4))
+    changes = {
+        "absorbed": torch.randn(heads, tokens, value_dim).to(dtype),
+        "q": torch.randn(heads, tokens, own + shared).to(dtype),
+        "k_cache": torch.randn(*shape, 1, rank + shared).to(dtype),
+        "up_k": torch.randn(heads, own, rank).to(dtype),
+        "up_v": torch.randn(heads, value_dim, rank).to(dtype),
+        "most_rows": rng.choice((1, 1, 4)),
+    }
+    return made | changes
 
 
 def _block_mass(rng: random.Random) -> Arguments:
     made = _tree_attention(rng)
     left_out = ("k", "v", "v_cache", "sink_logits", "slopes", "window", "sink", "softcap")
-    for name in (*left_out, "rounds_bias"):
+    for name in (*left_out, "rounds_bias", "most_rows"):
         made.pop(name)
     batch, columns = made["block_table"].shape
     mass = torch.zeros(batch + rng.choice((0, 2)), rng.choice((columns, columns, columns + 3, 0)))
@@ -420,6 +439,7 @@ def _best_of_ranks(rng: random.Random) -> Arguments:
 
 BUILDERS: dict[str, Builder] = {
     "tree_attention": _tree_attention,
+    "attend_expanded": _attend_expanded,
     "block_mass": _block_mass,
     "linear": _linear,
     "linear_q": _linear_q,

@@ -12,8 +12,10 @@ import torch
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.mla_cache import LATENT
 from specc.errors import ConfigError
+from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
+from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs, tree_inputs
@@ -53,12 +55,19 @@ def assert_all_together_are(models_: Both) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
 def test_ranks_have_heads_of_one_latent(name: str, num_ranks: int) -> None:
     """Wk, Wv and queries are cut by heads; rows of the latent are whole on each rank."""
-    model, absorb = models.build_model(name), partial(AbsorbLatent, LATENT, AUTO)
+    # wider than what it is expanded to, by a little
+    model = models.build_model(name, kv_lora_rank=20)
+    absorb = partial(AbsorbLatent, LATENT, AUTO)
     whole = trace_once(model, "target")
-    Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:])).run(whole)
+    expand = ("prompts", (ExpandPrompts,))
+    Pipeline((*PHASES[:3], ("latent", (absorb,)), *PHASES[3:], expand)).run(whole)
+    # prompts are attended to over what latents expand to, too
+    assert len(whole.calls(ops.attend_expanded)) == 2
+    for node in whole.calls(ops.tree_attention, ops.attend_expanded):
+        node.kwargs = {**node.kwargs, "most_rows": min(map(len, PROMPTS)) - 1}
     found = Both.of(model, num_ranks, whole=whole)
     for keys, values in (layer for caches in found.caches for layer in caches):
-        assert (keys.shape[2:], values.shape[2:]) == ((1, 24), (1, 16))
+        assert (keys.shape[2:], values.shape[2:]) == ((1, 28), (1, 20))
         assert keys.data_ptr() == values.data_ptr()
     for cut in found.plan.weights:
         if "kv_b_proj" in cut.key or "q_b_proj" in cut.key:

@@ -13,6 +13,7 @@ from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests import quantized_checkpoints as made
 from tests.mxfp4_experts import write_experts
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.test_quantized import check_logits, generate, reference_model
@@ -107,6 +108,18 @@ def test_experts_in_mxfp4(build, load, tmp_path) -> None:
     written = write_experts(target, tmp_path)
     cut = load(build("gpt_oss", 2, written.quantized), 2)
     whole = Engine.load(build("gpt_oss", 1, written.quantized))
+    check(whole, cut, tuple(plan.name for plan in PLANS))
+
+
+@pytest.mark.slow
+def test_outputs_of_columns_in_another_order(build, load, tmp_path) -> None:
+    target = models.save_tiny("llama", tmp_path / "plain", **WIDE)
+    form = made.in_order(made.gptq(4, 32, False))
+    written = made.write_checkpoint(
+        target, tmp_path, form.config, form.writer, made.reads_whole_rows
+    )
+    cut = load(build("llama", 2, written.quantized), 2)
+    whole = Engine.load(build("llama", 1, written.quantized))
     check(whole, cut, tuple(plan.name for plan in PLANS))
 
 

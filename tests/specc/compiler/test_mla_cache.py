@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_for(*plans: SpecPlan, **changes: Any) -> CompileConfig:
     fields: dict[str, Any] = {
-        "max_batch_size": 3, "max_seq_len": MAX_SEQ_LEN, "prefill_chunk": 32, "probe": False,
+        "max_batch_size": 3, "max_seq_len": MAX_SEQ_LEN, "prefill_chunk": 64, "probe": False,
         "backend": "eager",
     }  # fmt: skip
     return CompileConfig(plans=plans, **(fields | changes))

@@ -17,6 +17,7 @@ from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.sharding.shard_plan import ShardPlan
 from tests import models
 from tests import quantized_checkpoints as made
@@ -159,5 +160,24 @@ def test_columns_in_another_order_are_not_cut(tmp_path) -> None:
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
     form = made.in_order(made.gptq(4, 32, False))
     written = made.write_checkpoint(checkpoint, tmp_path, form.config, form.writer)
-    with pytest.raises(ConfigError, match=r"act-order, desc_act\), and 2 ranks"):
+    with pytest.raises(ConfigError, match=r"o_proj.*act-order, desc_act\), and 2 ranks that"):
         compiled(written.quantized, tmp_path / "cut", 2)
+
+
+def test_outputs_of_columns_in_another_order_are_cut(tmp_path) -> None:
+    """Ranks have some outputs of these, all columns, and whole rows in the order of the groups."""
+    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
+    form = made.in_order(made.gptq(4, 32, False))
+    written = made.write_checkpoint(
+        checkpoint, tmp_path, form.config, form.writer, made.reads_whole_rows
+    )
+    cut = compiled(written.quantized, tmp_path / "cut", 2)
+    check_pieces(compiled(written.quantized, tmp_path / "one", 1), cut, 2)
+    inputs = json.loads((cut / "target" / "program.json").read_text())["inputs"]
+    orders = {x["key"] for x in inputs if x["kind"] == "constant" and COLUMN_ORDER in x["name"]}
+    # before attention and before the block's two first projections
+    assert len(orders) == 2
+    own = [load_file(cut / "target" / f"rank-{rank}.weights.safetensors") for rank in range(2)]
+    for key in orders:
+        assert torch.equal(own[0][key], own[1][key])
+        assert own[0][key].sort().values.tolist() == [*range(64)]

@@ -1,0 +1,91 @@
+"""Padded programs of models with slopes (ALiBi) compute what the flat ones compute."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from specc.artifact.backends import facts_of
+from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.errors import UnsupportedAttentionError
+from specc.kernels import ops
+from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.program import bind_args
+from specc.passes.rewrite.padded import padded_program
+from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.shard.shard import Shard
+from tests import models
+from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
+from tests.onnx_models import BothPrograms, lowered, write_onnx
+from tests.traces import trace_once
+
+# rows of a cache are neither slots nor positions
+ROWS = CacheRows(front=2, slots=100, scratch=74)
+CHOOSER = random.Random(6)
+PASSES = (
+    causal_pass([0, 30], [21, 21], [0, 1]),
+    causal_pass([21, 51, 5], [1, 1, 1], [0, 1, 2]),
+    first_level([0, 1, 40], 3, [0, 1, 2]),
+    tree_pass([21, 51], [random_tree(CHOOSER, 9) for _ in range(2)], [0, 1]),
+    tree_pass([3, PADDING], [random_tree(CHOOSER, 66) for _ in range(2)], [2, 3]),
+)
+
+
+# heads joined with the batch, and a bias that is rounded
+@pytest.mark.parametrize(
+    ("name", "is_written"),
+    [
+        ("bloom", False),
+        ("falcon_rw", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("bloom", "mpt")),
+    ],
+)
+def test_passes_equal_those_of_the_flat_program(
+    name: str, is_written: bool, tmp_path: Path
+) -> None:
+    """By the graph itself, and by onnxruntime."""
+    pair = lowered(name, ROWS)
+    directory = tmp_path / "onnx" if is_written else None
+    if directory is not None:
+        assert write_onnx(pair, directory).operators["CumSum"] == 1, "for both layers"
+    for place in {None, directory}:
+        both = BothPrograms(pair, place, 4)
+        for inputs in PASSES:
+            both.compare(inputs, 1e-5)
+    layers = pair.padded.calls(ops.masked_attention)
+    (bias,) = pair.padded.calls(ops.distance_bias)
+    assert len(layers) == 2
+    assert bind_args(bias)["mask"].target == mask_input(0)
+    assert bool(bind_args(bias)["rounded_scale"]) == (name == "falcon_rw")
+
+
+def test_a_bias_counts_keys_in_rows_and_not_rows() -> None:
+    """A token at position 4, after rows in front, that sees its prefix of 3 and a node before."""
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 1, 0, 1, 0]).bool().view(1, 1, 1, -1)
+    slopes = torch.tensor([0.5, 2.0])
+    found = ops.distance_bias(mask, torch.tensor([[4]]), slopes, hidden=-1e30)
+    wanted = torch.tensor([-1e30, -1e30, -4, -3, -2, -1e30, -1, -1e30, 0, -1e30])
+    for head, slope in enumerate(slopes):
+        expected = torch.where(mask[0, 0, 0], slope * wanted, wanted)
+        assert torch.equal(found[0, head, 0], expected)
+
+
+def test_who_refuses_slopes() -> None:
+    program = trace_once(models.build_model("mpt"), "target")
+    Pipeline(PHASES).run(program)
+    RequireAttention(facts_of("onnx")).run(program)
+    with pytest.raises(UnsupportedAttentionError, match="distance of keys"):
+        RequireAttention(facts_of("tensorrt")).run(program)
+
+
+def test_networks_of_ranks_are_refused_by_name() -> None:
+    model = models.build_model("mpt")
+    program = trace_once(model, "target")
+    Pipeline(PHASES).run(program)
+    layers = list(program.layers)
+    Shard(2).run(program)
+    with pytest.raises(UnsupportedAttentionError, match="cut for 2 ranks, and adds a bias"):
+        padded_program(model, program, ROWS.total, whole_layers=layers)
