@@ -40,7 +40,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.inductor.package import lower
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import program_to_json
+from specc.passes.program_json import program_to_json
 from specc.runtime.backends.program_files import MappedWeights
 from specc.system.machine import describe_machine
 

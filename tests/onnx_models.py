@@ -16,7 +16,8 @@ from specc.artifact.model_entry import LayerEntry, ModelEntry
 from specc.kernels import ops
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.pipeline import PassRecord
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.padded import padded_program
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import load_onnx

@@ -34,7 +34,8 @@ import torch
 from torch import fx
 
 from specc.artifact.segments import SCHEMA_VERSION
-from specc.passes.program import HIDDEN, Program, constant_key, program_to_json
+from specc.passes.program import HIDDEN, Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.segments.places import CutPlace, follows_from_inputs
 
 

@@ -11,7 +11,8 @@ from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.stages import staged
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.passes.pipeline import PassRecord
-from specc.passes.program import constant_key, program_to_json
+from specc.passes.program import constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.segments.cut_segments import segments_to_json
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import SpecPlan

@@ -26,7 +26,8 @@ from specc.passes.frontend import hf_model
 from specc.passes.frontend.heads.kinds import block_layout_of, layout_of
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.program import constant_key, program_to_json
+from specc.passes.program import constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer

@@ -19,7 +19,8 @@ from specc.errors import ConfigError
 from specc.passes.base import Pass
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE, quantize_phases
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
-from specc.passes.program import Program, Weight, constant_key, program_to_json
+from specc.passes.program import Program, Weight, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard

@@ -13,7 +13,7 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import Manifest
 from specc.compiler.stored_models import read_model
 from specc.errors import ConfigError
-from specc.passes.program import program_to_json
+from specc.passes.program_json import program_to_json
 from specc.passes.residual import layer_regions
 from specc.passes.rewrite.skip_layers import SkipLayers
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 
 
 class WholeGraph:

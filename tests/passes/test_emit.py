@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from specc.passes.program import RUNTIME_INPUTS, constant_key, program_to_json
+from specc.passes.program import RUNTIME_INPUTS, constant_key
+from specc.passes.program_json import program_to_json
 from specc.runtime.backends.eager.program import ModelProgram
 from tests.passes.modules import TOLERANCE, Tiny, compiled, dense_logits, random_tokens
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
+from specc.passes.program_json import program_to_json
 from specc.passes.residual import layer_regions, stream_values
 from specc.passes.rewrite.skip_layers import SkipLayers
 from tests import models

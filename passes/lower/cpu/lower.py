@@ -16,7 +16,8 @@ from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.lower.inductor.package import compile_package
 from specc.passes.lower.inductor.warm import keep_inductor
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
+from specc.passes.program_json import program_to_json
 from specc.system.child_processes import ChildProcesses
 from specc.system.cxx_compiler import find_compiler
 from specc.system.file_cache import FileCache

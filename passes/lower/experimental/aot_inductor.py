@@ -32,7 +32,8 @@ from specc.passes.lower.experimental.inline_kernels import (
     example_inputs,
     export_inlined,
 )
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
+from specc.passes.program_json import program_to_json
 from specc.speculation.plans import SpecPlan
 from specc.system.child_processes import ChildProcesses, end_with_parent
 from specc.system.extras import install_command

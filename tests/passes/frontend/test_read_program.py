@@ -15,7 +15,8 @@ from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.cpu.lower import LAYOUT_PHASES
 from specc.passes.memory import PassShape, plan_memory
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.shard.shard import Shard
 from specc.speculation.taps import Taps

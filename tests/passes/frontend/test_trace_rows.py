@@ -10,7 +10,8 @@ from torch import nn
 from specc.errors import UnsupportedGraphError
 from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import Pipeline
-from specc.passes.program import RUNTIME_INPUTS, RowInput, program_to_json
+from specc.passes.program import RUNTIME_INPUTS, RowInput
+from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from tests.passes.modules import TOLERANCE, Tiny, aten, flat_logits, random_tokens
 

@@ -14,7 +14,8 @@ from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.frontend.read_program import read_program
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import constant_key, program_to_json
+from specc.passes.program import constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.absorb_latent import AbsorbLatent, values_in_keys
 from tests import models
 from tests.passes.modules import (

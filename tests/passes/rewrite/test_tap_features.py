@@ -15,7 +15,8 @@ from specc.passes.facts import features_are_written
 from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING, boundaries_of
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import FEATURES, RUNTIME_INPUTS, Program, program_to_json
+from specc.passes.program import FEATURES, RUNTIME_INPUTS, Program
+from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.speculation.taps import Taps

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specc.artifact.segments import SegmentedModel
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.segments.cut_segments import Segment, cut_segments, segments_to_json
 from specc.passes.segments.places import CutPlace, layer_places
 from specc.runtime.backends.eager.program import ModelProgram

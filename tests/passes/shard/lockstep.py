@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specc.kernels.reference.ranks import LockstepGroup, use_group
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.shard.shard import Shard
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan

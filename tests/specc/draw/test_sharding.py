@@ -14,7 +14,8 @@ from specc.draw.sharding import sharding_svg
 from specc.draw.sharding_items import AttentionItem, Section, SumItem, WeightItem, sections
 from specc.errors import ConfigError, EngineError
 from specc.passes.pipeline import Pipeline
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
+from specc.passes.program_json import program_to_json
 from specc.sharding.shard_plan import ShardPlan
 from tests import models
 from tests.passes.shard.lockstep import shard_phases

@@ -20,7 +20,8 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import constant_key, program_to_json
+from specc.passes.program import constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.read_features import ReadFeatures
 from tests.block_heads import BLOCK_CASES, MASK, write_block

@@ -14,7 +14,8 @@ from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program, constant_key, program_to_json
+from specc.passes.program import Program, constant_key
+from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.read_features import ReadFeatures
 from tests.head_reference import hidden_states

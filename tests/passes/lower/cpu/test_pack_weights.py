@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.pipeline import Pipeline
-from specc.passes.program import Program, Weight, program_to_json
+from specc.passes.program import Program, Weight
+from specc.passes.program_json import program_to_json
 from tests.models import build_model
 from tests.passes.modules import (
     assert_same_numbers_flat,

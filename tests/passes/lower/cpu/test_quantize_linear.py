@@ -14,7 +14,8 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import Program, Weight, program_to_json
+from specc.passes.program import Program, Weight
+from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.models import build_model
 from tests.passes.lower.cpu.test_linear import make_program, numbers

@@ -11,7 +11,7 @@ from specc.compiler.stages import constants_of, cut_stages
 from specc.kernels import ops
 from specc.passes.lower.cuda.phases import cuda_phases, launches
 from specc.passes.pipeline import Pipeline
-from specc.passes.program import program_to_json
+from specc.passes.program_json import program_to_json
 from specc.passes.segments.cut_segments import Segment
 from specc.runtime.backends.eager.program import ModelProgram
 from tests import models

@@ -14,7 +14,8 @@ from torch.fx.node import base_types
 from specc.kernels.cuda.launch import inlined
 from specc.passes.lower.cuda.pass_sizes import PassSizes
 from specc.passes.lower.experimental.inline_kernels import CacheSizes, export_inlined
-from specc.passes.program import Program, program_to_json
+from specc.passes.program import Program
+from specc.passes.program_json import program_to_json
 
 TABLE = triton_kernel_wrap.kernel_side_table
 MUTATION = triton_kernel_wrap.triton_kernel_wrapper_mutation
