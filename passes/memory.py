@@ -219,15 +219,20 @@ class _Sizes:
         # the wider of keys and values
         head_dim = max(int(node.args[place].meta["val"].shape[2]) for place in (1, 2))
         if self._attention == NATIVE:
-            accumulators = 3 * _NATIVE_ROWS * (head_dim + 2 * _LANES)
-            tiles = _NATIVE_TILE * (2 * head_dim + _NATIVE_ROWS) + _NATIVE_ROWS * head_dim
-            return _FLOAT_BYTES * _THREADS * (accumulators + tiles)
+            return self._native_attention(head_dim)
         rows = self.shape.longest
         if self._attention == SPLIT:
             rows = min(rows, ops.rows_at_once(num_heads, self.shape.context))
         scores = 2 * num_heads * rows * self.shape.context
         gathered = 2 * num_kv_heads * head_dim * self.shape.context
         return _FLOAT_BYTES * (scores + gathered)
+
+    @staticmethod
+    def _native_attention(width: int) -> int:
+        """What threads of attention hold, of heads that are so wide."""
+        accumulators = 3 * _NATIVE_ROWS * (width + 2 * _LANES)
+        tiles = _NATIVE_TILE * (2 * width + _NATIVE_ROWS) + _NATIVE_ROWS * width
+        return _FLOAT_BYTES * _THREADS * (accumulators + tiles)
 
     def _expanded(self, node: fx.Node) -> int:
         """Keys and values of a sequence's latents, of some heads, or of all and their scores."""
@@ -238,11 +243,12 @@ class _Sizes:
         gathered = min(rows, _LATENTS) * int(latents.shape[3])
         if self._attention == NATIVE:
             head = rows * width * latents.dtype.itemsize
-            heads = min(max(1, _EXPANDED_BYTES // max(head, 1)), num_heads)
-            return heads * head + gathered * latents.dtype.itemsize
+            # of fewer rows, more heads at a time; attention over them has its own
+            expanded = max(head, min(_EXPANDED_BYTES, num_heads * head))
+            return expanded + gathered * latents.dtype.itemsize + self._native_attention(width)
         tokens = min(self.shape.longest, ops.rows_at_once(num_heads, rows))
-        # each in the dtype of the cache, and once more in float32
-        return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 2 * num_heads * rows * width)
+        # own keys, values, both together, and once more in float32
+        return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 3 * num_heads * rows * width)
 
     def _decoded_part(self, node: fx.Node) -> int:
         x, num_out = node.args[0].meta["val"], int(node.args[3])

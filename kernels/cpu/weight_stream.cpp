@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -40,13 +39,17 @@ int64_t page_end(int64_t byte) {
 // each of which costs time of a core, too.
 std::shared_ptr<char> make_buffer(int64_t bytes) {
   const int64_t size = page_end(bytes), huge = size / kHugePage * kHugePage;
-  void* data = nullptr;
   const int64_t alignment = huge > 0 ? kHugePage : WeightStream::kPage;
-  TORCH_CHECK(posix_memalign(&data, alignment, size) == 0, "no memory for a buffer of ", bytes,
-              " bytes");
+  // a mapping of its own: what is asked of its pages would stay with those of a heap
+  const int64_t mapped = size + alignment;
+  void* const begin =
+      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(begin != MAP_FAILED, "no memory for a buffer of ", bytes, " bytes");
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  char* const data = static_cast<char*>(begin) + (alignment - address % alignment) % alignment;
   // a system that has none, or none to spare, reads into small pages
   if (huge > 0) madvise(data, huge, MADV_HUGEPAGE);
-  return std::shared_ptr<char>(static_cast<char*>(data), [](char* old) { std::free(old); });
+  return std::shared_ptr<char>(data, [begin, mapped](char*) { munmap(begin, mapped); });
 }
 
 struct Piece {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specc.errors import RankError, SpeccError
+from specc.kernels.ranks import rank_error
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.lost_rank import lost
 from specc.runtime.ranks.orders import Kind, Message, encode, json_message, refused
@@ -240,6 +241,8 @@ class Job:
         Where rank 0 cannot meet the others, one of them may be the cause, which the watch is about
         to see.
         """
+        # what a collective says inside a program comes as torch's error
+        error = rank_error(error) or error
         if isinstance(error, RankError):
             self._wait_for_cause()
         self.fail(self._fault_of(error))

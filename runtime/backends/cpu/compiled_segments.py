@@ -15,6 +15,7 @@ from torch import Tensor
 from specc.artifact.offload import OffloadPlan, Piece
 from specc.artifact.segments import SegmentedModel
 from specc.errors import EngineError
+from specc.kernels.ranks import rank_error
 from specc.runtime.backends.cpu.compiled_program import (
     CompiledProgram,
     unpacked_package,
@@ -89,11 +90,12 @@ class CompiledSegments:
 
         Raises:
             EngineError: weights that stay in the file could not be read.
+            RankError: another rank is why a collective failed, whatever it could not read.
         """
         try:
             return self.native.run(with_ancestors(inputs))
         except RuntimeError as error:
-            raise stream_error(error) or error from None
+            raise rank_error(error) or stream_error(error) or error from None
 
     def call_in(self, runner: Any, result: int) -> None:
         """Let a native runner of steps call it; arguments follow."""

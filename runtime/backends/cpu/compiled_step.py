@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.graph_io import graph_from_json
+from specc.kernels.ranks import rank_error
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
@@ -180,11 +181,12 @@ class CompiledStep:
 
         Raises:
             EngineError: weights that stay in their file could not be read.
+            RankError: another rank is why a collective failed, whatever it could not read.
         """
         try:
             return self._native.step(*arguments)
         except RuntimeError as error:
-            raise stream_error(error) or error from None
+            raise rank_error(error) or stream_error(error) or error from None
 
     def _stage_s(self, seconds: Sequence[float]) -> dict[str, float]:
         """Seconds of each stage, of those that the runner counts."""

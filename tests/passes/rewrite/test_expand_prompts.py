@@ -114,9 +114,11 @@ def test_what_heads_expand_to_is_planned():
     """Of one sequence, in C++ as many heads as fit into 32 MiB, and one at least."""
     _, program, _ = run(Latent)
     found = []
-    for context in (1000, 10_000_000):
+    for context in (1000, 10_000_000, 524_288):
         shape = PassShape(num_tokens=20, num_rows=1, batch_size=1, longest=20, context=context)
         found.append(peak_bytes(program, shape, NATIVE))
     # keys of 5 + 2 columns and values of 3, then 1,024 latents of 6 + 2
     assert found[0] >= 4 * (HEADS * 1000 * 10 + 1000 * 8)
     assert 4 * (10_000_000 * 10 + 1024 * 8) <= found[1] < 8 * 10_000_000 * 10
+    # a head of all rows takes 20 MiB, and of fewer, two take all that heads may
+    assert found[2] >= 32 << 20

@@ -144,7 +144,15 @@ def test_who_gets_on_slowly_is_not_lost(play) -> None:
     assert game.job.failure is None
 
 
-def test_a_collective_that_fails_waits_for_its_cause(play) -> None:
+GONE = RankError("a collective of rank 0 failed", "all ranks", "start again")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [GONE, RuntimeError(f"{GONE}\nException raised from a compiled program")],
+    ids=["alone", "in-a-program"],
+)
+def test_a_collective_that_fails_waits_for_its_cause(play, error: Exception) -> None:
     """Rank 0 feels that another is gone before its watch sees which."""
     game = play()
     game.start()
@@ -157,7 +165,7 @@ def test_a_collective_that_fails_waits_for_its_cause(play) -> None:
     later = threading.Timer(0.3, vanish)
     later.start()
     try:
-        game.job.fail_of(RankError("a collective of rank 0 failed", "all ranks", "start again"))
+        game.job.fail_of(error)
     finally:
         later.join()
     assert "rank 2 (pid 4702, h) has closed its connection" in str(game.lost())
