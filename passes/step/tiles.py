@@ -69,6 +69,16 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
         )
     if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
         return plan
+    for block in plan.blocks:
+        needed = batch * plan.max_depth * row_bytes[block.draft]
+        if needed > limit:
+            raise ConfigError(
+                f"--max-logits-mb {limit_mb}; the logits of {plan.max_depth} tokens of a block for"
+                f" each of {batch} sequences take {format_bytes(needed)}",
+                f"{-(-needed >> 20)} or more: one pass makes all of them",
+                f"pass --max-logits-mb {-(-needed >> 20)}, or lower --max-batch-size or"
+                " --num-speculative-tokens",
+            )
     levels = [rows for draft in plan.asked for rows in _level_rows(plan, draft)]
     widest = max([plan.num_nodes, *levels])
     # as few tiles as fit, all of about one size

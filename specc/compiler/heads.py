@@ -40,15 +40,15 @@ def check_heads(
             raise ConfigError(
                 f"{_called(first)} reads boundaries {_shown(first)}, {_called(candidate)}"
                 f" {_shown(candidate)}",
-                "heads that read the same hidden states: the target keeps one row a token",
-                "pass one of the two heads",
+                "drafts that read the same hidden states: the target keeps one row a token",
+                "pass one of the two",
             )
     windows = config.kv_windows_of(len(candidates) - 1)
     for candidate, window in zip(candidates, windows, strict=True):
         if candidate.head is not None and window is not None:
             raise ConfigError(
                 f"--draft-kv {window.option}, and {_called(candidate)}",
-                "a draft model of its own: a head sees what its layers were trained to see",
+                "a draft model of its own: this one sees what its layers were trained to see",
                 "leave out --draft-kv",
             )
     if config.quantization is not None:
@@ -97,7 +97,8 @@ def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[s
 
 
 def _called(candidate: Candidate) -> str:
-    return f"the head {candidate.model} ({candidate.name.replace('_', ' ')})"
+    kind = "block drafter" if isinstance(candidate.head, BlockSpec) else "head"
+    return f"the {kind} {candidate.model} ({candidate.name.replace('_', ' ')})"
 
 
 def _taps(candidate: Candidate) -> Taps:

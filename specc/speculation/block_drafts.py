@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.errors import ConfigError, EngineError
-from specc.speculation.tree import pack_bits
+from specc.errors import ConfigError, EngineError, TreeError
+from specc.speculation.dynamic_tree import DynamicTree
+from specc.speculation.tree import MAX_NODES, pack_bits
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,34 @@ def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:
             )
 
 
-def _invalid(data: Mapping[str, Any]) -> EngineError:
+def check_candidates(plan: str, tree: DynamicTree | None) -> None:
+    """Compare what a best-first tree is chosen from with what a step has room for.
+
+    Every depth keeps as many paths as the tree has nodes, not K as with draft models.
+
+    Args:
+        plan: its name.
+        tree: its shape; None is a static one.
+    Raises:
+        TreeError: more than `4 * MAX_NODES` candidates.
+    """
+    if tree is None:
+        return
+    count, width = 1, 1
+    for _ in range(tree.depth):
+        count += width * tree.top_k
+        width = min(width * tree.top_k, tree.num_nodes - 1)
+    if count > 4 * MAX_NODES:
+        raise TreeError(
+            f"plan {plan}, which a block drafter offers {count} candidates",
+            f"at most {4 * MAX_NODES}",
+            "choose fewer nodes, children or levels",
+        )
+
+
+def _invalid(data: Any) -> EngineError:
     return EngineError(
-        f"a block {dict(data)}",
+        f"a block {data!r:.80}",
         "its size, its mask token, and two flags",
         "compile the engine again",
     )

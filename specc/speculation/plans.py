@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import BlockDraft, check_depth
+from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
@@ -122,7 +122,9 @@ class SpecPlan:
                 "choose smaller widths, fewer levels or fewer drafts",
             )
         self._check_sharpness()
-        check_depth(self.name, self.max_depth if self.blocks else 0, self.blocks)
+        if self.blocks:
+            check_depth(self.name, self.max_depth, self.blocks)
+            check_candidates(self.name, self.dynamic)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
@@ -357,9 +359,15 @@ class SpecPlan:
 
         Reranked and voted trees have lost what MSS and SWOR need: how often, and in which order,
         the draft drew a token. Trees in tiles have lost the logits themselves.
+
+        MSS draws siblings that may be equal, and merging makes one node of them, with the children
+        of both. Those of a block drafter are the same draws twice, not two draws.
         """
         if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
             return (Rule.COUPLED, Rule.DELTA)
+        draws_again = any(len(level) > 1 for level in self.shape.levels[1:-1])
+        if self.combine == MERGE and self.blocks and draws_again:
+            return (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
         return tuple(Rule)
 
     def suits(self, params: SamplingParams) -> bool:

@@ -260,8 +260,8 @@ def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -
     if not model or model.startswith("self:") or not split_drafts([model])[0]:
         raise _refused(
             f"method {method} " + (f"and model {_shown(model)}" if model else "without model"),
-            "the directory or id of a head",
-            'add "model": "H/"' if not model else "leave method out, or name a head",
+            "the directory or id of a head or block drafter",
+            'add "model": "H/"' if not model else "leave method out, or name a head or drafter",
         )
     return _read_model(values, tree)
 

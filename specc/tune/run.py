@@ -179,7 +179,7 @@ def tune(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
     heads = [model.name for model in manifest.models if model.head is not None]
-    if blocks := sorted({x.draft for entry in manifest.plans for x in entry.blocks}):
+    if blocks := [x.name for x in manifest.models if x.head is not None and not x.head.width]:
         raise ConfigError(
             f"specc tune of an engine with a block drafter ({', '.join(blocks)})",
             "drafts that are asked level by level: what a block accepts is not measured",

@@ -27,6 +27,9 @@ from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
 from specc.kernels.reference.commit import next_tokens_reference
 from specc.sampling.rows import Rule
+from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.plans import MERGE, SpecPlan
+from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import (
     NUM_DRAWS,
     Options,
@@ -52,6 +55,7 @@ from tests.kernels.distribution_trees import (
     alone,
     block_tree,
     draft_tree,
+    lookup_part,
     merge,
     proposing,
 )
@@ -225,6 +229,43 @@ def test_levels_of_a_block(operators, rule, shape, num_draws):
     seed = seed_of(f"block-{rule}-{shape}")
     outcome = measure(operators, WORLD, propose, Options(rule, 1.0, top_p=0.9), seed, num_draws)
     check(outcome, num_draws=num_draws)
+
+
+def block_and_lookup(shape: TokenTree, longest: int) -> Propose:
+    """The tree of a block drafter, merged with a lookup."""
+
+    def propose(operators: Any, world: World, state: State) -> Proposals:
+        part = block_tree(operators, world.drafts[0], shape, state)
+        return merge(operators, [part, lookup_part(operators, state, longest)], longest)
+
+    return propose
+
+
+BLOCK_RULES = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
+
+
+@few_and_many
+@pytest.mark.parametrize("rule", BLOCK_RULES, ids=lambda rule: rule.name.lower())
+def test_levels_of_a_block_beside_a_lookup(operators, rule, num_draws):
+    plan = SpecPlan.from_widths((4, 2, 1), ("draft_0", "lookup-3"), MERGE)
+    assert plan.with_heads((), {"draft_0": BlockDraft(5, 0)}).rules == BLOCK_RULES
+    propose = block_and_lookup(TokenTree.from_widths((4, 2, 1)), 3)
+    seed = seed_of(f"block-and-lookup-{rule}")
+    outcome = measure(operators, WORLD, propose, Options(rule, 1.0), seed, num_draws)
+    check(outcome, num_draws=num_draws)
+
+
+@pytest.mark.slow
+def test_merged_blocks_need_more_than_draws_with_replacement(operators):
+    """Why their plans refuse MSS: equal siblings become one, with the same draws twice after it."""
+    options = Options(Rule.MSS, 0.7)
+    wrong = block_and_lookup(TokenTree.from_widths((4, 2, 1)), 3)
+    outcome = measure(operators, WORLD, wrong, options, 9 << 32, NUM_DRAWS)
+    assert outcome.chi_square > 2 * outcome.chi_square_bound, outcome
+    # what branches at its last level alone has no draws after equal siblings
+    right = block_and_lookup(TokenTree.from_widths((1, 1, 3)), 3)
+    outcome = measure(operators, WORLD, right, options, 9 << 32, NUM_DRAWS)
+    assert outcome.is_lossless, outcome
 
 
 # one too flat, and one too sharp, level by level

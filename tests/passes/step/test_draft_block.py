@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.cost.latency_table import draft_levels
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError, EngineError, TreeError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.reference.accept import draft_children_reference
 from specc.passes.step.fuse_step import fuse_step
-from specc.passes.step.tiles import logit_rows, pass_rows
+from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.runtime.backends.step_constants import step_constants
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule, Value, Word
 from specc.speculation.block_drafts import BlockDraft
-from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.passes.step.reading_models import NAMES, VOCAB
 
 MASK, SIZE = 6, 5
@@ -193,6 +193,38 @@ def test_plans_are_written_and_read() -> None:
         broken = {**data, "blocks": [{**data["blocks"][0], **change}]}
         with pytest.raises(EngineError, match="a block"):
             SpecPlan.from_json(broken)
+    with pytest.raises(EngineError, match="a block 'x'"):
+        SpecPlan.from_json({**data, "blocks": ["x"]})
+
+
+def test_rules_of_merged_trees() -> None:
+    """Two siblings that MSS drew alike become one, and what it drew after them counts twice."""
+
+    def rules(widths: tuple[int, ...], *drafts: str) -> tuple[Rule, ...]:
+        plan = SpecPlan.from_widths(widths, ("draft_0", *drafts), MERGE if drafts else "")
+        return plan.with_heads((), {"draft_0": BLOCK}).rules
+
+    without = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
+    assert rules((2, 1), "lookup-3") == rules((1, 2, 1), "draft_1") == without
+    assert rules((2, 1)) == rules((1, 3), "lookup-3") == rules((1, 1, 1), "draft_1") == tuple(Rule)
+    assert SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE).rules == tuple(Rule)
+
+
+def test_candidates_of_a_best_first_tree() -> None:
+    """Each depth keeps as many paths as the tree has nodes, where draft models keep K."""
+    wide = BlockDraft(17, MASK)
+    plan_of(DynamicTree(16, 16, 15), wide)
+    with pytest.raises(TreeError, match=r"a block drafter offers 196\d{3} candidates"):
+        plan_of(DynamicTree(1000, 16, 15), wide)
+
+
+def test_logits_of_a_block_have_no_tiles() -> None:
+    """One pass makes all of them: what does not fit is said, not exceeded."""
+    rows = {"target": 1 << 19, "draft_0": 1 << 19}
+    assert tile_plan(plan_of((2, 2, 2, 1)), rows, 2, 64).tile is None
+    assert tile_plan(plan_of((2, 2, 2, 1)), rows, 2, 4).tile is not None
+    with pytest.raises(ConfigError, match=r"4 tokens of a block for each of 2 .* take 4(\.0)? MiB"):
+        tile_plan(plan_of((2, 2, 2, 1)), rows, 2, 3)
 
 
 def test_trees_deeper_than_a_block() -> None:

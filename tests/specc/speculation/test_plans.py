@@ -230,6 +230,7 @@ def test_manifest_round_trip(named):
         "file",
         "heads",
         "sharpness",
+        "blocks",
     }
 
 
