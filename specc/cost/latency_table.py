@@ -371,14 +371,18 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """
     if not plan.speculates:
         return ()
-    if plan.blocks and not plan.combine:
-        # one pass: what the last step may have accepted, and the block
-        return ((plan.blocks[0].draft, (plan.max_depth + 1 + plan.blocks[0].size,)),)
     if plan.dynamic is not None:
         levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
     else:
         levels = fed_rows(plan.shape)
-    return tuple((draft, (plan.first_level(draft), *levels[1:])) for draft in plan.asked)
+
+    def passes(draft: str) -> tuple[int, ...]:
+        if (block := plan.block_of(draft)) is not None:
+            # one pass: what the last step may have accepted, and the block
+            return (plan.max_depth + 1 + block.size,)
+        return plan.first_level(draft), *levels[1:]
+
+    return tuple((draft, passes(draft)) for draft in plan.asked)
 
 
 def fed_rows(tree: TokenTree) -> list[int]:

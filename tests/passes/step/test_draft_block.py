@@ -177,6 +177,11 @@ def test_rows_of_passes_and_of_logits() -> None:
     plan = plan_of((3, 2, 1))
     # of a step that accepts all: its tokens and the bonus token, then the block
     assert draft_levels(plan) == (("draft_0", (4 + SIZE,)),)
+    merged = SpecPlan.from_widths((3, 2, 1), ("draft_0", "draft_1"), MERGE)
+    merged = merged.with_heads((), {"draft_0": BLOCK})
+    # a draft model beside it has lacked rows since the block did
+    levels = {"draft_0": (4 + SIZE,), "draft_1": (merged.catch_up, 3, 6)}
+    assert dict(draft_levels(merged)) == levels
     assert pass_rows(plan, "draft_0") == 4 + SIZE
     assert logit_rows(plan, "draft_0") == 3
     assert plan_of((1,)).num_rows == SIZE
