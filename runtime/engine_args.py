@@ -5,7 +5,7 @@ Nothing here imports torch before an engine is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -251,6 +251,11 @@ class EngineArgs:
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
         )
+
+    def of_loaded(self, engine: Engine) -> Self:
+        """For an engine that was loaded as these options say; those of loading are left out."""
+        plain: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_LOADING}
+        return replace(self, engine=engine, **plain)
 
     def _check_loaded(self) -> None:
         """Raises ConfigError: options that would have had to come before the engine was loaded."""

@@ -107,7 +107,7 @@ def start_service(args: AsyncEngineArgs, measure: Measure | None = None) -> Serv
         SpeccError: the engine, the plan or the policy.
     """
     loaded = args.load()
-    args = replace(args, engine=loaded)
+    args = args.of_loaded(loaded)
     speculates = any(plan.speculates for plan in loaded.plans.values())
     is_free = args.plan is None and args.policy is None
     wants_goodput = args.policy == "goodput" or (is_free and speculates)

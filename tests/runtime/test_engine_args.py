@@ -99,6 +99,13 @@ def test_options_of_loading_come_before_it(saved_engine):
         LLM(engine, max_num_seqs=2, offload_weights="1GB")
 
 
+def test_options_of_an_engine_that_was_loaded_by_them(saved_engine):
+    args = AsyncEngineArgs(saved_engine.path, "off", max_num_seqs=1, num_threads=1, max_waiting=3)
+    loaded = args.of_loaded(args.load())
+    assert (loaded.plan, loaded.max_waiting, loaded.max_num_seqs) == ("off", 3, None)
+    assert loaded.load() is loaded.engine
+
+
 def test_llm_opens_what_the_options_name(saved_engine):
     with LLM.from_engine_args(EngineArgs(saved_engine.path, "off", max_num_seqs=1)) as llm:
         assert llm.engine.cache.shape.max_num_seqs == 1

@@ -57,7 +57,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def program(model):
-    program = trace(model, "draft_0", rows=ROWS)
+    program = trace(model, "draft_0", rows=ROWS, hands_on=True)
     Pipeline().run(program)
     return program
 
@@ -118,6 +118,6 @@ def test_copies_and_other_vocabularies_keep_what_is_handed_on(program):
     ("kind", "reason"), [(Mixing, "cumsum"), (Constant, "no row for each token")]
 )
 def test_what_is_handed_on_keeps_tokens_apart(kind, reason):
-    program = trace(kind().eval(), "draft_0", rows=ROWS)
+    program = trace(kind().eval(), "draft_0", rows=ROWS, hands_on=True)
     with pytest.raises(UnsupportedGraphError, match=reason):
         Pipeline().run(program)
