@@ -63,9 +63,13 @@ token reads its caches and gains, the more of them there are; a prompt computes.
 has many tokens in a pass, their keys and values, and those of the rows before them, are expanded
 from the cache for this pass, some heads at a time (`passes/rewrite/expand_prompts.py`), as vLLM
 does in prefill. To expand a row takes R · (n + v) products and saves 2R - n - v for each token of
-the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. Layers with a
-window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and short
-outputs where memory is no matter.
+the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. (A prompt that
+begins in the pass sees half of its rows in the mean, so its gain begins at twice as many.) How many
+tokens of a prompt come in a pass depends on what runs beside it, and with that which of the two
+roundings its rows have: 1e-6 of an output in float32, up to .5 % of the largest one in bfloat16,
+where near ties may then fall differently. Caches of `expanded` rows have no such choice. Layers
+with a window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and
+short outputs where memory is no matter.
 
 Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
 values and attention; or products with Wk and Wv and attention; or latents as engines compute them
@@ -111,9 +115,10 @@ follows from the path that the token sees, so levels of a draft need no further 
 is as far from a token as the token sees keys after it, which the network counts in the mask that it
 is given (`CumSum`), once for all layers with the same slopes; its Attention adds what comes of it.
 
-The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself, and is
-exact next to the token. Where models add slope · position, sums round to 2^-24 of that product:
-with slope 0.5 at position 2,000 up to 6e-5 of a score, in float32, which are transformers', and in
+The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself (2^-11 in
+networks of float16), and is exact next to the token. Where models add slope · position, sums round
+to 2^-24 of that product: with slope 0.5 at position 2,000 up to 6e-5 of a score, in float32, which
+are transformers', and in
 near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bits: 257 counts as
 256), which its weights were trained with: attention does the same there, and in no other model.
 

@@ -14,6 +14,7 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
+from specc.speculation.plan_names import FIRST_DRAFT, prefix_of
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View
@@ -25,7 +26,6 @@ MERGE, VOTE = "merge", "vote"
 # proposals that the host's index makes, for all plans of an engine
 SUFFIX = "suffix"
 _LOOKUP = re.compile(r"lookup-([1-9]\d?)")
-_FIRST_DRAFT = ("draft_0",)
 # β of depth 1, 2, … of each draft that is asked
 Sharpness = tuple[tuple[float, ...], ...]
 _SHARPEST = 100.0
@@ -62,7 +62,7 @@ class SpecPlan:
     widths: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     dynamic: DynamicTree | None = None
-    drafts: tuple[str, ...] = _FIRST_DRAFT
+    drafts: tuple[str, ...] = FIRST_DRAFT
     combine: str = ""
     tile: int | None = None
     heads: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class SpecPlan:
     def from_widths(
         cls,
         widths: tuple[int, ...] | list[int],
-        drafts: tuple[str, ...] = _FIRST_DRAFT,
+        drafts: tuple[str, ...] = FIRST_DRAFT,
         combine: str = "",
     ) -> SpecPlan:
         """Name a plan after its widths; all ones is a chain, no level is off."""
@@ -153,24 +153,24 @@ class SpecPlan:
             shape = f"chain-{len(widths)}"
         else:
             shape = "tree-" + "-".join(map(str, widths))
-        return cls(_prefix(drafts, combine) + shape, widths, drafts=drafts, combine=combine)
+        return cls(prefix_of(drafts, combine) + shape, widths, drafts=drafts, combine=combine)
 
     @classmethod
     def from_tree(
-        cls, tree: TokenTree, drafts: tuple[str, ...] = _FIRST_DRAFT, combine: str = ""
+        cls, tree: TokenTree, drafts: tuple[str, ...] = FIRST_DRAFT, combine: str = ""
     ) -> SpecPlan:
         """A static tree of any topology, named after its nodes."""
         if tree.widths or tree.num_nodes == 1:
             return cls.from_widths(tree.widths, drafts, combine)
         # trees of equal size and depth are told apart by a checksum of their parents
         code = zlib.crc32(repr(tree.parents).encode()) & 0xFFFF
-        name = f"{_prefix(drafts, combine)}tree-n{tree.num_nodes}-d{tree.max_depth}-{code:04x}"
+        name = f"{prefix_of(drafts, combine)}tree-n{tree.num_nodes}-d{tree.max_depth}-{code:04x}"
         return cls(name, parents=tree.parents, drafts=drafts, combine=combine)
 
     @classmethod
     def from_dynamic(cls, dynamic: DynamicTree, draft: str = "draft_0") -> SpecPlan:
         name = f"dynamic-{dynamic.num_nodes}-{dynamic.top_k}-{dynamic.depth}"
-        return cls(_prefix((draft,), "") + name, dynamic=dynamic, drafts=(draft,))
+        return cls(prefix_of((draft,), "") + name, dynamic=dynamic, drafts=(draft,))
 
     @cached_property
     def speculates(self) -> bool:
@@ -437,18 +437,6 @@ def lookup_ngram(draft: str) -> int | None:
     """N of `lookup-N`; None of other drafts."""
     match = _LOOKUP.fullmatch(draft)
     return int(match[1]) if match else None
-
-
-def _prefix(drafts: tuple[str, ...], combine: str) -> str:
-    """What tells a plan from that of the first draft alone: `merge-0+1-`, `selfl0.2to5w512s4-`."""
-    if not drafts or drafts == _FIRST_DRAFT:
-        return ""
-    # numbers stay apart
-    apart = (re.sub(r"(?<=\d)_(?=\d)", ".", name.removeprefix("draft_")) for name in drafts)
-    names = "+".join(re.sub("[-_]", "", name) for name in apart)
-    if combine:
-        return f"{combine}-{names}-"
-    return f"draft{names}-" if drafts[0].startswith("draft_") else f"{names}-"
 
 
 OFF = SpecPlan("off")
