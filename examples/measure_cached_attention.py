@@ -43,6 +43,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from product_rates import Products
@@ -68,10 +69,13 @@ ATTENTION = "_ZN5specc14tree_attentionERKNS_13TreeAttentionEi"
 SUM = "_ZN5specc10sum_floatsEPKfli"
 
 
-class TreeAttention(ctypes.Structure):
-    """The struct of that name in kernels/cpu/kernels.h."""
+# of a field that earlier kernels lack
+LIMIT = "most_rows"
 
-    _fields_ = (
+
+def fields_of_call(has_limit: bool) -> list[tuple[str, Any]]:
+    """Of the struct TreeAttention in kernels/cpu/kernels.h."""
+    return (
         [("dtype", ctypes.c_int32), ("holds_int8", ctypes.c_bool)]
         + [
             (name, ctypes.c_int64)
@@ -100,9 +104,18 @@ class TreeAttention(ctypes.Structure):
         + [("blocks_per_sequence", ctypes.c_int64), ("scale", ctypes.c_float)]
         + [("window", ctypes.c_int64), ("sink", ctypes.c_int64)]
         + [("sink_logits", ctypes.c_void_p), ("softcap", ctypes.c_float)]
-        + [("slopes", ctypes.c_void_p), ("rounds_bias", ctypes.c_bool), ("out", ctypes.c_void_p)]
-        + [("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
+        + [("slopes", ctypes.c_void_p), ("rounds_bias", ctypes.c_bool)]
+        + ([(LIMIT, ctypes.c_int64)] if has_limit else [])
+        + [("out", ctypes.c_void_p), ("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
     )
+
+
+class TreeAttention(ctypes.Structure):
+    _fields_ = fields_of_call(has_limit=True)
+
+
+class EarlierTreeAttention(ctypes.Structure):
+    _fields_ = fields_of_call(has_limit=False)
 
 
 class Kernels:
@@ -121,6 +134,7 @@ class Kernels:
         self.sum = getattr(loaded, SUM)
         self.sum.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self.sum.restype = ctypes.c_float
+        self.has_limit = LIMIT in (sources / "kernels.h").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -185,20 +199,17 @@ class Problem:
             torch.tensor([case.length], dtype=torch.int32),
             self.words,
         ]
-        self.arguments, self.plain_arguments = (
-            [self._arguments(slab[layer]) for layer in range(self.layers)]
-            for slab in (self.slab, self.plain)
-        )
         self.dense: list[Tensor] = []
 
-    def _arguments(self, layer: Tensor) -> TreeAttention:
+    def _arguments(self, layer: Tensor, has_limit: bool) -> ctypes.Structure:
         case, count = self.case, self.case.num_tokens
         row = case.kv_heads * case.columns
         strides = (BLOCK_SIZE * row, row, case.columns)
         k_cache, v_cache = (part.data_ptr() for part in layer)
         k, v = (part.data_ptr() for part in self.kv)
         token = case.kv_heads * case.dim
-        return TreeAttention(
+        limit = [0] if has_limit else []
+        return (TreeAttention if has_limit else EarlierTreeAttention)(
             int(DTYPES[case.dtype] == torch.bfloat16), case.holds_int8,
             case.heads, case.kv_heads, count, case.dim, case.dim, 1,
             self.q.data_ptr(), case.dim, case.heads * case.dim,
@@ -206,11 +217,12 @@ class Problem:
             k_cache, *strides, v_cache, *strides,
             self.slab.shape[2], BLOCK_SIZE, *(x.data_ptr() for x in self.numbers), 1,
             self.table.data_ptr(), len(self.table), case.dim**-0.5, 0, 0,
-            None, 0, None, False, self.out.data_ptr(), case.dim, case.heads * case.dim,
+            None, 0, None, False, *limit, self.out.data_ptr(), case.dim, case.heads * case.dim,
         )  # fmt: skip
 
     def call(self, kernels: Kernels, threads: int, plain: bool) -> Callable[[int], None]:
-        arguments = self.plain_arguments if plain else self.arguments
+        slab = self.plain if plain else self.slab
+        arguments = [self._arguments(layer, kernels.has_limit) for layer in slab]
         return lambda layer: kernels.attend(ctypes.byref(arguments[layer]), threads)
 
     def torch_calls(self) -> dict[str, Callable[[int], None]]:
