@@ -20,6 +20,7 @@ from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
+from specc.runtime.backends.held_weights import check_mmap
 from specc.runtime.backends.offload_budget import check_offload, least_of
 from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.backends.program_files import MappedWeights
@@ -155,8 +156,9 @@ class Engine:
         oversubscribes: bool = False,
         offload_weights: int | str | None = None,
         overlaps: bool = False,
+        mmap: bool | None = None,
     ) -> Engine:
-        """Open an engine directory; weights stay in the memory-mapped files.
+        """Open an engine directory.
 
         Args:
             path: the engine directory.
@@ -181,6 +183,9 @@ class Engine:
                 GPU copied from the host's memory.
             overlaps: captured steps draft for one half of their sequences while they verify the
                 other half, see `check_overlap`.
+            mmap: on CPUs, weights stay in the mapped files, which processes share, True, or are
+                read into memory in huge pages, where passes are faster, False. None reads them
+                where Linux gives huge pages and there is room.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -200,6 +205,7 @@ class Engine:
             )
             _check_dtypes(manifest)
             check_offload(manifest, backend or manifest.backend, offload_weights)
+            check_mmap(backend or manifest.backend, mmap, offload_weights)
             if overlaps:
                 run_by = backend or manifest.backend
                 check_overlap(manifest, run_by, max_num_seqs, offload_weights)
@@ -212,6 +218,7 @@ class Engine:
                 capture,
                 offload_weights=offload_weights,
                 overlaps=overlaps,
+                mmap=mmap,
             )
             backend = backend or manifest.backend
             if ranks is None and manifest.parallel is not None:

@@ -25,7 +25,7 @@ _DTYPES |= {"fp32": "float32"}
 # of `Engine.load`: they say nothing to an engine that is loaded
 _OF_LOADING = {
     "verify", "num_threads", "max_num_seqs", "backend", "capture", "kv_cache_tokens",
-    "rank_timeout_s", "oversubscribes", "offload_weights", "overlaps",
+    "rank_timeout_s", "oversubscribes", "offload_weights", "overlaps", "mmap",
 }  # fmt: skip
 
 
@@ -92,6 +92,14 @@ class EngineArgs:
         " On CPUs for engines compiled with --segments.",
         type=str,
         metavar="BYTES|auto",
+    )
+    mmap: bool | None = option(
+        None,
+        "On CPUs, leave weights in the mapped files, which processes share, or read them into"
+        " memory in huge pages, where passes are faster; without it, the second where Linux gives"
+        " huge pages and there is room.",
+        "--mmap/--no-mmap",
+        shows_default=False,
     )
     rank_timeout_s: float = option(
         30.0,
@@ -229,6 +237,7 @@ class EngineArgs:
                 oversubscribes=self.oversubscribes,
                 offload_weights=self.offload_weights,
                 overlaps=self.overlaps,
+                mmap=self.mmap,
             )
         self._check(engine)
         return engine

@@ -35,7 +35,9 @@ class LoadLimits:
         rank: whose part of the models that are cut is loaded.
         ranks: of backends that capture, what joins this process to the others; None: it is alone.
         offload_weights: bytes that weights of the target may take in memory, of each rank: others
-            are read from their file in every pass; `auto` is what is free. None: they are mapped.
+            are read from their file in every pass; `auto` is what is free. None: all of them.
+        mmap: weights stay in the mapped files, True, or are held in memory, False, see
+            `load_weights`; of backends that hold them.
         num_local: ranks of this machine, which share what is free.
         overlaps: of backends that capture, steps draft for one half of their sequences while they
             verify the other half, see `check_overlap`.
@@ -49,6 +51,7 @@ class LoadLimits:
     ranks: DeviceRanks | None = None
     offload_weights: int | str | None = None
     num_local: int = 1
+    mmap: bool | None = None
     overlaps: bool = False
     skips: frozenset[str] = frozenset()
 

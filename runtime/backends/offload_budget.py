@@ -103,9 +103,13 @@ def offload_bytes(manifest: Manifest, limits: LoadLimits) -> int | None:
     """
     if limits.offload_weights is None:
         return None
+    return budget_of(manifest, limits, free_bytes())
+
+
+def free_bytes() -> int | None:
+    """Memory that this process may still take; None where the system does not tell."""
     known = (available_memory_bytes(), cgroup_memory_bytes())
-    free = min((value for value in known if value is not None), default=None)
-    return budget_of(manifest, limits, free)
+    return min((value for value in known if value is not None), default=None)
 
 
 def budget_of(manifest: Manifest, limits: LoadLimits, free: int | None) -> int:

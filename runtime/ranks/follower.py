@@ -371,6 +371,7 @@ def load_part(
         ranks,
         setup["offload_weights"],
         setup["num_local"],
+        setup["mmap"],
     )
     # of what is free, rank 0's drafts take their share, too
     limits = replace(limits, offload_weights=offload_bytes(manifest, limits))

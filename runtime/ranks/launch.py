@@ -121,6 +121,7 @@ def load_led(
         "kv_cache_tokens": limits.kv_cache_tokens,
         "offload_weights": limits.offload_weights,
         "num_local": len(local),
+        "mmap": limits.mmap,
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,

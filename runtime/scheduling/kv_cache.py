@@ -5,9 +5,7 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,12 +15,12 @@ from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.block_pool import BlockPool
+from specc.system.huge_pages import ask_for_huge_pages
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
 # in the mass of blocks: a sequence that does not vote
 NOBODY = -1.0
-_HUGE_PAGE = 2 << 20
 
 
 def zeroed_slab(
@@ -33,14 +31,7 @@ def zeroed_slab(
     Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
     page, which has to be looked up. No error where there are none.
     """
-    slab = torch.empty(tuple(shape), dtype=dtype, device=device)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
-    if slab.device.type == "cpu" and advice is not None:
-        first = -(-slab.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        size = (slab.data_ptr() + slab.nbytes) // _HUGE_PAGE * _HUGE_PAGE - first
-        if size > 0:  # before it is written: pages that there are keep their size
-            madvise = ctypes.CDLL(None).madvise
-            madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
+    slab = ask_for_huge_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
     # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
     return slab.zero_()
 

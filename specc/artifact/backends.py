@@ -49,6 +49,8 @@ class BackendFacts:
         takes_int8_rows: its caches may hold K and V as int8.
         offloads_weights: what its programs may run without in memory: `segments` are read from
             files, pass by pass, and single `weights` copied from the host to a GPU.
+        holds_weights: its programs read weights from memory of their own, or from mapped files,
+            as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `slopes`, `value width`.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
@@ -80,6 +82,7 @@ class BackendFacts:
     voting_dims: tuple[tuple[str, int], ...] = ()
     takes_int8_rows: bool = False
     offloads_weights: Literal["", "segments", "weights"] = ""
+    holds_weights: bool = False
     attention_extras: tuple[str, ...] = ()
     quantized: tuple[str, ...] = ()
     quantizes_experts: bool = False
@@ -154,7 +157,7 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
         model_files=("package_file",), by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True, offloads_weights="segments",
+        attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=_QUANTIZED, quantizes_experts=True,
         cuts_quantized=True,
     )

@@ -22,6 +22,11 @@ from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.cpu.compiled_pair import engine_path
 
 NAME = "gemma3-tied"
+WAYS = [
+    pytest.param("cpu", False, id="cpu"),
+    pytest.param("cpu", True, id="cpu-mapped"),
+    pytest.param("eager", None, id="eager"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +45,17 @@ def no_collector() -> Iterator[None]:
 def watch(llm: LLM) -> dict[str, Callable[[], bool]]:
     """Name → whether it is gone, for all that is large or holds something large."""
     engine = llm.engine
-    assert len(engine.mapped_weights) == 2
+    # those that are held have no list of their own
+    all_weights = engine.mapped_weights or [m.weights for m in (engine.target, *engine.drafts)]  # type: ignore[attr-defined]
+    assert len(all_weights) == 2
     objects = {"llm": llm, "engine": engine, "cache": engine.cache, "target": engine.target}
     objects |= {f"draft {i}": draft for i, draft in enumerate(engine.drafts)}
     objects |= {f"step {name}": step for name, step in engine.steps.items()}
-    objects |= {f"weights {i}": weights for i, weights in enumerate(engine.mapped_weights)}
+    objects |= {f"weights {i}": weights for i, weights in enumerate(all_weights)}
     references = {name: weakref.ref(value) for name, value in objects.items()}
     storages = {
         f"{i} {key}": StorageWeakRef(weight.untyped_storage())
-        for i, weights in enumerate(engine.mapped_weights)
+        for i, weights in enumerate(all_weights)
         for key, weight in weights.items()
     }
     storages |= {
@@ -64,10 +71,10 @@ def assert_gone(watched: dict[str, Callable[[], bool]]) -> None:
     assert [name for name, is_gone in watched.items() if not is_gone()] == []
 
 
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_a_dropped_llm_releases_everything(path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "mmap"), WAYS)
+def test_a_dropped_llm_releases_everything(path: Path, backend: str, mmap: bool | None) -> None:
     """After requests with every plan, a hook, and a stream that was left in the middle."""
-    engine = Engine.load(path, backend=backend)
+    engine = Engine.load(path, backend=backend, mmap=mmap)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
 
     def replace(values: StepValues) -> None:
@@ -85,10 +92,10 @@ def test_a_dropped_llm_releases_everything(path: Path, backend: str) -> None:
     assert_gone(watched)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_a_step_keeps_its_programs(path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "mmap"), WAYS)
+def test_a_step_keeps_its_programs(path: Path, backend: str, mmap: bool | None) -> None:
     """What still can run has its weights and caches, whatever else was dropped."""
-    engine = Engine.load(path, backend=backend)
+    engine = Engine.load(path, backend=backend, mmap=mmap)
     step, slabs = engine.steps["chain-4"], engine.cache.environment
     table = engine.cache.block_table([list(range(engine.cache.shape.blocks_per_sequence))])
     for slab in slabs.values():

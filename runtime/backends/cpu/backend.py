@@ -14,6 +14,7 @@ from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
+from specc.runtime.backends.held_weights import load_weights
 from specc.runtime.backends.offload_budget import offload_of
 from specc.runtime.backends.program_files import (
     MappedWeights,
@@ -30,10 +31,11 @@ class CpuBackend(RuntimeBackend):
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
         operators = load_operators(path, manifest)
-        weights = {
-            model.name: MappedWeights(path / manifest.weights_file(model, limits.rank))
+        files = {
+            model.name: path / manifest.weights_file(model, limits.rank)
             for model in manifest.models
         }
+        weights = load_weights(files, limits)
         target = manifest.models[0]
         models: dict[str, CompiledProgram | CompiledSegments] = {}
         for model in manifest.models:
@@ -71,7 +73,7 @@ class CpuBackend(RuntimeBackend):
             dict(steps),
             cache,
             operators,
-            mapped_weights=tuple(weights.values()),
+            mapped_weights=tuple(w for w in weights.values() if isinstance(w, MappedWeights)),
             winners_steps=dict(winners_steps),
             self_drafts=dict(self_drafts),
         )

@@ -24,6 +24,7 @@ def chat(
             "num_threads",
             "backend",
             "offload_weights",
+            "mmap",
             "rank_timeout_s",
             "oversubscribes",
             "overlaps",

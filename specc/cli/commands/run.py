@@ -27,6 +27,7 @@ def run(
             "num_threads",
             "backend",
             "offload_weights",
+            "mmap",
             "rank_timeout_s",
             "oversubscribes",
             "overlaps",

@@ -29,6 +29,7 @@ def serve(
             "num_threads",
             "backend",
             "offload_weights",
+            "mmap",
             "rank_timeout_s",
             "oversubscribes",
             "overlaps",

@@ -25,6 +25,7 @@ def triton(
             "policy",
             "backend",
             "num_threads",
+            "mmap",
             "rank_timeout_s",
             "oversubscribes",
         ),

@@ -87,6 +87,18 @@ def whole_of(path: Path, root: Path) -> Path:
     return copy
 
 
+def test_weights_in_memory_and_weights_in_the_mapped_file_give_the_same_tokens(
+    compiled: Path,
+) -> None:
+    held, mapped = (Engine.load(compiled, mmap=mmap) for mmap in (False, True))
+    assert held.mapped_weights == ()
+    assert len(mapped.mapped_weights) == 2
+    for plan in ("off", PLAN.name):
+        assert tokens(held, plan) == tokens(mapped, plan)
+    # what streams weights from their file does not hold them besides
+    assert Engine.load(compiled, offload_weights=BUDGET).mapped_weights
+
+
 def test_an_eager_engine_runs_its_segments(eager: Path, tmp_path: Path) -> None:
     whole = Engine.load(whole_of(eager, tmp_path))
     engine = Engine.load(eager)

@@ -9,6 +9,7 @@ import torch
 
 from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache, zeroed_slab
+from tests.mapping_flags import mapping_flags
 
 
 @pytest.mark.parametrize(
@@ -125,17 +126,7 @@ def test_slabs_ask_for_huge_pages() -> None:
     assert slab.shape == (3, 4 << 20)
     assert slab.dtype == torch.bfloat16
     assert not slab.any()
-    address, flags = slab.data_ptr() + slab.nbytes // 2, None
-    inside = False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            low, high = (int(part, 16) for part in first.split("-"))
-            inside = low <= address < high
-        elif inside and first == "VmFlags:":
-            flags = line.split()[1:]
-    assert flags is not None
-    assert "hg" in flags
+    assert "hg" in mapping_flags(slab.data_ptr() + slab.nbytes // 2)
 
 
 def test_slabs_of_no_page() -> None:

@@ -19,6 +19,7 @@ from specc.kernels import native
 from specc.runtime.backends.cpu.compiled_segments import CompiledSegments, open_stream
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.backends.cpu.stream_error import stream_error
+from tests.mapping_flags import mapping_flags
 
 # offsets that are no pages, sizes from a part of a page to several reads
 SIZES = (5 * PAGE + 12, 100, 9 * 1024 * 1024 + 4, 3 * PAGE, 77 * PAGE + 64)
@@ -98,20 +99,9 @@ def test_buffers_are_huge_pages_where_the_system_has_them(tmp_path: Path) -> Non
     begin = stream.piece(0).data_ptr() - pieces[0].offset % PAGE
     assert begin % huge == 0
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
-        assert "hg" in _flags_of(begin)
-        assert "hg" in _flags_of(begin + 5 * huge - 1)
-        assert "hg" not in _flags_of(begin + 5 * huge)
-
-
-def _flags_of(address: int) -> list[str]:
-    """`VmFlags` of the mapping that an address of this process lies in."""
-    is_in = False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if first := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_in = int(first[1], 16) <= address < int(first[2], 16)
-        elif is_in and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError(f"no mapping at {address:#x}")
+        assert "hg" in mapping_flags(begin)
+        assert "hg" in mapping_flags(begin + 5 * huge - 1)
+        assert "hg" not in mapping_flags(begin + 5 * huge)
 
 
 def _takes_direct(directory: Path) -> bool:

@@ -1,0 +1,53 @@
+"""Memory in huge pages, which a processor reads faster than in pages of 4 KB.
+
+Every page that a stream goes through has to be looked up; in virtual machines, each lookup is one
+of two tables. Two threads read 60 GB/s in pages of 2 MB where they read 30 in pages of 4 KB
+(docs/cpu.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def are_huge_pages_given(file: Path = _ENABLED) -> bool:
+    """Whether Linux gives huge pages to those that ask for them.
+
+    Args:
+        file: where it says so, as in `always [madvise] never`.
+    """
+    try:
+        return "[never]" not in file.read_text(encoding="ascii")
+    except OSError:
+        return False  # no Linux, or one that has none
+
+
+def ask_for_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask for huge pages for what nobody has written yet; returns the tensor.
+
+    No error where there are none. Pages that are there already keep their size, so this comes
+    before the first write.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
+    if tensor.device.type == "cpu" and advice is not None:
+        first = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE - first
+        if size > 0:
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
+    return tensor
+
+
+def huge_buffer(num_bytes: int) -> Tensor:
+    """Unwritten uint8 [num_bytes] that begins with a huge page, where Linux gives them."""
+    whole = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
+    first = -whole.data_ptr() % HUGE_PAGE
+    return ask_for_huge_pages(whole[first : first + num_bytes])

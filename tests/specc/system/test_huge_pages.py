@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specc.system.huge_pages import (
+    HUGE_PAGE,
+    are_huge_pages_given,
+    ask_for_huge_pages,
+    huge_buffer,
+)
+from tests.mapping_flags import mapping_flags
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
+
+
+@needs_huge_pages
+def test_a_buffer_begins_with_a_huge_page_and_asks_for_all_of_them() -> None:
+    buffer = huge_buffer(3 * HUGE_PAGE + 5)
+    assert buffer.dtype == torch.uint8
+    assert buffer.shape == (3 * HUGE_PAGE + 5,)
+    assert buffer.data_ptr() % HUGE_PAGE == 0
+    for place in (0, 3 * HUGE_PAGE - 1):
+        assert "hg" in mapping_flags(buffer.data_ptr() + place)
+
+
+@needs_huge_pages
+def test_only_whole_pages_of_a_tensor_are_asked_for() -> None:
+    """What lies beside it in its pages may be someone else's."""
+    whole = huge_buffer(4 * HUGE_PAGE)
+    # without the advice of the buffer: it is another mapping
+    tensor = torch.empty(4 * HUGE_PAGE, dtype=torch.uint8)
+    first = -tensor.data_ptr() % HUGE_PAGE
+    part = tensor[first + 64 : first + 2 * HUGE_PAGE + 64]
+    assert ask_for_huge_pages(part) is part
+    assert "hg" not in mapping_flags(part.data_ptr())
+    assert "hg" in mapping_flags(part.data_ptr() + HUGE_PAGE)
+    assert whole.data_ptr() != part.data_ptr()
+
+
+def test_less_than_a_page() -> None:
+    assert huge_buffer(0).shape == (0,)
+    assert ask_for_huge_pages(torch.empty(7)).shape == (7,)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("[always] madvise never", True),
+        ("always [madvise] never", True),
+        ("always madvise [never]", False),
+        (None, False),
+    ],
+)
+def test_what_linux_gives(tmp_path: Path, text: str | None, given: bool) -> None:
+    file = tmp_path / "enabled"
+    if text is not None:
+        file.write_text(f"{text}\n")
+    assert are_huge_pages_given(file) is given
