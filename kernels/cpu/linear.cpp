@@ -4,9 +4,8 @@
 // w lies in blocks of 32 outputs (specc/artifact/weight_layout.py), which a thread reads as one
 // stream from its first block to its last. The lanes of a register are outputs; each value of x is
 // multiplied with all outputs of the block. Where x has many rows, a chunk of the block is
-// multiplied with one tile of rows after the other while it is in the first-level cache. The
-// hardware prefetcher follows a stream only to the end of its 4 KB page, so what comes next is
-// asked for.
+// multiplied with one tile of rows after the other while it is in the first-level cache. What comes
+// next is asked for (ahead.h).
 //
 // Order of summation: y[m, n] is summed from left to right along each chunk, and so are the chunks.
 // Neither the number of rows nor that of threads enters: a token's projection has the same bits
@@ -27,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "ahead.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -52,7 +52,8 @@ constexpr int64_t kMaxRows = 32;        // rows of x for which w is read once
 constexpr int64_t kChunk = 128;         // units of a block: 16 KB
 constexpr int64_t kStride = kChunk + 16;  // of x's rows, which would share sets of the cache
 constexpr int64_t kUnitBytes = 4 * kBlock;
-constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
+constexpr int64_t kAheadBytes = 8192;   // covers memory's latency at a thread's bandwidth
+constexpr int64_t kFewRows = 4;         // reading takes longer than computing
 constexpr int64_t kSerialWork = 16384;  // products that cost less than waking a second thread
 
 struct alignas(64) Line {
@@ -114,14 +115,11 @@ struct Unit<vec::BFloat16> {
 #endif
 
 // sums[m][0..32) += x[m, chunk] . w[chunk] for `rows` rows of x, kStride apart.
-template <class E, int rows, bool ahead>
+template <class E, int rows, Ahead ahead>
 void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t units, float* sums) {
   Float acc[rows][kVectors] = {};
   for (int64_t i = 0; i < units; ++i, w += kUnitBytes) {
-    if constexpr (ahead)
-#pragma GCC unroll 2
-      for (int64_t line = 0; line < kUnitBytes; line += 64)
-        __builtin_prefetch(w + kAheadBytes + line);
+    prefetch<ahead, kUnitBytes, kAheadBytes>(w);
     typename Unit<E>::Column columns[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
@@ -146,7 +144,7 @@ void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t unit
 template <class E>
 using MultiplyTile = void (*)(const char*, const typename Unit<E>::Value*, int64_t, float*);
 
-template <class E, bool ahead, int... less_one>
+template <class E, Ahead ahead, int... less_one>
 MultiplyTile<E> select(int64_t rows, std::integer_sequence<int, less_one...>) {
   static constexpr MultiplyTile<E> kOfRows[] = {multiply_tile<E, less_one + 1, ahead>...};
   return kOfRows[rows - 1];
@@ -168,7 +166,9 @@ class Rows {
     num_tiles_ = (count + kTileRows - 1) / kTileRows;
     for (int64_t i = 0; i < num_tiles_; ++i) {
       const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
-      tiles_[i] = {row, i == 0 ? select<E, true>(rows, heights) : select<E, false>(rows, heights)};
+      tiles_[i] = {row, i > 0              ? select<E, Ahead::kNowhere>(rows, heights)
+                        : count > kFewRows ? select<E, Ahead::kSecondLevel>(rows, heights)
+                                           : select<E, Ahead::kFirstLevel>(rows, heights)};
     }
     pack();
   }

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "ahead.h"
 #include "kernels.h"
 #include "linear_q_blocks.h"
 #include "linear_q_paths.h"
@@ -29,6 +30,7 @@ using namespace quantized;
 
 constexpr int64_t kChunkQuads = kChunk / 4;
 constexpr int64_t kUnitBytes = 4 * kBlock;
+constexpr int64_t kFewRows = 2;  // reading takes longer than computing
 constexpr int64_t kMostColumns = int64_t{1} << 40;
 constexpr int kLeastExponent = -64;  // of 2: less than half of it counts as zero
 
@@ -89,7 +91,7 @@ typename P::Float load_scales(const uint8_t* scales, int output) {
 }
 
 // sums[m][0..32) += x[m, group] . w[group] for `rows` rows of x.
-template <class P, int bits, Kind kind, bool has_zeros, bool ahead, int rows>
+template <class P, int bits, Kind kind, bool has_zeros, Ahead ahead, int rows>
 void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, const int32_t* x,
                     const GroupOfRow* of_row, float* sums) {
   constexpr int64_t kRowInts = kChunkQuads * P::kInts;
@@ -110,12 +112,8 @@ void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, cons
     const uint8_t* unit = w + first * P::kLanes * 4;
     const int32_t* of_unit = x;
     for (int64_t i = 0; i < units; ++i, unit += kUnitBytes) {
-      if constexpr (ahead) {
-        if (first == 0) {
-          __builtin_prefetch(unit + kAheadBytes);
-          __builtin_prefetch(unit + kAheadBytes + 64);
-        }
-      }
+      if (first == 0)
+        prefetch<ahead, kUnitBytes, kind == kInt8 ? kInt8AheadBytes : kAheadBytes>(unit);
       typename P::Columns columns[P::kAtOnce][kQuads];
 #pragma GCC unroll 2
       for (int v = 0; v < P::kAtOnce; ++v) {
@@ -157,21 +155,23 @@ void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, cons
 using MultiplyGroup = void (*)(const uint8_t*, const uint8_t*, int64_t, const int32_t*,
                                const GroupOfRow*, float*);
 
-template <class P, int bits, Kind kind, bool has_zeros, bool ahead, int... less_one>
+template <class P, int bits, Kind kind, bool has_zeros, Ahead ahead, int... less_one>
 MultiplyGroup select(int64_t rows, std::integer_sequence<int, less_one...>) {
   static constexpr MultiplyGroup kOfRows[] = {
       multiply_group<P, bits, kind, has_zeros, ahead, less_one + 1>...};
   return kOfRows[rows - 1];
 }
 
-template <class P, int bits, bool ahead>
+template <class P, int bits, Ahead ahead>
 MultiplyGroup select(const LinearQ& a, int64_t rows) {
   constexpr auto heights = std::make_integer_sequence<int, P::kTileRows>();
-  if (a.is_float) return select<P, bits, kMxfp4, false, ahead>(rows, heights);
+  // measured: with groups the second level is slower at any number of rows
+  constexpr Ahead of_4 = ahead == Ahead::kSecondLevel ? Ahead::kFirstLevel : ahead;
+  if (a.is_float) return select<P, bits, kMxfp4, false, of_4>(rows, heights);
   if (a.bits == 8 && a.has_zeros) return select<P, bits, kInt8, true, ahead>(rows, heights);
   if (a.bits == 8) return select<P, bits, kInt8, false, ahead>(rows, heights);
-  if (a.has_zeros) return select<P, bits, kInt4, true, ahead>(rows, heights);
-  return select<P, bits, kInt4, false, ahead>(rows, heights);
+  if (a.has_zeros) return select<P, bits, kInt4, true, of_4>(rows, heights);
+  return select<P, bits, kInt4, false, of_4>(rows, heights);
 }
 
 // A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
@@ -188,7 +188,10 @@ class Rows {
     num_tiles_ = parts_of(count, P::kTileRows);
     for (int64_t i = 0; i < num_tiles_; ++i) {
       const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
-      tiles_[i] = {row, i == 0 ? select<P, bits, true>(a, rows) : select<P, bits, false>(a, rows)};
+      tiles_[i] = {row, i > 0 ? select<P, bits, Ahead::kNowhere>(a, rows)
+                        : a.group == 0 && count > kFewRows
+                            ? select<P, bits, Ahead::kSecondLevel>(a, rows)
+                            : select<P, bits, Ahead::kFirstLevel>(a, rows)};
     }
     pack();
   }

@@ -18,6 +18,7 @@ constexpr int64_t kMostGroups = kChunk / 32;
 constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock;
 constexpr int64_t kExponentsBytes = kMostGroups * kBlock;
 constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
+constexpr int64_t kInt8AheadBytes = 8192;
 constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
 
 inline int64_t parts_of(int64_t x, int64_t size) { return x / size + (x % size != 0); }
