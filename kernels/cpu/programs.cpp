@@ -23,10 +23,6 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// In passes of up to this many rows the loops that Inductor generated take less time than one
-// barrier: they run on one thread, while the kernels that read weights and caches use all.
-constexpr int64_t kNarrowRows = 64;
-
 }  // namespace
 
 CompiledProgram::CompiledProgram(const std::string& package)
@@ -37,6 +33,11 @@ void CompiledProgram::set_num_threads(int64_t count) {
   TORCH_CHECK(1 <= count && count <= std::numeric_limits<int>::max(), "1 thread or more, not ",
               count);
   num_threads_ = static_cast<int>(count);
+}
+
+void CompiledProgram::set_narrow_rows(int64_t count) {
+  TORCH_CHECK(count >= 1, "1 row or more, not ", count);
+  narrow_rows_ = count;
 }
 
 std::vector<std::string> CompiledProgram::weight_names() { return loader_.get_constant_fqns(); }
@@ -109,7 +110,7 @@ at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   TORCH_CHECK(!inputs.empty(), "the tokens of a pass");
   if (takes_mass_ && inputs.size() == kNumFlat) inputs.push_back(at::empty({1, 0}, at::kFloat));
   if (is_flat_) check_flat(inputs);
-  const PassThreads threads(num_threads_, inputs[0].numel() <= kNarrowRows ? 1 : num_threads_);
+  const PassThreads threads(num_threads_, inputs[0].numel() <= narrow_rows_ ? 1 : num_threads_);
   // compiled code takes the strides of its example inputs for granted
   for (at::Tensor& input : inputs) input = input.contiguous();
   inputs.insert(inputs.end(), caches_.begin(), caches_.end());
@@ -382,6 +383,7 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def(torch::init<const std::string&>())
       .def("set_num_threads", &CompiledProgram::set_num_threads)
       .def("num_threads", &CompiledProgram::num_threads)
+      .def("set_narrow_rows", &CompiledProgram::set_narrow_rows)
       .def("weight_names", &CompiledProgram::weight_names)
       .def("bind_weights", &CompiledProgram::bind_weights)
       .def("bind_caches", &CompiledProgram::bind_caches)

@@ -34,6 +34,9 @@ class CompiledProgram : public Program {
   // Threads of every pass, whichever thread calls; at first those of the thread that loads.
   void set_num_threads(int64_t count);
   int64_t num_threads() { return num_threads_; }
+  // In passes of up to this many rows the loops that Inductor generated run on one thread, since
+  // they take less time than the barriers would; the kernels that read weights and caches use all.
+  void set_narrow_rows(int64_t count);
 
   // Names of the constants that bind_weights has to give.
   std::vector<std::string> weight_names();
@@ -56,6 +59,7 @@ class CompiledProgram : public Program {
   std::vector<at::Tensor> weights_, caches_;
   WatchedMemory watched_;  // destroyed before the weights
   int num_threads_;
+  int64_t narrow_rows_ = 64;
   bool is_flat_ = false, takes_mass_ = false;
   std::vector<int64_t> hidden_sizes_;
   at::ScalarType hidden_dtype_ = at::kFloat;

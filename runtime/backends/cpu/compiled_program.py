@@ -22,6 +22,8 @@ from specc.system.owned_directory import temporary_directory
 _DO = "compile the engine again"
 # position of `ancestors` in the inputs of a program
 _ANCESTORS = 5
+# values of a loop that take a thread as long as sharing them among threads does
+_WORK_OF_BARRIERS = 24_000
 # the first version that loads a package which is a directory
 _DIRECTORIES_SINCE = (2, 13)
 
@@ -79,6 +81,7 @@ class CompiledProgram:
             )
         self.native.bind_weights(used, [names[name] for name in used])
         self.native.expect_flat_inputs(takes_mass(program))
+        self.native.set_narrow_rows(narrow_rows(program))
         for entry in program["inputs"]:
             if entry["name"] in ("hidden", "feature_rows") and entry["kind"] == "input":
                 # one more input, last
@@ -101,6 +104,24 @@ class CompiledProgram:
     def call_in(self, runner: Any, result: int) -> None:
         """Let a native runner of steps call it; arguments follow."""
         runner.call_program(self.native, result)
+
+
+def narrow_rows(program: Mapping[str, Any]) -> int:
+    """Rows of a pass up to which loops between products take less time than barriers of threads.
+
+    Loops go over as many values of a row as the widest product takes, in feed-forward blocks;
+    more threads gain where rows × width is above 24,000, and at 64 rows in any case: measured with
+    two threads at widths of 768 and 5120 (docs/cpu.md).
+
+    Args:
+        program: content of `program.json`.
+    """
+    widths = [1]
+    for entry in program["inputs"]:
+        if entry["kind"] == "weight":
+            matrix = entry.get("blocks_of") or entry.get("quantized_of") or entry["shape"]
+            widths += matrix[-1:] if len(matrix) >= 2 else []
+    return min(64, max(1, _WORK_OF_BARRIERS // max(widths)))
 
 
 def with_ancestors(inputs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -117,6 +117,14 @@ def test_the_number_can_be_set(program):
             program.set_num_threads(wrong)
 
 
+def test_how_many_rows_are_narrow_can_be_set(program):
+    program.set_narrow_rows(4)
+    assert Step(program).run(4, 5) == [(1, LOADED), (LOADED, LOADED)]
+    for wrong in (0, -1):
+        with pytest.raises(RuntimeError, match=f"1 row or more, not {wrong}"):
+            program.set_narrow_rows(wrong)
+
+
 def test_a_kernel_that_refuses_says_why(program, capfd):
     """Compiled code passes on a number; the text reaches the exception, and stderr only without."""
     tokens, x = probe_inputs(4)

@@ -285,6 +285,22 @@ def test_numbers_of_tokens(pair: Pair, threads: int, words: int | None) -> None:
         assert torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("threads", [2], indirect=True, ids=["2-threads"])
+def test_threads_of_the_loops_change_no_bit(pair: Pair, threads: int) -> None:
+    """How many share the loops between products depends on rows and widths (`narrow_rows`)."""
+    native = pair.compiled.target.native
+    for num_tokens in (1, 2, 5, 9, 33):
+        inputs = pass_inputs(pair.eager, num_tokens, None, seed=num_tokens)
+        found = []
+        for narrow in (64, 1):
+            native.set_narrow_rows(narrow)
+            pair.fill_caches()
+            logits = pair.compiled.target(*inputs).clone()
+            found.append([logits, *(s.clone() for s in pair.compiled.cache.environment.values())])
+        native.set_narrow_rows(64)
+        assert all(map(torch.equal, *found)), num_tokens
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 40])
 @pytest.mark.parametrize("num_tokens", [40, 120])
 def test_logits_of_some_rows(pair: Pair, num_tokens: int, num_rows: int) -> None:
