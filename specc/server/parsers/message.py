@@ -112,7 +112,8 @@ class MessageParser:
                 self._space = ""
                 self._num_calls += 1
                 if self._is_wanted:
-                    delta.calls.append(CallDelta(self._index, self._make_id(), event.name))
+                    call_id = event.id or self._make_id()
+                    delta.calls.append(CallDelta(self._index, call_id, event.name))
             elif isinstance(event, CallArguments):
                 if self._is_wanted and event.text:
                     if not delta.calls or delta.calls[-1].index != self._index:

@@ -36,11 +36,25 @@ class ReasoningFormat:
         return end.endswith(self.opening) or (self.is_implied and not end.endswith(self.closing))
 
 
+_THINK = ReasoningFormat("<think>", "</think>")
+_IMPLIED = ReasoningFormat("<think>", "</think>", is_implied=True)
+
 # as `--reasoning-parser` calls them, which are vLLM's names
 FORMATS = {
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", is_implied=True),
+    "deepseek_r1": _IMPLIED,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "kimi_k2": _THINK,
+    "mimo": _THINK,
+    "minimax_m2": _IMPLIED,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "olmo3": _THINK,
+    "qwen3": _THINK,
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "step3": _IMPLIED,
+    "step3p5": _THINK,
 }
 
 
