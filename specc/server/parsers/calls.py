@@ -43,6 +43,7 @@ class CallFormat:
         between: characters besides white space between two such calls.
         inner: further markers, inside of a call.
         interrupts: a text with which a call begins in the middle of thinking, and ends it.
+        is_in_messages: calls are messages of their own, and read by the parser of thinking.
         make_id: of calls.
     """
 
@@ -54,6 +55,7 @@ class CallFormat:
     between: str = ""
     inner: tuple[str, ...] = ()
     interrupts: str = ""
+    is_in_messages: bool = False
     make_id: Callable[[], str] = openai_id
 
     @property

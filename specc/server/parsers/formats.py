@@ -12,6 +12,7 @@ import functools
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject
 from specc.server.parsers.calls import CallFormat, Tools, short_id
+from specc.server.parsers.harmony import HARMONY_CALLS
 from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Marks, MistralCalls
 from specc.server.parsers.pythonic import CallLines, PythonCall
 from specc.server.parsers.sections import NAME, HeadedCall, Section
@@ -67,8 +68,14 @@ def _python(opening: str = "", closing: str = "", bare: str = "[") -> CallFormat
 
 def _tags(marks: Marks, opening: str, closing: str, interrupts: str = "") -> CallFormat:
     """One call with tags for names and values, between markers."""
+    tags = (marks.end, marks.parameter, marks.title_end, marks.value, marks.value_end)
     return CallFormat(
-        lambda tools: MarkedParameters(tools, marks), opening, closing, interrupts=interrupts
+        lambda tools: MarkedParameters(tools, marks),
+        opening,
+        closing,
+        # tokens of their own, some of them
+        inner=tags if marks.value else (),
+        interrupts=interrupts,
     )
 
 
@@ -164,6 +171,7 @@ CALL_FORMATS = {
         "<function_calls>",
         "</function_calls>",
     ),
+    "openai": HARMONY_CALLS,
     "phi4_mini_json": _array("functools"),
     "pythonic": _python(),
     "qwen3_coder": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),

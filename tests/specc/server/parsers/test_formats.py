@@ -168,6 +168,9 @@ BEFORE = {"pythonic": ""}
 BOTH: list[Call] = [("add", {"x": -1, "s": NASTY, "o": {"k": [1, "}"]}, "f": True}), ("now", {})]
 
 
+FORMS = [name for name, form in CALL_FORMATS.items() if not form.is_in_messages]
+
+
 def read(form: str, text: str, sizes: tuple[int, ...] = ()) -> Found:
     """As `found`; ids may be those of the model."""
     parser = MessageParser(calls=CallParser(CALL_FORMATS[form], TOOLS), make_id=counted())
@@ -185,7 +188,7 @@ def ids(form: str, text: str, size: int) -> list[str | None]:
     return [call.id for call in joined(parser, cut(text, [size])).calls]
 
 
-@pytest.mark.parametrize("form", CALL_FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_two_calls_after_a_text(form: str) -> None:
     before = BEFORE.get(form, "I add:\n")
     text = f"{before}{WRITERS[form](BOTH)}\n"
@@ -195,7 +198,7 @@ def test_two_calls_after_a_text(form: str) -> None:
         assert read(form, text, (size,)) == whole, size
 
 
-@pytest.mark.parametrize("form", CALL_FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_an_unknown_tool_is_text(form: str) -> None:
     """Marks included; and so is what is cut before the arguments begin."""
     text = WRITERS[form]([("sub", {"x": 1})])
@@ -210,7 +213,7 @@ def shared(one: str, other: str) -> int:
     return sum(1 for _ in pairs)
 
 
-@pytest.mark.parametrize("form", CALL_FORMATS)
+@pytest.mark.parametrize("form", FORMS)
 def test_wherever_it_is_cut(form: str) -> None:
     """What has come of a call is a beginning of it; text before it is text."""
     text = BEFORE.get(form, "T ") + WRITERS[form](BOTH)
@@ -298,8 +301,8 @@ CASES = {
                     False),
     "a text is as it is": ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>\n 5 \n"
                            "</arg_value></tool_call>", "", [("add", '{"s": "\\n 5 \\n"}')], True),
-    "a mark in a key": ("glm45", "<tool_call>add<arg_key>s<arg_key>", "<arg_key>s<arg_key>",
-                        [("add", "{")], False),
+    "a mark in a key": ("glm45", "<tool_call>add<arg_key>s<arg_key></arg_key><arg_value>",
+                        "<arg_key>s<arg_key></arg_key><arg_value>", [("add", "{")], False),
     "said to be text": ("deepseek_v32", f'{D}<｜DSML｜parameter name="x" string="true">5'
                         "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "",
                         [("add", '{"x": "5"}')], True),
@@ -330,15 +333,19 @@ def test_cases(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "thinks"),
-    [("deepseek_v31", "deepseek_v3"), ("kimi_k2", "kimi_k2"), ("glm45", "glm45")],
+    ("form", "thinks", "ends_it"),
+    [
+        ("deepseek_v31", "deepseek_v3", True),
+        ("kimi_k2", "kimi_k2", True),
+        ("glm45", "glm45", False),
+    ],
 )
-def test_calls_beside_thinking(form: str, thinks: str) -> None:
+def test_calls_beside_thinking(form: str, thinks: str, ends_it: bool) -> None:
     """A section that begins in the middle of thinking ends it, of models that call out of it."""
     call_format = CALL_FORMATS[form]
     ends = (call_format.interrupts,) if call_format.interrupts else ()
     closed = "I think</think>" + WRITERS[form](BOTH)
-    for text in (closed, closed.replace("</think>", "")) if ends else (closed,):
+    for text in (closed, closed.replace("</think>", "")) if ends_it else (closed,):
         for size in (1, 3, 8, len(text)):
             parser = MessageParser(
                 ReasoningParser(FORMATS[thinks], "<think>", ends),
@@ -351,4 +358,4 @@ def test_calls_beside_thinking(form: str, thinks: str) -> None:
 
 
 def test_a_format_has_a_writer_here() -> None:
-    assert list(WRITERS) == list(CALL_FORMATS)
+    assert list(WRITERS) == FORMS
