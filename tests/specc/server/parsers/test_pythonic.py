@@ -53,6 +53,7 @@ def test_what_is_no_literal(text: str) -> None:
 
 
 X = ("add", '{"x": 1}')
+DEEP = f"x={'[' * 65}{']' * 65}"
 CASES = {
     "one": ("[add(x=1)]", "", [X], True),
     "several": (" [add(x=1), now( ), add(x=1)]\n", "", [X, ("now", "{}"), X], True),
@@ -86,7 +87,7 @@ CASES = {
     "a key twice": ("[add(x=1, x=2)]", " x=2)]", [("add", '{"x": 1')], False),
     "a comma alone": ("[add(x=1, , )]", ", )]", [("add", '{"x": 1')], False),
     "brackets that do not fit": ("[add(x=[1}, y=2)]", "x=[1}, y=2)]", [("add", "{")], False),
-    "too deep": (f"[add(x={'[' * 65}]", f"x={'[' * 65}]", [("add", "{")], False),
+    "too deep": (f"[add({DEEP})]", f"{DEEP})]", [("add", "{")], False),
 }  # fmt: skip
 
 
