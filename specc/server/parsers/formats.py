@@ -143,6 +143,7 @@ CALL_FORMATS = {
     "deepseek_v4": _tag_section(
         _DSML, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _DSML_TOKEN
     ),
+    "gigachat3": _objects("function call<|role_sep|>\n", inner=("<|role_sep|>",)),
     "glm45": _tags(_GLM, "<tool_call>", ""),
     "glm47": _tags(_GLM, "<tool_call>", ""),
     "granite": CallFormat(

@@ -132,6 +132,7 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
         "｜DSML｜", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", types=True
     ),
     "deepseek_v4": _invoke("｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", types=True),
+    "gigachat3": _each("function call<|role_sep|>\n", ""),
     "glm45": _glm("\n"),
     "glm47": _glm(""),
     "granite": _array("<|tool_call|>", ""),
@@ -320,6 +321,7 @@ CASES = {
     "granite without a mark": ("granite", ' [{"name": "now", "arguments": {}}]', "",
                                [("now", "{}")], True),
     "some other list": ("granite", ' [{"name": "now"}, 2]', ' [{"name": "now"}, 2]', [], False),
+    "words like a mark": ("gigachat3", "a function call {}", "a function call {}", [], False),
     "a word like a mark": ("phi4_mini_json", "functools.wraps(add)", "functools.wraps(add)", [],
                            False),
 }  # fmt: skip
