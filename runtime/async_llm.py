@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
 from specc.runtime.requests.call_options import Seeds
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
+from specc.runtime.requests.tool_messages import render_chat
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams
@@ -142,18 +143,19 @@ class AsyncLLM:
         *,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, by the chat template of the engine; see `LLM.chat`, `generate`.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: there is no template, or it refuses the messages, or does not read tools.
         """
         core = self._running.core
         file = None if chat_template is None else Path(chat_template)
         template = core.chat_template(file)
-        text = template.render(messages, add_generation_prompt, chat_template_kwargs)
+        text = render_chat(template, messages, add_generation_prompt, tools, chat_template_kwargs)
         token_ids = core.requests.tokenize(text, has_special_tokens=True)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
         return self.generate(prompt, sampling_params, request_id, **options)

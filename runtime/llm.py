@@ -19,6 +19,7 @@ from specc.runtime.policies.base import Policy
 from specc.runtime.requests.call_options import Call, Seeds, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
+from specc.runtime.requests.tool_messages import render_chat
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -200,22 +201,27 @@ class LLM:
         *,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, by the chat template of the engine.
 
         Args:
-            messages: one conversation or a list; each a list of dicts with `role` and `content`.
+            messages: one conversation or a list; each a list of dicts with `role` and `content`,
+                and `tool_calls` where the assistant has called.
             sampling_params: for all conversations, or one for each.
             chat_template: file with another template.
             add_generation_prompt: end prompts where the assistant's answer begins.
+            tools: that the model may call, as OpenAI's API has them, for all conversations; calls
+                are a part of the text.
             chat_template_kwargs: further variables of the template.
             options: of `generate`.
         Returns:
             one output a conversation; `prompt` is the rendered text.
         Raises:
-            RequestError: as `generate`; there is no template, or it refuses the messages.
+            RequestError: as `generate`; there is no template, or it refuses the messages, or does
+                not read tools.
             ConfigError: the file holds no template.
         """
         core = self._open
@@ -225,7 +231,13 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         prompts = []
         for conversation in [messages] if is_one else messages:
-            text = template.render(conversation, add_generation_prompt, chat_template_kwargs)  # type: ignore[arg-type]
+            text = render_chat(
+                template,
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt,
+                tools,
+                chat_template_kwargs,
+            )
             token_ids = core.requests.tokenize(text, has_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, **options)

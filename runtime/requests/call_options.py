@@ -25,9 +25,7 @@ _ANSWERS: Mapping[str, Unsupported] = {
         "text as the engine tokenizes it", "pass token ids", (None, {})
     ),
     "mm_processor_kwargs": Unsupported("text or token ids", "leave it out", (None, {})),
-    "tools": Unsupported(
-        "messages", "describe them in a message, or in chat_template_kwargs", (None, [])
-    ),
+    "tools": Unsupported("messages", "pass both to chat", (None, [])),
     "chat_template_content_format": Unsupported(
         "contents of text", "leave it out", (None, "auto", "string")
     ),

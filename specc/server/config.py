@@ -10,7 +10,12 @@ from pathlib import Path
 
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
-from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from specc.server.parsers.names import (
+    HARMONY_CALLS,
+    HARMONY_THINKS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+)
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # strings that may end an output, and their characters together: each is looked for at every token
@@ -319,6 +324,17 @@ class ServeConfig:
         check_ranges(self)
         _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         _check_name("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        if self.tool_call_parser == HARMONY_CALLS and self.reasoning_parser is None:
+            # one form, and vLLM reads all of it, too, for this option
+            object.__setattr__(self, "reasoning_parser", HARMONY_THINKS)
+        is_harmony = self.reasoning_parser == HARMONY_THINKS
+        if self.tool_call_parser and is_harmony != (self.tool_call_parser == HARMONY_CALLS):
+            raise ConfigError(
+                f"reasoning_parser={self.reasoning_parser!r} with"
+                f" tool_call_parser={self.tool_call_parser!r}",
+                f"{HARMONY_THINKS!r} with {HARMONY_CALLS!r}, parts of one form, or neither",
+                "choose both of one form",
+            )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "enable_auto_tool_choice without tool_call_parser",

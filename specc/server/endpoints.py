@@ -41,8 +41,8 @@ Read = TypeVar("Read")
 # what was asked for: the request, its options, token ids of its prompts, texts to begin with
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
 _Chat = tuple[ChatRequest, SamplingParams, list[int], MessageReader]
-# what `ChatTemplate` complains about begins with the place of the fault, where it knows one
-_PLACE = re.compile(r"(messages[\w.]*)=")
+# what rendering complains about begins with the place of the fault, where it knows one
+_PLACE = re.compile(r"(messages\.[\w.]*)[= ]|(messages)=")
 
 
 class Endpoints:
@@ -319,5 +319,5 @@ def _reads_tools(template: ChatTemplate | None) -> bool:
 def _api_error(error: RequestError) -> ApiError:
     answer = api_error_of(error)
     place = _PLACE.match(error.found)
-    answer.param = place[1] if place else "messages"
+    answer.param = (place[1] or place[2]) if place else "messages"
     return answer

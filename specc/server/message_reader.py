@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from specc.server.config import ServeConfig
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
-from specc.server.parsers.reasoning import FORMATS, ReasoningParser
+from specc.server.parsers.reasoning import FORMATS
 from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse, has_structure
 
@@ -46,7 +46,8 @@ class MessageReader:
         """For one output."""
         thinks, form = self._thinks, self._use.form
         ends = (form.interrupts,) if form and form.interrupts else ()
-        reasoning = ReasoningParser(thinks, self._prompt, ends) if thinks else None
+        tools = self._use.tools if form and form.is_in_messages else {}
+        reasoning = thinks.parser(self._prompt, ends, tools) if thinks else None
         calls = self._use.parser()
         if form is None:
             return MessageParser(reasoning, calls)

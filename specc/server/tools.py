@@ -38,8 +38,10 @@ class ToolUse:
     is_named: bool = False
 
     def parser(self) -> Parser | None:
-        """For one output; None where it cannot call."""
-        return CallParser(self.form, self.tools) if self.form else None
+        """Of the text of one output; None where no call is a part of it."""
+        if self.form is None or self.form.is_in_messages:
+            return None
+        return CallParser(self.form, self.tools)
 
     def finish_reason(self, reason: str, message: MessageParser) -> str:
         """Why an output has ended, as OpenAI's API says it.

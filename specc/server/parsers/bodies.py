@@ -71,11 +71,11 @@ class Body(abc.ABC):
     def _take(self, text: str, at: int, events: list[Event]) -> int:
         """One part of the form, or the beginning of one; returns the place after it."""
 
-    def _begin(self, name: str, events: list[Event]) -> None:
+    def _begin(self, name: str, events: list[Event], call_id: str | None = None) -> None:
         self._is_in_call = True
         self.num_calls += 1
         self._raw.clear()
-        events.append(CallBegin(name))
+        events.append(CallBegin(name, call_id))
 
     def _end(self, events: list[Event]) -> None:
         """The call is whole, and so is this."""
@@ -227,11 +227,13 @@ class NamedArguments(Body):
 
     Args:
         name: of the tool.
+        call_id: that the model has given to the call.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, call_id: str | None = None) -> None:
         super().__init__()
         self._name = name
+        self._call_id = call_id
         self._value: JsonScan | None = None
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
@@ -243,7 +245,7 @@ class NamedArguments(Body):
                 self.is_bad = True
                 return at
             self._value = JsonScan()
-            self._begin(self._name, events)
+            self._begin(self._name, events, self._call_id)
         end = self._value.feed(text, at)
         events.append(CallArguments(text[at:end]))
         self.is_bad = self._value.is_bad

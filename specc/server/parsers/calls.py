@@ -35,27 +35,36 @@ class CallFormat:
 
     Args:
         make_body: what comes after the opening marker.
-        opening: marker before a call; without one, all of the text is one body.
+        opening: marker before a call; without one, and without `bare`, all of the text is one body.
         closing: marker after it; none for "".
-        is_bare: a call may stand without a marker at the beginning, and after another call.
+        other_openings: further markers that may stand in place of `opening`.
+        bare: the character with which a call begins that stands without a marker, at the
+            beginning or after another call; none for "".
         between: characters besides white space between two such calls.
         inner: further markers, inside of a call.
         interrupts: a text with which a call begins in the middle of thinking, and ends it.
+        is_in_messages: calls are messages of their own, and read by the parser of thinking.
         make_id: of calls.
     """
 
     make_body: Callable[[Tools], Body]
     opening: str = ""
     closing: str = ""
-    is_bare: bool = False
+    other_openings: tuple[str, ...] = ()
+    bare: str = ""
     between: str = ""
     inner: tuple[str, ...] = ()
     interrupts: str = ""
+    is_in_messages: bool = False
     make_id: Callable[[], str] = openai_id
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(marker for marker in (self.opening, self.closing, *self.inner) if marker)
+        return tuple(m for m in (*self.openings, self.closing, *self.inner) if m)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return (self.opening, *self.other_openings) if self.opening else ()
 
 
 class _At(enum.Enum):
@@ -82,13 +91,13 @@ class CallParser(Parser):
     def __init__(self, form: CallFormat, tools: Tools) -> None:
         self._form = form
         self._tools = tools
-        self._place = _At.BARE if form.is_bare else _At.TEXT
+        self._place = _At.BARE if form.bare else _At.TEXT
         self._between = ""
         self._held = ""
         self._body: Body | None = None
         # what came before the body and is text if it is no call
         self._before = ""
-        if not form.opening:
+        if not form.opening and not form.bare:
             self._begin_body("")
 
     def feed(self, text: str) -> list[Event]:
@@ -125,8 +134,7 @@ class CallParser(Parser):
                 self._end_body(events)
             return True
         if self._place is _At.TEXT:
-            opening = self._form.opening
-            size, marker = find_marker(self._held, *([opening] if opening else []))
+            size, marker = find_marker(self._held, *self._form.openings)
             if size:
                 events.append(Text(self._held[:size]))
             self._held = self._held[size:].removeprefix(marker or "")
@@ -138,7 +146,7 @@ class CallParser(Parser):
             return self._close(rest)
         if not rest:
             return False
-        if rest[0] == "{":
+        if rest[0] == self._form.bare:
             self._begin_body(self._held[: len(self._held) - len(rest)])
             self._held = rest
         else:
@@ -155,7 +163,7 @@ class CallParser(Parser):
         return True
 
     def _after_call(self) -> _At:
-        return _At.BARE if self._form.is_bare else _At.TEXT
+        return _At.BARE if self._form.bare else _At.TEXT
 
     def _begin_body(self, before: str) -> None:
         self._place = _At.BODY

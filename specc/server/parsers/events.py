@@ -16,9 +16,15 @@ class Text:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A call of a tool that the request has; the calls of an output come one after the other."""
+    """A call of a tool that the request has; the calls of an output come one after the other.
+
+    Args:
+        name: of the tool.
+        id: that the model has given to the call, of formats that have such.
+    """
 
     name: str
+    id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,174 @@ from __future__ import annotations
 
 import functools
 
-from specc.server.parsers.bodies import CallObject
-from specc.server.parsers.calls import CallFormat, short_id
-from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, MistralCalls
+from specc.server.parsers.bodies import Body, CallArray, CallObject
+from specc.server.parsers.calls import CallFormat, Tools, short_id
+from specc.server.parsers.harmony import HARMONY_CALLS
+from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Marks, MistralCalls
+from specc.server.parsers.pythonic import CallLines, PythonCall
+from specc.server.parsers.sections import NAME, HeadedCall, Section
+
+
+def _objects(opening: str, closing: str = "", inner: tuple[str, ...] = ()) -> CallFormat:
+    """An object for each call, between markers."""
+    return CallFormat(CallObject, opening, closing, inner=inner)
+
+
+def _array(opening: str, closing: str = "") -> CallFormat:
+    """A JSON array of all calls, between markers."""
+    return CallFormat(lambda tools: CallArray(lambda: CallObject(tools)), opening, closing)
+
+
+def _bare_objects(opening: str) -> CallFormat:
+    """Objects at the beginning, too: JSON without a marker, so it has to look like nothing else."""
+    body = functools.partial(CallObject, needs_arguments=True)
+    return CallFormat(body, opening, bare="{", between=";")
+
+
+def _heads(
+    markers: tuple[str, str, str, str],
+    head: tuple[str, ...],
+    tail: str = "",
+    is_numbered: bool = False,
+) -> CallFormat:
+    """A head with the name, then JSON, for each call of a section.
+
+    Args:
+        markers: before and after the section, before and after each call.
+        head: see `HeadedCall`.
+        tail: between the JSON and the marker after the call.
+        is_numbered: see `HeadedCall`.
+    """
+    opening, closing, before, after = markers
+    return CallFormat(
+        lambda tools: Section(
+            lambda: HeadedCall(tools, head, is_numbered), before, closing, tail + after
+        ),
+        opening,
+        inner=(closing, before, after, *(part for part in head if part != NAME)),
+        interrupts=opening,
+    )
+
+
+def _python(opening: str = "", closing: str = "", bare: str = "[") -> CallFormat:
+    """`[name(key=value), …]`, between markers or, with `bare`, without them at the beginning."""
+    return CallFormat(
+        lambda tools: CallArray(lambda: PythonCall(tools)), opening, closing, bare=bare
+    )
+
+
+def _tags(marks: Marks, opening: str, closing: str, interrupts: str = "") -> CallFormat:
+    """One call with tags for names and values, between markers."""
+    tags = (marks.end, marks.parameter, marks.title_end, marks.value, marks.value_end)
+    return CallFormat(
+        lambda tools: MarkedParameters(tools, marks),
+        opening,
+        closing,
+        # tokens of their own, some of them
+        inner=tags if marks.value else (),
+        interrupts=interrupts,
+    )
+
+
+def _tag_section(marks: Marks, opening: str, closing: str, *inner: str) -> CallFormat:
+    """Calls with tags for names and values, all of them between two markers."""
+    return CallFormat(
+        lambda tools: Section(
+            lambda: MarkedParameters(tools, marks, is_open=True), marks.function, closing
+        ),
+        opening,
+        inner=(closing, *inner),
+    )
+
+
+def _step(opening: str, closing: str, before: str, after: str, sep: str) -> CallFormat:
+    """Tags between the markers of DeepSeek V3, written in another way."""
+
+    def make_call(tools: Tools) -> Body:
+        return HeadedCall(tools, ("function", sep), make_body=lambda *_: _step_tags(tools))
+
+    return CallFormat(
+        lambda tools: Section(lambda: make_call(tools), before, closing, after),
+        opening,
+        inner=(closing, before, after, sep),
+    )
+
+
+def _step_tags(tools: Tools) -> Body:
+    return MarkedParameters(tools, _STEP)
+
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+)  # fmt: skip
+_DEEPSEEK_SEP = "<｜tool▁sep｜>"
+_KIMI = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+)  # fmt: skip
+_GLM = Marks(
+    "", "</tool_call>", "<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>", has_lines=False
+)
+_QWEN = Marks("<function=", "</function>", "<parameter=", ">", "</parameter>")
+_MINIMAX = Marks("<invoke name=", "</invoke>", "<parameter name=", ">", "</parameter>",
+                 is_quoted=True)  # fmt: skip
+_STEP = Marks("<steptml:invoke name=", "</steptml:invoke>", "<steptml:parameter name=", ">",
+              "</steptml:parameter>", is_quoted=True)  # fmt: skip
+_DSML = Marks("<｜DSML｜invoke name=", "</｜DSML｜invoke>", "<｜DSML｜parameter name=", ">",
+              "</｜DSML｜parameter>", is_quoted=True, has_lines=False)  # fmt: skip
+_STEP_MARKERS = (
+    "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "<｜tool_call_begin｜>",
+    "<｜tool_call_end｜>", "<｜tool_sep｜>",
+)  # fmt: skip
+_DSML_TOKEN = "｜DSML｜"
+_PLUGIN = ("<|action_start|>", "<|plugin|>")
+_QWEN_CALL = "<tool_call>\n<function="
 
 # as `--tool-call-parser` calls them
 CALL_FORMATS = {
-    "hermes": CallFormat(CallObject, "<tool_call>", "</tool_call>"),
-    # JSON without a marker is a call only if it looks like nothing else
-    "llama3_json": CallFormat(
-        functools.partial(CallObject, needs_arguments=True),
-        "<|python_tag|>",
-        is_bare=True,
-        between=";",
+    "deepseek_v3": _heads(_DEEPSEEK, ("function", _DEEPSEEK_SEP, NAME, "```json"), tail="```"),
+    "deepseek_v31": _heads(_DEEPSEEK, (NAME, _DEEPSEEK_SEP)),
+    "deepseek_v32": _tag_section(
+        _DSML, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _DSML_TOKEN
     ),
+    "deepseek_v4": _tag_section(
+        _DSML, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _DSML_TOKEN
+    ),
+    "gigachat3": _objects("function call<|role_sep|>\n", inner=("<|role_sep|>",)),
+    "glm45": _tags(_GLM, "<tool_call>", ""),
+    "glm47": _tags(_GLM, "<tool_call>", ""),
+    "granite": CallFormat(
+        lambda tools: CallArray(lambda: CallObject(tools, needs_arguments=True)),
+        "<|tool_call|>",
+        other_openings=("<tool_call>",),
+        bare="[",
+    ),
+    "granite-20b-fc": _objects("<function_call>"),
+    "granite4": _objects("<tool_call>", "</tool_call>"),
+    "hermes": _objects("<tool_call>", "</tool_call>"),
+    "hunyuan_a13b": _array("<tool_calls>", "</tool_calls>"),
+    "internlm": _objects("".join(_PLUGIN), "<|action_end|>", inner=_PLUGIN),
+    "jamba": _array("<tool_calls>", "</tool_calls>"),
+    "kimi_k2": _heads(_KIMI, (NAME, "<|tool_call_argument_begin|>"), is_numbered=True),
+    "lfm2": _python("<|tool_call_start|>", "<|tool_call_end|>", bare=""),
+    "llama3_json": _bare_objects("<|python_tag|>"),
+    "llama4_json": _bare_objects("<|python_tag|>"),
+    "llama4_pythonic": _python("<|python_start|>", "<|python_end|>"),
+    "longcat": _objects("<longcat_tool_call>", "</longcat_tool_call>"),
+    "mimo": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
+    "minimax_m2": _tag_section(_MINIMAX, "<minimax:tool_call>", "</minimax:tool_call>"),
     "mistral": CallFormat(MistralCalls, "[TOOL_CALLS]", inner=(CALL_ID, ARGS), make_id=short_id),
-    "qwen3_coder": CallFormat(
-        MarkedParameters, "<tool_call>", "</tool_call>", interrupts="<tool_call>\n<function="
+    "olmo3": CallFormat(
+        lambda tools: CallLines(lambda: PythonCall(tools)),
+        "<function_calls>",
+        "</function_calls>",
     ),
+    "openai": HARMONY_CALLS,
+    "phi4_mini_json": _array("functools"),
+    "pythonic": _python(),
+    "qwen3_coder": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
+    "qwen3_xml": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
+    "seed_oss": _tags(_QWEN, "<seed:tool_call>", "</seed:tool_call>"),
+    "step3": _step(*_STEP_MARKERS),
+    "step3p5": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
 }

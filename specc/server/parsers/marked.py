@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject, NamedArguments
@@ -11,8 +13,10 @@ from specc.server.parsers.events import CallArguments, Event, find_marker
 from specc.server.parsers.json_scan import JsonScan, skip_white
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+# a name in an attribute, and DeepSeek's next one
+_QUOTED = re.compile(r"""\s*(["'])([^"']*)\1(?:\s+string=(["'])(true|false)\3)?\s*""")
+# of a value that is JSON, whatever the schema says
+_ANY = ("null", "boolean", "number", "array", "object")
 _CONTAINERS = {"object": dict, "array": list, "boolean": bool, "null": type(None)}
 # levels of references, each of which may lead to the next
 _MAX_REFERENCES = 8
@@ -96,29 +100,68 @@ class MistralCalls(Body):
         return not self.is_bad
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What stands around names and values of a call.
+
+    Args:
+        function: before the name of the tool, which `title_end` ends; where there is none, the name
+            comes first, and white space or a mark ends it.
+        end: after the last value.
+        parameter: before the name of a parameter.
+        title_end: after it.
+        value: before its value, which begins with `title_end` where there is no such mark.
+        value_end: after its value.
+        is_quoted: names stand in quotes. After a parameter's, `string="true"` may say that its
+            value is text, and `string="false"` that it is JSON.
+        has_lines: a value stands on lines of its own: a line break after the mark before it, and
+            one before the mark after it, are not a part of it.
+    """
+
+    function: str
+    end: str
+    parameter: str
+    title_end: str
+    value_end: str
+    value: str = ""
+    is_quoted: bool = False
+    has_lines: bool = True
+
+
+QWEN_MARKS = Marks("<function=", "</function>", "<parameter=", ">", "</parameter>")
+
+
 class MarkedParameters(Body):
-    """`<function=name> <parameter=key> value </parameter> … </function>`, as Qwen3-Coder's.
+    """`<function=name> <parameter=key> value </parameter> … </function>`, or with other marks.
 
     Values are texts: what they are as JSON follows from the tool's schema. Those of strings are
-    handed out as they come, others when they have ended; a line break after the opening marker and
-    one before the closing marker are not theirs.
+    handed out as they come, others when they have ended.
 
     Args:
         tools: of the request, with the schemas of their arguments.
+        marks: around names and values.
+        is_open: the mark before the tool's name has been read.
     """
 
-    def __init__(self, tools: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tools: Mapping[str, Any], marks: Marks = QWEN_MARKS, is_open: bool = False
+    ) -> None:
         super().__init__()
         self._tools = tools
+        self._marks = marks
+        # of the tool, while the call has not begun
+        self._name: str | None = None
         # what may come next, and how much of it is there; then the name after it
-        self._wanted: tuple[str, ...] = (_FUNCTION,)
+        self._wanted: tuple[str, ...] = (marks.function,)
         self._mark = ""
-        self._title: str | None = None
+        self._title: str | None = "" if is_open or not marks.function else None
+        self._has_name = False
         self._schema: Mapping[str, Any] = {}
         self._keys: set[str] = set()
         # of the value that is read: its type, None for text; what is not handed out yet
         self._types: tuple[str, ...] | None = None
         self._value: str | None = None
+        self._is_first = False
 
     @property
     def raw(self) -> str:
@@ -129,6 +172,8 @@ class MarkedParameters(Body):
         if self._value is not None:
             return self._take_value(text, at, events)
         if self._title is not None:
+            if not self._has_name and not self._marks.function:
+                return self._take_bare_name(text, at)
             return at + self._take_title(text[at], events)
         if not self._mark:
             at = skip_white(text, at)
@@ -140,55 +185,112 @@ class MarkedParameters(Body):
             self.is_bad = True
             return 0
         self._mark = mark
-        if mark == _FUNCTION_END:
+        if mark not in self._wanted:
+            return 1
+        if self._name is not None:
+            self._begin_call(self._name, events)
+        if mark == self._marks.end:
             events.append(CallArguments("}"))
             self._has_arguments = True
             self._end(events)
-        elif mark in self._wanted:
+        elif mark == self._marks.value:
+            self._begin_value()
+        else:
             self._title = ""
         return 1
+
+    def _take_bare_name(self, text: str, at: int) -> int:
+        """A name that no mark stands before, up to white space or a mark."""
+        assert self._title is not None
+        if not self._title:
+            at = skip_white(text, at)
+            if at == len(text):
+                return at
+        char = text[at]
+        if char in " \t\r\n<":
+            self._name, self._title, self._has_name = self._title, None, True
+            self.is_bad = self._name not in self._tools
+            self._wanted = (self._marks.parameter, self._marks.end)
+            return at
+        self._title += char
+        self.is_bad = not any(name.startswith(self._title) for name in self._tools)
+        return at + (not self.is_bad)
 
     def _take_title(self, char: str, events: list[Event]) -> int:
         """A character of a function's name, or of a parameter's."""
         assert self._title is not None
-        if char != ">":
-            self._title += char
-            is_function = self._mark == _FUNCTION
-            is_known = any(name.startswith(self._title) for name in self._tools)
-            self.is_bad = char in "<\n" or (is_function and not is_known)
-            return not self.is_bad
-        title = self._title
-        if self._mark == _FUNCTION:
-            if title not in self._tools:
-                self.is_bad = True
-                return 0
-            self._schema = self._tools[title] or {}
-            self._begin(title, events)
-            events.append(CallArguments("{"))
-            self._wanted = (_PARAMETER, _FUNCTION_END)
-        else:
-            if title in self._keys:
-                self.is_bad = True
-                return 0
-            comma = ", " if self._keys else ""
-            self._keys.add(title)
-            self._types = types_of(self._schema, title)
-            self._value = ""
-            self._is_first = True
-            quote = "" if self._types else '"'
-            key = json.dumps(title, ensure_ascii=False)
-            events.append(CallArguments(f"{comma}{key}: {quote}"))
+        title, end = self._title + char, self._marks.title_end
+        if not self._has_name and char == ">":
+            return self._end_name(self._title, events)
+        if self._has_name and title.endswith(end):
+            return self._end_key(title.removesuffix(end), events)
+        # of a mark, only the one that ends it
+        mark_at = title.find("<")
+        self.is_bad = char == "\n" or (mark_at >= 0 and not end.startswith(title[mark_at:]))
+        if not self._has_name:
+            begin = title.lstrip(" \"'") if self._marks.is_quoted else title
+            begin = begin.rstrip(" \"'") if self._marks.is_quoted else begin
+            self.is_bad |= not any(name.startswith(begin) for name in self._tools)
+        if not self.is_bad:
+            self._title = title
+        return not self.is_bad
+
+    def _end_name(self, title: str, events: list[Event]) -> int:
+        name, _ = self._unquoted(title)
+        if name is None or name not in self._tools:
+            self.is_bad = True
+            return 0
+        self._begin_call(name, events)
+        self._has_name = True
+        self._wanted = (self._marks.parameter, self._marks.end)
         self._mark, self._title = "", None
         return 1
 
-    _is_first = False
+    def _begin_call(self, name: str, events: list[Event]) -> None:
+        self._name = None
+        self._schema = self._tools[name] or {}
+        self._begin(name, events)
+        events.append(CallArguments("{"))
+
+    def _end_key(self, title: str, events: list[Event]) -> int:
+        key, is_text = self._unquoted(title)
+        if key is None or key in self._keys:
+            self.is_bad = True
+            return 0
+        comma = ", " if self._keys else ""
+        self._keys.add(key)
+        self._types = types_of(self._schema, key)
+        if is_text is not None:
+            self._types = None if is_text else self._types or _ANY
+        quote = "" if self._types else '"'
+        events.append(CallArguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {quote}"))
+        self._mark, self._title = "", None
+        if self._marks.value:
+            self._wanted = (self._marks.value,)
+        else:
+            self._begin_value()
+        return 1
+
+    def _unquoted(self, title: str) -> tuple[str | None, bool | None]:
+        """The name, None where it is malformed, and what is said about its value."""
+        if not self._marks.is_quoted:
+            return title, None
+        found = _QUOTED.fullmatch(title)
+        if found is None:
+            return None, None
+        return found[2], None if found[4] is None else found[4] == "true"
+
+    def _begin_value(self) -> None:
+        self._mark, self._value = "", ""
+        self._is_first = self._marks.has_lines
+        self._wanted = (self._marks.parameter, self._marks.end)
 
     def _take_value(self, text: str, at: int, events: list[Event]) -> int:
         """All of the text, up to the marker that ends the value."""
         assert self._value is not None
         num_held = len(self._value)
         held = self._value + text[at:]
-        size, marker = find_marker(held, _PARAMETER_END)
+        size, marker = find_marker(held, self._marks.value_end)
         if self._is_first and held:
             # the line break after the opening marker
             self._is_first = False
@@ -196,13 +298,14 @@ class MarkedParameters(Body):
                 num_held -= 1
                 size -= size > 0
                 held = held[1:]
+        last = "\n" if self._marks.has_lines else ""
         if marker is not None:
-            value = held[:size].removesuffix("\n")
+            value = held[:size].removesuffix(last)
             events.append(CallArguments(_as_json(value, self._types)))
             self._value = None
             return at + size + len(marker) - num_held
         # a line break may be the last before the marker
-        certain = held[:size].removesuffix("\n") if not self._types else ""
+        certain = held[:size].removesuffix(last) if not self._types else ""
         if certain:
             events.append(CallArguments(_in_string(certain)))
         self._value = held[len(certain) :]

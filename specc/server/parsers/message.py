@@ -39,8 +39,8 @@ class MessageParser:
     it is: then nothing is left out.
 
     Args:
-        reasoning: of thinking; None where there is none.
-        calls: of calls; None takes all text for content.
+        reasoning: of thinking; None where there is none. It may find calls, too.
+        calls: of calls in text; None takes all text for content.
         max_calls: what is called beyond is left out, as by vLLM; None is any number.
         make_id: of calls.
     """
@@ -80,7 +80,9 @@ class MessageParser:
         """
         delta = Delta()
         for event in self._think(text, is_last):
-            if event.is_reasoning:
+            if not isinstance(event, Text):
+                self._add([event], delta)
+            elif event.is_reasoning:
                 delta.reasoning += event.text
             else:
                 self._take_text(event.text, delta)
@@ -90,19 +92,18 @@ class MessageParser:
             delta.content += self._space
         return delta
 
-    def _think(self, text: str, is_last: bool) -> list[Text]:
+    def _think(self, text: str, is_last: bool) -> list[Event]:
         if self._reasoning is None:
             return [Text(text)]
         events = self._reasoning.feed(text)
-        if is_last:
-            events += self._reasoning.finish()
-        return [event for event in events if isinstance(event, Text)]
+        return [*events, *self._reasoning.finish()] if is_last else events
 
     def _take_text(self, text: str, delta: Delta) -> None:
-        if self._calls is None:
-            delta.content += text
-        else:
+        if self._calls is not None:
             self._add(self._calls.feed(text), delta)
+        elif text:
+            delta.content += text
+            self._space = None
 
     def _add(self, events: list[Event], delta: Delta) -> None:
         for event in events:
@@ -112,7 +113,8 @@ class MessageParser:
                 self._space = ""
                 self._num_calls += 1
                 if self._is_wanted:
-                    delta.calls.append(CallDelta(self._index, self._make_id(), event.name))
+                    call_id = event.id or self._make_id()
+                    delta.calls.append(CallDelta(self._index, call_id, event.name))
             elif isinstance(event, CallArguments):
                 if self._is_wanted and event.text:
                     if not delta.calls or delta.calls[-1].index != self._index:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specc.server.parsers.calls import Tools
 from specc.server.parsers.events import Event, Parser, Text, find_marker
+from specc.server.parsers.harmony import HARMONY, HarmonyFormat
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,37 @@ class ReasoningFormat:
         end = prompt.rstrip()
         return end.endswith(self.opening) or (self.is_implied and not end.endswith(self.closing))
 
+    def parser(self, prompt: str, ends: tuple[str, ...], tools: Tools) -> Parser:
+        """For one output.
+
+        Args:
+            prompt: that it follows.
+            ends: what ends thinking as well, see `ReasoningParser`.
+            tools: of no use here: another parser looks for calls.
+        """
+        return ReasoningParser(self, prompt, ends)
+
+
+_THINK = ReasoningFormat("<think>", "</think>")
+_IMPLIED = ReasoningFormat("<think>", "</think>", is_implied=True)
 
 # as `--reasoning-parser` calls them, which are vLLM's names
-FORMATS = {
-    "deepseek_r1": ReasoningFormat("<think>", "</think>", is_implied=True),
+FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
+    "deepseek_r1": _IMPLIED,
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "glm47": _THINK,
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "kimi_k2": _THINK,
+    "mimo": _THINK,
+    "minimax_m2": _IMPLIED,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "olmo3": _THINK,
+    "openai_gptoss": HARMONY,
+    "qwen3": _THINK,
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "step3": _IMPLIED,
+    "step3p5": _THINK,
 }
 
 

@@ -16,7 +16,9 @@ from tests.runtime.conftest import build_engine
 POSITIONS = 768
 MARKERS = (
     "<eos>", "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>",
-    "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]",
+    "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|constrain|>",
+    "<|message|>", "<|end|>", "<|call|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
 )  # fmt: skip
 # of the tests' prompts: what a chat is about does not matter to a script
 TEMPLATE = (

@@ -14,7 +14,7 @@ from tests.specc.server.parsers.pieces import cut, joined
 
 def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None) -> Delta:
     return joined(
-        MessageParser(ReasoningParser(FORMATS[form], prompt)),
+        MessageParser(FORMATS[form].parser(prompt, (), {})),
         cut(text, sizes or [max(1, len(text))]),
     )
 
@@ -30,6 +30,12 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
         ("qwen3", "A", "\n<think>\na\n</think>\n\nb", "\na\n", "\n\nb"),
         ("qwen3", "A<think>\n", "a</think>b", "a", "b"),
         ("mistral", "A", "[THINK]a[/THINK]b", "a", "b"),
+        ("seed_oss", "A", "<seed:think>a</think></seed:think>b", "a</think>", "b"),
+        ("granite", "A", "Here is my thought process: a Here is my response: b", " a ", " b"),
+        ("granite", "A", "Here is my thing", "", "Here is my thing"),
+        ("minimax_m2", "A", "a</think>b", "a", "b"),
+        ("kimi_k2", "A", "a</think>b", "", "a</think>b"),
+        ("openai_gptoss", "A", "<|channel|>analysis<|message|>a<|end|>b", "a", "b"),
         # thinking that is off: the template has closed it
         ("deepseek_r1", "A</think>", "a", "", "a"),
         ("qwen3", "A<think>\n\n</think>\n\n", " a", "", " a"),
@@ -65,7 +71,7 @@ def test_nothing_is_held_back_that_is_certain() -> None:
 
 
 PARTS = st.sampled_from(
-    ["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "é", "[/THINK]"]
+    ["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "é", "[/THINK]", "<|message|>"]
 )
 
 
@@ -73,11 +79,18 @@ PARTS = st.sampled_from(
 @given(
     st.lists(PARTS, max_size=8).map("".join),
     st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from(["deepseek_r1", "mistral", "openai_gptoss", "qwen3"]),
     st.sampled_from(["A", "A<think>", "A<think></think>", "[THINK]"]),
 )
 def test_pieces_do_not_matter(text: str, sizes: list[int], form: str, prompt: str) -> None:
     assert read(text, form, prompt, sizes) == read(text, form, prompt)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_hands_out_all_of_a_text(form: str) -> None:
+    for text in ("a b", " <b> a", "\n"):
+        message = read(text, form, sizes=[1])
+        assert message.reasoning + message.content == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,363 @@
+"""Every format of calls: the same calls, however they are written and however the text comes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specc.server.parsers.calls import CallParser
+from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.parsers.message import MessageParser
+from specc.server.parsers.reasoning import FORMATS, ReasoningParser
+from tests.specc.server.parsers.pieces import Found, counted, cut, joined
+
+TOOLS: dict[str, Any] = {
+    "add": {
+        "type": "object",
+        "properties": {
+            "x": {"type": "integer"},
+            "s": {"type": "string"},
+            "o": {"type": "object"},
+            "f": {"type": "boolean"},
+        },
+    },
+    "now": None,
+}
+Arguments = dict[str, Any]
+Call = tuple[str, Arguments]
+
+
+def _json(arguments: Arguments) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _object(call: Call) -> str:
+    return f'{{"name": "{call[0]}", "arguments": {_json(call[1])}}}'
+
+
+def _each(before: str, after: str) -> Callable[[list[Call]], str]:
+    return lambda calls: "\n".join(f"{before}{_object(call)}{after}" for call in calls)
+
+
+def _array(before: str, after: str) -> Callable[[list[Call]], str]:
+    return lambda calls: f"{before}[{', '.join(_object(call) for call in calls)}]{after}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _deepseek(head: str, tail: str) -> Callable[[list[Call]], str]:
+    def write(calls: list[Call]) -> str:
+        parts = (
+            f"<｜tool▁call▁begin｜>{head.format(name)}{_json(arguments)}{tail}<｜tool▁call▁end｜>"
+            for name, arguments in calls
+        )
+        return f"<｜tool▁calls▁begin｜>{chr(10).join(parts)}<｜tool▁calls▁end｜>"
+
+    return write
+
+
+def _kimi(calls: list[Call]) -> str:
+    parts = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{_json(arguments)}"
+        "<|tool_call_end|>"
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
+
+
+def _glm(line: str) -> Callable[[list[Call]], str]:
+    def write(call: Call) -> str:
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{_value(value)}</arg_value>{line}"
+            for key, value in call[1].items()
+        )
+        return f"<tool_call>{call[0]}{line}{pairs}</tool_call>"
+
+    return lambda calls: "\n".join(map(write, calls))
+
+
+def _qwen(opening: str, closing: str) -> Callable[[list[Call]], str]:
+    def write(call: Call) -> str:
+        pairs = "".join(f"<parameter={k}>\n{_value(v)}\n</parameter>\n" for k, v in call[1].items())
+        return f"{opening}\n<function={call[0]}>\n{pairs}</function>\n{closing}"
+
+    return lambda calls: "\n".join(map(write, calls))
+
+
+def _invoke(prefix: str, opening: str, closing: str, types: bool = False, line: str = "\n") -> Any:
+    def write(call: Call) -> str:
+        pairs = "".join(
+            f'<{prefix}parameter name="{key}"'
+            + (f' string="{"true" if isinstance(value, str) else "false"}"' if types else "")
+            + f">{_value(value)}</{prefix}parameter>{line}"
+            for key, value in call[1].items()
+        )
+        return f'<{prefix}invoke name="{call[0]}">{line}{pairs}</{prefix}invoke>'
+
+    return lambda calls: f"{opening}\n" + "\n".join(map(write, calls)) + f"\n{closing}"
+
+
+def _step(calls: list[Call]) -> str:
+    one = _invoke("steptml:", "", "")
+    parts = (
+        f"<｜tool_call_begin｜>function<｜tool_sep｜>{one([call]).strip()}<｜tool_call_end｜>"
+        for call in calls
+    )
+    return f"<｜tool_calls_begin｜>\n{chr(10).join(parts)}\n<｜tool_calls_end｜>"
+
+
+def _python(opening: str, closing: str, between: str = ", ") -> Callable[[list[Call]], str]:
+    def write(call: Call) -> str:
+        return f"{call[0]}({', '.join(f'{k}={v!r}' for k, v in call[1].items())})"
+
+    return lambda calls: opening + between.join(map(write, calls)) + closing
+
+
+_HERMES = _each("<tool_call>\n", "\n</tool_call>")
+_QWEN = _qwen("<tool_call>", "</tool_call>")
+_SEP = "<｜tool▁sep｜>"
+WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "deepseek_v3": _deepseek(f"function{_SEP}{{}}\n```json\n", "\n```"),
+    "deepseek_v31": _deepseek(f"{{}}{_SEP}", ""),
+    "deepseek_v32": _invoke(
+        "｜DSML｜", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", types=True
+    ),
+    "deepseek_v4": _invoke("｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", types=True),
+    "gigachat3": _each("function call<|role_sep|>\n", ""),
+    "glm45": _glm("\n"),
+    "glm47": _glm(""),
+    "granite": _array("<|tool_call|>", ""),
+    "granite-20b-fc": _each("<function_call> ", ""),
+    "granite4": _HERMES,
+    "hermes": _HERMES,
+    "hunyuan_a13b": _array("<tool_calls>", "</tool_calls>"),
+    "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>"),
+    "jamba": _array("<tool_calls>", "</tool_calls>"),
+    "kimi_k2": _kimi,
+    "lfm2": _python("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    "llama3_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
+    "llama4_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
+    "llama4_pythonic": _python("<|python_start|>[", "]<|python_end|>"),
+    "longcat": _each("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    "mimo": _QWEN,
+    "minimax_m2": _invoke("", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "mistral": _array("[TOOL_CALLS]", ""),
+    "olmo3": _python("<function_calls>\n", "\n</function_calls>", "\n"),
+    "phi4_mini_json": _array("functools", ""),
+    "pythonic": _python("[", "]"),
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": _QWEN,
+    "seed_oss": _qwen("<seed:tool_call>", "</seed:tool_call>"),
+    "step3": _step,
+    "step3p5": _QWEN,
+}
+
+# braces, quotes and parts of markers in strings; no line breaks at their ends, which some formats
+# write around values
+NASTY = 'a}"]\\ {"name": "now"} </tool_cal <｜tool [( 🙂é\n  b'
+# of formats without a marker: a call stands at the beginning
+BEFORE = {"pythonic": ""}
+BOTH: list[Call] = [("add", {"x": -1, "s": NASTY, "o": {"k": [1, "}"]}, "f": True}), ("now", {})]
+
+
+FORMS = [name for name, form in CALL_FORMATS.items() if not form.is_in_messages]
+
+
+def read(form: str, text: str, sizes: tuple[int, ...] = ()) -> Found:
+    """As `found`; ids may be those of the model."""
+    parser = MessageParser(calls=CallParser(CALL_FORMATS[form], TOOLS), make_id=counted())
+    message = joined(parser, cut(text, sizes or [max(1, len(text))]))
+    calls = [(call.name or "", call.arguments) for call in message.calls]
+    return Found(message.content, calls, parser.has_whole_calls)
+
+
+def values(message: Found) -> list[Call]:
+    return [(name, json.loads(arguments)) for name, arguments in message.calls]
+
+
+def ids(form: str, text: str, size: int) -> list[str | None]:
+    parser = MessageParser(calls=CallParser(CALL_FORMATS[form], TOOLS), make_id=counted())
+    return [call.id for call in joined(parser, cut(text, [size])).calls]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_calls_after_a_text(form: str) -> None:
+    before = BEFORE.get(form, "I add:\n")
+    text = f"{before}{WRITERS[form](BOTH)}\n"
+    whole = read(form, text)
+    assert (whole.content, values(whole), whole.is_whole) == (before, BOTH, True)
+    for size in range(1, 9):
+        assert read(form, text, (size,)) == whole, size
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_unknown_tool_is_text(form: str) -> None:
+    """Marks included; and so is what is cut before the arguments begin."""
+    text = WRITERS[form]([("sub", {"x": 1})])
+    for size in (1, 5, len(text)):
+        whole = read(form, f"a {text}", (size,))
+        assert (whole.content, whole.calls) == (f"a {text}", [])
+
+
+def shared(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_wherever_it_is_cut(form: str) -> None:
+    """What has come of a call is a beginning of it; text before it is text."""
+    text = BEFORE.get(form, "T ") + WRITERS[form](BOTH)
+    whole = read(form, text)
+    for end in range(0, len(text), 3):
+        part = read(form, text[:end], (4,))
+        for (name, arguments), (want_name, want) in zip(part.calls, whole.calls, strict=False):
+            assert name == want_name
+            rest = arguments[shared(want, arguments) :]
+            # of a text, what may have become the mark after it
+            assert re.fullmatch(r"(\\n)?(<[^>]*)?", rest), end
+        if not part.calls:
+            assert part.content == text[:end]
+        elif part.is_whole:
+            assert part.calls == whole.calls[: len(part.calls)]
+        assert part.content.startswith(BEFORE.get(form, "T")[:end])
+
+
+@pytest.mark.parametrize(
+    "form", ["deepseek_v3", "kimi_k2", "deepseek_v32", "glm45", "granite", "minimax_m2", "step3"]
+)
+def test_pieces_do_not_matter(form: str) -> None:
+    text = WRITERS[form](BOTH)
+    # markers, names and JSON, and parts of them
+    marks = [m for m in CALL_FORMATS[form].markers if m]
+    parts = [*marks, *(m[:3] for m in marks), *(m[3:] for m in marks), text, "add", "now", "{}"]
+    parts += [text[at : at + 40] for at in range(0, len(text), 40)]
+    parts += ['{"x": 1}', "}", " ", "\n", "é"]
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        st.lists(st.sampled_from(parts), max_size=8).map("".join),
+        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
+    )
+    def run(text: str, sizes: tuple[int, ...]) -> None:
+        whole = read(form, text)
+        assert read(form, text, sizes) == whole
+        if whole.is_whole:
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
+        if not whole.calls:
+            assert whole.content == text
+
+    run()
+
+
+def test_ids_of_kimi_are_the_ones_that_its_model_writes() -> None:
+    """Its templates hand them back to the model."""
+    for size in (1, 7, 500):
+        assert ids("kimi_k2", _kimi(BOTH), size) == ["functions.add:0", "functions.now:1"]
+    assert ids("deepseek_v31", WRITERS["deepseek_v31"](BOTH), 5) == ["call_0", "call_1"]
+
+
+B, E, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
+ONE, AFTER = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+K_BEGIN, K_ONE, K_ARGS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+)
+D = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
+CASES = {
+    "no section end": ("deepseek_v31", f"{B}{ONE}now{SEP}{{}}{AFTER} b", " b", [("now", "{}")],
+                       True),
+    "no call end": ("deepseek_v31", f"{B}{ONE}now{SEP}{{}}{ONE}add{SEP}{{}}{E}", "",
+                    [("now", "{}"), ("add", "{}")], True),
+    "cut in the end": ("deepseek_v31", f"{B}{ONE}now{SEP}{{}}{AFTER}\n{E[:5]}", "",
+                       [("now", "{}")], True),
+    "something after the end": ("deepseek_v31", f"{B}{ONE}now{SEP}{{}}{AFTER}{E[:5]}a",
+                                f"{E[:5]}a", [("now", "{}")], True),
+    "an empty section": ("deepseek_v31", f"{B}{E}", f"{B}{E}", [], False),
+    "no JSON": ("deepseek_v31", f"{B}{ONE}add{SEP}(1){AFTER}", f"{B}{ONE}add{SEP}(1){AFTER}",
+                [], False),
+    "JSON that ends early": ("deepseek_v31", f'{B}{ONE}add{SEP}{{"x": 1, y}}{AFTER}', f"y}}{AFTER}",
+                             [("add", '{"x": 1, ')], False),
+    "a second one that is none": ("deepseek_v31", f"{B}{ONE}now{SEP}{{}}{AFTER}{ONE}sub{SEP}{{}}",
+                                  f"{ONE}sub{SEP}{{}}", [("now", "{}")], True),
+    "no fence": ("deepseek_v3", f"{B}{ONE}function{SEP}now\n{{}}{AFTER}",
+                 f"{B}{ONE}function{SEP}now\n{{}}{AFTER}", [], False),
+    "a name without a number": ("kimi_k2", f"{K_BEGIN}{K_ONE}add{K_ARGS}{{}}",
+                                f"{K_BEGIN}{K_ONE}add{K_ARGS}{{}}", [], False),
+    "only a name": ("glm45", "<tool_call>now is the time", "<tool_call>now is the time", [], False),
+    "a key twice": ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>1</arg_value><arg_key>s"
+                    "</arg_key>", "<arg_key>s</arg_key>", [("add", '{"s": "1"')], False),
+    "a key alone": ("glm45", "<tool_call>add\n<arg_key>x</arg_key>5", "5", [("add", '{"x": ')],
+                    False),
+    "a text is as it is": ("glm45", "<tool_call>add<arg_key>s</arg_key><arg_value>\n 5 \n"
+                           "</arg_value></tool_call>", "", [("add", '{"s": "\\n 5 \\n"}')], True),
+    "a mark in a key": ("glm45", "<tool_call>add<arg_key>s<arg_key></arg_key><arg_value>",
+                        "<arg_key>s<arg_key></arg_key><arg_value>", [("add", "{")], False),
+    "said to be text": ("deepseek_v32", f'{D}<｜DSML｜parameter name="x" string="true">5'
+                        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "",
+                        [("add", '{"x": "5"}')], True),
+    "said to be none": ("deepseek_v32", f'{D}<｜DSML｜parameter name="s" string="false">[5]'
+                        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "",
+                        [("add", '{"s": [5]}')], True),
+    "said otherwise": ("deepseek_v32", f'{D}<｜DSML｜parameter name="s" string="no">',
+                       '<｜DSML｜parameter name="s" string="no">', [("add", "{")], False),
+    "no quotes": ("minimax_m2", "<minimax:tool_call><invoke name=now></invoke>",
+                  "<minimax:tool_call><invoke name=now></invoke>", [], False),
+    "single quotes": ("minimax_m2", "<minimax:tool_call><invoke name='now'></invoke>", "",
+                      [("now", "{}")], True),
+    "granite of 3.1": ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', "",
+                       [("now", "{}")], True),
+    "granite without a mark": ("granite", ' [{"name": "now", "arguments": {}}]', "",
+                               [("now", "{}")], True),
+    "some other list": ("granite", ' [{"name": "now"}, 2]', ' [{"name": "now"}, 2]', [], False),
+    "words like a mark": ("gigachat3", "a function call {}", "a function call {}", [], False),
+    "a word like a mark": ("phi4_mini_json", "functools.wraps(add)", "functools.wraps(add)", [],
+                           False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str) -> None:
+    form, text, content, calls, whole = CASES[name]
+    for size in (*range(1, 9), len(text)):
+        assert read(form, text, (size,)) == Found(content, calls, whole), size
+
+
+@pytest.mark.parametrize(
+    ("form", "thinks", "ends_it"),
+    [
+        ("deepseek_v31", "deepseek_v3", True),
+        ("kimi_k2", "kimi_k2", True),
+        ("glm45", "glm45", False),
+    ],
+)
+def test_calls_beside_thinking(form: str, thinks: str, ends_it: bool) -> None:
+    """A section that begins in the middle of thinking ends it, of models that call out of it."""
+    call_format = CALL_FORMATS[form]
+    ends = (call_format.interrupts,) if call_format.interrupts else ()
+    closed = "I think</think>" + WRITERS[form](BOTH)
+    for text in (closed, closed.replace("</think>", "")) if ends_it else (closed,):
+        for size in (1, 3, 8, len(text)):
+            parser = MessageParser(
+                ReasoningParser(FORMATS[thinks], "<think>", ends),
+                CallParser(call_format, TOOLS),
+                make_id=counted(),
+            )
+            message = joined(parser, cut(text, [size]))
+            assert (message.reasoning, message.content) == ("I think", "")
+            assert [call.name for call in message.calls] == ["add", "now"]
+
+
+def test_a_format_has_a_writer_here() -> None:
+    assert list(WRITERS) == FORMS

@@ -1,0 +1,97 @@
+"""Formats whose markers are special tokens, over HTTP, with steps of 1 to 8 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specc.errors import ConfigError
+from specc.runtime.requests.chat_template import ChatTemplate
+from specc.server.config import ServeConfig
+from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
+from tests.specc.server.serving import MODEL, Server, serve
+
+USER = {"role": "user", "content": "hi"}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+HARMONY = (
+    "<|channel|>analysis<|message|>add, 🙂<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
+    '<|message|>{"x": 1}'
+)
+SECTION = (
+    "I add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+    '<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+@pytest.fixture(scope="module", params=["openai", "kimi_k2"])
+def rig(request) -> Iterator[tuple[Server, Script, str]]:
+    engine, script = scripted_engine()
+    options = {"tool_call_parser": request.param, "enable_auto_tool_choice": True}
+    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
+        yield server, script, request.param
+        server.wait_until_idle()
+
+
+def say(script: Script, text: str, whole: bool, tools: Any = TOOLS) -> None:
+    prompt = ChatTemplate(TEMPLATE, {}).render([USER], options={"tools": tools})
+    script.set(text, prompt, whole)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_message_and_its_stream(rig, whole: bool) -> None:
+    """Marks that are special tokens, and marks of many tokens, which steps cut anywhere."""
+    server, script, name = rig
+    options: Any = {"model": MODEL, "messages": [USER], "temperature": 0, "tools": TOOLS}
+    say(script, {"openai": HARMONY, "kimi_k2": SECTION}[name], whole)
+    choice = server.client.chat.completions.create(**options).choices[0]
+    with server.client.chat.completions.stream(**options) as stream:
+        final = stream.get_final_completion().choices[0]
+    for one in (choice, final):
+        assert (one.message.content, one.finish_reason) == ("I add.", "tool_calls")
+        (call,) = one.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"x": 1}')
+        assert call.id == "functions.add:0" or (name == "openai" and call.id.startswith("call_"))
+    if name == "openai":
+        assert choice.message.reasoning == "add, 🙂"
+
+
+def test_without_tools_a_call_is_content(rig) -> None:
+    server, script, name = rig
+    say(script, HARMONY if name == "openai" else SECTION, whole=name == "openai", tools=[])
+    choice = server.client.chat.completions.create(
+        model=MODEL, messages=[USER], temperature=0
+    ).choices[0]
+    assert choice.finish_reason == "stop"
+    if name == "openai":
+        assert choice.message.reasoning == "add, 🙂"
+        head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        assert choice.message.content == f'I add.\n{head}{{"x": 1}}'
+    else:
+        assert choice.message.content == SECTION
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_is_required(rig, choice: Any) -> None:
+    """JSON of the tools' schemas, as with any format: no marks, whatever the model says."""
+    server, script, _ = rig
+    say(script, '[{"name": "now", "parameters": {}}]', whole=True)
+    answer = server.client.chat.completions.create(
+        model=MODEL, messages=[USER], temperature=0, tools=TOOLS, tool_choice=choice  # type: ignore[arg-type]
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == ("now" if choice == "required" else "add")
+    assert call.function.arguments == "{}"
+
+
+def test_harmony_is_one_form() -> None:
+    assert ServeConfig(tool_call_parser="openai").reasoning_parser == "openai_gptoss"
+    assert ServeConfig(reasoning_parser="openai_gptoss").tool_call_parser is None
+    for options in (
+        {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"},
+    ):
+        with pytest.raises(ConfigError, match="parts of one form"):
+            ServeConfig(**options)
