@@ -31,8 +31,9 @@ class BlockCase:
         layer: keys that describe its layers.
         num_layers: of the drafter.
         from_anchor: what its rows predict, see `BlockDraft`.
-        is_causal: what they see.
-        window: rows before a block that each layer sees; 0 is all.
+        is_causal: what they see in layers with a window, or in all.
+        window: of each layer, 0 is none; see `BlockSpec`.
+        is_mixed: the last layer is a full one, which is not causal; the others have the window.
         biases: projections of the first layer that have one.
     """
 
@@ -48,11 +49,32 @@ class BlockCase:
     from_anchor: bool = False
     is_causal: bool = False
     window: int = 0
+    is_mixed: bool = False
     biases: tuple[str, ...] = ()
 
     @property
     def head_dim(self) -> int:
         return self.layer.get("head_dim", self.width // HEADS)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of its layers."""
+        last = 0 if self.is_mixed else self.window
+        return (*[self.window] * (self.num_layers - 1), last)
+
+    @property
+    def causal_layers(self) -> tuple[int, ...]:
+        """Of a drafter whose layers differ."""
+        return tuple(range(self.num_layers - 1)) if self.is_mixed and self.is_causal else ()
+
+    @property
+    def is_anchored(self) -> bool:
+        """Windows end at the anchor, for all rows of a block."""
+        return self.layout == "speculators"
+
+    def sees_up_to_itself(self, layer: int) -> bool:
+        """Whether rows of a block see no later one there."""
+        return layer in self.causal_layers if self.is_mixed else self.is_causal
 
     @property
     def has_own_ends(self) -> bool:
@@ -61,6 +83,7 @@ class BlockCase:
 
 
 _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_CASES = {
     "z-lab": BlockCase("z-lab", config={"num_target_layers": LAYERS, "block_size": 5}),
     # in a later layout all keys are in one place
@@ -88,6 +111,26 @@ BLOCK_CASES = {
         config={"block_size": 5, "sliding_window_non_causal": True, "shift_label": False},
         layer=_SLIDING,
         window=6,
+    ),
+    # as most of z-lab's drafters are
+    "z-lab-mixed": BlockCase(
+        "z-lab",
+        config={"block_size": 5},
+        layer={**_MIXED, "sliding_window": 6},
+        is_causal=True,
+        window=6,
+        is_mixed=True,
+    ),
+    # a window that ends at the anchor may be shorter than a block
+    "speculators-mixed": BlockCase(
+        "speculators",
+        size=4,
+        config={"block_size": 4, "sample_from_anchor": True},
+        layer={**_MIXED, "sliding_window": 3},
+        from_anchor=True,
+        is_causal=True,
+        window=3,
+        is_mixed=True,
     ),
 }
 

@@ -6,6 +6,9 @@ of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, �
     c_i = norm_h(fc(taps of token i))
     k, v of layer l: of c_0 … c_{n-1} and of norm_l(x_0) … norm_l(x_{B-1});  q: of norm_l(x_j)
     x = x + attention;  x = x + mlp(norm_p(x));  logits = W norm(x)
+
+Row j sees all rows of its block, or those up to itself; and c_i of all tokens, or of a window w:
+those with i > n + j - w, and of files of speculators those with i ≥ n - w.
 """
 
 from __future__ import annotations
@@ -83,9 +86,11 @@ class BlockReference:
         q = self.linear(f"{name}.q_proj", x).view(len(x), HEADS, size)
         q = self.rotate(self.norm(f"{name}.q_norm", q), n)
         row, column = n + torch.arange(len(x))[:, None], torch.arange(len(k))
-        seen = (column <= row) if self.case.is_causal else torch.ones(len(x), len(k)).bool()
-        if self.case.window:
-            seen = seen & (column > row - self.case.window)
+        is_causal, window = self.case.sees_up_to_itself(layer), self.case.windows[layer]
+        seen = (column <= row) if is_causal else torch.ones(len(x), len(k)).bool()
+        if window:
+            first = n - window if self.case.is_anchored else row - window + 1
+            seen = seen & ((column >= first) | (column >= n))
         heads = []
         for head in range(HEADS):
             own = head * KV_HEADS // HEADS

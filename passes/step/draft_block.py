@@ -47,7 +47,8 @@ def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
     wide = g.reshape(slots, batch, count)
     none = g.call(aten.full_like.default, wide, -1)
     tapped = g.flat(g.cat(g.column(wide, 0, before), g.column(none, before, count)))
-    features = g.call(aten.stack.default, [tapped, g.flat(none)], 1)
+    offsets = g.expand_rows(g.constant(f"{draft}_offsets", block.offsets(before)), count)
+    features = g.call(aten.stack.default, [tapped, g.flat(offsets)], 1)
     ancestors = g.constant(f"{draft}_rows_seen", block.rows_seen(before))
     # of one depth after the other
     starts = g.arange(0, g.multiple(batch, count), count, torch.int64)

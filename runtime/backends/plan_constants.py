@@ -88,6 +88,7 @@ def _block(plan: SpecPlan, block: BlockDraft) -> dict[str, Tensor]:
     return {
         f"{block.draft}_masks": torch.full((before + block.size,), block.mask_token_id),
         f"{block.draft}_rows_seen": block.rows_seen(before),
+        f"{block.draft}_offsets": block.offsets(before),
         f"{block.draft}_places": torch.arange(first, first + plan.max_depth),
     }
 

@@ -24,7 +24,7 @@ from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
-from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.rewrite.see_blocks import feature_passes
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
@@ -136,7 +136,7 @@ def compile_models(
             # after the graph that self-drafts take: they keep nothing
             layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))
         if source.head is not None:
-            layout = (*layout, (TAPS, (ReadFeatures,)))
+            layout = (*layout, (TAPS, feature_passes(source.head)))
         layout = (*layout, *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size

@@ -13,6 +13,9 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, pack_bits
 
+# of a block whose layers differ in what its rows see: as many as a word counts
+MOST_ROWS = 63
+
 
 @dataclass(frozen=True)
 class BlockDraft:
@@ -25,7 +28,9 @@ class BlockDraft:
         mask_token_id: what stands for a token that is not known.
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
-        is_causal: a row sees the rows of a block up to itself; else all of them.
+        is_causal: a row sees the rows of a block up to itself, in all layers; else all of them.
+        causal_layers: layers in which a row sees those up to itself where in others it sees all of
+            them; the drafter's program says so, see `passes/rewrite/see_blocks.py`.
         draft: name of the drafter, in a plan.
     """
 
@@ -33,6 +38,7 @@ class BlockDraft:
     mask_token_id: int
     from_anchor: bool = False
     is_causal: bool = False
+    causal_layers: tuple[int, ...] = ()
     draft: str = ""
 
     @property
@@ -59,9 +65,23 @@ class BlockDraft:
         seen = seen.tril() if self.is_causal else seen
         return pack_bits(torch.cat([torch.zeros(before, self.size, dtype=torch.bool), seen]))
 
+    def offsets(self, before: int) -> Tensor:
+        """Where in a block each row of a pass is, as its second row of features says it.
+
+        Args:
+            before: see `rows_seen`.
+        Returns:
+            [before + B] int32, -1 - j of row j of the block, -1 of those before it: below 0, as
+            nothing is read there.
+        """
+        return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
+
     def describe(self) -> str:
         """For people."""
         sees = "up to itself" if self.is_causal else "in both directions"
+        if self.causal_layers:
+            layers = ", ".join(map(str, self.causal_layers))
+            sees += f" (in layers {layers} up to itself)"
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
             f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}"
@@ -74,10 +94,10 @@ class BlockDraft:
     def from_json(cls, data: Mapping[str, Any]) -> BlockDraft:
         """Raises EngineError: no block."""
         try:
-            block = cls(**data)
-        except TypeError as error:
+            block = cls(**{**data, "causal_layers": tuple(data.get("causal_layers", ()))})
+        except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
-        numbers = (block.size, block.mask_token_id)
+        numbers = (block.size, block.mask_token_id, *block.causal_layers)
         flags = (block.from_anchor, block.is_causal)
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
@@ -135,6 +155,6 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
 def _invalid(data: Any) -> EngineError:
     return EngineError(
         f"a block {data!r:.80}",
-        "its size, its mask token, and two flags",
+        "its size, its mask token, and flags",
         "compile the engine again",
     )

@@ -9,9 +9,10 @@ Keys are at the top of config.json or in `dflash_config`, which counts first. Wh
 | tokens from the anchor on | never | `sample_from_anchor`, `shift_label` |
 | a block is causal | `is_causal`, `causal`; else in sliding layers | in sliding layers, unless |
 | | | `sliding_window_non_causal` |
+| a window ends at | each row | the anchor, for all rows of a block |
 
-Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py;
-vllm-project/vllm models/qwen3_dflash.py.
+Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
+attention.py; vllm-project/vllm models/qwen3_dflash.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from specc.passes.frontend.heads.head_config import (
 from specc.passes.frontend.heads.head_spec import SPECULATORS, HeadSwitches, RopeFacts
 from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.rotary import check_former
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import MOST_ROWS, BlockDraft
 
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
@@ -63,7 +64,8 @@ class BlockConfig:
     Args:
         layers: of transformers, of its layers; Qwen3's.
         block: what a pass fills.
-        windows: rows before a block that each layer sees, 0 is all.
+        windows: see `BlockSpec`.
+        is_anchored: see there.
         ids: of layers of the target.
         convention: what ids mean, see `tap_ids`.
         num_target_layers: n where it is said, or None.
@@ -77,6 +79,7 @@ class BlockConfig:
     layers: Any
     block: BlockDraft
     windows: tuple[int, ...]
+    is_anchored: bool
     ids: tuple[int, ...]
     convention: str
     num_target_layers: int | None
@@ -144,6 +147,7 @@ def read_block_config(
         layers=layers,
         block=_block(values, own, layout, windows, name),
         windows=windows,
+        is_anchored=layout == SPECULATORS,
         ids=ids,
         convention=switches.tap_convention or convention,
         num_target_layers=read_number(values, "num_target_layers", name),
@@ -182,12 +186,19 @@ def _block(
             "sample_from_anchor, true or false",
             "write what it was trained with into its config.json",
         )
-    block = BlockDraft(
-        size, mask, bool(from_anchor), _is_causal(values, own, layout, windows, name)
-    )
+    kinds = _are_causal(values, own, layout, windows, name)
+    causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)
+    block = BlockDraft(size, mask, bool(from_anchor), all(kinds), causal_layers)
+    if causal_layers and size > MOST_ROWS:
+        raise HeadError(
+            f"{name}: config.json: block_size {size}, and layers that differ in what a row sees",
+            f"blocks of {MOST_ROWS} rows or less",
+            _OTHER_DRAFT,
+        )
     if block.num_proposed < 1:
         raise HeadError(f"{name}: config.json: block_size {size}", "2 or more", _DO)
-    if small := [window for window in windows if window and window < size]:
+    ends_at_rows = layout != SPECULATORS
+    if small := [window for window in windows if ends_at_rows and window and window < size]:
         raise HeadError(
             f"{name}: config.json: a window of {small[0]} rows, and blocks of {size}",
             f"a window of {size} or more",
@@ -196,27 +207,19 @@ def _block(
     return block
 
 
-def _is_causal(
+def _are_causal(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
     layout: str,
     windows: tuple[int, ...],
     name: str,
-) -> bool:
-    """Whether rows of a block see those up to themselves alone."""
+) -> list[bool]:
+    """Whether rows of a block see those up to themselves alone, in each layer."""
     if layout == SPECULATORS:
         both = _flag(values, ("sliding_window_non_causal",), name)
-        kinds = {bool(window) and not both for window in windows}
-    else:
-        said = _flag({**own, **values}, ("is_causal", "causal"), name)
-        kinds = {bool(window) if said is None else said for window in windows}
-    if len(kinds) > 1:
-        raise HeadError(
-            f"{name}: layers that are causal within a block, and others that are not",
-            "layers of one kind: one list of rows says what a pass sees",
-            _OTHER_DRAFT,
-        )
-    return kinds.pop()
+        return [bool(window) and not both for window in windows]
+    said = _flag({**own, **values}, ("is_causal", "causal"), name)
+    return [bool(window) if said is None else said for window in windows]
 
 
 def _flag(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> bool | None:

@@ -3,7 +3,8 @@
 A row of the context is a token whose hidden states in the target are known: it has a key and a
 value in every layer, made of those, and nothing reads what else is computed of it. A row of a block
 is the anchor, or a mask: its embedding goes through the layers. Which rows see which is what a
-pass's `ancestors` say; what is traced here is causal, as of every model.
+pass's `ancestors` say, and where layers differ `passes/rewrite/see_blocks.py`; what is traced here
+is causal, as of every model.
 Source: z-lab/dflash dflash/model.py.
 """
 
@@ -108,7 +109,7 @@ class _Attention(nn.Module):
     def __init__(self, spec: BlockSpec, index: int) -> None:
         super().__init__()
         config, name = spec.config, f"layers.{index}.self_attn"
-        self.head_dim, self.window = int(config.head_dim), spec.windows[index]
+        self.head_dim, self.window = int(config.head_dim), spec.window_of(index)
         self.group = config.num_attention_heads // config.num_key_value_heads
         size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim

@@ -19,7 +19,9 @@ class BlockSpec(HeadSpec):
         draft_vocab_size: Vd, rows of its head.
         target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
             i is id i.
-        windows: rows before a block that each of its layers sees, 0 is all.
+        windows: of each of its layers, 0 is all: rows before the anchor that a block sees where
+            `is_anchored`, else rows up to its own that each row sees.
+        is_anchored: windows count from the anchor, for all rows of a block.
         tensors: parameter of the module → tensor of the checkpoint.
         rope: of its layers.
     """
@@ -28,8 +30,14 @@ class BlockSpec(HeadSpec):
     draft_vocab_size: int
     target_ids: Tensor | None
     windows: tuple[int, ...]
+    is_anchored: bool
     tensors: dict[str, str]
     rope: RopeFacts
+
+    def window_of(self, layer: int) -> int:
+        """Keys up to its own that a row of a layer sees, 0 is all; the anchor's, of all of them."""
+        window = self.windows[layer]
+        return window + 1 if window and self.is_anchored else window
 
     @property
     def hands_on(self) -> bool:

@@ -82,6 +82,7 @@ def fit_block(
         draft_vocab_size=num_rows,
         target_ids=read_target_ids(reader, num_rows, target.vocab_size, name),
         windows=config.windows,
+        is_anchored=config.is_anchored,
         tensors=tensors,
         rope=config.rope,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,8 @@ def test_what_the_pass_reads(block: BlockDraft) -> None:
         rows = call["feature_rows"][own]
         assert rows[:before, 0].tolist() == slots[:before]
         assert rows[before:, 0].tolist() == [-1] * block.size
-        assert rows[:, 1].tolist() == [-1] * count
+        # in which the drafter's own program reads where in the block a row is
+        assert rows[:, 1].tolist() == [-1] * before + [-1 - j for j in range(block.size)]
         seen = call["ancestors"][own, 0].tolist()
         assert seen[:before] == [0] * before
         for j, bits in enumerate(seen[before:]):
@@ -190,9 +192,10 @@ def test_rows_of_passes_and_of_logits() -> None:
 
 
 def test_plans_are_written_and_read() -> None:
-    plan = plan_of((2, 1))
+    plan = plan_of((2, 1), replace(BLOCK, causal_layers=(0, 2)))
     data = json.loads(json.dumps(plan.to_json()))
     assert SpecPlan.from_json(data) == plan
+    assert "in both directions (in layers 0, 2 up to itself)" in plan.blocks[0].describe()
     assert "blocks" not in SpecPlan.from_widths((2, 1)).to_json()
     for change in ({"size": 0}, {"size": "5"}, {"mask_token_id": -1}, {"other": 1}, {"size": True}):
         broken = {**data, "blocks": [{**data["blocks"][0], **change}]}

@@ -40,8 +40,14 @@ def test_what_files_say(name, tmp_path):
     spec = recognise(tmp_path, TARGET)
     assert (spec.kind, spec.layout, spec.width) == ("dflash", case.layout, case.width)
     assert spec.boundaries == case.boundaries
-    assert spec.block == BlockDraft(case.size, MASK, case.from_anchor, case.is_causal)
-    assert spec.windows == (case.window,) * case.num_layers
+    causal = case.is_causal and not case.is_mixed
+    wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
+    assert spec.block == wanted
+    assert (spec.windows, spec.is_anchored) == (case.windows, case.is_anchored)
+    last = case.num_layers - 1
+    assert spec.window_of(last) == case.windows[last] + bool(
+        case.is_anchored and case.windows[last]
+    )
     assert spec.draft_vocab_size == case.rows
     assert spec.shared == (() if case.has_own_ends else (EMBEDDING, HEAD))
     assert set(spec.tensors.values()) == tensors.keys() - {"d2t", "t2d"}
@@ -93,11 +99,7 @@ def top(**values):
         ("z-lab", nested(projector_type="domino"), "projector_type is 'domino'"),
         ("z-lab", nested(selector_rank=8), "selector_rank is 8"),
         ("z-lab-causal", top(sliding_window=4), "a window of 4 rows, and blocks of 5"),
-        (
-            "z-lab-causal",
-            top(layer_types=["full_attention", "sliding_attention"]),
-            "layers that are causal within a block, and others that are not",
-        ),
+        ("z-lab-mixed", top(block_size=64, sliding_window=64), "layers that differ in what a row"),
         ("speculators", top(transformer_layer_config=None), "no transformer_layer_config"),
         ("speculators", top(draft_vocab_size=50), "50 in config.json, 60 in lm_head.weight"),
         ("speculators", top(markov_rank=4), "DSpark"),
