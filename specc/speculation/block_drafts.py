@@ -1,4 +1,4 @@
-"""Drafts that propose a block of tokens in one pass, from masks in their places (DFlash)."""
+"""Drafts that propose a block of tokens in one pass, from masks (DFlash, DSpark)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from specc.speculation.tree import MAX_NODES, pack_bits
 
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
+# what steps call the tensors that make logits depend on the token before: name in the weight file
+BIAS_TENSORS = {
+    "bias_in": "markov_head.markov_w1.weight",
+    "bias_out": "markov_head.markov_w2.weight",
+    "bias_columns": "markov_head.columns",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,9 @@ class BlockDraft:
         is_causal: a row sees the rows of a block up to itself, in all layers; else all of them.
         causal_layers: layers in which a row sees those up to itself where in others it sees all of
             them; the drafter's program says so, see `passes/rewrite/see_blocks.py`.
+        is_biased: logits of a row depend on the token before the one that it proposes, by a
+            product of low rank that is added to them (DSpark): a tree is drawn level by level.
+        is_partial: it has logits of some of the target's ids alone.
         draft: name of the drafter, in a plan.
     """
 
@@ -39,6 +48,8 @@ class BlockDraft:
     from_anchor: bool = False
     is_causal: bool = False
     causal_layers: tuple[int, ...] = ()
+    is_biased: bool = False
+    is_partial: bool = False
     draft: str = ""
 
     @property
@@ -50,6 +61,12 @@ class BlockDraft:
     def num_proposed(self) -> int:
         """Tokens that a pass proposes: levels of a tree, at most."""
         return self.size - self.first_row
+
+    @property
+    def bias_tensors(self) -> dict[str, str]:
+        """Name in the environment of a step → in the weight file, of what its logits depend on."""
+        names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
+        return {f"{self.draft}_{x}": BIAS_TENSORS[x] for x in names if self.is_biased}
 
     def rows_seen(self, before: int) -> Tensor:
         """Which rows of a block each row of a pass sees, as bits of words.
@@ -82,9 +99,10 @@ class BlockDraft:
         if self.causal_layers:
             layers = ", ".join(map(str, self.causal_layers))
             sees += f" (in layers {layers} up to itself)"
+        biased = "; logits depend on the token before" if self.is_biased else ""
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
-            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}"
+            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +116,7 @@ class BlockDraft:
         except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
         numbers = (block.size, block.mask_token_id, *block.causal_layers)
-        flags = (block.from_anchor, block.is_causal)
+        flags = (block.from_anchor, block.is_causal, block.is_biased, block.is_partial)
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
         is_named = isinstance(block.draft, str)
@@ -134,7 +152,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
 
     Args:
         plan: its name.
-        tree: its shape; None is a static one.
+        tree: its shape; None is a static one, or one that is grown level by level.
     Raises:
         TreeError: more than `4 * MAX_NODES` candidates.
     """

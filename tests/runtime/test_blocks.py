@@ -132,9 +132,36 @@ def outputs(engine: Engine, plan: str, **params: Any) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.parametrize("name", ["dspark-deepspec", "dspark-speculators"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=lambda plan: plan.name
+)
+def test_logits_of_every_node(
+    plan: SpecPlan,
+    name: str,
+    compiled: Callable[..., Path],
+    oracle_of: Callable[..., BlockOracle],
+) -> None:
+    """Of DSpark: the row of the depth, and what the token before adds."""
+    core, oracle = EngineCore(load(compiled(name)), plan.name), oracle_of(name)
+    oracle.watch(core)
+    oracle.check_trees(core, plan)
+    for rule in ("coupled", "mss"):
+        serve(core, oracle, prompts_of(BLOCK), num_tokens=6, temperature=1.5, rule=rule)
+        oracle.reset()
+    assert oracle.num_passes > 10
+    assert oracle.num_nodes > 10 * (plan.num_nodes - len(plan.tree.leaves))
+
+
+OF_KINDS = [NAME, "dspark-deepspec", "dspark-speculators"]
+
+
+@pytest.mark.parametrize("name", OF_KINDS)
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
-def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[..., Path]) -> None:
-    engine = Engine.load(compiled())
+def test_outputs_are_those_without_drafts(
+    plan: SpecPlan, name: str, compiled: Callable[..., Path]
+) -> None:
+    engine = Engine.load(compiled(name))
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}):
         assert outputs(engine, plan.name, **params) == outputs(engine, "off", **params)
 
@@ -142,7 +169,9 @@ def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[...
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "speculators" else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("speculators", "speculators-mixed")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in BLOCK_CASES
         if name != NAME
     ],
@@ -157,17 +186,19 @@ def test_drafters_of_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 def test_compiled_programs(
+    name: str,
     plan: SpecPlan,
     block_size: int,
     compiled: Callable[..., Path],
     oracle_of: Callable[..., BlockOracle],
 ) -> None:
     """Rows of all tokens, and outputs; what passes compute is not seen there."""
-    path = compiled(label=f"cpu-{block_size}", backend="cpu", block_size=block_size)
-    core, oracle = EngineCore(load(path), plan.name), oracle_of()
+    path = compiled(name, f"cpu-{block_size}", backend="cpu", block_size=block_size)
+    core, oracle = EngineCore(load(path), plan.name), oracle_of(name)
     found = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
     assert oracle.num_rows > 500
     oracle.reset()

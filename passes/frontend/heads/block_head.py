@@ -25,6 +25,8 @@ from specc.passes.frontend.heads.head_modules import (
     fill_buffers,
     linear_of,
 )
+from specc.passes.program import Weight
+from specc.speculation.block_drafts import BIAS_TENSORS
 
 
 class BlockHead(nn.Module):
@@ -82,6 +84,26 @@ class BlockHead(nn.Module):
     def _init_weights(self, module: Any) -> None:
         """Fill the buffers of what was made on the meta device."""
         fill_buffers(self, module)
+
+
+def step_weights(
+    spec: BlockSpec, dtype: torch.dtype
+) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+    """What steps read of a drafter besides its logits: weights and tables by key.
+
+    Args:
+        spec: of the drafter.
+        dtype: of its weights.
+    """
+    if not spec.block.is_biased:
+        return {}, {}
+    shapes = {
+        BIAS_TENSORS["bias_in"]: (spec.target.vocab_size, spec.rank),
+        BIAS_TENSORS["bias_out"]: (spec.draft_vocab_size, spec.rank),
+    }
+    columns = columns_of_ids(spec)
+    tables = {} if columns is None else {BIAS_TENSORS["bias_columns"]: columns}
+    return {key: Weight((key,), dtype, shape) for key, shape in shapes.items()}, tables
 
 
 class _Layer(nn.Module):

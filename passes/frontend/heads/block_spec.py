@@ -12,7 +12,7 @@ from specc.speculation.block_drafts import BlockDraft
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec(HeadSpec):
-    """A DFlash drafter; `config` is Qwen3's.
+    """A DFlash or DSpark drafter; `config` is Qwen3's.
 
     Args:
         block: what one pass of it fills.
@@ -22,6 +22,7 @@ class BlockSpec(HeadSpec):
         windows: of each of its layers, 0 is all: rows before the anchor that a block sees where
             `is_anchored`, else rows up to its own that each row sees.
         is_anchored: windows count from the anchor, for all rows of a block.
+        rank: r, of what is added to the logits for the token before (DSpark); 0 is nothing.
         tensors: parameter of the module → tensor of the checkpoint.
         rope: of its layers.
     """
@@ -31,6 +32,7 @@ class BlockSpec(HeadSpec):
     target_ids: Tensor | None
     windows: tuple[int, ...]
     is_anchored: bool
+    rank: int
     tensors: dict[str, str]
     rope: RopeFacts
 
