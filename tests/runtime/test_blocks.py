@@ -321,14 +321,18 @@ def test_engines_are_not_tuned(compiled: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "dspark-deepspec"])
 def test_trees_in_tiles(
-    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+    name: str, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:
     """The target passes over parts of the tree; the drafter over its block as ever."""
-    tiled = replace(TREE, name="tiled", tile=4)
-    core = EngineCore(load(compiled(label="tiles", plans=(tiled,))), tiled.name)
-    oracle = oracle_of()
+    tiled = replace(TREE, name="tiled", tile=1 if name != NAME else 4)
+    core = EngineCore(load(compiled(name, "tiles", plans=(tiled,))), tiled.name)
+    oracle = oracle_of(name)
     oracle.watch(core)
-    assert core.engine.plans[tiled.name].tile == 4
-    serve(core, oracle, prompts_of(BLOCK)[:3])
+    assert core.engine.plans[tiled.name].tile == tiled.tile
+    found = serve(core, oracle, prompts_of(BLOCK)[:3])
     assert oracle.num_passes > 8
+    oracle.reset()
+    plain = serve(EngineCore(core.engine, "off"), oracle, prompts_of(BLOCK)[:3])
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
