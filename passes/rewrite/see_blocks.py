@@ -76,10 +76,10 @@ class SeeBlocks(Pass):
 
 def feature_passes(spec: HeadSpec) -> tuple[Callable[[], Pass], ...]:
     """What lets a draft read its target's hidden states, and see what it was trained to see."""
-    is_block = isinstance(spec, BlockSpec)
-    if is_block and (spec.block.causal_layers or (spec.is_anchored and any(spec.windows))):
-        return ReadFeatures, partial(SeeBlocks, spec)
-    return (ReadFeatures,)
+    if not isinstance(spec, BlockSpec):
+        return (ReadFeatures,)
+    is_plain = not spec.block.causal_layers and not (spec.is_anchored and any(spec.windows))
+    return (ReadFeatures,) if is_plain else (ReadFeatures, partial(SeeBlocks, spec))
 
 
 def _replace(call: fx.Node, name: str, value: fx.Node) -> None:
