@@ -210,21 +210,22 @@ MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 
 
+@pytest.mark.parametrize("name", [NAME, pytest.param("dspark-deepspec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "plan", [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)], ids=lambda plan: plan.name
 )
 def test_beside_other_drafts(
-    plan: SpecPlan, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
+    plan: SpecPlan, name: str, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
 ) -> None:
     """A model and a block drafter propose together: each gets the accepted tokens of the other."""
     sizes = {**SIZES, "num_hidden_layers": 1}
     other = zoo.once("head-beside", lambda path: models.save_tiny("llama", path, 77, **sizes))
-    drafter = zoo.once(f"block-{NAME}", lambda path: write_block(path, BLOCK_CASES[NAME]))
+    drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
     path = zoo.once(
-        "blocks-beside",
+        f"blocks-beside-{name}",
         lambda made: build(target, [other, drafter], made, options(plans=(MERGED, VOTED))),
     )
-    core, oracle = EngineCore(load(path), plan.name), oracle_of(number=1)
+    core, oracle = EngineCore(load(path), plan.name), oracle_of(name, 1)
     oracle.watch(core)
     texts = prompts_of(BLOCK)[1:3]
     found = serve(core, oracle, texts, num_tokens=8, temperature=1.5)
@@ -232,6 +233,10 @@ def test_beside_other_drafts(
     oracle.reset()
     plain = serve(EngineCore(load(path), "off"), oracle, texts, num_tokens=8, temperature=1.5)
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+    if plan is MERGED and name != NAME:
+        # of DSpark also what is drawn with replacement
+        oracle.reset()
+        serve(core, oracle, texts, num_tokens=8, temperature=1.5, rule="mss")
 
 
 def test_drawn_children(
