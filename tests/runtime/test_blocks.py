@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specc.artifact.manifest import Manifest
 from specc.cli.render import head_lines
@@ -20,6 +21,7 @@ from specc.progress import PhaseTimer
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
+from specc.speculation.block_drafts import BIAS_TENSORS
 from specc.speculation.plans import SpecPlan
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
@@ -272,6 +274,17 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
     assert "draft_0 is a block drafter (dflash, files of z-lab): it reads the target at" in told
     assert "blocks of 5 rows, of which each sees the others in both directions" in told
     assert f"4 tokens a pass; mask token {MASK}" in told
+
+
+def test_what_steps_read_is_counted(compiled: Callable[..., Path]) -> None:
+    """Of DSpark: two weights that no program has, and which of their rows are which ids."""
+    path = compiled("dspark-speculators")
+    manifest = Engine.load(path).manifest
+    assert manifest is not None
+    stored = load_file(path / manifest.weights_file(manifest.models[1], None))
+    assert {*BIAS_TENSORS.values()} < stored.keys()
+    assert manifest.memory_plan["draft_0"].weights == sum(x.nbytes for x in stored.values())
+    assert "logits depend on the token before" in "\n".join(head_lines(manifest))
 
 
 def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
