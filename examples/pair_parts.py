@@ -90,7 +90,7 @@ class Optimizer:
         self.model = model
         matrices, others = [], []
         for name, parameter in model.named_parameters():
-            knows_tokens = "embed" in name or "lm_head" in name
+            knows_tokens = any(part in name for part in ("embed", "lm_head", "markov"))
             (others if parameter.ndim != 2 or knows_tokens else matrices).append(parameter)
         self.parts = [
             torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.1),

@@ -1,4 +1,4 @@
-"""Random checkpoints of block drafters (DFlash), in the layouts in which they are published."""
+"""Random checkpoints of block drafters (DFlash, DSpark), in the layouts that are published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockCase:
     """A drafter to write.
 
     Args:
-        layout: `z-lab` or `speculators`.
+        layout: `z-lab`, `speculators` or `DeepSpec`.
         size: B.
         width: d.
         rows: Vd.
@@ -31,9 +31,13 @@ class BlockCase:
         layer: keys that describe its layers.
         num_layers: of the drafter.
         from_anchor: what its rows predict, see `BlockDraft`.
-        is_causal: what they see.
-        window: rows before a block that each layer sees; 0 is all.
+        is_causal: what they see in layers with a window, or in all.
+        window: of each layer, 0 is none; see `BlockSpec`.
+        is_mixed: the last layer is a full one, which is not causal; the others have the window.
         biases: projections of the first layer that have one.
+        kind: `dflash` or `dspark`.
+        rank: r, of what DSpark adds for the token before.
+        has_confidence: it has a head that nothing reads.
     """
 
     layout: str
@@ -48,19 +52,49 @@ class BlockCase:
     from_anchor: bool = False
     is_causal: bool = False
     window: int = 0
+    is_mixed: bool = False
     biases: tuple[str, ...] = ()
+    kind: str = "dflash"
+    rank: int = 0
+    has_confidence: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.layer.get("head_dim", self.width // HEADS)
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Of its layers."""
+        last = 0 if self.is_mixed else self.window
+        return (*[self.window] * (self.num_layers - 1), last)
+
+    @property
+    def causal_layers(self) -> tuple[int, ...]:
+        """Of a drafter whose layers differ."""
+        return tuple(range(self.num_layers - 1)) if self.is_mixed and self.is_causal else ()
+
+    @property
+    def is_anchored(self) -> bool:
+        """Windows end at the anchor, for all rows of a block."""
+        return self.layout == "speculators"
+
+    @property
+    def is_partial(self) -> bool:
+        """It adds something to logits of some of the target's ids alone."""
+        return self.rank > 0 and self.rows < VOCAB
+
+    def sees_up_to_itself(self, layer: int) -> bool:
+        """Whether rows of a block see no later one there."""
+        return layer in self.causal_layers if self.is_mixed else self.is_causal
+
+    @property
     def has_own_ends(self) -> bool:
         """Whether embedding and head are its own."""
-        return self.layout == "speculators"
+        return self.layout != "z-lab"
 
 
 _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_CASES = {
     "z-lab": BlockCase("z-lab", config={"num_target_layers": LAYERS, "block_size": 5}),
     # in a later layout all keys are in one place
@@ -88,6 +122,55 @@ BLOCK_CASES = {
         config={"block_size": 5, "sliding_window_non_causal": True, "shift_label": False},
         layer=_SLIDING,
         window=6,
+    ),
+    # as most of z-lab's drafters are
+    "z-lab-mixed": BlockCase(
+        "z-lab",
+        config={"block_size": 5},
+        layer={**_MIXED, "sliding_window": 6},
+        is_causal=True,
+        window=6,
+        is_mixed=True,
+    ),
+    # a window that ends at the anchor may be shorter than a block
+    "speculators-mixed": BlockCase(
+        "speculators",
+        size=4,
+        config={"block_size": 4, "sample_from_anchor": True},
+        layer={**_MIXED, "sliding_window": 3},
+        from_anchor=True,
+        is_causal=True,
+        window=3,
+        is_mixed=True,
+    ),
+    "dspark-deepspec": BlockCase(
+        "DeepSpec",
+        boundaries=(0, 3, 6),
+        config={"num_target_layers": LAYERS, "block_size": 4},
+        size=4,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+        has_confidence=True,
+    ),
+    "dspark-speculators": BlockCase(
+        "speculators",
+        size=4,
+        width=24,
+        rows=60,
+        config={"block_size": 4, "target_hidden_size": WIDTH},
+        layer={"head_dim": 8},
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=5,
+    ),
+    # tokens from the first mask on, and nothing added
+    "dspark-plain": BlockCase(
+        "speculators",
+        config={"block_size": 5, "sample_from_anchor": False},
+        kind="dspark",
+        has_confidence=True,
     ),
 }
 
@@ -118,17 +201,26 @@ def config_of(case: BlockCase) -> dict[str, Any]:
         "vocab_size": VOCAB,
         **case.layer,
     }
+    if case.kind == "dspark":
+        spark = {"markov_rank": case.rank, "enable_confidence_head": case.has_confidence}
+        spark |= {"markov_head_type": "vanilla", "confidence_head_with_markov": case.rank > 0}
+    else:
+        spark = {}
+    ids = [boundary - 1 for boundary in case.boundaries]
+    if case.layout == "DeepSpec":
+        own = {"target_layer_ids": ids, "mask_token_id": MASK, "num_anchors": 8}
+        return {"architectures": ["Qwen3DSparkModel"], **layer, **own, **spark, **case.config}
     if case.layout == "speculators":
         return {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
+            "architectures": ["DSparkSpeculator" if spark else "DFlashSpeculator"],
+            "speculators_model_type": case.kind,
             "draft_vocab_size": case.rows,
+            **spark,
             "transformer_layer_config": layer,
             "aux_hidden_state_layer_ids": list(case.boundaries),
             "mask_token_id": MASK,
             **case.config,
         }
-    ids = [boundary - 1 for boundary in case.boundaries]
     nested = {"mask_token_id": MASK, "target_layer_ids": ids, **case.nested}
     if "rope_parameters" in case.layer:
         del layer["rope_theta"]
@@ -163,11 +255,19 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
         shapes |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
     if case.has_own_ends:
         shapes |= {"embed_tokens.weight": (VOCAB, d), "lm_head.weight": (case.rows, d)}
+    if case.rank:
+        shapes["markov_head.markov_w1.weight"] = (VOCAB, case.rank)
+        shapes["markov_head.markov_w2.weight"] = (case.rows, case.rank)
+    if case.has_confidence:
+        shapes |= {"confidence_head.proj.weight": (1, d + case.rank)}
+        shapes |= {"confidence_head.proj.bias": (1,)}
     generator = torch.Generator().manual_seed(70 + seed)
     tensors = {}
     for key, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
-        tensors[key] = 1.0 + 0.4 * values if "norm" in key else 0.25 * values
+        # what is added for the token before counts as much as the rest
+        scale = 0.7 if "markov" in key else 0.25
+        tensors[key] = 1.0 + 0.4 * values if "norm" in key else scale * values
     if case.rows < VOCAB:
         kept = torch.randperm(VOCAB, generator=generator)[: case.rows].sort().values
         tensors["d2t"] = kept - torch.arange(case.rows)

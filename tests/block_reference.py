@@ -1,4 +1,4 @@
-"""DFlash drafters by their formulas: dense, without caches, from a checkpoint's own tensors.
+"""DFlash and DSpark drafters by their formulas: dense, from a checkpoint's own tensors.
 
 Written from descriptions of the published drafters, and of nothing in specc. With c_i the features
 of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, …:
@@ -6,9 +6,15 @@ of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, �
     c_i = norm_h(fc(taps of token i))
     k, v of layer l: of c_0 … c_{n-1} and of norm_l(x_0) … norm_l(x_{B-1});  q: of norm_l(x_j)
     x = x + attention;  x = x + mlp(norm_p(x));  logits = W norm(x)
+
+Row j sees all rows of its block, or those up to itself; and c_i of all tokens, or of a window w:
+those with i > n + j - w, and of files of speculators those with i ≥ n - w. Of DSpark, the logits
+after a token t are those of its row, and W2 · W1[t].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +52,19 @@ class BlockReference:
         rows = self.rows(taps, anchor)
         return rows if self.case.from_anchor else rows[1:]
 
+    def after(self, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
+        """[V] logits of the token after a path of drafted ones; see `proposed`."""
+        logits = self.proposed(taps, anchor)[len(path)]
+        if self.case.rank:
+            known = self.w["markov_head.markov_w1.weight"][path[-1] if path else anchor]
+            logits[self.ids] += self.w["markov_head.markov_w2.weight"] @ known
+        return logits
+
+    @property
+    def ids(self) -> Tensor:
+        """[Vd] of the target, which the head has rows for."""
+        return torch.arange(self.case.rows) + self.w.get("d2t", torch.zeros(()).long())
+
     def context(self, taps: Tensor) -> Tensor:
         """[n, d]."""
         return self.norm("hidden_norm", taps @ self.w["fc.weight"].T)
@@ -69,7 +88,7 @@ class BlockReference:
             x = x + self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
         own = self.norm("norm", x) @ self.w["lm_head.weight"].T
         logits = torch.full((len(own), VOCAB), float("-inf"))
-        logits[:, torch.arange(case.rows) + self.w.get("d2t", torch.zeros(()).long())] = own
+        logits[:, self.ids] = own
         return logits
 
     def keys(self, layer: int, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +102,11 @@ class BlockReference:
         q = self.linear(f"{name}.q_proj", x).view(len(x), HEADS, size)
         q = self.rotate(self.norm(f"{name}.q_norm", q), n)
         row, column = n + torch.arange(len(x))[:, None], torch.arange(len(k))
-        seen = (column <= row) if self.case.is_causal else torch.ones(len(x), len(k)).bool()
-        if self.case.window:
-            seen = seen & (column > row - self.case.window)
+        is_causal, window = self.case.sees_up_to_itself(layer), self.case.windows[layer]
+        seen = (column <= row) if is_causal else torch.ones(len(x), len(k)).bool()
+        if window:
+            first = n - window if self.case.is_anchored else row - window + 1
+            seen = seen & ((column >= first) | (column >= n))
         heads = []
         for head in range(HEADS):
             own = head * KV_HEADS // HEADS

@@ -55,8 +55,9 @@ def tree_attention_reference(
         slot: [Nt] int32 row of its sequence's cache that each token is written to; -1 is a dead
             token: nothing is written and its output is zero.
         cache_len: [B] int32 committed rows. Region node j lives in slot cache_len + j.
-        ancestors: [Nt, W] int64; bit j of word w allows region node 64w + j. None is causal: a
-            token attends to slots 0 … position, which needs slot == position.
+        ancestors: [Nt, W] int64; bit j of word w allows region node 64w + j, and nodes beyond all
+            words are not seen. None is causal: a token attends to slots 0 … position, which needs
+            slot == position.
         block_table: [B, n] int32 block ids of each sequence, in slot order.
         scale: factor of the scores.
         window: keys at positions ≤ position - window are cut; 0 is no limit.
@@ -180,9 +181,10 @@ def attend_reference(
                 in_prefix = torch.ones_like(columns, dtype=torch.bool)
             else:
                 node = (columns - lens[b]).clamp(min=0)
-                words = ancestors[begin:end][:, node // WORD_BITS]
+                most = ancestors.shape[1] * WORD_BITS
+                words = ancestors[begin:end][:, node.clamp(max=most - 1) // WORD_BITS]
                 in_prefix = columns < lens[b]
-                on_path = ((words >> (node % WORD_BITS)) & 1).bool()
+                on_path = ((words >> (node % WORD_BITS)) & 1).bool() & (node < most)
                 allowed = in_prefix | on_path
                 # on the path from a node to the token, the token itself not counted
                 after = (on_path & ~in_prefix).flip(-1).cumsum(-1).flip(-1) - 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint, without_quantization
 from specc.artifact.decoders.decoded_reader import DecodedReader
@@ -194,12 +195,18 @@ class ModelSource:
                 found[name] = kept
         return found
 
-    def weight_specs(self, program: Program, copies: Iterable[Weight] = ()) -> list[WeightSpec]:
+    def weight_specs(
+        self,
+        program: Program,
+        copies: Iterable[Weight] = (),
+        tables: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut.
 
         Args:
             program: of the model.
             copies: what else to write of its parameters.
+            tables: what else to write, by key.
         Raises:
             WeightError: a parameter has no tensor in the checkpoint.
         """
@@ -215,6 +222,7 @@ class ModelSource:
             specs.append(WeightSpec(weight.key, dtype, shape, sources, None, *layout))
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
+        specs += [WeightSpec.from_tensor(key, value) for key, value in tables.items()]
         if checkpoint is not None:
             unread = checkpoint.unread()
             self.unread_tensors = tuple(x for x in unread if x not in self.read_by_drafts)

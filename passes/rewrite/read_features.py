@@ -31,7 +31,7 @@ class ReadFeatures(Pass):
     row of a cache, whatever shape the tree has, and no step hands tensors from pass to pass.
 
     A block drafter hands nothing on, and has no slab of its own: a row of the context names a row
-    of the target's slab, and a row of a block none, -1 and -1.
+    of the target's slab and -1, and row j of a block none, -1 and -1 - j.
     """
 
     requires = (attention_is_a_tree, logits_are_selected)

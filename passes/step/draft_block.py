@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from specc.passes.step.block_pass import block_levels
 from specc.passes.step.draft_dynamic import sharpen_sampled
 from specc.passes.step.draft_levels import children, sharpen
 from specc.passes.step.step_graph import StepGraph, int32
@@ -20,61 +21,6 @@ from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
 specc = torch.ops.specc
-
-
-def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
-    """One pass; returns logits [B, V] of each depth, from the children of the root on.
-
-    Its rows are those of the context that the last step can have accepted, with the target's
-    hidden states, then the block: the root and masks. What they write is where it is written again:
-    rows of a block are overwritten by rows of the context, once their tokens are accepted.
-    """
-    block = plan.block_of(draft)
-    assert block is not None
-    batch, size, depth = g.batch, block.size, plan.max_depth
-    before = plan.max_depth + 1
-    count = before + size
-    nodes = g.arange(-before, size, 1, torch.int32)
-    slots, positions = g.rows(nodes, nodes)
-    mask = g.constant(f"{draft}_masks", torch.full((count,), block.mask_token_id))
-    masks = g.expand_rows(mask, count)
-    tokens = g.cat(
-        # ids of the context are not read
-        g.column(masks, 0, before),
-        g.last(g["last_tokens"], 1),
-        *([g.column(masks, before + 1, count)] if size > 1 else []),
-    )
-    wide = g.reshape(slots, batch, count)
-    none = g.call(aten.full_like.default, wide, -1)
-    tapped = g.flat(g.cat(g.column(wide, 0, before), g.column(none, before, count)))
-    features = g.call(aten.stack.default, [tapped, g.flat(none)], 1)
-    ancestors = g.constant(f"{draft}_rows_seen", block.rows_seen(before))
-    # of one depth after the other
-    starts = g.arange(0, g.multiple(batch, count), count, torch.int64)
-    first = before + block.first_row
-    places = g.constant(f"{draft}_places", torch.arange(first, first + depth))
-    rows = g.call(
-        aten.add.Tensor,
-        g.call(aten.unsqueeze.default, places, 1),
-        g.call(aten.unsqueeze.default, starts, 0),
-    )
-    logits = g.model(
-        draft,
-        g.flat(tokens),
-        positions,
-        g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
-        slots,
-        g["cache_len"],
-        g.repeat_rows(ancestors, batch),
-        g["block_table"],
-        g.flat(rows),
-        features,
-    )
-    by_depth = g.reshape(logits, depth, batch, -1)
-    return [
-        g.call(aten.flatten.using_ints, g.part(by_depth, 0, level, level + 1, depth), 0, 1)
-        for level in range(depth)
-    ]
 
 
 def draft_block_tree(

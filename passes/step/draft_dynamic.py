@@ -51,11 +51,13 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         fed_parents.append(best_parents)
         fed.append(best_candidates)
         num_fed = 1 + level * k
-        words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
+        words = None
+        if not grower.base:
+            words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
         parts = []
         for first_fed, last_fed in plan.tiles(k):
             size, row = last_fed - first_fed, num_fed - k + first_fed
-            rows = g.node_rows(words, row, row + size, num_fed)
+            rows = None if words is None else g.node_rows(words, row, row + size, num_fed)
             part = g.part(best, 1, first_fed, last_fed, k)
             above = g.part(best_parents, 1, first_fed, last_fed, k)
             logits = feed_level(g, grower, part, rows, row, size, level, above)

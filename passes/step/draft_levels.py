@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from specc.passes.step.block_pass import biased_logits, block_levels
 from specc.passes.step.draft_view import DraftView
 from specc.passes.step.step_graph import TARGET, StepGraph, int32
 from specc.speculation.plans import SpecPlan
@@ -29,6 +30,9 @@ class Grower:
         view: of a self-draft that sees a part of it by another block table; else None.
         rows_before: of a head, [B] int32 rows before the one that pairs the target's features of
             the last committed token with the root; else None. Its rows are one behind the target's.
+        base: of a block drafter whose logits depend on the token before, [B, V] of each depth
+            without what depends on it: one pass is all that is asked of its program.
+        is_partial: see `BlockDraft`.
     """
 
     draft: str
@@ -37,16 +41,22 @@ class Grower:
     is_target: bool = False
     view: DraftView | None = None
     rows_before: fx.Node | None = None
+    base: tuple[fx.Node, ...] = ()
+    is_partial: bool = False
 
     @property
     def keeps_rows(self) -> bool:
-        """Its rows of accepted nodes are moved and kept: those of a head are computed again."""
-        return not self.is_target and self.rows_before is None
+        """Its rows of accepted nodes are moved and kept; those of others are computed again."""
+        return not self.is_target and self.rows_before is None and not self.base
 
     @classmethod
     def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> Grower:
         """Of a plan's draft; what a view sees is computed here, once for all levels."""
         own = SelfDraft.named(draft)
+        if (block := plan.block_of(draft)) is not None:
+            base = tuple(block_levels(g, plan, draft))
+            first = plan.first_level(draft)
+            return cls(draft, draft, first, base=base, is_partial=block.is_partial)
         if draft in plan.heads:
             before = g.call(aten.sub.Tensor, g["cache_len"], 1)
             return cls(draft, draft, plan.first_level(draft), rows_before=before)
@@ -68,6 +78,8 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     computed from. A head reads the target's features of the token before each of its own, and
     overwrites what it has drafted from features of its own.
     """
+    if grower.base:
+        return _after_tokens(g, grower, g.last(g["last_tokens"], 1), 1, 0)
     if grower.is_target:
         root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
         ancestors = g.repeat_rows(root, g.batch)
@@ -90,6 +102,12 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     )
 
 
+def _after_tokens(g: StepGraph, grower: Grower, tokens: fx.Node, count: int, depth: int) -> fx.Node:
+    """Logits of the children of nodes of a depth, of a block drafter."""
+    base = grower.base[depth]
+    return biased_logits(g, grower.draft, base, tokens, count, grower.is_partial)
+
+
 def _feature_rows(g: StepGraph, rows: fx.Node, is_own: bool) -> fx.Node:
     """[Nt, 2] int32 of rows [Nt] that tokens read: the target's, or the head's own."""
     none = g.call(aten.full_like.default, rows, -1)
@@ -100,7 +118,7 @@ def feed_level(
     g: StepGraph,
     grower: Grower,
     tokens: fx.Node,
-    ancestors: fx.Node,
+    ancestors: fx.Node | None,
     first_slot: int | fx.Node,
     count: int,
     depth: int,
@@ -112,13 +130,15 @@ def feed_level(
         g: the stage.
         grower: what is asked.
         tokens: [B, count].
-        ancestors: [B * count, W].
+        ancestors: [B * count, W]; None of a block drafter, of which tokens alone are read.
         first_slot: the draft's row of the first node, the others after it; or all rows, [count].
         count: nodes of a sequence.
         depth: of all of them.
         parents: the draft's row of the parent of each node, which heads read: [count] or
             [B, count] int32.
     """
+    if grower.base:
+        return _after_tokens(g, grower, tokens, count, depth)
     batch, view = g.batch, grower.view
     if isinstance(first_slot, int):
         nodes = g.arange(first_slot, first_slot + count, 1, torch.int32)
@@ -198,9 +218,11 @@ def draft_tree(
                 between = [n for n in nodes if fed[0] <= n <= fed[-1]] if g.is_padded else fed
                 picked = [place[node] for node in between]
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
-                rows = g.repeat_rows(g.constant(f"{name}_ancestors", words[between]), g.batch)
-                slots = g.constant(f"{name}_nodes", int32(between))
-                above = None
+                rows, slots, above = None, 0, None
+                if not grower.base:
+                    rows = g.constant(f"{name}_ancestors", words[between])
+                    rows = g.repeat_rows(rows, g.batch)
+                    slots = g.constant(f"{name}_nodes", int32(between))
                 if grower.rows_before is not None:
                     parents = int32([tree.parents[node] for node in between])
                     above = g.constant(f"{name}_parents", parents)

@@ -71,7 +71,8 @@ def draft_stage(
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:
-        outputs = draft_block_dynamic(g, plan) if plan.blocks else draft_dynamic(g, plan)
+        is_product = plan.is_product(plan.drafts[0])
+        outputs = draft_block_dynamic(g, plan) if is_product else draft_dynamic(g, plan)
     else:
         outputs = _combined(g, plan)
     return g.finish(**outputs)
@@ -97,7 +98,7 @@ def _grown(
     g: StepGraph, plan: SpecPlan, draft: str, column: int
 ) -> tuple[list[fx.Node], fx.Node, list[int]]:
     """Logits and tokens of a static tree, and the row of logits that each node was drawn from."""
-    if plan.block_of(draft) is not None:
+    if plan.is_product(draft):
         return *draft_block_tree(g, plan, draft, column), block_q_rows(plan, draft)
     return *draft_tree(g, Grower.of(g, plan, draft), plan, column), q_rows_of(plan.tree_of(draft))
 

@@ -96,12 +96,16 @@ def _fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) 
 def _drafted_rows(plan: SpecPlan, drafts: Sequence[str]) -> int:
     """Rows of logits a sequence that drafting leaves alive at a time."""
     levels = [rows for draft in drafts for rows in _level_rows(plan, draft)]
-    return sum(levels) if num_levels(plan) else max(levels, default=0)
+    rows = sum(levels) if num_levels(plan) else max(levels, default=0)
+    if any((block := plan.block_of(x)) is not None and block.is_biased for x in drafts):
+        # beside what one pass has made of all depths, and what is added to it
+        rows += plan.max_depth + max(levels)
+    return rows
 
 
 def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
     """Nodes a sequence that a draft model or view is asked about at a time, level by level."""
-    if plan.block_of(draft) is not None:
+    if plan.is_product(draft):
         # of all levels at once
         return [plan.max_depth]
     if plan.dynamic is not None:

@@ -40,7 +40,7 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         if is_lookup(draft):
             rows += [-1] * tree.num_nodes
         else:
-            is_block = plan.block_of(draft) is not None
+            is_block = plan.is_product(draft)
             own = [depth - 1 for depth in tree.depths] if is_block else _q_rows(tree)
             rows += [q + row if q >= 0 else -1 for q in own]
             row += tree.max_depth if is_block else tree.num_nodes - len(tree.leaves)
@@ -88,6 +88,7 @@ def _block(plan: SpecPlan, block: BlockDraft) -> dict[str, Tensor]:
     return {
         f"{block.draft}_masks": torch.full((before + block.size,), block.mask_token_id),
         f"{block.draft}_rows_seen": block.rows_seen(before),
+        f"{block.draft}_offsets": block.offsets(before),
         f"{block.draft}_places": torch.arange(first, first + plan.max_depth),
     }
 

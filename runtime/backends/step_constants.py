@@ -49,6 +49,26 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
     return constants
 
 
+def drafter_tensors(plan: SpecPlan, models: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What steps read of the weights of block drafters, by its name in the environment.
+
+    Args:
+        plan: of the step.
+        models: name → program, with `weights` by their keys.
+    Raises:
+        EngineError: the weights of a drafter do not have them.
+    """
+    found = {}
+    for block in plan.blocks:
+        for name, key in block.bias_tensors.items():
+            try:
+                found[name] = models[block.draft].weights[key]
+            except KeyError:
+                where = f"the weights of {block.draft}"
+                raise EngineError(f"{where} without {key}", "it, which a step reads", _DO) from None
+    return found
+
+
 def _tensor(where: str, entry: Any) -> Tensor:
     needed = f"values of one of the types {', '.join((*_INTEGERS, *_FLOATS))}"
     try:

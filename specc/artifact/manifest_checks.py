@@ -23,7 +23,7 @@ from specc.artifact.manifest_entries import (
     TensorRTEntry,
 )
 from specc.artifact.model_entry import (
-    BLOCK_KIND,
+    BLOCK_KINDS,
     MAY_BE_ABSENT,
     LayerEntry,
     ModelEntry,
@@ -67,7 +67,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 
 def _check_taps(model: ModelEntry) -> None:
     taps, head = model.taps, model.head
-    least = 1 if head is None or head.kind != BLOCK_KIND else 0
+    least = 1 if head is None or head.kind not in BLOCK_KINDS else 0
     if head is not None and (taps is not None or head.width < least):
         raise invalid(
             f"{model.name}.head has rows of {head.width} columns, and"

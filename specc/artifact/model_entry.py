@@ -83,7 +83,7 @@ class TapsEntry:
 
 
 # of heads that hand nothing on
-BLOCK_KIND = "dflash"
+BLOCK_KINDS = ("dflash", "dspark")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class HeadEntry:
     """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
 
     Args:
-        kind: `eagle3`, `mtp` or `dflash`.
+        kind: `eagle3`, `mtp`, `dflash` or `dspark`.
         layout: whose files it came from.
         width: columns of the row that each of its tokens hands on, in a slab after those of its
             layers; 0 of block drafters, which hand nothing on.

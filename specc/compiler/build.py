@@ -255,7 +255,11 @@ def plan_engine_memory(
     for model in engine.models:
         sizes = (engine.limits, model.source.dtype, engine.plans, backend.facts)
         memory = plan_model_memory(model.program, *sizes)
-        copies = sum(math.prod(copy.stored_shape) for copy in model.copies.values())
+        copies = sum(
+            math.prod(copy.stored_shape) * copy.stored_dtype.itemsize
+            for copy in model.copies.values()
+        )
+        copies += sum(table.nbytes for table in model.tables.values())
         memory = dataclasses.replace(memory, weights=memory.weights + copies)
         memory = backend.model_memory(memory, engine.limits, engine.plans)
         found[model.name] = MemoryEntry(**memory.to_json())

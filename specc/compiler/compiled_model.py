@@ -8,12 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.model_entry import ModelEntry
 from specc.compiler.checks import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass
+from specc.passes.frontend.heads.block_head import step_weights
+from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import head_rows
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
@@ -24,7 +28,7 @@ from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
-from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.rewrite.see_blocks import feature_passes
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
@@ -69,8 +73,10 @@ class CompiledModel:
     segments: list[Segment] | None = None
     # what it is cut into for the stages of a pipeline, if there are several
     stages: tuple[Segment, ...] = ()
-    # by key, quantized weights that self-drafts alone read, beside the program's own in its file
+    # by key, what the program's file has beside its own weights: quantized ones that self-drafts
+    # alone read, those that steps read, and tables of numbers that they need
     copies: dict[str, Weight] = field(default_factory=dict)
+    tables: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -136,7 +142,7 @@ def compile_models(
             # after the graph that self-drafts take: they keep nothing
             layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))
         if source.head is not None:
-            layout = (*layout, (TAPS, (ReadFeatures,)))
+            layout = (*layout, (TAPS, feature_passes(source.head)))
         layout = (*layout, *cache_phases(kv_cache_dtype))
         if source.name != TARGET:
             num_ids = models[0].entry.vocab_size
@@ -162,6 +168,8 @@ def compile_models(
             records += Pipeline((*layout, *lowering, *last), dump, kept.keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
+        if isinstance(source.head, BlockSpec):
+            model.copies, model.tables = step_weights(source.head, source.dtype)
         if kept.whole is not None:
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,12 @@ Held = tuple[tuple[int, ...], QuantizedLayout]
 class _StoredSource(ModelSource):
     """A model whose graph is read from an engine: there is no module, and weights have its keys."""
 
-    def weight_specs(self, program: Program, copies: Iterable[Weight] = ()) -> list[WeightSpec]:
+    def weight_specs(
+        self,
+        program: Program,
+        copies: Iterable[Weight] = (),
+        tables: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> list[WeightSpec]:
         """What to write for each weight and constant of a program, whole where it is cut."""
         cuts = program.shard.by_key if program.shard else {}
         specs = [
@@ -50,8 +56,9 @@ class _StoredSource(ModelSource):
             )
             for weight in (*program.weights.values(), *copies)
         ]
-        constants = program.constants.items()
-        return [*specs, *(WeightSpec.from_tensor(constant_key(n), value) for n, value in constants)]
+        constants = {constant_key(name): value for name, value in program.constants.items()}
+        values = {**constants, **tables}.items()
+        return [*specs, *(WeightSpec.from_tensor(key, value) for key, value in values)]
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def write_model_weights(
         by_name.setdefault(item.name, item)
 
     report = keep if config.allow_nonfinite_weights else refuse
-    specs = model.source.weight_specs(model.program, model.copies.values())
+    specs = model.source.weight_specs(model.program, model.copies.values(), model.tables)
     if model.segments is not None:
         # weights of a segment lie together, so that one read takes them all
         order = {key: item.number for item in reversed(model.segments) for key in item.keys}

@@ -1,4 +1,4 @@
-"""Drafts that propose a block of tokens in one pass, from masks in their places (DFlash)."""
+"""Drafts that propose a block of tokens in one pass, from masks (DFlash, DSpark)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, pack_bits
 
+# of a block whose layers differ in what its rows see: as many as a word counts
+MOST_ROWS = 63
+# what steps call the tensors that make logits depend on the token before: name in the weight file
+BIAS_TENSORS = {
+    "bias_in": "markov_head.markov_w1.weight",
+    "bias_out": "markov_head.markov_w2.weight",
+    "bias_columns": "markov_head.columns",
+}
+
 
 @dataclass(frozen=True)
 class BlockDraft:
@@ -25,7 +34,12 @@ class BlockDraft:
         mask_token_id: what stands for a token that is not known.
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
-        is_causal: a row sees the rows of a block up to itself; else all of them.
+        is_causal: a row sees the rows of a block up to itself, in all layers; else all of them.
+        causal_layers: layers in which a row sees those up to itself where in others it sees all of
+            them; the drafter's program says so, see `passes/rewrite/see_blocks.py`.
+        is_biased: logits of a row depend on the token before the one that it proposes, by a
+            product of low rank that is added to them (DSpark): a tree is drawn level by level.
+        is_partial: it has logits of some of the target's ids alone.
         draft: name of the drafter, in a plan.
     """
 
@@ -33,6 +47,9 @@ class BlockDraft:
     mask_token_id: int
     from_anchor: bool = False
     is_causal: bool = False
+    causal_layers: tuple[int, ...] = ()
+    is_biased: bool = False
+    is_partial: bool = False
     draft: str = ""
 
     @property
@@ -44,6 +61,12 @@ class BlockDraft:
     def num_proposed(self) -> int:
         """Tokens that a pass proposes: levels of a tree, at most."""
         return self.size - self.first_row
+
+    @property
+    def bias_tensors(self) -> dict[str, str]:
+        """Name in the environment of a step → in the weight file, of what its logits depend on."""
+        names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
+        return {f"{self.draft}_{x}": BIAS_TENSORS[x] for x in names if self.is_biased}
 
     def rows_seen(self, before: int) -> Tensor:
         """Which rows of a block each row of a pass sees, as bits of words.
@@ -59,12 +82,27 @@ class BlockDraft:
         seen = seen.tril() if self.is_causal else seen
         return pack_bits(torch.cat([torch.zeros(before, self.size, dtype=torch.bool), seen]))
 
+    def offsets(self, before: int) -> Tensor:
+        """Where in a block each row of a pass is, as its second row of features says it.
+
+        Args:
+            before: see `rows_seen`.
+        Returns:
+            [before + B] int32, -1 - j of row j of the block, -1 of those before it: below 0, as
+            nothing is read there.
+        """
+        return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
+
     def describe(self) -> str:
         """For people."""
         sees = "up to itself" if self.is_causal else "in both directions"
+        if self.causal_layers:
+            layers = ", ".join(map(str, self.causal_layers))
+            sees += f" (in layers {layers} up to itself)"
+        biased = "; logits depend on the token before" if self.is_biased else ""
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
-            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}"
+            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -74,11 +112,11 @@ class BlockDraft:
     def from_json(cls, data: Mapping[str, Any]) -> BlockDraft:
         """Raises EngineError: no block."""
         try:
-            block = cls(**data)
-        except TypeError as error:
+            block = cls(**{**data, "causal_layers": tuple(data.get("causal_layers", ()))})
+        except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
-        numbers = (block.size, block.mask_token_id)
-        flags = (block.from_anchor, block.is_causal)
+        numbers = (block.size, block.mask_token_id, *block.causal_layers)
+        flags = (block.from_anchor, block.is_causal, block.is_biased, block.is_partial)
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
         is_named = isinstance(block.draft, str)
@@ -114,7 +152,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
 
     Args:
         plan: its name.
-        tree: its shape; None is a static one.
+        tree: its shape; None is a static one, or one that is grown level by level.
     Raises:
         TreeError: more than `4 * MAX_NODES` candidates.
     """
@@ -135,6 +173,6 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
 def _invalid(data: Any) -> EngineError:
     return EngineError(
         f"a block {data!r:.80}",
-        "its size, its mask token, and two flags",
+        "its size, its mask token, and flags",
         "compile the engine again",
     )

@@ -124,7 +124,8 @@ class SpecPlan:
         self._check_sharpness()
         if self.blocks:
             check_depth(self.name, self.max_depth, self.blocks)
-            check_candidates(self.name, self.dynamic)
+            is_grown = any(block.is_biased for block in self.blocks)
+            check_candidates(self.name, None if is_grown else self.dynamic)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
@@ -291,8 +292,13 @@ class SpecPlan:
         return replace(self, heads=tuple(x for x in self.models if x in names), blocks=own)
 
     def block_of(self, draft: str) -> BlockDraft | None:
-        """What one pass of a draft fills; None of one that is asked level by level."""
+        """What one pass of a draft fills; None of one that has a pass for each level."""
         return next((block for block in self.blocks if block.draft == draft), None)
+
+    def is_product(self, draft: str) -> bool:
+        """Whether all nodes of a depth have the same children, from one row of logits."""
+        block = self.block_of(draft)
+        return block is not None and not block.is_biased
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -361,12 +367,14 @@ class SpecPlan:
         the draft drew a token. Trees in tiles have lost the logits themselves.
 
         MSS draws siblings that may be equal, and merging makes one node of them, with the children
-        of both. Those of a block drafter are the same draws twice, not two draws.
+        of both. Those of a block drafter are the same draws twice, not two draws, unless its logits
+        depend on the token before.
         """
         if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
             return (Rule.COUPLED, Rule.DELTA)
         draws_again = any(len(level) > 1 for level in self.shape.levels[1:-1])
-        if self.combine == MERGE and self.blocks and draws_again:
+        draws_once = any(not block.is_biased for block in self.blocks)
+        if self.combine == MERGE and draws_once and draws_again:
             return (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
         return tuple(Rule)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ def draft_tree(
     row: int = 0,
     factors: Sequence[float] = (),
     is_told: bool = True,
+    after: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Part:
     """A static tree. Where siblings are fewer than elsewhere in their level, the first ones stay.
 
@@ -59,6 +60,7 @@ def draft_tree(
         row: rows of draft logits that other sources have before.
         factors: of the draft's logits, by depth; none are all 1.
         is_told: what verifies gets the logits after that, as it has to.
+        after: logits [B, F, V] after tokens [B, F] of a depth; None are those of the table.
     """
     batch = len(state.words)
     tokens = state.last_tokens[:, -1:].repeat(1, tree.num_nodes)
@@ -67,7 +69,10 @@ def draft_tree(
     for depth, level in enumerate(tree.levels[:-1]):
         frontier = [node for node in level if node not in tree.leaves]
         children = [tree.children(node) for node in frontier]
-        own = logits_after(table, tokens, parents, state)[:, frontier].flatten(0, 1)
+        if after is None:
+            own = logits_after(table, tokens, parents, state)[:, frontier].flatten(0, 1)
+        else:
+            own = after(tokens[:, frontier], depth).flatten(0, 1)
         logits = own * factors[depth] if factors else own
         columns = torch.tensor([column + nodes[0] for nodes in children], dtype=torch.int32)
         found, _ = operators.draft_children(
@@ -106,6 +111,25 @@ def block_tree(operators: Any, table: Tensor, tree: TokenTree, state: State) -> 
             tokens[:, list(nodes)] = found[:, : len(nodes)]
         levels.append(logits)
     return Part(tokens, parents, [depth - 1 for depth in tree.depths], levels)
+
+
+def biased_tree(
+    operators: Any, table: Tensor, tree: TokenTree, state: State, column: int = 0
+) -> Part:
+    """A tree of a block drafter whose logits are those of a depth, and what a token adds to them.
+
+    What depths and tokens add does not matter: here the root's row, moved as in `block_tree`, and
+    half of a row that a token has in the draft's table.
+    """
+    batch = len(state.words)
+    root = state.last_tokens[:, -1:].repeat(1, tree.num_nodes)
+    start = logits_after(table, root, expand_tree(tree.parents, batch), state)[:, 0]
+    added = table.flatten(0, -2)[: table.shape[-1]]
+
+    def after(tokens: Tensor, depth: int) -> Tensor:
+        return start.roll(depth, dims=1)[:, None] + 0.5 * added[tokens]
+
+    return draft_tree(operators, table, tree, state, column, after=after)
 
 
 def dynamic_tree(operators: Any, table: Tensor, state: State) -> Part:

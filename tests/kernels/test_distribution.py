@@ -53,6 +53,7 @@ from tests.kernels.distribution_trees import (
     SHAPES,
     Part,
     alone,
+    biased_tree,
     block_tree,
     draft_tree,
     lookup_part,
@@ -252,6 +253,31 @@ def test_levels_of_a_block_beside_a_lookup(operators, rule, num_draws):
     propose = block_and_lookup(TokenTree.from_widths((4, 2, 1)), 3)
     seed = seed_of(f"block-and-lookup-{rule}")
     outcome = measure(operators, WORLD, propose, Options(rule, 1.0), seed, num_draws)
+    check(outcome, num_draws=num_draws)
+
+
+@few_and_many
+@pytest.mark.parametrize(
+    "merges",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["alone", "beside-a-lookup"],
+)
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+def test_blocks_whose_logits_depend_on_the_token_before(operators, rule, merges, num_draws):
+    """DSpark: children of each node have a row of their own, whatever made it."""
+    plan = SpecPlan.from_widths((2, 2, 1), ("draft_0", "lookup-3"), MERGE)
+    block = BlockDraft(5, 0, is_biased=True)
+    assert plan.with_heads((), {"draft_0": block}).rules == tuple(Rule)
+
+    def propose(operators: Any, world: World, state: State) -> Proposals:
+        shape = SHAPES["tree-2-2-1"]
+        part = biased_tree(operators, world.drafts[0], shape, state)
+        if merges:
+            return merge(operators, [part, lookup_part(operators, state, 3)], 3)
+        return alone(part, 3)
+
+    seed = seed_of(f"dspark-{rule}-{merges}")
+    outcome = measure(operators, WORLD, propose, Options(rule, 0.7), seed, num_draws)
     check(outcome, num_draws=num_draws)
 
 

@@ -310,6 +310,12 @@ def test_words_beyond_the_tree_are_zero(attention, num_words):
     )
 
 
+def test_nodes_beyond_all_words(attention):
+    """Rows of a region that no word counts are seen by nobody."""
+    tokens = [Token(2 + node, 2 + node, frozenset({min(node, 5)})) for node in range(70)]
+    World(attention, [2], capacity=80).call([tokens], num_words=1)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, -1.0], ids="scale{}".format)
 def test_scale(attention, scale):
     World(attention, [9]).call([tree_tokens(BUSHY, 9)], scale=scale)

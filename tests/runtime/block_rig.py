@@ -17,6 +17,8 @@ from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
+from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import TokenTree
 from tests.block_reference import BlockReference
 from tests.head_reference import hidden_states
 from tests.runtime.head_rig import CLOSE, owner_of
@@ -37,6 +39,7 @@ class BlockOracle:
     number: int = 0
     num_passes: int = 0
     num_rows: int = 0
+    num_nodes: int = 0
     _taps: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, core: EngineCore) -> None:
@@ -72,6 +75,27 @@ class BlockOracle:
                 torch.testing.assert_close(found, wanted, **CLOSE)
         self.num_rows += count
 
+    def check_trees(self, core: EngineCore, plan: SpecPlan) -> None:
+        """Look at what children of every node are drawn from, in every step from here on."""
+        core.engine.steps[plan.name].before_accept = lambda values: self._look_at_tree(
+            core, plan.tree, values
+        )
+
+    def _look_at_tree(self, core: EngineCore, tree: TokenTree, values: Any) -> None:
+        requests = [owner_of(core, row.tolist()) for row in values["block_table"]]
+        fed = [[node for node in level if node not in tree.leaves] for level in tree.levels[:-1]]
+        for b, request in enumerate(requests):
+            tokens = values["tokens"][b].tolist()
+            assert tokens[0] == request.token_ids[-1]
+            taps = self.taps(request, request.cache_len)
+            for depth, nodes in enumerate(fed):
+                found = values[f"q_{depth}"].view(len(requests), len(nodes), -1)[b]
+                for row, node in zip(found, nodes, strict=True):
+                    path = [tokens[i] for i in path_to(tree, node)]
+                    wanted = self.reference.after(taps, tokens[0], path)
+                    torch.testing.assert_close(row, wanted, **CLOSE)
+                    self.num_nodes += 1
+
     def _look(self, core: EngineCore, given: Sequence[Any], logits: Tensor) -> None:
         q_start, cache_len, table, logit_rows = given[2], given[4], given[6], given[7]
         requests = [owner_of(core, row.tolist()) for row in table]
@@ -91,3 +115,12 @@ class BlockOracle:
             wanted = self.reference.proposed(taps, request.token_ids[-1])
             torch.testing.assert_close(torch.stack(rows), wanted[:depth], **CLOSE)
             self.num_passes += 1
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    """Nodes from below the root to a node, itself the last."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = tree.parents[node]
+    return path

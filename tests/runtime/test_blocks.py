@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specc.artifact.manifest import Manifest
 from specc.cli.render import head_lines
@@ -20,6 +21,7 @@ from specc.progress import PhaseTimer
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
+from specc.speculation.block_drafts import BIAS_TENSORS
 from specc.speculation.plans import SpecPlan
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
@@ -132,9 +134,36 @@ def outputs(engine: Engine, plan: str, **params: Any) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.parametrize("name", ["dspark-deepspec", "dspark-speculators"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=lambda plan: plan.name
+)
+def test_logits_of_every_node(
+    plan: SpecPlan,
+    name: str,
+    compiled: Callable[..., Path],
+    oracle_of: Callable[..., BlockOracle],
+) -> None:
+    """Of DSpark: the row of the depth, and what the token before adds."""
+    core, oracle = EngineCore(load(compiled(name)), plan.name), oracle_of(name)
+    oracle.watch(core)
+    oracle.check_trees(core, plan)
+    for rule in ("coupled", "mss"):
+        serve(core, oracle, prompts_of(BLOCK), num_tokens=6, temperature=1.5, rule=rule)
+        oracle.reset()
+    assert oracle.num_passes > 10
+    assert oracle.num_nodes > 10 * (plan.num_nodes - len(plan.tree.leaves))
+
+
+OF_KINDS = [NAME, "dspark-deepspec", "dspark-speculators"]
+
+
+@pytest.mark.parametrize("name", OF_KINDS)
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
-def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[..., Path]) -> None:
-    engine = Engine.load(compiled())
+def test_outputs_are_those_without_drafts(
+    plan: SpecPlan, name: str, compiled: Callable[..., Path]
+) -> None:
+    engine = Engine.load(compiled(name))
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}):
         assert outputs(engine, plan.name, **params) == outputs(engine, "off", **params)
 
@@ -142,7 +171,9 @@ def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[...
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "speculators" else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("speculators", "speculators-mixed")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in BLOCK_CASES
         if name != NAME
     ],
@@ -157,17 +188,19 @@ def test_drafters_of_every_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 def test_compiled_programs(
+    name: str,
     plan: SpecPlan,
     block_size: int,
     compiled: Callable[..., Path],
     oracle_of: Callable[..., BlockOracle],
 ) -> None:
     """Rows of all tokens, and outputs; what passes compute is not seen there."""
-    path = compiled(label=f"cpu-{block_size}", backend="cpu", block_size=block_size)
-    core, oracle = EngineCore(load(path), plan.name), oracle_of()
+    path = compiled(name, f"cpu-{block_size}", backend="cpu", block_size=block_size)
+    core, oracle = EngineCore(load(path), plan.name), oracle_of(name)
     found = serve(core, oracle, prompts_of(BLOCK), temperature=1.0)
     assert oracle.num_rows > 500
     oracle.reset()
@@ -179,21 +212,22 @@ MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 
 
+@pytest.mark.parametrize("name", [NAME, pytest.param("dspark-deepspec", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "plan", [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)], ids=lambda plan: plan.name
 )
 def test_beside_other_drafts(
-    plan: SpecPlan, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
+    plan: SpecPlan, name: str, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
 ) -> None:
     """A model and a block drafter propose together: each gets the accepted tokens of the other."""
     sizes = {**SIZES, "num_hidden_layers": 1}
     other = zoo.once("head-beside", lambda path: models.save_tiny("llama", path, 77, **sizes))
-    drafter = zoo.once(f"block-{NAME}", lambda path: write_block(path, BLOCK_CASES[NAME]))
+    drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
     path = zoo.once(
-        "blocks-beside",
+        f"blocks-beside-{name}",
         lambda made: build(target, [other, drafter], made, options(plans=(MERGED, VOTED))),
     )
-    core, oracle = EngineCore(load(path), plan.name), oracle_of(number=1)
+    core, oracle = EngineCore(load(path), plan.name), oracle_of(name, 1)
     oracle.watch(core)
     texts = prompts_of(BLOCK)[1:3]
     found = serve(core, oracle, texts, num_tokens=8, temperature=1.5)
@@ -201,6 +235,10 @@ def test_beside_other_drafts(
     oracle.reset()
     plain = serve(EngineCore(load(path), "off"), oracle, texts, num_tokens=8, temperature=1.5)
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
+    if plan is MERGED and name != NAME:
+        # of DSpark also what is drawn with replacement
+        oracle.reset()
+        serve(core, oracle, texts, num_tokens=8, temperature=1.5, rule="mss")
 
 
 def test_drawn_children(
@@ -236,6 +274,17 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
     assert "draft_0 is a block drafter (dflash, files of z-lab): it reads the target at" in told
     assert "blocks of 5 rows, of which each sees the others in both directions" in told
     assert f"4 tokens a pass; mask token {MASK}" in told
+
+
+def test_what_steps_read_is_counted(compiled: Callable[..., Path]) -> None:
+    """Of DSpark: two weights that no program has, and which of their rows are which ids."""
+    path = compiled("dspark-speculators")
+    manifest = Engine.load(path).manifest
+    assert manifest is not None
+    stored = load_file(path / manifest.weights_file(manifest.models[1], None))
+    assert {*BIAS_TENSORS.values()} < stored.keys()
+    assert manifest.memory_plan["draft_0"].weights == sum(x.nbytes for x in stored.values())
+    assert "logits depend on the token before" in "\n".join(head_lines(manifest))
 
 
 def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
@@ -290,14 +339,18 @@ def test_engines_are_not_tuned(compiled: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "dspark-deepspec"])
 def test_trees_in_tiles(
-    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+    name: str, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:
     """The target passes over parts of the tree; the drafter over its block as ever."""
-    tiled = replace(TREE, name="tiled", tile=4)
-    core = EngineCore(load(compiled(label="tiles", plans=(tiled,))), tiled.name)
-    oracle = oracle_of()
+    tiled = replace(TREE, name="tiled", tile=1 if name != NAME else 4)
+    core = EngineCore(load(compiled(name, "tiles", plans=(tiled,))), tiled.name)
+    oracle = oracle_of(name)
     oracle.watch(core)
-    assert core.engine.plans[tiled.name].tile == 4
-    serve(core, oracle, prompts_of(BLOCK)[:3])
+    assert core.engine.plans[tiled.name].tile == tiled.tile
+    found = serve(core, oracle, prompts_of(BLOCK)[:3])
     assert oracle.num_passes > 8
+    oracle.reset()
+    plain = serve(EngineCore(core.engine, "off"), oracle, prompts_of(BLOCK)[:3])
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]

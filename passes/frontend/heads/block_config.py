@@ -1,23 +1,25 @@
-"""Configurations of DFlash drafters, as their trainers write them, as one.
+"""Configurations of DFlash and DSpark drafters, as their trainers write them, as one.
 
 Keys are at the top of config.json or in `dflash_config`, which counts first. What is read where:
 
-| | z-lab | speculators |
+| | z-lab, DeepSpec | speculators |
 |---|---|---|
 | layers | top | `transformer_layer_config` |
 | taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
-| tokens from the anchor on | never | `sample_from_anchor`, `shift_label` |
+| tokens from the anchor on | DSpark alone | `sample_from_anchor`, `shift_label`; else likewise |
 | a block is causal | `is_causal`, `causal`; else in sliding layers | in sliding layers, unless |
 | | | `sliding_window_non_causal` |
+| a window ends at | each row | the anchor, for all rows of a block |
 
-Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py;
+Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
+attention.py, models/dspark; deepseek-ai/DeepSpec deepspec/modeling/dspark;
 vllm-project/vllm models/qwen3_dflash.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,16 @@ from specc.passes.frontend.heads.head_config import (
     read_number,
     read_windows,
 )
-from specc.passes.frontend.heads.head_spec import SPECULATORS, HeadSwitches, RopeFacts
+from specc.passes.frontend.heads.head_spec import (
+    DSPARK,
+    SPECULATORS,
+    HeadSwitches,
+    RopeFacts,
+    TargetFacts,
+)
 from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.rotary import check_former
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import BIAS_TENSORS, MOST_ROWS, BlockDraft
 
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
@@ -50,9 +58,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (0,),
     "is_neox_style": (True,),
     "selector_rank": (),
+}
+# of DFlash alone
+_PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
 }
+# how logits depend on the token before: what specc computes
+_BIASES = ("vanilla",)
+_CONFIDENCE = "confidence_head.proj"
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -63,7 +77,10 @@ class BlockConfig:
     Args:
         layers: of transformers, of its layers; Qwen3's.
         block: what a pass fills.
-        windows: rows before a block that each layer sees, 0 is all.
+        windows: see `BlockSpec`.
+        is_anchored: see there.
+        rank: see there.
+        confidence_columns: that a confidence head reads, 0 of a drafter without one.
         ids: of layers of the target.
         convention: what ids mean, see `tap_ids`.
         num_target_layers: n where it is said, or None.
@@ -77,6 +94,9 @@ class BlockConfig:
     layers: Any
     block: BlockDraft
     windows: tuple[int, ...]
+    is_anchored: bool
+    rank: int
+    confidence_columns: int
     ids: tuple[int, ...]
     convention: str
     num_target_layers: int | None
@@ -86,9 +106,26 @@ class BlockConfig:
     rope: RopeFacts
     warnings: tuple[str, ...]
 
+    def more_tensors(self, num_rows: int, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that DSpark has and DFlash has not, by name.
+
+        Args:
+            num_rows: Vd.
+            target: that it is to draft for.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        if self.rank:
+            found[BIAS_TENSORS["bias_in"]] = (target.vocab_size, self.rank)
+            found[BIAS_TENSORS["bias_out"]] = (num_rows, self.rank)
+        if self.confidence_columns:
+            found[f"{_CONFIDENCE}.weight"] = (1, self.confidence_columns)
+            found[f"{_CONFIDENCE}.bias"] = (1,)
+        return found
+
 
 def read_block_config(
     raw: Mapping[str, Any],
+    kind: str,
     layout: str,
     num_layers: int,
     directory: Path,
@@ -98,7 +135,8 @@ def read_block_config(
 
     Args:
         raw: its contents.
-        layout: see `HeadSpec`.
+        kind: see `HeadSpec`.
+        layout: see there.
         num_layers: that the checkpoint has tensors of.
         directory: of the drafter.
         switches: see there.
@@ -124,7 +162,8 @@ def read_block_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    _check_plain({**own, **values}, name)
+    more = {} if kind == DSPARK else _PLAIN_DFLASH
+    _check_plain({**own, **values}, {**_PLAIN, **more}, name)
     check_former(dict(own), name)
     if own.get("model_type") != "qwen3":
         found = own.get("model_type")
@@ -140,10 +179,22 @@ def read_block_config(
     ids = id_list(values, key, name)
     if ids is None:
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
+    rank = _rank(values, name) if kind == DSPARK else 0
+    block = _block(values, own, kind, layout, windows, name)
+    columns = 0
+    if kind == DSPARK and _flag(values, ("enable_confidence_head",), name):
+        reads_token = _flag(values, ("confidence_head_with_markov",), name)
+        columns = int(layers.hidden_size) + (rank if reads_token else 0)
+        warnings.append(
+            "its confidence head is not read: how many tokens a step drafts does not depend on it"
+        )
     return BlockConfig(
         layers=layers,
-        block=_block(values, own, layout, windows, name),
+        block=replace(block, is_biased=rank > 0),
         windows=windows,
+        is_anchored=layout == SPECULATORS,
+        rank=rank,
+        confidence_columns=columns,
         ids=ids,
         convention=switches.tap_convention or convention,
         num_target_layers=read_number(values, "num_target_layers", name),
@@ -155,8 +206,24 @@ def read_block_config(
     )
 
 
-def _check_plain(values: Mapping[str, Any], name: str) -> None:
-    for key, plain in _PLAIN.items():
+def _rank(values: Mapping[str, Any], name: str) -> int:
+    """Of the product that is added to logits for the token before; 0 is none."""
+    if values.get("markov_rank") in (None, 0):
+        return 0
+    if (kind := values.get("markov_head_type", _BIASES[0])) not in _BIASES:
+        raise HeadError(
+            f"{name}: config.json: markov_head_type is {kind!r:.40}, which reads more than the"
+            " token before",
+            " or ".join(_BIASES),
+            _OTHER_DRAFT,
+        )
+    return read_number(values, "markov_rank", name) or 0
+
+
+def _check_plain(
+    values: Mapping[str, Any], plain_values: Mapping[str, tuple[Any, ...]], name: str
+) -> None:
+    for key, plain in plain_values.items():
         found = values.get(key)
         if found is not None and found not in plain:
             needed = f"{plain[0]}, or none" if plain else "none"
@@ -166,6 +233,7 @@ def _check_plain(values: Mapping[str, Any], name: str) -> None:
 def _block(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
+    kind: str,
     layout: str,
     windows: tuple[int, ...],
     name: str,
@@ -176,18 +244,27 @@ def _block(
     if type(mask) is not int or mask < 0:
         raise HeadError(f"{name}: config.json: mask_token_id is {mask!r:.40}", "a token id", _DO)
     from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
+    if from_anchor is None:
+        from_anchor = kind == DSPARK or None
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
             "sample_from_anchor, true or false",
             "write what it was trained with into its config.json",
         )
-    block = BlockDraft(
-        size, mask, bool(from_anchor), _is_causal(values, own, layout, windows, name)
-    )
+    kinds = _are_causal(values, own, layout, windows, name)
+    causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)
+    block = BlockDraft(size, mask, bool(from_anchor), all(kinds), causal_layers)
+    if causal_layers and size > MOST_ROWS:
+        raise HeadError(
+            f"{name}: config.json: block_size {size}, and layers that differ in what a row sees",
+            f"blocks of {MOST_ROWS} rows or less",
+            _OTHER_DRAFT,
+        )
     if block.num_proposed < 1:
         raise HeadError(f"{name}: config.json: block_size {size}", "2 or more", _DO)
-    if small := [window for window in windows if window and window < size]:
+    ends_at_rows = layout != SPECULATORS
+    if small := [window for window in windows if ends_at_rows and window and window < size]:
         raise HeadError(
             f"{name}: config.json: a window of {small[0]} rows, and blocks of {size}",
             f"a window of {size} or more",
@@ -196,27 +273,19 @@ def _block(
     return block
 
 
-def _is_causal(
+def _are_causal(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
     layout: str,
     windows: tuple[int, ...],
     name: str,
-) -> bool:
-    """Whether rows of a block see those up to themselves alone."""
+) -> list[bool]:
+    """Whether rows of a block see those up to themselves alone, in each layer."""
     if layout == SPECULATORS:
         both = _flag(values, ("sliding_window_non_causal",), name)
-        kinds = {bool(window) and not both for window in windows}
-    else:
-        said = _flag({**own, **values}, ("is_causal", "causal"), name)
-        kinds = {bool(window) if said is None else said for window in windows}
-    if len(kinds) > 1:
-        raise HeadError(
-            f"{name}: layers that are causal within a block, and others that are not",
-            "layers of one kind: one list of rows says what a pass sees",
-            _OTHER_DRAFT,
-        )
-    return kinds.pop()
+        return [bool(window) and not both for window in windows]
+    said = _flag({**own, **values}, ("is_causal", "causal"), name)
+    return [bool(window) if said is None else said for window in windows]
 
 
 def _flag(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> bool | None:

@@ -3,7 +3,8 @@
 A row of the context is a token whose hidden states in the target are known: it has a key and a
 value in every layer, made of those, and nothing reads what else is computed of it. A row of a block
 is the anchor, or a mask: its embedding goes through the layers. Which rows see which is what a
-pass's `ancestors` say; what is traced here is causal, as of every model.
+pass's `ancestors` say, and where layers differ `passes/rewrite/see_blocks.py`; what is traced here
+is causal, as of every model.
 Source: z-lab/dflash dflash/model.py.
 """
 
@@ -24,6 +25,8 @@ from specc.passes.frontend.heads.head_modules import (
     fill_buffers,
     linear_of,
 )
+from specc.passes.program import Weight
+from specc.speculation.block_drafts import BIAS_TENSORS
 
 
 class BlockHead(nn.Module):
@@ -83,6 +86,26 @@ class BlockHead(nn.Module):
         fill_buffers(self, module)
 
 
+def step_weights(
+    spec: BlockSpec, dtype: torch.dtype
+) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+    """What steps read of a drafter besides its logits: weights and tables by key.
+
+    Args:
+        spec: of the drafter.
+        dtype: of its weights.
+    """
+    if not spec.block.is_biased:
+        return {}, {}
+    shapes = {
+        BIAS_TENSORS["bias_in"]: (spec.target.vocab_size, spec.rank),
+        BIAS_TENSORS["bias_out"]: (spec.draft_vocab_size, spec.rank),
+    }
+    columns = columns_of_ids(spec)
+    tables = {} if columns is None else {BIAS_TENSORS["bias_columns"]: columns}
+    return {key: Weight((key,), dtype, shape) for key, shape in shapes.items()}, tables
+
+
 class _Layer(nn.Module):
     def __init__(self, spec: BlockSpec, index: int) -> None:
         super().__init__()
@@ -108,7 +131,7 @@ class _Attention(nn.Module):
     def __init__(self, spec: BlockSpec, index: int) -> None:
         super().__init__()
         config, name = spec.config, f"layers.{index}.self_attn"
-        self.head_dim, self.window = int(config.head_dim), spec.windows[index]
+        self.head_dim, self.window = int(config.head_dim), spec.window_of(index)
         self.group = config.num_attention_heads // config.num_key_value_heads
         size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim

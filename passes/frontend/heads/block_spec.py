@@ -12,14 +12,17 @@ from specc.speculation.block_drafts import BlockDraft
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec(HeadSpec):
-    """A DFlash drafter; `config` is Qwen3's.
+    """A DFlash or DSpark drafter; `config` is Qwen3's.
 
     Args:
         block: what one pass of it fills.
         draft_vocab_size: Vd, rows of its head.
         target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
             i is id i.
-        windows: rows before a block that each of its layers sees, 0 is all.
+        windows: of each of its layers, 0 is all: rows before the anchor that a block sees where
+            `is_anchored`, else rows up to its own that each row sees.
+        is_anchored: windows count from the anchor, for all rows of a block.
+        rank: r, of what is added to the logits for the token before (DSpark); 0 is nothing.
         tensors: parameter of the module → tensor of the checkpoint.
         rope: of its layers.
     """
@@ -28,8 +31,15 @@ class BlockSpec(HeadSpec):
     draft_vocab_size: int
     target_ids: Tensor | None
     windows: tuple[int, ...]
+    is_anchored: bool
+    rank: int
     tensors: dict[str, str]
     rope: RopeFacts
+
+    def window_of(self, layer: int) -> int:
+        """Keys up to its own that a row of a layer sees, 0 is all; the anchor's, of all of them."""
+        window = self.windows[layer]
+        return window + 1 if window and self.is_anchored else window
 
     @property
     def hands_on(self) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from specc.artifact.model_entry import BLOCK_KIND
+from specc.artifact.model_entry import BLOCK_KINDS
 from specc.errors import HeadError
 from specc.passes.frontend.config_numbers import whole_number
 
-EAGLE3, MTP, DFLASH = "eagle3", "mtp", BLOCK_KIND
+EAGLE3, MTP = "eagle3", "mtp"
+DFLASH, DSPARK = BLOCK_KINDS
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB = "z-lab"
@@ -116,7 +117,7 @@ class HeadSpec:
     """A head whose files fit its target.
 
     Args:
-        kind: `EAGLE3`, `MTP` or `DFLASH`.
+        kind: `EAGLE3`, `MTP`, `DFLASH` or `DSPARK`.
         layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`; for MTP
             see `mtp_spec`.
         directory: of the checkpoint.

@@ -112,6 +112,7 @@ def match_block_tensors(
     draft_vocab_size: int,
     target: TargetFacts,
     name: str,
+    more: Shapes,
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The same of a block drafter.
 
@@ -122,10 +123,11 @@ def match_block_tensors(
         draft_vocab_size: Vd.
         target: that it is to draft for.
         name: of the drafter, for errors.
+        more: shapes of its other tensors.
     """
     d = int(layers.hidden_size)
     needed: Shapes = {"fc.weight": (d, num_taps * target.width)}
-    needed |= {"hidden_norm.weight": (d,), "norm.weight": (d,)}
+    needed |= {"hidden_norm.weight": (d,), "norm.weight": (d,), **more}
     optional: Shapes = {}
     for i in range(layers.num_hidden_layers):
         own, more = _layer(layers, has_qk_norm=True, is_first=False)

@@ -12,22 +12,27 @@ from typing import Any
 from specc.errors import HeadError
 from specc.passes.frontend.heads.head_spec import (
     DEEPSPEC,
+    DFLASH,
+    DSPARK,
     EAGLE_CONFIG,
     SAFEAILAB,
     SPECULATORS,
     ZLAB,
 )
 
-_NEEDED = "an EAGLE-3 or 3.1 head, a DFlash drafter, or an ordinary language model"
+_NEEDED = "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, or an ordinary language model"
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
 # of classes, methods and keys of DFlash
 _DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
+# classes of DeepSpec's block drafters, and of those that SpecForge writes likewise
+_DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel")
+_DSPARK = "DSpark"
 # values of `speculators_model_type`
 _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
-    "dspark": "DSpark",
+    "dspark": _DSPARK,
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
     "p_eagle": "P-EAGLE",
@@ -38,7 +43,7 @@ _OTHER_METHODS = {
 }
 # what a class in `architectures` contains, in small letters; the first one counts
 _OTHER_CLASSES = (
-    ("dspark", "DSpark"),
+    ("dspark", _DSPARK),
     ("dflash2", "DFlash2"),
     ("peagle", "P-EAGLE"),
     ("medusa", "Medusa"),
@@ -48,8 +53,8 @@ _OTHER_CLASSES = (
 )
 # keys of a configuration that no other model has
 _OTHER_KEYS = (
-    ("markov_rank", "DSpark"),
-    ("dspark_block_size", "DSpark"),
+    ("markov_rank", _DSPARK),
+    ("dspark_block_size", "DSpark of DeepSeek V4"),
     ("selector_rank", "DFlash2"),
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
@@ -60,17 +65,23 @@ _OTHER_KEYS = (
 _OTHER_TENSORS = (
     (re.compile(r"^(medusa_heads?\.|blocks\.\d+\.layers\.\d+\.)"), "Medusa"),
     (re.compile(r"^hydra_head\."), "Hydra"),
-    (re.compile(r"^markov_head\."), "DSpark"),
+    (re.compile(r"^markov_head\."), _DSPARK),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
 
 
-def block_layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
-    """Whose layout of DFlash files this is; None of what is no block drafter.
+def block_layout_of(
+    config: Mapping[str, Any], tensors: Iterable[str], name: str
+) -> tuple[str, str] | None:
+    """Kind and layout of a block drafter, see `HeadSpec`; None of what is none.
 
     Arguments and errors as of `layout_of`.
     """
     classes, method = _classes(config), config.get("speculators_model_type")
+    if method == DSPARK or (method is None and any(x in _DSPARK_CLASSES for x in classes)):
+        if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return DSPARK, SPECULATORS if method == DSPARK else DEEPSPEC
     is_dflash = method == _DFLASH or (
         method is None
         and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))
@@ -79,7 +90,7 @@ def block_layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str
         return None
     if other := _other_kind(config, list(tensors), classes, method):
         raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-    return SPECULATORS if method == _DFLASH else ZLAB
+    return DFLASH, SPECULATORS if method == _DFLASH else ZLAB
 
 
 def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
@@ -122,21 +133,21 @@ def _classes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _other_kind(
-    config: Mapping[str, Any], names: list[str], classes: list[str], method: Any
+    config: Mapping[str, Any], names: list[str], classes: list[str], method: Any, own: str = ""
 ) -> str | None:
-    """What kind of draft it is that specc does not run, and what says so."""
-    if isinstance(method, str) and method in _OTHER_METHODS:
+    """What kind of draft it is that specc does not run, or not as its own, and what says so."""
+    if isinstance(method, str) and _OTHER_METHODS.get(method, own) != own:
         return f"{_OTHER_METHODS[method]} (speculators_model_type {method})"
     for part, kind in _OTHER_CLASSES:
         for item in classes:
-            if part in item.lower():
+            if kind != own and part in item.lower():
                 return f"{kind} (architectures: {item})"
     for key, kind in _OTHER_KEYS:
-        if key in config:
+        if kind != own and key in config:
             return f"{kind} (config.json has {key})"
     for pattern, kind in _OTHER_TENSORS:
         for item in names:
-            if pattern.search(item):
+            if kind != own and pattern.search(item):
                 return f"{kind} (the checkpoint has {item})"
     if names and all(item.startswith("mtp.") for item in names):
         return f"MTP modules (the checkpoint has {names[0]})"

@@ -67,8 +67,8 @@ def recognise(
         return None
     with SafetensorsReader(directory) as reader:
         names = list(reader.keys())
-        if (layout := block_layout_of(raw, names, name)) is not None:
-            return fit_block(reader, raw, layout, directory, target, switches)
+        if (found := block_layout_of(raw, names, name)) is not None:
+            return fit_block(reader, raw, found, directory, target, switches)
         layout = layout_of(raw, names, name)
         if layout is None:
             return None

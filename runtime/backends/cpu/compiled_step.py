@@ -16,7 +16,7 @@ from specc.runtime.backends.cpu.step_encoder import StepEncoder
 from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import StagedStep
-from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     Drafted,
@@ -50,7 +50,7 @@ class CompiledStep:
         }
         draft_lens = self.plan.draft_lens
         self._drafts = list(draft_lens)
-        constants = step_constants(program, self.plan)
+        constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
         self._encoder = StepEncoder(stages, constants, models, list(draft_lens.values()))
         self._stages = list(stages)
         accept = self._stages.index("accept_commit")

@@ -112,8 +112,8 @@ class ModelProgram(nn.Module):
             mass: [M, n] float32, changed, of programs that take it; None: nobody votes. See
                 `block_mass_reference`. In its place heads take [Nt, 2] int32: the row of the
                 target's hidden states that each token reads, and that of what the head has kept
-                itself; one of them is -1. So do block drafters, of which rows of a block have -1
-                twice.
+                itself; one of them is -1. So do block drafters, of which row j of a block has -1
+                and -1 - j.
             hidden: of a segment of a model that is not its first: what the one before it returned.
         Returns:
             [R, V] logits; of a segment that is not the last, what the next one takes as `hidden`.

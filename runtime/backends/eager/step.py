@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import StagedStep
-from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     Drafted,
@@ -47,7 +47,7 @@ class EagerStep:
     ) -> None:
         self.plan = plan_of(program)
         self.before_accept: BeforeAccept | None = None
-        self._constants = step_constants(program, self.plan)
+        self._constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
         # while drafts run
         self._mask_drafts: list[MaskDrafts] = []
         drafts = {name: _Masked(model, self._mask_drafts) for name, model in models.items()}

@@ -18,7 +18,7 @@ class DraftOptions:
 
     drafts: tuple[str, ...] = option(
         (),
-        "What proposes tokens: a draft model, an EAGLE-3 head or a DFlash drafter, by its directory"
+        "What proposes tokens: a draft model, an EAGLE-3 head or a block drafter, by its directory"
         " or hub id; self:window=W,sink=S, the target itself, which sees"
         " the last W and the first S tokens of its context (S is 4 by default), with blocks=B also"
         " the blocks of B tokens that it attended to most; self:layers=0-3 or self:skip=4-5, the"

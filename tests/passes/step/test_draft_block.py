@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +21,45 @@ from specc.kernels.reference.accept import draft_children_reference
 from specc.passes.step.fuse_step import fuse_step
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.runtime.backends.captured.step_buffers import PADDING
-from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule, Value, Word
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.passes.step.reading_models import NAMES, VOCAB
 
 MASK, SIZE = 6, 5
 BLOCK = BlockDraft(SIZE, MASK)
+# DSpark, of all ids, and of all but four
+BIASED = replace(BLOCK, is_biased=True)
+PARTIAL = replace(BIASED, is_partial=True)
+ABSENT = (0, 3, 4, 8)
+
+
+def drawn(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def columns() -> Tensor:
+    """[V] of the partial head."""
+    kept = [x for x in range(VOCAB) if x not in ABSENT]
+    return torch.tensor([kept.index(x) if x in kept else len(kept) for x in range(VOCAB)])
+
+
+WEIGHTS = {
+    BIAS_TENSORS["bias_in"]: drawn(VOCAB, 3),
+    BIAS_TENSORS["bias_out"]: drawn(VOCAB, 3, seed=6),
+    BIAS_TENSORS["bias_columns"]: columns(),
+}
+
+
+def bias_after(tokens: Tensor, block: BlockDraft) -> Tensor:
+    """[n, V] that is added to logits after tokens [n]."""
+    known, out = WEIGHTS[BIAS_TENSORS["bias_in"]][tokens], WEIGHTS[BIAS_TENSORS["bias_out"]]
+    if not block.is_partial:
+        return known @ out.T
+    wide = torch.cat([out[: VOCAB - len(ABSENT)], torch.zeros(1, 3)])
+    return known @ wide[columns()].T
 
 
 def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> SpecPlan:
@@ -52,7 +84,11 @@ class Noted(nn.Module):
 
 
 def run(
-    plan: SpecPlan, lengths: tuple[int, ...], rule: Rule | None = None, ties: bool = False
+    plan: SpecPlan,
+    lengths: tuple[int, ...],
+    rule: Rule | None = None,
+    ties: bool = False,
+    weights: dict[str, Tensor] = WEIGHTS,
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
@@ -72,6 +108,7 @@ def run(
         "sampling_values": values,
         "sampling_words": words,
         **step_constants(step, plan),
+        **drafter_tensors(plan, {"draft_0": SimpleNamespace(weights=weights)}),
     }
     graph = graph_from_json(step["stages"][0]["graph"], {"draft_0": drafter})
     inputs = [environment[node.target] for node in graph.graph.find_nodes(op="placeholder")]
@@ -100,7 +137,8 @@ def test_what_the_pass_reads(block: BlockDraft) -> None:
         rows = call["feature_rows"][own]
         assert rows[:before, 0].tolist() == slots[:before]
         assert rows[before:, 0].tolist() == [-1] * block.size
-        assert rows[:, 1].tolist() == [-1] * count
+        # in which the drafter's own program reads where in the block a row is
+        assert rows[:, 1].tolist() == [-1] * before + [-1 - j for j in range(block.size)]
         seen = call["ancestors"][own, 0].tolist()
         assert seen[:before] == [0] * before
         for j, bits in enumerate(seen[before:]):
@@ -131,6 +169,64 @@ def test_trees_are_products_of_levels(widths: tuple[int, ...], rule: Rule | None
             own = [int(made["tokens"][b, child]) for child in tree.children(node)]
             assert own == best[b].tolist()
     assert environment["q_rows"].tolist() == [depth - 1 for depth in tree.depths]
+
+
+@pytest.mark.parametrize("block", [BIASED, PARTIAL], ids=["all", "some"])
+@pytest.mark.parametrize("rule", [None, *Rule])
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)])
+def test_trees_of_dspark(widths: tuple[int, ...], rule: Rule | None, block: BlockDraft) -> None:
+    """Children of each node are drawn from the row of its depth, and what its token adds."""
+    plan, lengths = plan_of(widths, block), (9, 2)
+    weights = WEIGHTS
+    if block.is_partial:
+        out = BIAS_TENSORS["bias_out"]
+        weights = {**WEIGHTS, out: WEIGHTS[out][: VOCAB - len(ABSENT)]}
+    _, made, environment = run(plan, lengths, rule, weights=weights)
+    tree, depth = plan.tree, len(widths)
+    base = drawn(depth * 2, VOCAB, seed=4).view(depth, 2, VOCAB)
+    options = environment["sampling_values"], environment["sampling_words"]
+    tokens, row, rows = made["tokens"], 0, {}
+    for d in range(depth):
+        level = tree.levels[d]
+        own = torch.cat([bias_after(tokens[b, list(level)], block) for b in range(2)])
+        logits = base[d].repeat_interleave(len(level), 0) + own
+        torch.testing.assert_close(made[f"q_{d}"], logits)
+        firsts = torch.tensor([tree.children(node)[0] for node in level], dtype=torch.int32)
+        lens = environment["cache_len"]
+        best, _ = draft_children_reference(logits, widths[d], lens, firsts, d, *options)
+        best = best.view(2, len(level), -1)
+        for b, (place, node) in itertools.product(range(2), enumerate(level)):
+            assert tokens[b, list(tree.children(node))].tolist() == best[b, place].tolist()
+            rows |= dict.fromkeys(tree.children(node), row + place)
+        row += len(level)
+    assert environment["q_rows"].tolist() == [-1, *(rows[node] for node in sorted(rows))]
+
+
+def test_the_likeliest_tree_of_dspark() -> None:
+    """Expanded level by level, as of draft models: K nodes of a level go on."""
+    plan = plan_of(DynamicTree(12, 3, 3), BIASED)
+    _, made, _ = run(plan, (9, 2))
+    base = drawn(6, VOCAB, seed=4).view(3, 2, VOCAB)
+    _, _, environment = run(plan, (9, 2))
+    for b in range(2):
+        root = environment["last_tokens"][b, -1]
+        level, found = [(0.0, (int(root),))], []
+        for d in range(3):
+            grown = []
+            for score, path in level:
+                row = base[d, b] + bias_after(torch.tensor([path[-1]]), BIASED)[0]
+                odds = row.log_softmax(-1)
+                for token in row.topk(3).indices.tolist():
+                    grown.append((score + float(odds[token]), (*path, token)))
+            level = sorted(grown, reverse=True)[:3]
+            found += grown
+        wanted = sorted(found, reverse=True)[:11]
+        paths: list[tuple[int, ...]] = [(int(root),)]
+        for token, parent in zip(
+            made["tokens"][b, 1:].tolist(), made["parents"][b, 1:].tolist(), strict=True
+        ):
+            paths.append((*paths[parent], token))
+        assert sorted(paths[1:]) == sorted(path for _, path in wanted)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -187,13 +283,20 @@ def test_rows_of_passes_and_of_logits() -> None:
     assert plan_of((1,)).num_rows == SIZE
     assert plan_of((1,)).num_reached_rows == SIZE
     assert plan.catch_up == 5
+    # what one pass has made, what is added to it, and what children were drawn from
+    biased = plan_of((3, 2, 1), BIASED)
+    assert draft_levels(biased) == draft_levels(plan)
+    assert pass_rows(biased, "draft_0") == 4 + SIZE
+    assert logit_rows(biased, "draft_0") == 3 + 6 + (1 + 3 + 6)
 
 
 def test_plans_are_written_and_read() -> None:
-    plan = plan_of((2, 1))
+    plan = plan_of((2, 1), replace(BLOCK, causal_layers=(0, 2)))
     data = json.loads(json.dumps(plan.to_json()))
     assert SpecPlan.from_json(data) == plan
+    assert "in both directions (in layers 0, 2 up to itself)" in plan.blocks[0].describe()
     assert "blocks" not in SpecPlan.from_widths((2, 1)).to_json()
+    assert SpecPlan.from_json(plan_of((1,), PARTIAL).to_json()) == plan_of((1,), PARTIAL)
     for change in ({"size": 0}, {"size": "5"}, {"mask_token_id": -1}, {"other": 1}, {"size": True}):
         broken = {**data, "blocks": [{**data["blocks"][0], **change}]}
         with pytest.raises(EngineError, match="a block"):
@@ -213,6 +316,8 @@ def test_rules_of_merged_trees() -> None:
     assert rules((2, 1), "lookup-3") == rules((1, 2, 1), "draft_1") == without
     assert rules((2, 1)) == rules((1, 3), "lookup-3") == rules((1, 1, 1), "draft_1") == tuple(Rule)
     assert SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE).rules == tuple(Rule)
+    biased = SpecPlan.from_widths((2, 1), ("draft_0", "lookup-3"), MERGE)
+    assert biased.with_heads((), {"draft_0": BIASED}).rules == tuple(Rule)
 
 
 def test_candidates_of_a_best_first_tree() -> None:
@@ -221,6 +326,7 @@ def test_candidates_of_a_best_first_tree() -> None:
     plan_of(DynamicTree(16, 16, 15), wide)
     with pytest.raises(TreeError, match=r"a block drafter offers 196\d{3} candidates"):
         plan_of(DynamicTree(1000, 16, 15), wide)
+    plan_of(DynamicTree(1000, 16, 15), replace(wide, is_biased=True))
 
 
 def test_logits_of_a_block_have_no_tiles() -> None:

@@ -324,8 +324,8 @@ def test_the_first_depth_of_a_block_obeys(grammars) -> None:
     logits = torch.arange(4 * VOCAB).view(4, VOCAB).float()
     # a row of the context, the root and two masks, twice; one depth after the other
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
-    features = torch.full((8, 2), -1)
-    features[[0, 4], 0] = slots[[0, 4]]
+    features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
+    features[4, 0] = 1
     inputs = (
         torch.full((8,), 9), slots, torch.tensor([0, 4, 8]), slots, torch.tensor([4, 2]),
         torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1), torch.tensor([2, 6, 3, 7]),

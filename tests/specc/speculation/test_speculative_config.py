@@ -115,7 +115,7 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"method": "eagle", "model": "H/"}, "eagle", "self:window"),
         ({"method": "eagle3"}, "eagle3 without model", "add"),
         ({"method": "dflash"}, "dflash without model", "add"),
-        ({"method": "dspark", "model": "D/"}, "method dspark", "self:window"),
+        ({"method": "dspark"}, "dspark without model", "add"),
         ({"method": "eagle3", "model": "suffix"}, "eagle3 and model suffix", "name a head"),
         ({"method": "eagle3", "model": "self:window=64"}, "model self:window=64", "name a head"),
         ({"method": "mimo_mtp"}, "mimo_mtp", "self:window"),

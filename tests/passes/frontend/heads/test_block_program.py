@@ -23,7 +23,7 @@ from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
-from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.rewrite.see_blocks import feature_passes
 from tests.block_heads import BLOCK_CASES, MASK, write_block
 from tests.block_reference import BlockReference
 from tests.heads import LAYERS, VOCAB, WIDTH
@@ -37,12 +37,16 @@ TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 def program_of(source: ModelSource) -> Any:
     rows = head_rows(source.head, torch.float32)
     program = trace(source.module, "draft_0", rows=rows)
-    Pipeline((*PHASES, ("features", (ReadFeatures,)))).run(program)
+    Pipeline((*PHASES, ("features", feature_passes(source.head)))).run(program)
     return program
 
 
 @pytest.mark.parametrize(
-    "name", [x if "z-lab" in x else pytest.param(x, marks=pytest.mark.slow) for x in BLOCK_CASES]
+    "name",
+    [
+        x if "z-lab" in x or "mixed" in x else pytest.param(x, marks=pytest.mark.slow)
+        for x in BLOCK_CASES
+    ],
 )
 def test_a_pass_over_context_and_block(name, target, tmp_path):
     """Two sequences; of the context a part is there, and a part comes with the block."""
@@ -66,11 +70,11 @@ def test_a_pass_over_context_and_block(name, target, tmp_path):
         [0, 0],
         is_tree=False,
     )
-    size = case.size
+    size, is_causal = case.size, case.is_causal and not case.is_mixed
     rows = []
     for n, k, anchor in zip(lengths, known, anchors, strict=True):
         ids = [anchor] + [MASK] * (size - 1)
-        bits = [(2 << j) - 1 if case.is_causal else (1 << size) - 1 for j in range(size)]
+        bits = [(2 << j) - 1 if is_causal else (1 << size) - 1 for j in range(size)]
         own = [(i, MASK, 0) for i in range(k, n)]
         rows.append(own + [(n + j, ids[j], bits[j]) for j in range(size)])
     logits = run(rows, list(lengths), is_tree=True)
@@ -124,7 +128,7 @@ class _Runner:
         flat = [(row, n) for own, n in zip(rows, lengths, strict=True) for row in own]
         starts = torch.tensor([0, *(len(own) for own in rows)]).cumsum(0).int()
         slots = torch.tensor([row[0] for row, _ in flat])
-        tapped = [row[0] if row[0] < n or not is_tree else -1 for row, n in flat]
+        tapped = [(r[0], -1) if r[0] < n or not is_tree else (-1, n - 1 - r[0]) for r, n in flat]
         inputs = {
             "tokens": torch.tensor([row[1] for row, _ in flat]),
             "positions": slots,
@@ -134,7 +138,7 @@ class _Runner:
             "ancestors": torch.tensor([[row[2]] for row, _ in flat]) if is_tree else None,
             "block_table": self._tables,
             "logit_rows": torch.arange(len(flat)),
-            "feature_rows": torch.tensor([[row, -1] for row in tapped], dtype=torch.int32),
+            "feature_rows": torch.tensor(tapped, dtype=torch.int32),
         }
         names = [str(node.target) for node in self._program.graph.find_nodes(op="placeholder")]
         values = [self._stored[x] if x in self._stored else inputs[x] for x in names]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specc.errors import HeadError
+from specc.passes.frontend.heads.block_head import step_weights
 from specc.passes.frontend.heads.head_source import head_source
 from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, HeadSwitches, TargetFacts
 from specc.passes.frontend.heads.recognise import recognise
@@ -38,10 +41,18 @@ def test_what_files_say(name, tmp_path):
     case = BLOCK_CASES[name]
     tensors = write_block(tmp_path, case)
     spec = recognise(tmp_path, TARGET)
-    assert (spec.kind, spec.layout, spec.width) == ("dflash", case.layout, case.width)
+    assert (spec.kind, spec.layout, spec.width) == (case.kind, case.layout, case.width)
     assert spec.boundaries == case.boundaries
-    assert spec.block == BlockDraft(case.size, MASK, case.from_anchor, case.is_causal)
-    assert spec.windows == (case.window,) * case.num_layers
+    causal = case.is_causal and not case.is_mixed
+    wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
+    wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
+    assert (spec.block, spec.rank) == (wanted, case.rank)
+    assert any("its confidence head is not read" in x for x in spec.warnings) == case.has_confidence
+    assert (spec.windows, spec.is_anchored) == (case.windows, case.is_anchored)
+    last = case.num_layers - 1
+    assert spec.window_of(last) == case.windows[last] + bool(
+        case.is_anchored and case.windows[last]
+    )
     assert spec.draft_vocab_size == case.rows
     assert spec.shared == (() if case.has_own_ends else (EMBEDDING, HEAD))
     assert set(spec.tensors.values()) == tensors.keys() - {"d2t", "t2d"}
@@ -93,19 +104,23 @@ def top(**values):
         ("z-lab", nested(projector_type="domino"), "projector_type is 'domino'"),
         ("z-lab", nested(selector_rank=8), "selector_rank is 8"),
         ("z-lab-causal", top(sliding_window=4), "a window of 4 rows, and blocks of 5"),
-        (
-            "z-lab-causal",
-            top(layer_types=["full_attention", "sliding_attention"]),
-            "layers that are causal within a block, and others that are not",
-        ),
+        ("z-lab-mixed", top(block_size=64, sliding_window=64), "layers that differ in what a row"),
         ("speculators", top(transformer_layer_config=None), "no transformer_layer_config"),
         ("speculators", top(draft_vocab_size=50), "50 in config.json, 60 in lm_head.weight"),
         ("speculators", top(markov_rank=4), "DSpark"),
-        ("speculators", top(speculators_model_type="dspark"), "DSpark"),
+        ("speculators", top(dspark_block_size=7), "DSpark of DeepSeek V4"),
+        ("dspark-deepspec", top(markov_head_type="gated"), "markov_head_type is 'gated'"),
+        ("dspark-deepspec", top(markov_head_type="rnn"), "markov_head_type is 'rnn'"),
+        ("dspark-deepspec", top(markov_rank="6"), "markov_rank is '6'"),
+        ("dspark-deepspec", top(markov_rank=5), "markov_w1.weight is [96, 6]"),
+        ("dspark-deepspec", top(markov_rank=0), "confidence_head.proj.weight is [1, 38]"),
+        ("dspark-deepspec", top(enable_confidence_head=1), "enable_confidence_head is 1"),
+        ("dspark-deepspec", top(selector_rank=8), "DFlash2"),
+        ("dspark-deepspec", top(num_target_layers=9), "a target of 9 layers; the target has 8"),
     ],
 )  # fmt: skip
 def test_configurations_that_do_not_fit(name, change, found, tmp_path):
-    with pytest.raises(HeadError, match=found.replace("(", r"\(")) as raised:
+    with pytest.raises(HeadError, match=re.escape(found)) as raised:
         recognise(changed(tmp_path, name, change), TARGET)
     assert raised.value.needed
     assert raised.value.do
@@ -122,6 +137,12 @@ def test_configurations_that_do_not_fit(name, change, found, tmp_path):
         ("z-lab", lambda x: x.update({"fc.weight": torch.ones(32, 63)}), r"fc.weight is \[32, 63"),
         ("speculators", lambda x: x.pop("d2t"), "a head of 60 rows for 96 ids, and no d2t"),
         ("speculators", lambda x: x.pop("embed_tokens.weight"), "no embed_tokens.weight in a head"),
+        (
+            "dspark-deepspec",
+            lambda x: x.pop("markov_head.markov_w2.weight"),
+            "markov_w2.weight is not",
+        ),
+        ("dspark-deepspec", lambda x: x.pop("confidence_head.proj.bias"), "proj.bias is not in"),
     ],
 )
 def test_tensors_that_do_not_fit(name, tensors, found, tmp_path):
@@ -134,6 +155,25 @@ def test_an_embedding_of_masks_beside_the_table(tmp_path):
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(HeadError, match=r"mask_embedding\.pt"):
         recognise(tmp_path, TARGET)
+
+
+def test_what_steps_read(tmp_path):
+    """Of DSpark, beside the program: two weights, and which of their rows are which ids."""
+    write_block(tmp_path / "all", BLOCK_CASES["dspark-deepspec"])
+    weights, tables = step_weights(recognise(tmp_path / "all", TARGET), torch.float32)
+    assert [weight.shape for weight in weights.values()] == [(VOCAB, 6), (VOCAB, 6)]
+    assert not tables
+    tensors = write_block(tmp_path / "some", BLOCK_CASES["dspark-speculators"])
+    spec = recognise(tmp_path / "some", TARGET)
+    weights, tables = step_weights(spec, torch.float32)
+    assert [weight.shape for weight in weights.values()] == [(VOCAB, 5), (60, 5)]
+    ids = torch.arange(60) + tensors["d2t"]
+    (columns,) = tables.values()
+    assert columns[ids].tolist() == list(range(60))
+    assert (columns == 60).sum() == VOCAB - 60
+    keys = replace(spec.block, draft="draft_0").bias_tensors
+    assert {*weights, *tables} == set(keys.values())
+    assert step_weights(replace(spec, block=BlockDraft(4, MASK)), torch.float32) == ({}, {})
 
 
 def test_where_weights_come_from(target, tmp_path):

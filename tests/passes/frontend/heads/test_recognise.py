@@ -140,7 +140,7 @@ def test_what_is_not_said_is_told(tmp_path):
 
 KINDS = {
     "MTP": {"speculators_model_type": "mtp"},
-    "DSpark": {"architectures": ["Qwen3DSparkModel"]},
+    "DSpark": {"dspark_block_size": 7},
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
     "Medusa": {"medusa_num_heads": 4},
     "Hydra": {"hydra_num_heads": 4},

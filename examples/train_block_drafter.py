@@ -1,0 +1,360 @@
+"""Train a block drafter (DSpark) for the demo pair's target, in minutes on a CPU core.
+
+The drafter (`block_drafter.py`) proposes a block of tokens in one pass, from hidden states of the
+target. It learns from the texts that `train_eagle_head.py` makes, greedy ones, sampled ones and
+windows of the corpus: blocks begin at random tokens of them, and each row follows the target's
+whole distribution at its place; along greedy texts the target's first choice counts once more.
+
+    python examples/train_block_drafter.py --texts out/texts.safetensors --minutes 40
+    specc compile --target examples/pair/target --draft examples/pair/block -o engine/
+
+`eval.json` beside the weights says how, and how well, as that of the head does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# matrices this small gain nothing from a second thread, and lose where cores are shared
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+import transformers
+from block_drafter import BlockDrafter, build_drafter, save_drafter
+from head_loss import SoftCrossEntropy
+from head_texts import Texts, load_texts, save_texts
+from pair_data import encode_stream, training_files
+from pair_parts import Optimizer, Schedule, autocast, facts_of_training, write_json
+from safetensors.torch import load_file
+from torch import Tensor
+from train_eagle_head import PAIR, POOL_BATCH, PROMPTS, greedy_texts, make_shelves
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+REPORT_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the drafter learns.
+
+    Args:
+        anchors: blocks of a text.
+        decay: weight of each row of a block relative to the one before it.
+        first_weight: of the target's first choice beside its distribution, along greedy texts.
+        missed_weight: of a row that a greedy chain would not have come to, because the drafter's
+            first choice was another token before; 1 weighs all alike.
+    """
+
+    anchors: int
+    decay: float
+    first_weight: float
+    missed_weight: float
+
+
+def draw_anchors(texts: Texts, size: int, count: int, generator: torch.Generator) -> Tensor:
+    """[rows, count] places of blocks, all rows of which the target has written, or all along.
+
+    Args:
+        texts: rows of one kind.
+        size: of a block.
+        count: of blocks of a text.
+        generator: of the places.
+    """
+    begin = texts.context if texts.context < texts.length else 1
+    return torch.randint(begin, texts.length - size + 1, (len(texts), count), generator=generator)
+
+
+def losses(
+    drafter: BlockDrafter,
+    output: Tensor,
+    texts: Texts,
+    anchors: Tensor,
+    goal: Goal,
+    is_greedy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare a drafter with its target.
+
+    Args:
+        drafter: to be trained.
+        output: [V, H], the target's head.
+        texts: rows of one kind.
+        anchors: [rows, n], see `draw_anchors`.
+        goal: see there.
+        is_greedy: the target has chosen its likeliest token all along.
+    Returns:
+        the loss, a scalar; and by row of a block [B] its part in nats, and the share of rows at
+        which both have one first choice, without gradient.
+    """
+    rows, count = anchors.shape
+    with autocast():
+        known = drafter(texts.taps, texts.tokens, anchors)
+    matrix = drafter.head()
+    total: Tensor = torch.zeros(())
+    parts, agreements = [], []
+    weights = torch.ones(rows, count)
+    for depth in range(drafter.block_size):
+        place = anchors + depth
+        last = texts.last.gather(1, place[..., None].expand(-1, -1, texts.last.shape[-1]))
+        with torch.no_grad(), autocast():
+            taught = last @ output.T
+            first = taught.argmax(-1)
+        wanted = taught.float().softmax(-1)
+        if is_greedy:
+            wanted.scatter_add_(
+                -1, first[..., None], torch.full_like(wanted[..., :1], goal.first_weight)
+            )
+        shares = weights / weights.sum().clamp_min(1e-6)
+        # row k knows what token k is, and predicts token k + 1
+        joined = drafter.join(known[:, :, depth].float(), texts.tokens.gather(1, place))
+        part, is_best = SoftCrossEntropy.apply(
+            joined.flatten(0, 1),
+            matrix,
+            wanted.flatten(0, 1),
+            shares.flatten(),
+            first.flatten(),
+        )
+        total = total + goal.decay**depth * part
+        hit = is_best.view(first.shape)
+        parts.append(part.detach())
+        agreements.append(hit.float().mean())
+        weights = torch.where(hit, weights, torch.full_like(weights, goal.missed_weight))
+    return total, torch.stack(parts), torch.stack(agreements)
+
+
+def train(
+    drafter: BlockDrafter,
+    output: Tensor,
+    shelves: list[Texts],
+    goal: Goal,
+    schedule: Schedule,
+    rates: tuple[float, float],
+    shares: list[float],
+    batch: int,
+    seed: int,
+    keep: Callable[[], object] = lambda: None,
+    keep_every_s: float = 300.0,
+) -> tuple[int, dict[str, Any]]:
+    """Teach a drafter, in place.
+
+    Args:
+        drafter: in float32.
+        output: see `losses`.
+        shelves: texts of one kind each, the greedy ones first.
+        goal: see there.
+        schedule: of the learning rates; it also ends the training.
+        rates: peak learning rates of Muon and of AdamW.
+        shares: how often a token of each kind is drawn, relative to the others.
+        batch: texts of a step.
+        seed: of the order.
+        keep: called now and then, to save what has been learned.
+        keep_every_s: seconds between two calls.
+    Returns:
+        steps, and the figures of the last report.
+    """
+    optimizer = Optimizer(drafter, *rates)
+    generator = torch.Generator().manual_seed(seed)
+    odds = torch.tensor(
+        [share * texts.tokens.numel() for share, texts in zip(shares, shelves, strict=True)]
+    )
+    step, figures, begin = 0, {}, time.monotonic()
+    kept = begin
+    while schedule.progress(step) < 1.0:
+        number = int(torch.multinomial(odds, 1, generator=generator))
+        texts = shelves[number]
+        rows = texts.rows(torch.randint(len(texts), (batch,), generator=generator))
+        anchors = draw_anchors(rows, drafter.block_size, goal.anchors, generator)
+        loss, parts, agreements = losses(drafter, output, rows, anchors, goal, number == 0)
+        loss.backward()
+        optimizer.step(max(0.0, schedule.scale(step)))
+        step += 1
+        # of one kind, so that reports can be compared
+        if number == 0 and step >= figures.get("step", 0) + REPORT_EVERY:
+            figures = {
+                "step": step,
+                "loss_by_row": [round(value, 4) for value in parts.tolist()],
+                "agreement_by_row": [round(value, 4) for value in agreements.tolist()],
+            }
+            print(f"{time.monotonic() - begin:.0f} s, {figures}", flush=True)
+        if time.monotonic() > kept + keep_every_s:
+            keep()
+            kept = time.monotonic()
+    return step, figures
+
+
+@torch.no_grad()
+def walk(drafter: BlockDrafter, texts: list[Texts], depth: int) -> dict[str, Any]:
+    """Acceptance of greedy chains along the target's own greedy texts, as an engine has it.
+
+    Args:
+        drafter: trained.
+        texts: one row each, greedy after their context.
+        depth: of a chain.
+    """
+    steps, accepted, reached = 0, 0, torch.zeros(depth)
+    matrix, rows = drafter.head(), torch.arange(depth)
+    for text in texts:
+        tokens, last = text.tokens[0], text.length - 1
+        # the last known token, which the target has not read
+        anchors = torch.arange(text.context, last)
+        known = drafter(text.taps, text.tokens, anchors[None])[0, :, :depth]
+        # nothing is drafted for beyond the end
+        place = (anchors[:, None] + rows).clamp_max(last - 1)
+        found = (drafter.join(known, tokens[place]) @ matrix.T).argmax(-1)
+        is_hit = found == tokens[place + 1]
+        root = text.context
+        while root < last:
+            count = 0
+            # the token after those that are accepted is the target's own, the last one, too
+            while count < min(depth, last - 1 - root) and is_hit[root - text.context, count]:
+                reached[count] += 1
+                count += 1
+            steps, accepted, root = steps + 1, accepted + count, root + count + 1
+    return {
+        "prompts": len(texts),
+        "steps": steps,
+        "acceptance_length": round(1 + accepted / steps, 4),
+        "accepted_at_depth": [round(x, 4) for x in (reached / steps).tolist()],
+    }
+
+
+def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
+    """Train and save a drafter; returns how, and how well it does."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    if args.texts and args.texts.is_file():
+        shelves = load_texts(args.texts)
+    else:
+        stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
+        newline = tokenizer("\n")["input_ids"][-1]
+        shelves = make_shelves(args, target, stream, newline)
+        if args.texts:
+            save_texts(shelves, args.texts)
+    drafter = build_drafter(
+        target,
+        len(args.boundaries),
+        args.layers,
+        args.inner,
+        args.heads,
+        args.kv_heads,
+        args.head_dim,
+        max(texts.length for texts in shelves),
+        args.block_size,
+        target.config.eos_token_id,
+        args.rank,
+    )
+    if args.start:
+        weights = load_file(args.start / "model.safetensors")
+        drafter.load_state_dict({name: weights[name].float() for name in drafter.state_dict()})
+    size = sum(x.numel() for x in drafter.parameters())
+    tokens = [texts.tokens.numel() for texts in shelves]
+    print(f"{size:,} parameters, {sum(tokens):,} tokens", flush=True)
+    output = target.get_output_embeddings().weight.detach().bfloat16()
+    goal = Goal(args.anchors, args.decay, args.first_weight, args.missed_weight)
+    schedule = Schedule(args.steps, args.minutes, decay=0.7)
+    begin = time.monotonic()
+    rates = (args.muon_rate, args.adam_rate)
+
+    def keep() -> None:
+        save_drafter(drafter, args.boundaries, target.config.num_hidden_layers, args.out)
+
+    steps, figures = train(
+        drafter,
+        output,
+        shelves,
+        goal,
+        schedule,
+        rates,
+        args.shares,
+        args.batch,
+        args.seed + 3,
+        keep,
+    )
+    seconds = time.monotonic() - begin
+    keep()
+    drafter.eval()
+    for parameter in drafter.parameters():
+        parameter.data = parameter.data.bfloat16().float()  # as it is saved
+    texts = {
+        name: greedy_texts(target, tokenizer, path, args.boundaries)
+        for name, path in PROMPTS.items()
+    }
+    depths = sorted({min(4, args.block_size), args.block_size})
+    return {
+        "parameters": size,
+        "tokens_of_texts": dict(zip(("greedy", "sampled", "corpus"), tokens, strict=True)),
+        "settings": {
+            **vars(goal),
+            "boundaries": args.boundaries,
+            "block_size": args.block_size,
+            "rank": args.rank,
+            "rates": rates,
+            "shares": args.shares,
+            "batch": args.batch,
+        },
+        "steps": steps,
+        "blocks_seen": steps * args.batch * args.anchors,
+        "training_s": round(seconds),
+        "training_texts": figures,
+        "greedy_chains": {
+            name: {f"depth {depth}": walk(drafter, own, depth) for depth in depths}
+            for name, own in texts.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--target", type=Path, default=PAIR / "target")
+    add("--out", type=Path, default=PAIR / "block", help="directory of the drafter")
+    add("--start", type=Path, help="a drafter of the same sizes to go on with")
+    add("--texts", type=Path, help="file that keeps the texts, or has them from an earlier run")
+    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, of either kind")
+    add("--windows", type=int, default=1024, help="windows of the corpus")
+    add("--minutes", type=float, default=40.0, help="minutes of training, at most")
+    add("--steps", type=int, default=10**6, help="steps of training, at most")
+    add("--boundaries", type=int, nargs="+", default=[2, 5, 7], help="b: what enters layer b")
+    add("--block-size", type=int, default=5, help="B: tokens of a block")
+    add("--rank", type=int, default=32, help="of what is added for the token before")
+    add("--anchors", type=int, default=48, help="blocks of a text")
+    add("--decay", type=float, default=0.9, help="weight of a row relative to the last")
+    add("--first-weight", type=float, default=1.0, help="of the target's choice, greedy texts")
+    add("--missed-weight", type=float, default=0.3, help="of rows that a chain does not reach")
+    add(
+        "--shares",
+        type=float,
+        nargs=3,
+        default=[1.0, 1.0, 1.0],
+        help="how often a token of greedy texts, sampled ones and the corpus is drawn",
+    )
+    add("--layers", type=int, default=2)
+    add("--inner", type=int, default=256, help="columns of the MLP")
+    add("--heads", type=int, default=2)
+    add("--kv-heads", type=int, default=1)
+    add("--head-dim", type=int, default=64)
+    add("--batch", type=int, default=8, help="texts of a training step")
+    add("--muon-rate", type=float, default=0.02, help="peak learning rate of the matrices")
+    add("--adam-rate", type=float, default=4e-3, help="peak learning rate of the rest")
+    add("--seed", type=int, default=20261126)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    facts = facts_of_training("train_block_drafter.py", args.seed)
+    facts["transformers"] = transformers.__version__
+    if args.start:
+        facts["start"] = json.loads((args.start / "eval.json").read_text(encoding="utf-8"))
+    facts |= make_drafter(args)
+    write_json(args.out / "eval.json", facts)
+    print(facts, flush=True)
+
+
+if __name__ == "__main__":
+    main()
