@@ -85,6 +85,7 @@ WHY_SLOW = {
 }
 
 
+@pytest.mark.slow
 def test_the_first_screen(tmp_path: Path) -> None:
     assert len(FIRST.commands()) == 2
     run(FIRST, tmp_path)

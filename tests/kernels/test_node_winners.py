@@ -69,6 +69,7 @@ def test_tiles_decide_what_accept_does(case, tile):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_cases_accept_paths_of_all_lengths():
     """Greedy, coupled and delta rows of the test above accept none, some and all levels."""
     seen = set()
@@ -98,6 +99,7 @@ def test_native(operators, case, tile):
     assert all(map(torch.equal, [x for x in args if isinstance(x, Tensor)], before))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases.verified, TILES)
 def test_native_tiles_decide_what_native_accept_does(operators, case, tile):

@@ -17,6 +17,7 @@ from torch import Tensor
 from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native
 from specc.system.cxx_compiler import find_compiler
+from tests.tiers import only
 
 WRAPPER = """
 #include "kernels.h"
@@ -54,7 +55,8 @@ class LinearStruct(ctypes.Structure):
     )
 
 
-@pytest.fixture(scope="module", params=ISAS)
+# what is compiled for this machine; each of the others is a library more
+@pytest.fixture(scope="module", params=only(("native",), ISAS))
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":

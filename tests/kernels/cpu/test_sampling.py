@@ -82,6 +82,7 @@ def check_accept(operators, case):
     assert all(map(torch.equal, unchanged(args), before))
 
 
+@pytest.mark.slow
 def test_cases_reach_what_they_should():
     """The tests above accept nothing and whole chains, by all rules, and end in residuals."""
     want = {(rule, count) for rule in ("greedy", 0, 1, 2, 3) for count in range(4)}

@@ -244,7 +244,9 @@ def test_lookup_of_many_tokens(operators, case):
     same(operators.lookup(*arguments), reference_trees.lookup_reference(*arguments))
 
 
-@pytest.mark.parametrize("block_size", [16, 5000], ids="page{}".format)
+@pytest.mark.parametrize(
+    "block_size", [16, pytest.param(5000, marks=pytest.mark.slow)], ids="page{}".format
+)
 @pytest.mark.parametrize("matched", [1, 2, 33, 70], ids="matched{}".format)
 def test_lookup_finds_a_suffix_at_every_place(operators, matched, block_size):
     """Wherever it stands: across blocks, registers and what is looked at together."""

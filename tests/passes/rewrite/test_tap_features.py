@@ -221,7 +221,7 @@ class Projected(TwoAttentions):
     ("kind", "taps", "found"),
     [
         (LedPast, Taps((0,)), "layers of target: "),
-        (NoStream, Taps((0,)), "layers of target: "),
+        pytest.param(NoStream, Taps((0,)), "layers of target: ", marks=pytest.mark.slow),
         (Tiny, Taps((1,)), "taps of target: a single layer"),
         (Projected, Taps((2,)), "taps of target: a product between"),
     ],

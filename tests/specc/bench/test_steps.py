@@ -75,7 +75,7 @@ def make_bench(device: Any, acceptance: Any = (0.5, 0.2)) -> tuple[Any, TimedGra
 
 
 @pytest.mark.parametrize("kind", [RepeatingDevice, SimulatedDevice])
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+@pytest.mark.parametrize("plan", [pytest.param("off", marks=pytest.mark.slow), "tree-2-1"])
 def test_figures_of_a_step(kind, plan):
     engine, _, bench = make_bench(kind())
     found = bench.measure(plan, STAGES[plan], rounds=2)

@@ -22,6 +22,7 @@ from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse
 from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
 from tests.specc.server.serving import MODEL, Server, assert_error, serve
+from tests.tiers import only
 
 USER = {"role": "user", "content": "hi"}
 ADD = {
@@ -339,7 +340,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", only(("llama3_json",), FORMS))
 def test_other_formats(form: str) -> None:
     engine, script = scripted_engine()
     options = {"enable_auto_tool_choice": True, "tool_call_parser": form}

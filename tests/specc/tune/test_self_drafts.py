@@ -50,7 +50,7 @@ def viewing(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engines.build(zoo.checkpoint("llama"), [], path, config)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_acceptance_of_views(viewing: Path, temperature: float):
     """All rows are the target; fewer are right less often; and the cache is left as it was."""
     engine = Engine.load(viewing)
@@ -64,6 +64,7 @@ def test_acceptance_of_views(viewing: Path, temperature: float):
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
+@pytest.mark.slow
 def test_tuning_of_a_view(viewing: Path, tmp_path: Path):
     directory = Path(shutil.copytree(viewing, tmp_path / "engine"))
     options = TuneOptions(
@@ -97,7 +98,7 @@ class Recorder(FixedPolicy):
             self.accepted.setdefault(request.request_id, count)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_chains_of_a_view_are_those_of_its_steps(viewing: Path, temperature: float):
     """From every root, what a step of the engine accepts: its rows, positions and noise."""
     engine = Engine.load(viewing)

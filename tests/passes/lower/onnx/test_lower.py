@@ -296,7 +296,7 @@ torch.library.register_fake("specc_test_lower_onnx::mystery", torch.empty_like, 
 
 
 def test_an_operator_that_onnx_does_not_have(tmp_path: Path) -> None:
-    pair = lowered("llama", ROWS)
+    pair = lowered("gpt2", ROWS)
     graph = pair.padded.graph
     (output,) = graph.find_nodes(op="output")
     with graph.inserting_before(output):

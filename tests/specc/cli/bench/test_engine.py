@@ -201,6 +201,7 @@ def test_several_plans(tiny_engine, prompts):
     assert report["settings"]["num_prompts"] == 1
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance(tiny_engine):
     """Built-in prompts; the tree's only children are accepted."""
     result = invoke(tiny_engine, *QUICK, "--synthetic-acceptance", "0,1")
