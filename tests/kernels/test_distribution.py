@@ -419,7 +419,7 @@ def test_a_slightly_other_distribution_is_refused(operators):
 
 
 def test_pairs_are_covered():
-    wanted = set().union(*(case.pairs for case in CASES))
-    assert set().union(*(case.pairs for case in PAIRWISE)) == wanted
+    wanted = set().union(*(case.parts(2) for case in CASES))
+    assert set().union(*(case.parts(2) for case in PAIRWISE)) == wanted
     assert len(PAIRWISE) < 40
     assert len({case.name for case in CASES}) == len(CASES)

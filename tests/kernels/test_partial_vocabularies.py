@@ -53,6 +53,7 @@ def test_trees_that_are_data(operators: Any, rule: Rule) -> None:
     assert outcome_of(operators, rule, "dynamic", "one", "two").is_lossless
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [pytest.param(Rule.MSS, marks=pytest.mark.slow), Rule.SWOR],

@@ -143,6 +143,7 @@ def test_a_library_that_is_refused_does_not_run(marking_library, interface):
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_an_altered_library_does_not_run(marking_library):
     library, mark = marking_library(native.interface_hash())
     assert "as the manifest says" in load_in_a_process(library, "0" * 64)

@@ -16,8 +16,8 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import linear_q_reference
-from specc.system.cxx_compiler import find_compiler
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
+from tests.native_library import load_wrapper
 from tests.tiers import every, only
 
 WRAPPER = """
@@ -74,19 +74,20 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(native.isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    directory = tmp_path_factory.mktemp("linear_q")
-    (directory / "wrapper.cpp").write_text(WRAPPER, encoding="utf-8")
-    out = directory / "liblinear_q.so"
-    kernels = [native.SOURCE_DIR / name for name in ("linear_q.cpp", "linear_fp8.cpp")]
-    each = [[f for f in native._flags_of(k) if not f.startswith("-march")] for k in kernels]
+    kernels = ("linear_q.cpp", "linear_fp8.cpp")
+    each = [
+        [f for f in native._flags_of(native.SOURCE_DIR / k) if not f.startswith("-march")]
+        for k in kernels
+    ]
     assert each[0] == each[1]
-    flags, sources = each[0], [str(directory / "wrapper.cpp"), *map(str, kernels)]
     openmp = native._openmp(Path(torch.__file__).parent)
-    native._run(
-        [find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
-         *sources, *openmp, "-o", str(out)]
-    )  # fmt: skip
-    return ctypes.CDLL(str(out))
+    return load_wrapper(
+        tmp_path_factory.mktemp("linear_q"),
+        WRAPPER,
+        (*each[0], f"-march={isa}"),
+        kernels,
+        tuple(openmp),
+    )
 
 
 def run(

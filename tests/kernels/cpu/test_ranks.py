@@ -59,7 +59,10 @@ def test_sums_are_the_oracles(num_ranks, slot_bytes):
     assert run_ranks(num_ranks, sums, slot_bytes=slot_bytes) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_sums_over_gloo_are_the_oracles(num_ranks):
     assert run_ranks(num_ranks, sums, transport="gloo") == [[]] * num_ranks
 
@@ -130,7 +133,7 @@ def gathers(group: SharedGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rows_and_what_rank_0_has(num_ranks, transport):
     options = {"slot_bytes": 4096} if transport == "shared" else {}
     assert run_ranks(num_ranks, gathers, transport=transport, **options) == [[]] * num_ranks
@@ -155,7 +158,7 @@ def best_tokens(group: SharedGroup) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_best_of_ranks(num_ranks, transport):
     options = {"slot_bytes": 4096} if transport == "shared" else {}
     for answers in run_ranks(num_ranks, best_tokens, transport=transport, **options):

@@ -176,7 +176,18 @@ def divide_kernel(found, group, count, BLOCK: tl.constexpr):
     tl.store(found + o, _divide(o, group), mask=o < count)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 41, 64, 71])
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        3,
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(7, marks=pytest.mark.slow),
+        41,
+        pytest.param(64, marks=pytest.mark.slow),
+        71,
+    ],
+)
 def test_rows_are_divided_exactly(group: int, device: torch.device) -> None:
     count, block = 1 << 22, 1 << 20
     found = torch.empty(count, dtype=torch.int32, device=device)

@@ -110,7 +110,7 @@ def differences(found: Mapping[str, Usage], table: Mapping[str, Usage]) -> list[
 
 
 @pytest.mark.parametrize("name", aot.MODULES)
-@pytest.mark.parametrize("capability", every(2, CAPABILITIES, first=1))
+@pytest.mark.parametrize("capability", every(4, CAPABILITIES, first=1))
 def test_what_ships_is_what_is_launched(
     name: str, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

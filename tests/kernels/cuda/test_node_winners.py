@@ -81,7 +81,12 @@ def test_penalties_of_the_path_decide(tile, device):
 
 @pytest.mark.parametrize(
     ("max_programs", "value"),
-    [(1, 9.0), (1, float("nan")), (20, float("inf")), (2048, 9.0)],
+    [
+        pytest.param(1, 9.0, marks=pytest.mark.slow),
+        (1, float("nan")),
+        (20, float("inf")),
+        pytest.param(2048, 9.0, marks=pytest.mark.slow),
+    ],
     ids=["8-blocks", "8-blocks-nan", "4-blocks-inf", "1-block"],
 )
 def test_the_lower_of_equal_tokens_wins(max_programs, value, device):

@@ -46,8 +46,6 @@ MODELS = {
     ),
 }
 kinds = pytest.mark.parametrize("kind", MODELS)
-# layers of two kinds are one more of each graph
-few_kinds = pytest.mark.parametrize("kind", only(("dynamic", "longrope"), MODELS))
 
 
 def model_of(kind: str, **changes):
@@ -87,7 +85,7 @@ def logits_as_in_a_pass_of(model, length, tokens):
         ).logits[0]
 
 
-@few_kinds
+@pytest.mark.parametrize("kind", only(("dynamic", "longrope"), MODELS))
 def test_up_to_the_original_length_it_is_transformers(kind):
     model = model_of(kind)
     assert hf_model.max_position(model.config) == ORIGINAL
@@ -115,7 +113,7 @@ def test_a_rope_length_is_a_pass_of_that_length(kind):
     torch.testing.assert_close(logits(whole), dense_logits(model, whole), **TOLERANCE)
 
 
-@few_kinds
+@pytest.mark.parametrize("kind", only(("dynamic",), MODELS))
 @pytest.mark.parametrize("length", [None, pytest.param(3 * ORIGINAL, marks=pytest.mark.slow)])
 def test_modules_that_ran_and_modules_without_weights_have_the_same_numbers(kind, length):
     """A longer pass leaves its frequencies in a module; a module on the meta device has none."""

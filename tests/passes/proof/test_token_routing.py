@@ -185,7 +185,7 @@ class LoadAsFeature(Mixture):
 
 @pytest.mark.parametrize(
     "kind",
-    every(3, [
+    every(5, [
         MixesBefore, SortsRowsBefore, StaysSorted, AddsSorted, GoesOn, OtherSort,
         BackwardInverse, PartlyWritten, Descending, OtherTokens, NextTokens, CountsOfOther,
         CountsOfPlaces, CountsAsEnds, TurnedCounts, SwappedChoices, LoadAsFeature,

@@ -316,6 +316,7 @@ def test_a_stored_graph_says_it_by_itself():
 WIDTHS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -211,7 +211,7 @@ def test_other_masks_are_refused(nodes, name):
     assert REFUSED[name][1] in caught.value.found
 
 
-@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("name", every(2, HARD))
 def test_hard_masks_get_their_window_or_an_error(nodes, name):
     try:
         window = classify(nodes[name], nodes[name].args[3])

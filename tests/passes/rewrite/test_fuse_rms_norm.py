@@ -245,7 +245,7 @@ class OperatorOverHeads(Norm):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     only(
-        (OtherDim, EpsComputed, ScaleElsewhere, WeightOfTokens, Wide, OtherIsScaled, Cube),
+        (OtherDim, EpsComputed, SquareElsewhere, WeightOfTokens, Wide, OtherIsScaled, Cube),
         [
             (OtherDim, r"the mean is over dimensions [-2], not over the last alone"),
             (TwoDims, "the mean is over dimensions [-1, -2], not over the last alone"),

@@ -176,6 +176,11 @@ SPELLINGS = (
     Rotary, Partial, NothingPassed, PartialBySplit, Scaled, Chunks, OtherOrder,
     TwoDimensions, TokensFirst, InFloat, Copied, Normalized, PairsMovedApart,
 )  # fmt: skip
+# one of those that convert, copy or move columns in the other type
+QUICK = {
+    torch.float32: (Rotary, Partial, Scaled, TwoDimensions, PairsMovedApart),
+    torch.bfloat16: (InFloat,),
+}
 
 
 @pytest.mark.parametrize(
@@ -184,10 +189,7 @@ SPELLINGS = (
         pytest.param(
             kind, dtype,
             id=f"{kind.__name__}-{dtype}",
-            # spellings that convert, copy or move columns are tried in both
-            marks=()
-            if dtype == torch.float32 or kind in (Rotary, InFloat, Copied, PairsMovedApart)
-            else pytest.mark.slow,
+            marks=() if kind in QUICK[dtype] else pytest.mark.slow,
         )
         for kind in SPELLINGS
         for dtype in (torch.float32, torch.bfloat16)

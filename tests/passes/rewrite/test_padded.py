@@ -181,6 +181,7 @@ class ForManySequences(nn.Module):
         return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_otherwise_for_several_sequences_is_refused() -> None:
     model = ForManySequences().eval()
     flat, _ = compiled(model)

@@ -147,6 +147,7 @@ def test_tree_and_chain(compile_into):
     assert_refused(compile_into("--tree", "2,1", "--num-speculative-tokens", 2), "one of them")
 
 
+@pytest.mark.slow
 def test_tree_deeper_than_the_window(compile_into, tiny_models, tmp_path):
     path = variant(
         tiny_models,

@@ -268,6 +268,7 @@ class TestOpen:
         with pytest.raises(EngineError, match="differs from the operators"):
             Engine.load(engine)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "size", [pytest.param(0, marks=pytest.mark.slow), 100], ids=["empty", "header"]
     )

@@ -215,6 +215,7 @@ def test_an_engine_goes_back_to_one_rank(cut: tuple[Path, Path], tmp_path: Path)
     assert (tmp_path / "again" / name).read_bytes() == (cut[0] / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_segments_take_the_same_caches(models: Path, tmp_path: Path) -> None:
     """A program for each kind of layer gives the tokens that one for all of them does."""
     found = []

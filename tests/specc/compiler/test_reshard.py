@@ -66,7 +66,7 @@ CASES = {
     "windows": Case(
         "gemma3",
         "float32",
-        ((2, 1),),
+        (),
         {"num_hidden_layers": 3},
         (SpecPlan.from_widths((1, 1), ("self_w16_s4",)),),
     ),
@@ -74,9 +74,9 @@ CASES = {
     "gpu": Case(
         "llama",
         "bfloat16",
-        ((2, 4),),
-        {"num_hidden_layers": 3},
-        (SpecPlan.from_widths((1, 1), ("self_l0to1",)),),
+        (),
+        {"num_hidden_layers": 2},
+        (SpecPlan.from_widths((1, 1), ("self_l0",)),),
         "cuda",
     ),
 }

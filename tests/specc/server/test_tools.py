@@ -72,7 +72,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 BOTH = [("add", ARGUMENTS), ("now", "{}")]
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_message_and_its_stream(rig, whole: bool) -> None:
     """Marks that are special tokens, and marks of many tokens, which steps cut anywhere."""
     server, script = rig

@@ -128,6 +128,7 @@ def test_lookups_are_tried_at_every_position():
     assert lookup_acceptance("suffix", [*made, Trajectory(other, 2)], 1)[0][0] > 8 / 11
 
 
+@pytest.mark.slow
 def test_seconds_rise_with_the_work(compiled: Path):
     engine = Engine.load(compiled)
     seconds = StepSeconds(measure_latency(engine, budget_s=0.1), "draft_0", 2, 16)
@@ -271,6 +272,7 @@ def test_what_cannot_be_tuned(zoo: Zoo, compiled: Path, tmp_path: Path):
         tune(compiled, ["a"], TuneOptions((3,)), PhaseTimer())
 
 
+@pytest.mark.slow
 def test_command_line(engine_copy: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hello"}\n{"prompt": "two"}\n', encoding="utf-8")

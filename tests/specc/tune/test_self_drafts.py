@@ -64,7 +64,6 @@ def test_acceptance_of_views(viewing: Path, temperature: float):
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
-@pytest.mark.slow
 def test_tuning_of_a_view(viewing: Path, tmp_path: Path):
     directory = Path(shutil.copytree(viewing, tmp_path / "engine"))
     options = TuneOptions(
@@ -219,6 +218,7 @@ def test_the_best_three_plans_of_self_drafts_are_measured_whole():
     assert all(every[draft, n] <= min(found.values()) for draft in left_out for n in range(1, 9))
 
 
+@pytest.mark.slow
 def test_tuning_at_a_context(viewing: Path, tmp_path: Path):
     """Joined prompts, and the critical length in the profile, on the screen and in `inspect`."""
     directory = Path(shutil.copytree(viewing, tmp_path / "engine"))

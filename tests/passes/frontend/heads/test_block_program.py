@@ -81,6 +81,7 @@ def test_a_pass_over_context_and_block(name, target, tmp_path):
         start += size
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_back(target, tmp_path):
     """Graph, inputs, and that it has no slab of its own."""
     write_block(tmp_path, BLOCK_CASES["z-lab"])

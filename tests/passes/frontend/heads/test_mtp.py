@@ -66,6 +66,7 @@ def test_logits_of_a_path(name, has_own_ends, load_mtp):
             own[0, count] = handed_on[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow)

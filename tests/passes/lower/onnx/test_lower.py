@@ -37,7 +37,7 @@ ELEMENT_TYPES = {
 }
 # constants of a graph: rotary frequencies, scales, shapes
 SMALL_BYTES = 1024
-DEFAULT = ("gemma3-tied", "gpt2")
+DEFAULT = ("mistral", "gpt2")
 FULL_PRECISION = [
     pytest.param((name, torch.float32), marks=() if name in DEFAULT else pytest.mark.slow)
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")

@@ -395,6 +395,7 @@ def test_a_gpu_gets_the_compiled_forward(monkeypatch):
     assert "one sequence" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_self_draft_in_place_of_a_draft(pair, device):
     """Steps with a view, whose pass reads fewer bytes than the target's, and dice that accept."""
     options = ("--context", 200, "--tokens", 24, "--rounds", 2, "--warmup", 0, "--batch-size", 2)
