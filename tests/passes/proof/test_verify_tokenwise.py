@@ -137,7 +137,7 @@ MIXING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", every(3, MIXING), ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", every(5, MIXING), ids=lambda function: function.__name__)
 def test_mixing_is_refused(function):
     with pytest.raises(SpeccError) as caught:
         compiled(after(function)())

@@ -198,7 +198,7 @@ def nodes() -> dict[str, fx.Node]:
     return attention_nodes(fixed)[1] | attention_nodes(symbolic, "symbolic")[1]
 
 
-@pytest.mark.parametrize("name", every(2, WINDOWS))
+@pytest.mark.parametrize("name", every(4, WINDOWS))
 def test_window_is_found(nodes, name):
     assert classify(nodes[name], nodes[name].args[3]) == WINDOWS[name][1]
 

@@ -301,7 +301,9 @@ def test_steps(plan):
             id="merged-in-tiles",
             marks=pytest.mark.slow,
         ),
-        pytest.param(replace(widths(4, 4, 4), tile=40), id="static-in-tiles"),
+        pytest.param(
+            replace(widths(4, 4, 4), tile=40), id="static-in-tiles", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_more_than_64_nodes(plan):

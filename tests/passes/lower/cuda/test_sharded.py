@@ -73,7 +73,7 @@ def test_fused_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
         assert_alike(found.logits(inputs), wanted)
 
 
-@pytest.mark.parametrize("name", only(("llama", "phi", "mixtral"), FUSED))
+@pytest.mark.parametrize("name", only(("llama", "phi"), FUSED))
 def test_a_sum_is_one_launch_more_and_fusions_stay(name: str) -> None:
     program = lowered(name, 2)
     num_sums, num_launches, products = FUSED[name]

@@ -335,6 +335,7 @@ def test_the_published_pair_would_not_fit_here(monkeypatch):
     assert_refused(result, "1.0 GiB of memory free", "llama-3.1-8b", "llama-3.2-1b")
 
 
+@pytest.mark.slow
 def test_decoding_with_a_static_cache_and_a_compiled_forward(monkeypatch):
     """The setting of a GPU, here with a backend that compiles nothing: the same tokens as plain."""
     model = build_model("llama")
