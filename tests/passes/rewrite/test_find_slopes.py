@@ -101,7 +101,7 @@ def test_slopes_are_found(nodes, name):
     torch.testing.assert_close(found.values, expected, rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("name", only(("late-bend", "of-the-token", "steep"), REFUSED))
+@pytest.mark.parametrize("name", only(("square", "bend", "of-the-token", "steep"), REFUSED))
 def test_other_biases_are_refused(nodes, name):
     with pytest.raises(UnsupportedAttentionError) as caught:
         meaning_of(nodes[name], nodes[name].args[3], NUM_HEADS, 0.5)
