@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# writes its number of inputs where -o says, slowly enough for two to meet
+# writes its last input where -o says
 FAKE_BUILD = """
 while [ $# -gt 0 ]; do
   case "$1" in -o) out="$2"; shift;; *) last="$1";; esac
   shift
 done
 echo "$out" >> "$(dirname "$0")/runs"
-sleep 0.2
 echo "made of $last" > "$out"
 """
+# slowly enough for two to meet
+SLOW_BUILD = f"sleep 0.2\n{FAKE_BUILD}"
 
 
 def fake_compiler(folder: Path, version: str, script: str = FAKE_BUILD, name: str = "g++") -> Path:

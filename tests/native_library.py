@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from specc.errors import CompilerError
 from specc.kernels import native
 from specc.system.cxx_compiler import find_compiler
+from tests.kept import keep
 
 
 def load_native() -> None:
@@ -20,3 +25,33 @@ def load_native() -> None:
     except CompilerError as error:
         pytest.skip(str(error))
     native.load(native.build())
+
+
+def load_wrapper(
+    directory: Path,
+    text: str,
+    flags: Sequence[str],
+    sources: tuple[str, ...] = (),
+    last: tuple[str, ...] = (),
+) -> ctypes.CDLL:
+    """Kernels of kernels/cpu as a library of their own, compiled once; see tests/kept.py.
+
+    Args:
+        directory: where it shall be.
+        text: C++ that calls them, with functions of C for the test.
+        flags: of the compiler.
+        sources: names of files in kernels/cpu that are compiled along.
+        last: what the command ends with, such as libraries.
+    """
+
+    def make(made: Path) -> None:
+        made.mkdir()
+        (made / "wrapper.cpp").write_text(text, encoding="utf-8")
+        files = [made / "wrapper.cpp", *(native.SOURCE_DIR / name for name in sources)]
+        native._run(
+            [find_compiler(), *flags, "-I", str(native.SOURCE_DIR), "-shared", *map(str, files),
+             *last, "-o", str(made / "library.so")]
+        )  # fmt: skip
+
+    keep(directory, make, text, *flags, *sources, *last, sources=("kernels/cpu",))
+    return ctypes.CDLL(str(directory / "library.so"))

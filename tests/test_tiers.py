@@ -1,6 +1,6 @@
 import pytest
 
-from tests.tiers import every
+from tests.tiers import every, only
 
 
 def is_slow(case):
@@ -29,3 +29,22 @@ def test_marks_stay():
 def test_a_step_that_keeps_all_or_none_is_refused(step, first):
     with pytest.raises(ValueError, match="needed 2 or more"):
         every(step, [1], first)
+
+
+def test_those_that_are_named_stay_and_none_is_lost():
+    slow = pytest.param("d", 4, marks=pytest.mark.slow)
+    cases = only(("a", "third", 2), [("a", 1), ("b", 2), pytest.param("c", 3, id="third"), slow, 2])
+    assert [case.values for case in cases] == [("a", 1), ("b", 2), ("c", 3), ("d", 4), (2,)]
+    assert [is_slow(case) for case in cases] == [False, True, False, True, False]
+    assert [mark.name for mark in cases[3].marks] == ["slow"]
+
+
+def test_a_case_that_is_slow_stays_slow():
+    (case,) = only((1,), [pytest.param(1, marks=pytest.mark.slow)])
+    assert is_slow(case)
+
+
+@pytest.mark.parametrize("name", ["c", 1, True])
+def test_a_name_of_no_case_is_refused(name):
+    with pytest.raises(ValueError, match="needed cases of that name or value"):
+        only((name,), [("a", 1), 2])

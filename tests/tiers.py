@@ -20,12 +20,41 @@ def every(step: int, cases: Iterable[Any], first: int = 0) -> list[ParameterSet]
     if not (step >= 2 and 0 <= first < step):
         raise ValueError(f"every {step} from {first}: needed 2 or more, from a number below it")
     thinned, number = [], 0
-    for case in cases:
-        if not isinstance(case, ParameterSet):
-            case = pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
+    for case in map(_as_set, cases):
         if not any(mark.name == "slow" for mark in case.marks):
             if number % step != first:
                 case = case._replace(marks=(*case.marks, pytest.mark.slow))
             number += 1
         thinned.append(case)
     return thinned
+
+
+def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[ParameterSet]:
+    """All cases; in the default tier are those alone that `kept` names, and the others are slow.
+
+    Args:
+        kept: ids of cases, or what cases begin with (their only value, or their first one).
+        cases: parameters, or what `pytest.param` makes; their ids and marks stay.
+    """
+    kept, found, sets = list(kept), [], []
+    for case in map(_as_set, cases):
+        names = [
+            name for name in kept if _is_equal(name, case.id) or _is_equal(name, case.values[0])
+        ]
+        found += names
+        if not names and not any(mark.name == "slow" for mark in case.marks):
+            case = case._replace(marks=(*case.marks, pytest.mark.slow))
+        sets.append(case)
+    if absent := [name for name in kept if not any(name is x for x in found)]:
+        raise ValueError(f"only {absent}: needed cases of that name or value")
+    return sets
+
+
+def _as_set(case: Any) -> ParameterSet:
+    if isinstance(case, ParameterSet):
+        return case
+    return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
+
+
+def _is_equal(name: Any, value: Any) -> bool:
+    return type(name) is type(value) and bool(name == value)

@@ -85,6 +85,8 @@ WHY_SLOW = {
 }
 
 
+# it compiles and runs: twelve seconds; its parts have tests of their own
+@pytest.mark.slow
 def test_the_first_screen(tmp_path: Path) -> None:
     assert len(FIRST.commands()) == 2
     run(FIRST, tmp_path)

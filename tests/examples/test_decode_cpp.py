@@ -86,6 +86,7 @@ def moved(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 
 class TestDecode:
+    @pytest.mark.slow
     def test_tokens_of_llm(self, engine, moved, decode):
         llm = LLM(engine, plan="off")
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -95,6 +96,7 @@ class TestDecode:
             assert (result.returncode, result.stderr) == (0, "")
             assert list(map(int, result.stdout.split())) == list(output.outputs[0].token_ids)
 
+    @pytest.mark.slow
     def test_no_python(self, moved, program, decode):
         """Neither among what it is linked with, nor among what the engine loads."""
         linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
@@ -116,6 +118,7 @@ class TestErrors:
         assert first.startswith(f"decode: {tmp_path}/nothing/native/{native.LIBRARY_NAME}: ")
         assert last == USAGE
 
+    @pytest.mark.slow
     def test_part_of_an_engine(self, moved, decode, tmp_path):
         shutil.copytree(moved, tmp_path / "engine")
         (tmp_path / "engine" / "target" / "weights.safetensors").unlink()

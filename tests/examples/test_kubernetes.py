@@ -110,6 +110,7 @@ def served(container: Any, engine: Path, cache: Path) -> Iterator[tuple[subproce
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_replica_starts_serves_drains_and_ends(
     container: Any, tiny_engine: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.models import MAX_SEQ_LEN, WINDOW, prompts, save_tiny, tiny_config
+from tests.tiers import every
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "widen_target.py"
 LAYERS, COLUMNS = 5, 160
@@ -71,7 +72,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return tokens[0].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(3, MODELS))
 @torch.inference_mode()
 def test_widened_model_computes_the_same(
     script: ModuleType, tmp_path: Path, name: str, capsys: pytest.CaptureFixture
@@ -150,7 +151,9 @@ def test_output_that_is_not_zero_is_noticed(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", ["140K", "0.5M", "2_000_000"])
+@pytest.mark.parametrize(
+    "number", ["140K", "0.5M", pytest.param("2_000_000", marks=pytest.mark.slow)]
+)
 def test_parameters_are_met(script: ModuleType, source: Path, tmp_path: Path, number: str) -> None:
     output, wanted = tmp_path / "wide", script.parse_number(number)
     options = ["--parameters", number]

@@ -150,6 +150,7 @@ def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
     assert len(line["value"]["bars"]) == 2
 
 
+@pytest.mark.slow
 def test_parts_that_cannot_be_measured_cost_nothing_else(tiny_shapes, monkeypatch, tmp_path):
     """As a profiler that a machine refuses."""
 

@@ -76,6 +76,7 @@ def test_one(i):
 """
 
 
+@pytest.mark.slow
 def test_time_ends_every_stage_and_the_next_run_goes_on(environment, tmp_path):
     """What was found stays; what was not started says so; nothing is done twice."""
     for name, count in (("test_a", 40), ("test_b", 4)):
@@ -133,7 +134,7 @@ def sanitized(tool: Path, probe: str, status: int) -> Stage:
     return Stage(300.0, (first, replace(task, arguments=arguments, least_s=1.0)))
 
 
-@pytest.mark.parametrize("status", [0, 9])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 9])
 def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
     """Whatever the tests say that it watched."""
     stage = sanitized(tmp_path / "compute-sanitizer", SEES, status)
@@ -155,7 +156,9 @@ def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
     ("probe", "reason"),
     [
         (REFUSES, "ended with status 1\n========= Error: Device not supported"),
-        (HANGS, "hung: nothing came for 2 s\n========= COMPUTE-SANITIZER"),
+        pytest.param(
+            HANGS, "hung: nothing came for 2 s\n========= COMPUTE-SANITIZER", marks=pytest.mark.slow
+        ),
         # it runs, and lets what the probe plants pass
         pytest.param(
             "true",

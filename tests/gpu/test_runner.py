@@ -173,6 +173,7 @@ def test_states(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_sample_says_the_same_in_pytest(tmp_path: Path) -> None:
     """Names, and what passes: the stub's are pytest's."""
     file = tmp_path / "checks" / "test_sample.py"
@@ -195,6 +196,7 @@ def test_the_sample_says_the_same_in_pytest(tmp_path: Path) -> None:
     assert found == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_rows", pytest.param("test_lookup", marks=pytest.mark.slow)])
 def test_kernel_tests_pass(name: str) -> None:
     """In the interpreter here, on a GPU there."""

@@ -70,6 +70,7 @@ def test_what_a_task_does_counts_and_its_time_does_not(root):
     assert task_code.code_of(replace(TASK, least_s=1.0, result_s=2.0)) == before
 
 
+@pytest.mark.slow
 def test_the_checks_own_helpers_are_among_them():
     """Of the parts as they are; the time plan and the scheduler find nothing themselves."""
     plan = tasks.commands("/usr/bin/compute-sanitizer")

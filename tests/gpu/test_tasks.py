@@ -140,6 +140,7 @@ def test_names_that_nothing_has_are_refused_with_the_list(capsys):
     assert check.parse(["--files", "test_rows"]).commands == ["B"]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path):
     """As `make gpu-check` calls it: from anywhere, in a Python that knows of no `tests`."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}

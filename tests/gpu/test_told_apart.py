@@ -74,26 +74,33 @@ def run(code: str, directory: Path, setup: str = SETUP) -> subprocess.CompletedP
     )
 
 
-def test_what_a_gpu_allows(tmp_path):
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory) -> list[str]:
+    """Lines of one process: a line for each that is right, and one for each that is wrong."""
     code = ""
     for work, value, _ in RIGHT.values():
         code += "a, b = torch.arange(8.0, device=device), torch.ones(8).to('cuda')\n"
         code += f"host = torch.full((8,), 2.0)\n{work}\nprint({value}.tolist())\n"
         code += "assert a.device == b.device == torch.device('cuda', 0)\n"
-    done = run(code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    for line, (_, _, wanted) in zip(done.stdout.splitlines(), RIGHT.values(), strict=True):
-        assert line.startswith(wanted.rstrip("]"))
-
-
-def test_what_a_gpu_refuses(tmp_path):
-    code = ""
+    code += "a, b = torch.arange(8.0, device=device), torch.ones(8).to('cuda')\n"
+    code += "host = torch.full((8,), 2.0)\n"
     for work, _ in WRONG.values():
         code += f"try:\n    {work}\nexcept Exception as error:\n    print(error)\n"
         code += "else:\n    print('nothing')\n"
-    done = run(code, tmp_path)
+    done = run(code, tmp_path_factory.mktemp("told_apart"))
     assert done.returncode == 0, done.stderr
-    for line, (_, wanted) in zip(done.stdout.splitlines(), WRONG.values(), strict=True):
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(RIGHT) + len(WRONG)
+    return lines
+
+
+def test_what_a_gpu_allows(printed):
+    for line, (_, _, wanted) in zip(printed[: len(RIGHT)], RIGHT.values(), strict=True):
+        assert line.startswith(wanted.rstrip("]"))
+
+
+def test_what_a_gpu_refuses(printed):
+    for line, (_, wanted) in zip(printed[len(RIGHT) :], WRONG.values(), strict=True):
         assert wanted in line
 
 

@@ -100,7 +100,11 @@ def plain_inputs(causal: bool = False, dtype: torch.dtype = torch.float32) -> tu
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 def test_opcheck(attention, causal, dtype):
     torch.library.opcheck(
         attention,

@@ -58,7 +58,7 @@ def without_tries(args: tuple) -> tuple:
 small = cases.verified.map(lambda case: replace(case, vocab=min(case.vocab, 64)))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(small, TILES)
 def test_tiles_decide_what_accept_does(case, tile):
     args = without_tries(case.make())
@@ -69,6 +69,7 @@ def test_tiles_decide_what_accept_does(case, tile):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_cases_accept_paths_of_all_lengths():
     """Greedy, coupled and delta rows of the test above accept none, some and all levels."""
     seen = set()
@@ -98,6 +99,7 @@ def test_native(operators, case, tile):
     assert all(map(torch.equal, [x for x in args if isinstance(x, Tensor)], before))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases.verified, TILES)
 def test_native_tiles_decide_what_native_accept_does(operators, case, tile):
@@ -153,6 +155,7 @@ def test_parents_in_a_cycle_and_out_of_the_tree_are_dead(operators, name):
     assert found.tolist() == [0, -1, -1, -1, -1, -1, 6]
 
 
+@pytest.mark.slow
 def test_a_wide_tree(operators):
     """600 nodes, penalties: what is counted for one node is forgotten for the next."""
     dice = random.Random(3)

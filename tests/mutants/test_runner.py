@@ -65,6 +65,10 @@ def test_wrong():
 @pytest.mark.slow
 def test_slow():
     assert code.double(1) == 2
+
+@pytest.mark.parametrize("x", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_tiers(x):
+    assert code.double(x) == 2 * x
 """
 # name → what it replaces, by what, its test, and what else it says
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
@@ -81,6 +85,8 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "where": ('NAME = "toy"', 'NAME = "boy"', "test_where", ""),
     "unsound": ("2 * x", "3 * x", "test_wrong", ""),
     "slow": ("2 * x", "3 * x", "test_slow", ""),
+    "slow-case": ("2 * x", "3 * x", "test_tiers[1]", ""),
+    "slow-and-not": ("2 * x", "3 * x", "test_tiers", ""),
 }
 OUTCOMES = {
     "caught": "caught",
@@ -95,7 +101,10 @@ OUTCOMES = {
     "no-import": "broken elsewhere",
     "where": "caught",
     "unsound": "test fails without it",
-    "slow": "test fails without it",
+    "slow": "caught",
+    "slow-case": "caught",
+    # the slow one of its cases is not named
+    "slow-and-not": "survived",
 }
 
 

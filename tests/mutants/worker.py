@@ -69,15 +69,34 @@ class Recorder:
         return report
 
 
+class Tiers:
+    """Leaves slow cases out, but for those that are named with all their parameters."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self._named = set(tests)
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("slow") and item.nodeid not in self._named
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 def _run_child(request: dict[str, Any], scratch: Path) -> None:
     """Run tests in this process, which ends with it."""
     os.setsid()
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--basetemp={scratch / 't'}"]
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={scratch / 't'}"]
     options += ["-x"] if request["stop"] else []
-    code = pytest.main([*options, *request["tests"]], [Recorder(scratch / "cases")])
+    plugins = [Recorder(scratch / "cases"), Tiers(request["tests"])]
+    code = pytest.main([*options, *request["tests"]], plugins)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code))

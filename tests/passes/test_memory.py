@@ -90,6 +90,7 @@ def test_native_attention_keeps_no_scores(program):
     assert whole - split == 4 * 2 * 4 * (60 - 16) << 20
 
 
+@pytest.mark.slow
 def test_a_model_of_8b_at_128k():
     """Two of the 32 layers of Llama-3.1-8B in bfloat16, and its embedding and head of 128,256."""
     config = Shape("8b", SHAPES["llama-3.1-8b"]).make_config()

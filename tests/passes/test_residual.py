@@ -17,6 +17,7 @@ from specc.passes.residual import layer_regions, stream_values
 from specc.passes.rewrite.skip_layers import SkipLayers
 from tests import models
 from tests.passes.modules import Tiny, dense_logits, program_logits, traced
+from tests.tiers import only
 from tests.traces import trace_once
 
 NUM_LAYERS = 3
@@ -54,7 +55,7 @@ def without(model: nn.Module, kept: tuple[int, ...]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(("opt",), NAMES))
 def test_layers_are_found_without_names(name: str) -> None:
     _, program = of(name)
     regions = layer_regions(program)
@@ -76,7 +77,7 @@ def test_layers_are_found_without_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [(0, 2), (1,), (0, 1), (1, 2), (2,)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(("opt",), NAMES))
 def test_what_is_left_is_the_model_without_these_layers(name: str, kept: tuple[int, ...]) -> None:
     model, program = of(name)
     before = program_to_json(program)

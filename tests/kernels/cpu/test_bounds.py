@@ -167,7 +167,7 @@ def test_blocks_that_the_window_cuts_for_all_tokens(operators, window, sink, cau
 FIELDS = {"block_table": (2, COUNT), "slot": (5,), "cache_len": (2,), "q_start": (3,)}
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     causal=st.booleans(),
     window=st.sampled_from([0, 0, 1, 3]),

@@ -19,6 +19,7 @@ from torch import Tensor
 from specc.kernels import native
 from specc.runtime.ranks.group import SharedGroup
 from tests.kernels.cpu.hostile_calls import Arguments, calls, hostile_int
+from tests.tiers import every
 
 NUM_CALLS = int(os.environ.get("SPECC_HOSTILE_CALLS", "100"))
 # what a call may raise: specc's own refusals, and those of torch's dispatcher
@@ -47,7 +48,7 @@ def expect_clean(error: str | None, what: str) -> None:
     assert error is None or not any(word in error for word in _UNCLEAN), f"{what}: {error}"
 
 
-@pytest.mark.parametrize("name", native.CPU_OPERATORS)
+@pytest.mark.parametrize("name", every(2, native.CPU_OPERATORS))
 def test_an_operator_survives(operators, name):
     function, refused = getattr(operators, name), 0
     for seed in range(NUM_CALLS):
@@ -67,7 +68,7 @@ def test_every_operator_is_called(operators):
     }
 
 
-@pytest.mark.parametrize("name", native.C_SHIMS)
+@pytest.mark.parametrize("name", every(3, native.C_SHIMS))
 def test_a_c_function_answers_as_its_operator(operators, name, capfd):
     """What compiled programs call; the arguments that it cannot express are left out."""
     function, shim = getattr(operators, name), _Shim(name)

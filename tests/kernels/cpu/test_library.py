@@ -21,6 +21,7 @@ from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.files import hash_file
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import WEIGHT_SHAPE, load_probe, probe_inputs
+from tests.tiers import every
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,7 @@ def small_library(tmp_path, monkeypatch) -> Any:
     return build
 
 
-@pytest.mark.parametrize("name", native._INTERFACE)
+@pytest.mark.parametrize("name", every(5, native._INTERFACE))
 def test_a_library_of_changed_sources_is_refused(native_operators, small_library, name):
     library = small_library(name)
     with pytest.raises(EngineError, match="another version of specc") as caught:
@@ -78,7 +79,11 @@ def test_sources_that_changed_since(native_operators, tmp_path, monkeypatch):
         native.load(library)
 
 
-@pytest.mark.parametrize("name", ["", "linear.cpp", "vec.h"], ids=["same", "kernel", "header"])
+@pytest.mark.parametrize(
+    "name",
+    ["", pytest.param("linear.cpp", marks=pytest.mark.slow), "vec.h"],
+    ids=["same", "kernel", "header"],
+)
 def test_a_changed_kernel_is_the_same_interface(native_operators, small_library, name):
     """Such an engine still runs; here another build is loaded, which is the next thing to check."""
     with pytest.raises(EngineError, match="differs from the operators that this process"):
@@ -128,6 +133,7 @@ def load_in_a_process(library: Path, *sha256: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interface", [None, "0123456789abcdef"])
 def test_a_library_that_is_refused_does_not_run(marking_library, interface):
     """One that names no version, as before there were versions, and one of another version."""
@@ -137,6 +143,7 @@ def test_a_library_that_is_refused_does_not_run(marking_library, interface):
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_an_altered_library_does_not_run(marking_library):
     library, mark = marking_library(native.interface_hash())
     assert "as the manifest says" in load_in_a_process(library, "0" * 64)
@@ -146,6 +153,7 @@ def test_an_altered_library_does_not_run(marking_library):
     assert mark.exists()
 
 
+@pytest.mark.slow
 def test_what_is_opened_is_what_was_checked(marking_library, native_operators, tmp_path):
     """The file changes between the two: only the copy in memory counts."""
     library, mark = marking_library(native.interface_hash())
@@ -255,7 +263,14 @@ weights["w0"].sum() if sys.argv[4] != "used" else program.run(probe_inputs(3))
 """
 
 
-@pytest.mark.parametrize("how", ["used", "dropped", "bound-again"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "used",
+        pytest.param("dropped", marks=pytest.mark.slow),
+        pytest.param("bound-again", marks=pytest.mark.slow),
+    ],
+)
 def test_bound_weights_are_watched_while_they_are_bound(probe_package, tmp_path, how):
     path = tmp_path / "weights.safetensors"
     save_file({"w0": torch.zeros(WEIGHT_SHAPE)}, path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specc.kernels import native
-from tests.fake_compiler import fake_compiler
+from tests.fake_compiler import SLOW_BUILD, fake_compiler
 
 
 def with_hash(library: Path) -> list[Path]:
@@ -66,7 +66,9 @@ def test_whatever_a_library_is_made_of_is_in_its_key(runs, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_two_builds_at_once(runs, tmp_path):
+def test_two_builds_at_once(tmp_path, monkeypatch):
+    compiler = fake_compiler(tmp_path / "bin", "g++ (x) 12.1.0", SLOW_BUILD)
+    monkeypatch.setenv("CXX", str(compiler))
     script = "from specc.kernels import native; print(native.build())"
     environment = os.environ | {"SPECC_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-P", "-c", script]

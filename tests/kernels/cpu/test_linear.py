@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native
-from specc.system.cxx_compiler import find_compiler
+from tests.native_library import load_wrapper
+from tests.tiers import only
 
 WRAPPER = """
 #include "kernels.h"
@@ -54,22 +55,19 @@ class LinearStruct(ctypes.Structure):
     )
 
 
-@pytest.fixture(scope="module", params=ISAS)
+# what is compiled for this machine; each of the others is a library more
+@pytest.fixture(scope="module", params=only(("native",), ISAS))
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(native.isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    directory = tmp_path_factory.mktemp("linear")
-    (directory / "wrapper.cpp").write_text(WRAPPER, encoding="utf-8")
-    out = directory / "liblinear.so"
     flags = [f for f in native._FLAGS if not f.startswith("-march")] + [f"-march={isa}"]
-    sources = [str(directory / "wrapper.cpp"), str(native.SOURCE_DIR / "linear.cpp")]
     openmp = native._openmp(Path(torch.__file__).parent)
-    include = ["-I", str(native.SOURCE_DIR)]
-    native._run([find_compiler(), *flags, *include, "-shared", *sources, *openmp, "-o", str(out)])
-    return ctypes.CDLL(str(out))
+    return load_wrapper(
+        tmp_path_factory.mktemp("linear"), WRAPPER, flags, ("linear.cpp",), tuple(openmp)
+    )
 
 
 @pytest.fixture(scope="module")

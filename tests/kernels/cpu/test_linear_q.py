@@ -16,8 +16,9 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import linear_q_reference
-from specc.system.cxx_compiler import find_compiler
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
+from tests.native_library import load_wrapper
+from tests.tiers import every, only
 
 WRAPPER = """
 #include "kernels.h"
@@ -65,33 +66,28 @@ class LinearQStruct(ctypes.Structure):
     )
 
 
-# what VNNI adds to AVX-512 is one instruction: where native has it, the path without is for later;
-# so is what no machine of the last ten years needs
-_PARAMS = [
-    pytest.param(n, marks=pytest.mark.slow if n in ("x86-64-v4", "x86-64") else ()) for n in ISAS
-]
-
-
-@pytest.fixture(scope="module", params=_PARAMS)
+# what is compiled for this machine; each of the others is a library more
+@pytest.fixture(scope="module", params=only(("native",), ISAS))
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(native.isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    directory = tmp_path_factory.mktemp("linear_q")
-    (directory / "wrapper.cpp").write_text(WRAPPER, encoding="utf-8")
-    out = directory / "liblinear_q.so"
-    kernels = [native.SOURCE_DIR / name for name in ("linear_q.cpp", "linear_fp8.cpp")]
-    each = [[f for f in native._flags_of(k) if not f.startswith("-march")] for k in kernels]
+    kernels = ("linear_q.cpp", "linear_fp8.cpp")
+    each = [
+        [f for f in native._flags_of(native.SOURCE_DIR / k) if not f.startswith("-march")]
+        for k in kernels
+    ]
     assert each[0] == each[1]
-    flags, sources = each[0], [str(directory / "wrapper.cpp"), *map(str, kernels)]
     openmp = native._openmp(Path(torch.__file__).parent)
-    native._run(
-        [find_compiler(), *flags, f"-march={isa}", "-I", str(native.SOURCE_DIR), "-shared",
-         *sources, *openmp, "-o", str(out)]
-    )  # fmt: skip
-    return ctypes.CDLL(str(out))
+    return load_wrapper(
+        tmp_path_factory.mktemp("linear_q"),
+        WRAPPER,
+        (*each[0], f"-march={isa}"),
+        kernels,
+        tuple(openmp),
+    )
 
 
 def run(
@@ -247,7 +243,7 @@ def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
             assert same_bits(result_of(around, n), own)
 
 
-@pytest.mark.parametrize("layout", INTEGERS, ids=lambda item: item.name)
+@pytest.mark.parametrize("layout", every(3, INTEGERS), ids=lambda item: item.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
@@ -283,7 +279,7 @@ def test_nan_and_infinity_stay_in_their_row(library, poison, dtype):
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 5, 12, 14)], ids=lambda i: i.name)
-@pytest.mark.parametrize("k", [3, 64, 200], ids="k{}".format)
+@pytest.mark.parametrize("k", [3, pytest.param(64, marks=pytest.mark.slow), 200], ids="k{}".format)
 def test_reads_nothing_beyond_x_and_weight(library, k, layout):
     packed = quantize(torch.ones(39, k), layout)
     x = before_a_forbidden_page(5, k, dtype=torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 from specc.kernels.reference.ranks import LockstepGroup
 from specc.runtime.ranks.group import SharedGroup
 from tests.rank_processes import rank_processes, run_ranks
+from tests.tiers import only
 
 pytestmark = pytest.mark.usefixtures("native_operators")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,12 +54,15 @@ def sums(group: SharedGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("slot_bytes", [4096, 96 << 10], ids=["small-slots", "large-slots"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_are_the_oracles(num_ranks, slot_bytes):
     assert run_ranks(num_ranks, sums, slot_bytes=slot_bytes) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_sums_over_gloo_are_the_oracles(num_ranks):
     assert run_ranks(num_ranks, sums, transport="gloo") == [[]] * num_ranks
 
@@ -129,7 +133,7 @@ def gathers(group: SharedGroup) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rows_and_what_rank_0_has(num_ranks, transport):
     options = {"slot_bytes": 4096} if transport == "shared" else {}
     assert run_ranks(num_ranks, gathers, transport=transport, **options) == [[]] * num_ranks
@@ -154,7 +158,7 @@ def best_tokens(group: SharedGroup) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_best_of_ranks(num_ranks, transport):
     options = {"slot_bytes": 4096} if transport == "shared" else {}
     for answers in run_ranks(num_ranks, best_tokens, transport=transport, **options):
@@ -198,7 +202,7 @@ def wait_with_a_thread(group: SharedGroup) -> tuple[float, int, list[float]]:
     return seconds, count, total.tolist()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", only(("shared",), TRANSPORTS))
 def test_ranks_that_come_late(transport):
     answers = run_ranks(3, wait_with_a_thread, transport=transport)
     assert all(total == [3.0] * 3 for _, _, total in answers)
@@ -234,7 +238,7 @@ def call_often(group: SharedGroup, num_calls: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "num_calls"),
-    [("shared", 3, 5_000), ("gloo", 2, 1_000)],
+    [("shared", 3, 5_000), pytest.param("gloo", 2, 1_000, marks=pytest.mark.slow)],
     ids=TRANSPORTS,
 )
 def test_many_calls(transport, num_ranks, num_calls):

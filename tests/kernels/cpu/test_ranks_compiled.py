@@ -100,7 +100,7 @@ def run_layer(group: SharedGroup, path: Path) -> tuple[float, list[bytes]]:
     return error, results
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_program_adds_up_over_ranks(compiled, num_ranks):
     answers = run_ranks(num_ranks, run_layer, compiled)
     for error, results in answers:

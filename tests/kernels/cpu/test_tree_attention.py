@@ -238,7 +238,10 @@ def test_any_problem(problem):
     problem.check()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "threads",
+    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "lengths", [(3000,), (0, 2500, 64, 700), (900, 900, 900)], ids=["one", "ragged", "even"]
@@ -251,7 +254,10 @@ def test_threads_share_sequences(threads, dtype, lengths):
     Problem(4, 2, 64, 48, 16, lengths, parents, dtype=dtype, threads=threads, int8=True).check()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "threads",
+    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("sinks", [0.0, 6.0])
 def test_threads_share_sequences_with_sinks(threads, sinks):
     """Pieces of a sequence are merged; its sinks count once, whoever has which piece."""

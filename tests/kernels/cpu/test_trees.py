@@ -22,7 +22,7 @@ from tests.kernels.cuda.cases_merge import candidate_tree, random_forest
 from tests.kernels.tree_cases import PADDING, int32
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
@@ -213,7 +213,7 @@ lookups = st.builds(
 )
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(lookups)
 def test_lookup(operators, case):
     arguments, _ = case.make()
@@ -223,7 +223,7 @@ def test_lookup(operators, case):
         assert torch.equal(tensor, copy)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.builds(
         cases.Lookup,
@@ -244,8 +244,14 @@ def test_lookup_of_many_tokens(operators, case):
     same(operators.lookup(*arguments), reference_trees.lookup_reference(*arguments))
 
 
-@pytest.mark.parametrize("block_size", [16, 5000], ids="page{}".format)
-@pytest.mark.parametrize("matched", [1, 2, 33, 70], ids="matched{}".format)
+@pytest.mark.parametrize(
+    "block_size", [16, pytest.param(5000, marks=pytest.mark.slow)], ids="page{}".format
+)
+@pytest.mark.parametrize(
+    "matched",
+    [1, pytest.param(2, marks=pytest.mark.slow), 33, pytest.param(70, marks=pytest.mark.slow)],
+    ids="matched{}".format,
+)
 def test_lookup_finds_a_suffix_at_every_place(operators, matched, block_size):
     """Wherever it stands: across blocks, registers and what is looked at together."""
     length, ngram = 4200, 64

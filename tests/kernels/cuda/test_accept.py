@@ -53,6 +53,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
             True,
             {"num_sources": 2, "seed": 1},
             id="mixed-fp16-v528-merged",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             MIXED,
@@ -87,11 +88,14 @@ def test_a_bound_of_noise_passes_over_no_best(device):
 
 
 # blocks are larger, and a thread draws more noise at a time, where a vocabulary is large
-@pytest.mark.parametrize(("vocab", "num_blocks"), [(3000, 8), (6500, 4)])
+@pytest.mark.parametrize(
+    ("vocab", "num_blocks"), [pytest.param(3000, 8, marks=pytest.mark.slow), (6500, 4)]
+)
 def test_the_best_of_a_row_in_any_of_its_blocks(vocab, num_blocks, device):
     cases.check_many_blocks(vocab, num_blocks, device)
 
 
+@pytest.mark.slow
 def test_tree_of_1024_nodes(device):
     """A few of them live, the last one too; the oracle walks all levels of the chain."""
     rows = [Row(Rule.COUPLED, 0.3)]
@@ -142,6 +146,7 @@ def test_each_proposal_of_a_merged_node_takes_its_q_from_the_target(device):
     assert 0 < counts[0] == counts[1] < 14
 
 
+@pytest.mark.slow
 def test_swor_takes_its_tried_tokens_from_its_own_row_alone(device):
     """The second proposal of a sure row is dead, another row's and one of no row are not."""
     inf = float("inf")
@@ -237,7 +242,9 @@ def test_chains_share_two_passes():
     assert accept_walk.rounds_of(16, 3) == accept_walk.TREE_ROUNDS == 4
 
 
-@pytest.mark.parametrize("widths", [(), (2, 1)], ids=["root", "tree"])
+@pytest.mark.parametrize(
+    "widths", [(), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["root", "tree"]
+)
 def test_unfiltered_rows_need_three_launches(widths, device):
     """The same as with all launches, whatever lies in memory that none of them has written."""
     rows = [Row(Rule.COUPLED, **GREEDY), Row(), Row(Rule.DELTA, 0.8, repetition=1.3, presence=0.4)]

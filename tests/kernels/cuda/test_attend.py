@@ -51,7 +51,13 @@ def test_tiles_of_every_height_are_run() -> None:
     assert heights == {16, 32, 64, 128}
 
 
-@pytest.mark.parametrize("name", RUN)
+# a second of the interpreter, and half of those that cover pairs of properties
+SLOW = {"many-sequences", *(f"pairs-{i}" for i in range(1, len(COVERING_CASES), 2))}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUN]
+)
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
 
@@ -136,7 +142,13 @@ def programs_in(order: Callable[[int], Sequence[int]], device: torch.device) -> 
         yield
 
 
-@pytest.mark.parametrize("name", SPLIT_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow) if x in ("groups-of-groups", "chosen") else x
+        for x in SPLIT_CASES
+    ],
+)
 def test_a_replay_gives_the_same_bits_whichever_is_last(name: str, device: torch.device) -> None:
     """Programs run in another order each time, and find the counters as the first launch did."""
     case = SPLIT_CASES[name]

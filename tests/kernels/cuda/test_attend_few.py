@@ -83,7 +83,9 @@ def test_other_calls_have_the_kernel_of_all_batches(
     assert launches == []
 
 
-@pytest.mark.parametrize("name", ["chain", "ahead", "heads-of-8"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("chain", marks=pytest.mark.slow), "ahead", "heads-of-8"]
+)
 def test_a_replay_gives_the_same_bits_whichever_is_last(name: str, device: torch.device) -> None:
     case = CASES[name]
     call = make_call(case, device)
@@ -109,7 +111,7 @@ def test_even_tokens_need_no_starts(device: torch.device) -> None:
     assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("is_tree", [True, False])
+@pytest.mark.parametrize("is_tree", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bad_data_stays_inside(is_tree: bool, device: torch.device) -> None:
     """Lengths beyond the table, blocks beyond the cache and starts beyond the tokens."""
     call = make_call(Case(((4, 90),), True, BF16, HEADS), device)

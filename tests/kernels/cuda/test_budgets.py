@@ -26,6 +26,7 @@ from specc.kernels.cuda.shipped import CAPABILITIES, Shipped
 from specc.system.file_cache import FileCache
 from tests.kernels.cuda import aot, launches
 from tests.kernels.cuda.aot import Usage
+from tests.tiers import every
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = Path(__file__).parent / "budget"
@@ -109,7 +110,7 @@ def differences(found: Mapping[str, Usage], table: Mapping[str, Usage]) -> list[
 
 
 @pytest.mark.parametrize("name", aot.MODULES)
-@every_capability
+@pytest.mark.parametrize("capability", every(4, CAPABILITIES, first=1))
 def test_what_ships_is_what_is_launched(
     name: str, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

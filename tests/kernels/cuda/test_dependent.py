@@ -159,6 +159,7 @@ SAMPLED = (
 )
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_in_order(tmp_path: Path) -> None:
     """`aot.py` fails where one is not; all configurations pass by it when tables are made."""
     output = tmp_path / "usage.jsonl"

@@ -25,9 +25,20 @@ SHARP = (Row(Rule.MSS, 0.2), Row(Rule.SWOR, top_k=2), Row(top_k=3), Row(Rule.DEL
 @pytest.mark.parametrize(
     ("rows", "columns", "vocab", "num_children", "dtype", "options"),
     [
-        pytest.param(MIXED, (1, 9), 600, 3, F32, {"depth": 2}, id="mixed-v600-k3"),
+        pytest.param(
+            MIXED, (1, 9), 600, 3, F32, {"depth": 2}, id="mixed-v600-k3", marks=pytest.mark.slow
+        ),
         pytest.param(MIXED[:7], (5,), 37, 4, BF16, {"kind": "ties"}, id="mixed-bf16-v37-ties"),
-        pytest.param(MIXED[4:], (2,), 530, 1, F16, {"is_small": True}, id="mixed-fp16-v530-k1"),
+        pytest.param(
+            MIXED[4:],
+            (2,),
+            530,
+            1,
+            F16,
+            {"is_small": True},
+            id="mixed-fp16-v530-k1",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(SHARP, (1,), 1100, 5, F32, {"kind": "masked"}, id="few-tokens-v1100-k5"),
         pytest.param(SHARP, (3, 700), 9, 9, BF16, {"scored": False}, id="bf16-v9-all"),
         pytest.param((*SHARP, GREEDY), (7,), 1, 1, F32, {}, id="v1"),

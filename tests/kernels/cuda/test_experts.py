@@ -24,7 +24,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+# the same in other types, and sizes that others have
+SLOW = {
+    "one-token-bf16", "all-to-one-bf16", "sorted-f16", "sorted-all-to-one", "sorted-unused",
+    "most-of-few", "wide",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+)
 def test_experts(name, device):
     check_experts(CASES[name], device)
 

@@ -35,7 +35,11 @@ def _ids(items):
     ]
 
 
-@pytest.mark.parametrize("case", QUICK, ids=_ids(QUICK))
+@pytest.mark.parametrize(
+    "case",
+    [x if i % 2 == 0 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(QUICK)],
+    ids=_ids(QUICK),
+)
 def test_tiles(case, device):
     cases.check_tile(*case, device)
 

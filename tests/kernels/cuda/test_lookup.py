@@ -12,7 +12,11 @@ from tests.kernels.tree_cases import CONTEXTS, Lookup, int32
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("seed", range(4), ids="seed{}".format)
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 3))],
+    ids="seed{}".format,
+)
 @pytest.mark.parametrize("block_size", [0, 1, 3, 16], ids="page{}".format)
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_lookup(kind, block_size, seed, device):

@@ -24,7 +24,9 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ("rows", "widths", "vocab", "dtype", "tile", "is_small", "options"),
     [
         pytest.param(MIXED, (2, 1), 300, F32, 2, False, {}, id="mixed-v300-tiles-of-2", marks=slow),
-        pytest.param(MIXED, (3,), 37, BF16, 1, False, {}, id="mixed-bf16-v37-tiles-of-1"),
+        pytest.param(
+            MIXED, (3,), 37, BF16, 1, False, {}, id="mixed-bf16-v37-tiles-of-1", marks=slow
+        ),
         pytest.param(
             MIXED, (2,), 528, F16, 3, True, {"num_sources": 2, "seed": 1},
             id="mixed-fp16-v528-merged",
@@ -42,7 +44,7 @@ def test_node_winners(rows, widths, vocab, dtype, tile, is_small, options, devic
     assert vocab == 1 or len(winners.unique()) > 3
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=slow), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ties", "masked", "nan"])
 def test_greedy_rows_of_all_kinds(kind, dtype, device):
     """Ties go to the lower token, NaN wins, masked tokens lose."""
@@ -79,7 +81,12 @@ def test_penalties_of_the_path_decide(tile, device):
 
 @pytest.mark.parametrize(
     ("max_programs", "value"),
-    [(1, 9.0), (1, float("nan")), (20, float("inf")), (2048, 9.0)],
+    [
+        pytest.param(1, 9.0, marks=pytest.mark.slow),
+        (1, float("nan")),
+        (20, float("inf")),
+        pytest.param(2048, 9.0, marks=pytest.mark.slow),
+    ],
     ids=["8-blocks", "8-blocks-nan", "4-blocks-inf", "1-block"],
 )
 def test_the_lower_of_equal_tokens_wins(max_programs, value, device):

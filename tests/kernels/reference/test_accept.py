@@ -216,7 +216,11 @@ def slow_walk(
 
 
 @pytest.mark.parametrize("rule", [Rule.MSS, Rule.SWOR], ids=["mss", "swor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["fp32", "bf16"],
+)
 @pytest.mark.parametrize("has_image", [True, False], ids=["image", "identity"])
 def test_tried_proposals_equal_float64(rule, dtype, has_image):
     """Random columns onto a tree with dead nodes: multiplicity, one-hot ones, two draft tensors."""
@@ -314,7 +318,7 @@ def test_swor_takes_its_tried_tokens_from_its_own_row_alone():
 
 
 @pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name.lower())
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_penalties_count_history_root_and_path(rule, temperature):
     """As if the logits had been penalized before, each node's by the tokens down to it."""
     batch, num_nodes, vocab, generator = 30, 7, 6, random.Random(8)

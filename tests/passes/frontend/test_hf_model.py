@@ -20,6 +20,7 @@ from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from tests.models import tiny_config
+from tests.tiers import only
 
 _SMALL = {
     "hidden_size": 32,
@@ -148,7 +149,7 @@ BY_DISTANCE = {
 }
 
 
-@pytest.mark.parametrize("kind", BY_DISTANCE)
+@pytest.mark.parametrize("kind", only(("mpt",), BY_DISTANCE))
 def test_what_models_add_by_distance_is_found(kind):
     """Three ways to write it: in one product, after a product, in a mask."""
     config = AutoConfig.for_model(kind, **BY_DISTANCE[kind])

@@ -19,6 +19,7 @@ from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import Pipeline
 from tests.models import POSITIONS, VOCAB, build_model, tiny_config
 from tests.passes.modules import TOLERANCE, dense_logits, program_logits
+from tests.tiers import only
 
 ORIGINAL = 64
 _FACTORS = {
@@ -61,10 +62,11 @@ def tokens_of(count: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(count))
 
 
-def compiled_logits(model, rope_length, tokens):
+def compiled(model, rope_length):
+    """Logits of tokens, by the program."""
     program = trace(model, "target", rope_length)
     Pipeline().run(program)
-    return program_logits(program, model, tokens)
+    return lambda tokens: program_logits(program, model, tokens)
 
 
 def logits_as_in_a_pass_of(model, length, tokens):
@@ -83,35 +85,35 @@ def logits_as_in_a_pass_of(model, length, tokens):
         ).logits[0]
 
 
-@kinds
+@pytest.mark.parametrize("kind", only(("longrope",), MODELS))
 def test_up_to_the_original_length_it_is_transformers(kind):
     model = model_of(kind)
     assert hf_model.max_position(model.config) == ORIGINAL
+    logits = compiled(model, None)
     for count in (1, ORIGINAL):
         tokens = tokens_of(count)
         expected = dense_logits(model, tokens)
-        torch.testing.assert_close(compiled_logits(model, None, tokens), expected, **TOLERANCE)
+        torch.testing.assert_close(logits(tokens), expected, **TOLERANCE)
 
 
-@kinds
+@pytest.mark.parametrize("kind", only(("dynamic", "layer-types"), MODELS))
 def test_a_rope_length_is_a_pass_of_that_length(kind):
     """Short passes, and one that ends at the last position."""
     model, length = model_of(kind), 3 * ORIGINAL
     assert hf_model.max_position(model.config, length) == length
     few = tokens_of(12)
-    frozen = compiled_logits(model, length, few)
+    logits = compiled(model, length)
+    frozen = logits(few)
     expected = logits_as_in_a_pass_of(model, length, few)
     torch.testing.assert_close(frozen, expected, **TOLERANCE)
     # the oracle has to differ from what transformers computes without the other row
     assert (logits_as_in_a_pass_of(model, len(few), few) - expected).abs().max() > 0.02
-    assert (compiled_logits(model, None, few) - expected).abs().max() > 0.02
+    assert (compiled(model, None)(few) - expected).abs().max() > 0.02
     whole = tokens_of(length)
-    torch.testing.assert_close(
-        compiled_logits(model, length, whole), dense_logits(model, whole), **TOLERANCE
-    )
+    torch.testing.assert_close(logits(whole), dense_logits(model, whole), **TOLERANCE)
 
 
-@kinds
+@pytest.mark.parametrize("kind", only(("dynamic",), MODELS))
 @pytest.mark.parametrize("length", [None, pytest.param(3 * ORIGINAL, marks=pytest.mark.slow)])
 def test_modules_that_ran_and_modules_without_weights_have_the_same_numbers(kind, length):
     """A longer pass leaves its frequencies in a module; a module on the meta device has none."""

@@ -124,13 +124,13 @@ class UseCache(Tiny):
         return logits * (2.0 if use_cache else 1.0)
 
 
-@pytest.mark.parametrize("kind", [Positional, TupleOutput])
+@pytest.mark.parametrize("kind", [Positional, pytest.param(TupleOutput, marks=pytest.mark.slow)])
 def test_other_signatures_same_numbers(kind):
     module = kind().eval()
     assert_same_numbers(trace(module, "target"), module)
 
 
-@pytest.mark.parametrize("kind", [UseCache, HandsOn])
+@pytest.mark.parametrize("kind", [UseCache, pytest.param(HandsOn, marks=pytest.mark.slow)])
 def test_use_cache_is_off(kind):
     module = kind().eval()
     program, tokens = trace(module, "target"), random_tokens()
@@ -184,7 +184,7 @@ class TokensFirst(Tiny):
         return self.head(x).transpose(0, 1)
 
 
-@pytest.mark.parametrize("kind", [LastToken, TokensFirst])
+@pytest.mark.parametrize("kind", [pytest.param(LastToken, marks=pytest.mark.slow), TokensFirst])
 def test_logits_of_other_shapes_are_refused(kind):
     with pytest.raises(NotCausalLMError):
         trace(kind().eval(), "target")

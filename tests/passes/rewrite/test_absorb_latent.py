@@ -27,6 +27,7 @@ from tests.passes.modules import (
     program_logits,
     random_tokens,
 )
+from tests.tiers import only
 from tests.traces import trace_once
 
 # no two widths are the same, so that no weight fits in the place of another
@@ -135,7 +136,10 @@ def run(kind, choice=AUTO, rows=AS_MODEL, ranks=1):
 
 @pytest.mark.parametrize(
     "kind",
-    [Latent, ValuesFirst, SharedFirst, PlainQuery, TwoWeights, FourDimensions, WithSinks],
+    only(
+        (Latent, SharedFirst, WithSinks),
+        [Latent, ValuesFirst, SharedFirst, PlainQuery, TwoWeights, FourDimensions, WithSinks],
+    ),
 )
 def test_fires_and_computes_the_same(kind):
     model, program, result = run(kind)
@@ -220,13 +224,16 @@ class GroupedQueries(Latent):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        (WithBias, "has a bias"),
-        (OtherLatents, "not expanded from one latent"),
-        (OtherHeads, "not columns of a projection to heads"),
-        (Computed, "is computed"),
-        (GroupedQueries, "4 heads of queries read 2 of keys"),
-    ],
+    only(
+        (WithBias, OtherLatents),
+        [
+            (WithBias, "has a bias"),
+            (OtherLatents, "not expanded from one latent"),
+            (OtherHeads, "not columns of a projection to heads"),
+            (Computed, "is computed"),
+            (GroupedQueries, "4 heads of queries read 2 of keys"),
+        ],
+    ),
 )
 def test_declines_with_the_reason(kind, reason):
     model, program, result = run(kind)
@@ -250,7 +257,7 @@ class SpreadColumns(Latent):
         return torch.cat([own, shared[..., :1].expand(-1, HEADS, -1, ROPE)], -1)
 
 
-@pytest.mark.parametrize("kind", [Tiny, SharedOfAll, SpreadColumns])
+@pytest.mark.parametrize("kind", only((SpreadColumns,), [Tiny, SharedOfAll, SpreadColumns]))
 def test_other_attention_is_not_its_matter(kind):
     model, program, result = run(kind)
     assert (result.rewrites, result.declined) == (0, [])
@@ -282,7 +289,10 @@ def test_latent_is_taken_at_any_size():
     assert result.rewrites == 1
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Tiny, "latent"), (WithBias, "has a bias")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Tiny, "latent"), pytest.param(WithBias, "has a bias", marks=pytest.mark.slow)],
+)
 def test_latent_needs_a_layer(kind, why):
     with pytest.raises(ConfigError) as caught:
         run(kind, LATENT)
@@ -306,6 +316,7 @@ def test_a_stored_graph_says_it_by_itself():
 WIDTHS = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

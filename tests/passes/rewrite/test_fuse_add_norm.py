@@ -93,7 +93,7 @@ def test_heads_in_another_order_are_not_written():
     assert_runs_alike(before, after, VOCAB)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_biases_and_dtypes_are_kept(name):
     model = build_model(name)
     for parameter in model.parameters():

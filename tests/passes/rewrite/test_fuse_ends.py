@@ -56,7 +56,7 @@ class Scaled(nn.Embedding):
 
 
 def test_a_norm_that_the_head_does_not_read_alone_stays():
-    model = build_model("llama")
+    model = build_model("llama", num_hidden_layers=1)
     model.model.norm = Doubled(model.model.norm)
     before, after, program, pipeline = lower(model)
     assert counts(program) == (1, 0)
@@ -65,7 +65,7 @@ def test_a_norm_that_the_head_does_not_read_alone_stays():
 
 
 def test_the_bias_of_a_head_is_kept():
-    model = build_model("llama")
+    model = build_model("llama", num_hidden_layers=1)
     model.lm_head = WithBias(model.lm_head)
     before, after, program, _ = lower(model)
     assert counts(program) == (1, 1)
@@ -75,7 +75,7 @@ def test_the_bias_of_a_head_is_kept():
 
 
 def test_an_embedding_that_is_scaled_stays():
-    model = build_model("llama")
+    model = build_model("llama", num_hidden_layers=1)
     scaled = Scaled(VOCAB, 64)
     scaled.weight = model.model.embed_tokens.weight
     model.model.embed_tokens = scaled
@@ -85,7 +85,7 @@ def test_an_embedding_that_is_scaled_stays():
 
 
 def test_a_tied_table_is_read_by_both():
-    model = build_model("llama", tie_word_embeddings=True)
+    model = build_model("llama", num_hidden_layers=1, tie_word_embeddings=True)
     before, after, program, _ = lower(model)
     assert counts(program) == (1, 1)
     tables = program.calls(ops.embed_norm_rope_write)[0].args[1], program.calls(*ENDS)[1].args[5]

@@ -17,6 +17,7 @@ from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 from tests.passes.modules import Runner, Tiny, assert_runs_alike, aten, several_passes, traced
+from tests.tiers import only
 
 EPS = 1e-3
 LAYOUT = (Normalize, ClassifyMasks, RewriteTreeAttention, SelectLogits)
@@ -117,7 +118,7 @@ def run(kind, dtype=torch.float32, *passes):
     return before, Runner(program, model), program, results
 
 
-@pytest.mark.parametrize("kind", SPELLINGS)
+@pytest.mark.parametrize("kind", only((Norm, UnitOffset, Power, Operator, OfHeads), SPELLINGS))
 def test_fires_and_computes_the_same(kind):
     before, after, program, (result,) = run(kind)
     assert (result.rewrites, result.declined) == (1, [])
@@ -127,7 +128,7 @@ def test_fires_and_computes_the_same(kind):
     assert_runs_alike(before, after)
 
 
-@pytest.mark.parametrize("kind", SPELLINGS)
+@pytest.mark.parametrize("kind", only((RoundedOnce, UnitOffsetRounded), SPELLINGS))
 def test_bfloat16_is_as_exact(kind):
     """The norm alone, against the same graph in float64."""
     _, _, program, (result,) = run(kind, torch.bfloat16)
@@ -243,25 +244,28 @@ class OperatorOverHeads(Norm):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        (OtherDim, r"the mean is over dimensions [-2], not over the last alone"),
-        (TwoDims, "the mean is over dimensions [-1, -2], not over the last alone"),
-        (DimDropped, "the mean drops its dimension"),
-        (EpsComputed, "eps is not a constant"),
-        (ScaleElsewhere, "a step of the norm, is used elsewhere too"),
-        (UnitElsewhere, "a step of the norm, is used elsewhere too"),
-        (SquareElsewhere, "a step of the norm, is used elsewhere too"),
-        (NoWeight, "the norm has no weight"),
-        (WeightOfAll, "the norm has no weight of [16]: its factor is []"),
-        (WeightOfTokens, "the norm has no weight of [16]: its factor is [1, "),
-        (Wide, "is torch.float64, which float32 does not hold"),
-        (OtherIsScaled, "what is scaled is not what was squared"),
-        (NoSquare, "the mean is not one of squares"),
-        (Cube, "the mean is not one of squares"),
-        (OperatorWithoutWeight, "the norm has no weight"),
-        (OperatorWithoutEps, "eps is not a constant"),
-        (OperatorOverHeads, "not over the last dimension"),
-    ],
+    only(
+        (OtherDim, EpsComputed, SquareElsewhere, WeightOfTokens, Wide, OtherIsScaled, Cube),
+        [
+            (OtherDim, r"the mean is over dimensions [-2], not over the last alone"),
+            (TwoDims, "the mean is over dimensions [-1, -2], not over the last alone"),
+            (DimDropped, "the mean drops its dimension"),
+            (EpsComputed, "eps is not a constant"),
+            (ScaleElsewhere, "a step of the norm, is used elsewhere too"),
+            (UnitElsewhere, "a step of the norm, is used elsewhere too"),
+            (SquareElsewhere, "a step of the norm, is used elsewhere too"),
+            (NoWeight, "the norm has no weight"),
+            (WeightOfAll, "the norm has no weight of [16]: its factor is []"),
+            (WeightOfTokens, "the norm has no weight of [16]: its factor is [1, "),
+            (Wide, "is torch.float64, which float32 does not hold"),
+            (OtherIsScaled, "what is scaled is not what was squared"),
+            (NoSquare, "the mean is not one of squares"),
+            (Cube, "the mean is not one of squares"),
+            (OperatorWithoutWeight, "the norm has no weight"),
+            (OperatorWithoutEps, "eps is not a constant"),
+            (OperatorOverHeads, "not over the last dimension"),
+        ],
+    ),
 )
 def test_is_declined_with_reason(kind, reason):
     before, after, program, (result,) = run(kind)
@@ -343,12 +347,15 @@ class TwoNormsOfOneSum(Norm):
 
 @pytest.mark.parametrize(
     ("kind", "num_norms", "is_later"),
-    [
-        (Norm, 0, False),
-        (SumUsedLater, 0, True),
-        (TwoNormsOfOneSum, 1, True),
-        (UnitOffset, 0, False),
-    ],
+    only(
+        (SumUsedLater, TwoNormsOfOneSum),
+        [
+            (Norm, 0, False),
+            (SumUsedLater, 0, True),
+            (TwoNormsOfOneSum, 1, True),
+            (UnitOffset, 0, False),
+        ],
+    ),
 )
 def test_sum_is_fused(kind, num_norms, is_later):
     before, after, program, (_, result) = run(kind, torch.float32, FuseRMSNorm, FuseAddRMSNorm)
@@ -398,13 +405,16 @@ class WeightAfterTheSum(Norm):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        (ScaledSum, "the sum is not one of two tensors"),
-        (Shifted, "the sum is not one of two tensors"),
-        (Broadcast, "the two terms of the sum differ in shape"),
-        (MixedDtypes, "the two terms of the sum differ in dtype"),
-        (WeightAfterTheSum, "the weight is computed after the sum"),
-    ],
+    only(
+        (ScaledSum, Broadcast),
+        [
+            (ScaledSum, "the sum is not one of two tensors"),
+            (Shifted, "the sum is not one of two tensors"),
+            (Broadcast, "the two terms of the sum differ in shape"),
+            (MixedDtypes, "the two terms of the sum differ in dtype"),
+            (WeightAfterTheSum, "the weight is computed after the sum"),
+        ],
+    ),
 )
 def test_sum_is_declined_with_reason(kind, reason):
     before, after, program, (first, result) = run(kind, torch.float32, FuseRMSNorm, FuseAddRMSNorm)

@@ -20,6 +20,7 @@ from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 from tests.passes.modules import Runner, Tiny, assert_runs_alike, aten, several_passes, traced
+from tests.tiers import only
 
 LAYOUT = (Normalize, ClassifyMasks, RewriteTreeAttention, SelectLogits, FuseRMSNorm)
 
@@ -175,6 +176,11 @@ SPELLINGS = (
     Rotary, Partial, NothingPassed, PartialBySplit, Scaled, Chunks, OtherOrder,
     TwoDimensions, TokensFirst, InFloat, Copied, Normalized, PairsMovedApart,
 )  # fmt: skip
+# one of those that convert, copy or move columns in the other type
+QUICK = {
+    torch.float32: (Rotary, Partial, Scaled, TwoDimensions, PairsMovedApart),
+    torch.bfloat16: (InFloat,),
+}
 
 
 @pytest.mark.parametrize(
@@ -183,10 +189,7 @@ SPELLINGS = (
         pytest.param(
             kind, dtype,
             id=f"{kind.__name__}-{dtype}",
-            # spellings that convert, copy or move columns are tried in both
-            marks=()
-            if dtype == torch.float32 or kind in (Rotary, InFloat, Copied, PairsMovedApart)
-            else pytest.mark.slow,
+            marks=() if kind in QUICK[dtype] else pytest.mark.slow,
         )
         for kind in SPELLINGS
         for dtype in (torch.float32, torch.bfloat16)
@@ -339,28 +342,40 @@ FORM = "rotary embedding in a form other than"
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        (Without, "no rotary embedding before attention"),
-        (Interleaved, "rotary embedding of interleaved pairs"),
-        (PairsByView, "rotary embedding of interleaved pairs"),
-        (SwappedHalves, FORM),
-        (WrongHalfNegated, FORM),
-        (NotNegated, FORM),
-        (UnequalHalves, FORM),
-        (HalvesOfAnother, FORM),
-        (Difference, FORM),
-        (WeightedSum, "q is rotated by a scaled sum"),
-        (QueriesOnly, "no rotary embedding before attention"),
-        (TwoTables, "q and k are rotated by different tables"),
-        (LastColumns, FORM),
-        (LastColumnsInFront, "q is not rotated in its first columns"),
-        (PassedTwice, "q is not rotated in its first columns"),
-        (PassedFromAnother, "q is not rotated in its first columns"),
-        (KeysElsewhere, "the rotated k, is used elsewhere too"),
-        (TablePerHead, "q is multiplied with a table of [1, 4, s"),
-        (TableForAllTokens, "q is multiplied with a table of [1, 1, 1, 8]"),
-        (Narrowed, "is torch.float64"),
-    ],
+    only(
+        (
+            Interleaved,
+            SwappedHalves,
+            NotNegated,
+            UnequalHalves,
+            QueriesOnly,
+            PassedTwice,
+            KeysElsewhere,
+            TableForAllTokens,
+        ),
+        [
+            (Without, "no rotary embedding before attention"),
+            (Interleaved, "rotary embedding of interleaved pairs"),
+            (PairsByView, "rotary embedding of interleaved pairs"),
+            (SwappedHalves, FORM),
+            (WrongHalfNegated, FORM),
+            (NotNegated, FORM),
+            (UnequalHalves, FORM),
+            (HalvesOfAnother, FORM),
+            (Difference, FORM),
+            (WeightedSum, "q is rotated by a scaled sum"),
+            (QueriesOnly, "no rotary embedding before attention"),
+            (TwoTables, "q and k are rotated by different tables"),
+            (LastColumns, FORM),
+            (LastColumnsInFront, "q is not rotated in its first columns"),
+            (PassedTwice, "q is not rotated in its first columns"),
+            (PassedFromAnother, "q is not rotated in its first columns"),
+            (KeysElsewhere, "the rotated k, is used elsewhere too"),
+            (TablePerHead, "q is multiplied with a table of [1, 4, s"),
+            (TableForAllTokens, "q is multiplied with a table of [1, 1, 1, 8]"),
+            (Narrowed, "is torch.float64"),
+        ],
+    ),
 )
 def test_is_declined_with_reason_and_split(kind, reason):
     before, after, program, (fused, split) = run(kind)
@@ -407,10 +422,16 @@ def test_attention_needs_a_write_before_it():
     ("kind", "target", "place", "message"),
     [
         (Rotary, ops.rope_write, 0, r"is not \[heads, tokens, head_dim\]"),
-        (Rotary, ops.rope_write, 2, r"is not \[heads, tokens, head_dim\]"),
-        (Rotary, ops.rope_write, 4, r"is not \[tokens, columns\]"),
+        pytest.param(
+            Rotary, ops.rope_write, 2, r"is not \[heads, tokens, head_dim\]", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Rotary, ops.rope_write, 4, r"is not \[tokens, columns\]", marks=pytest.mark.slow
+        ),
         (Without, ops.write_kv, 1, r"is not \[heads, tokens, head_dim\]"),
-        (Without, ops.attend, 0, r"is not \[heads, tokens, head_dim\]"),
+        pytest.param(
+            Without, ops.attend, 0, r"is not \[heads, tokens, head_dim\]", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_operands_with_tokens_elsewhere_are_refused(kind, target, place, message):

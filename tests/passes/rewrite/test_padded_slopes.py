@@ -38,8 +38,8 @@ PASSES = (
 @pytest.mark.parametrize(
     ("name", "is_written"),
     [
-        ("bloom", False),
         ("falcon_rw", True),
+        pytest.param("bloom", False, marks=pytest.mark.slow),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("bloom", "mpt")),
     ],
 )

@@ -14,7 +14,7 @@ from tests.passes.modules import Tiny, assert_same_numbers, aten, compiled, rewr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_fires_and_computes_the_same(name, dtype):
     """Traced on the meta device, as the compiler does: there, experts are counted with histc.
 

@@ -23,6 +23,7 @@ from specc.speculation.taps import Taps
 from tests import models
 from tests.passes.modules import Tiny, dense_logits, flat_logits, traced
 from tests.passes.test_residual import LedPast, NoStream, TwoAttentions
+from tests.tiers import only
 from tests.traces import trace_once
 
 # serial and parallel blocks, norms behind a branch, flattened branches
@@ -105,7 +106,7 @@ def hidden_states(model: Any, tokens: Tensor) -> list[Tensor]:
     return [*entering, found[0].reshape(len(tokens), -1), normed]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(("llama", "opt"), NAMES))
 def test_rows_are_the_hidden_states_of_transformers(name: str) -> None:
     model, program = of(name)
     num_layers = len(program.layers)
@@ -221,7 +222,7 @@ class Projected(TwoAttentions):
     ("kind", "taps", "found"),
     [
         (LedPast, Taps((0,)), "layers of target: "),
-        (NoStream, Taps((0,)), "layers of target: "),
+        pytest.param(NoStream, Taps((0,)), "layers of target: ", marks=pytest.mark.slow),
         (Tiny, Taps((1,)), "taps of target: a single layer"),
         (Projected, Taps((2,)), "taps of target: a product between"),
     ],

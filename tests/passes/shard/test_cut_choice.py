@@ -214,7 +214,7 @@ TABLES = {"embedding.weight", "place.weight"}
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [
-        (Tiny, HEADS | TABLES | {"head.weight"}),
+        pytest.param(Tiny, HEADS | TABLES | {"head.weight"}, marks=pytest.mark.slow),
         (TwoProducts, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "b.weight"}),
         (InnerResidual, HEADS | TABLES | {"head.weight"}),
         (HalfNormed, HEADS | TABLES | {"head.weight"}),
@@ -226,7 +226,11 @@ TABLES = {"embedding.weight", "place.weight"}
         ),
         (FromTheEnd, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "c.weight"}),
         (UnlikeParts, HEADS | TABLES | {"head.weight"}),
-        (Unflattened, HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "c.weight"}),
+        pytest.param(
+            Unflattened,
+            HEADS | TABLES | {"head.weight", "a.weight", "a.bias", "c.weight"},
+            marks=pytest.mark.slow,
+        ),
         (SlicedHead, HEADS | {"place.weight"}),
         (JoinedHead, HEADS | TABLES),
         (InnerPart, HEADS | TABLES | {"head.weight"}),
@@ -240,10 +244,10 @@ def test_what_is_cut_and_what_stays_whole(kind: type[Tiny], cut: Collection[str]
     ("kind", "is_first_only"),
     [
         (BiasReadTwice, False),
-        (BiasOfTwoSums, True),
-        (BiasOfSumAndWhole, False),
+        pytest.param(BiasOfTwoSums, True, marks=pytest.mark.slow),
+        pytest.param(BiasOfSumAndWhole, False, marks=pytest.mark.slow),
         (ComputedBias, False),
-        (TransposedBias, False),
+        pytest.param(TransposedBias, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_bias_of_a_sum_counts_once(kind: type[Tiny], is_first_only: bool) -> None:

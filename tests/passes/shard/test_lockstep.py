@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.mla_cache import LATENT
@@ -26,12 +27,26 @@ CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((3, 2, 1)
 PROMPTS = [models.prompts()[3], models.prompts()[1]]
 
 
+# copied heads of keys, fused projections, biases of sums, parallel residuals, sinks, slopes; the
+# others are shapes of these, and `test_sharded.py` of the fused programs cuts some of them, too
+QUICK = {(name, 2) for name in ("llama", "gpt2", "opt", "phi", "phi3", "gpt_oss", "mpt")}
+QUICK |= {("llama", 4)}
+
 both = cache(Both.make)
 
 
+def cases(*names: str) -> list[ParameterSet]:
+    return [
+        pytest.param(name, n, marks=() if (name, n) in QUICK else pytest.mark.slow)
+        for name in names
+        for n in (2, 4)
+    ]
+
+
 # sinks and slopes are cut with their heads; softcaps and narrow values are not cut
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), cases(*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt")
+)
 def test_all_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
     assert_all_together_are(both(name, num_ranks))
@@ -75,8 +90,7 @@ def test_ranks_have_heads_of_one_latent(name: str, num_ranks: int) -> None:
     assert_all_together_are(found)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "num_ranks"), cases(*ARCHITECTURES))
 def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> None:
     found = both(name, num_ranks)
     layers = len(found.caches[0])
@@ -106,7 +120,7 @@ def test_sums_and_bytes_are_as_few_as_they_can_be(name: str, num_ranks: int) -> 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rank_has_the_heads_of_its_caches(num_ranks: int) -> None:
     """What ranks have written, side by side, is what the whole model has."""
-    found = both("qwen3", num_ranks)
+    found = both("llama", num_ranks)
     inputs = prompt_inputs(PROMPTS)
     with torch.inference_mode():
         found.whole(*inputs)
@@ -149,11 +163,11 @@ def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
     [
         # between the table and the layers: a product from one width to another, and back
         ("opt", 2, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}, 6),
-        ("opt", 4, {"word_embed_proj_dim": 32}, 6),
+        pytest.param("opt", 4, {"word_embed_proj_dim": 32}, 6, marks=pytest.mark.slow),
         # one head of keys is whole on every rank
-        ("gemma3", 2, {"num_key_value_heads": 1}, 7),
+        pytest.param("gemma3", 2, {"num_key_value_heads": 1}, 7, marks=pytest.mark.slow),
         ("llama", 4, {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, 5),
-        ("gpt_neox", 2, {"use_parallel_residual": False}, 5),
+        pytest.param("gpt_neox", 2, {"use_parallel_residual": False}, 5, marks=pytest.mark.slow),
     ],
 )
 def test_other_shapes(name: str, num_ranks: int, changes: dict[str, Any], num_sums: int) -> None:
@@ -168,17 +182,19 @@ def test_other_shapes(name: str, num_ranks: int, changes: dict[str, Any], num_su
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
+        pytest.param(
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             "6 attention heads of model.layers.0.self_attn",
+            marks=pytest.mark.slow,
         ),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 3},
             "3 key and value heads of model.layers.0.self_attn",
         ),
-        (
+        pytest.param(
             {"intermediate_size": 90},
             "90 inner features of model.layers.0.mlp.down_proj.weight [64, 90]",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["heads", "kv-heads", "inner"],

@@ -63,7 +63,7 @@ def test_graphs_of_all_ranks_are_the_whole_one(name: str, num_ranks: int) -> Non
     check(found, found.run_graphs, found.tree())
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), cases({("llama", 4)}))
+@pytest.mark.parametrize(("name", "num_ranks"), cases({("gpt2", 2)}))
 def test_files_of_all_ranks_are_the_whole_program(
     written: Written, name: str, num_ranks: int
 ) -> None:

@@ -32,7 +32,7 @@ from specc.speculation.tree import TokenTree
 from tests.passes.step.grown_trees import Proposed, Request, drawn_from, look_up, propose
 from tests.passes.step.reading_models import NOTHING
 from tests.passes.step.stepped_plan import Stepped, accept_alone, requests_of
-from tests.tiers import every
+from tests.tiers import only
 
 PAIR, THREE = ("draft_0", "draft_1"), ("draft_2", "draft_0", "draft_1")
 # later nodes have more children than earlier ones
@@ -103,8 +103,6 @@ TILES = [
     (widths(1, 1, 1, drafts=PAIR, combine=VOTE), 2),
 ]
 TILED = [replace(plan, tile=tile) for plan, tile in TILES]
-# others of a kind that the default tier has: dynamic, or in tiles that cut a level as well
-MORE = [*(PLANS[i] for i in (7, 8, 10)), *(TILED[i] for i in (1, 5, 6, 8, 13))]
 
 
 def name_of(plan: SpecPlan) -> str:
@@ -112,10 +110,13 @@ def name_of(plan: SpecPlan) -> str:
 
 
 IDS = [name_of(plan) for plan in PLANS + TILED]
-STEPPED = [
-    pytest.param(plan, id=name_of(plan), marks=[pytest.mark.slow] if plan in MORE else [])
-    for plan in PLANS + TILED
-]
+STEPPED = [pytest.param(plan, id=name_of(plan)) for plan in PLANS + TILED]
+# one of each kind: of a draft, of a lookup, of several, in tiles, and with other logits
+QUICK = (
+    "tree-3-2-1", "dynamic-4-2-2", "lookup1-chain-4", "suffix-chain-3", "merge-0+1-tree-2-2-1",
+    "vote-0+1-chain-3", "tree-n8-d3-9788-tile-2", "tree-3-2-1-sharp-cefa",
+    "dynamic-6-2-3-sharp-259f",
+)  # fmt: skip
 
 
 def num_steps(plan: SpecPlan) -> int:
@@ -260,7 +261,8 @@ OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
 
 
 @pytest.mark.parametrize(
-    "plan", [*every(2, STEPPED), *(pytest.param(x, id=name_of(x)) for x in SHARP)]
+    "plan",
+    only(QUICK, [*STEPPED, *(pytest.param(x, id=name_of(x)) for x in SHARP)]),
 )
 def test_steps(plan):
     run = Stepped(plan, requests_of(plan, seed=1), seed=2)
@@ -286,16 +288,22 @@ def test_steps(plan):
     "plan",
     [
         pytest.param(dynamic(70, 9, 3), id="dynamic-nodes"),
-        pytest.param(dynamic(5, 8, 10), id="dynamic-rows"),
+        pytest.param(dynamic(5, 8, 10), id="dynamic-rows", marks=pytest.mark.slow),
         pytest.param(widths(3, 3, 2, drafts=THREE, combine=MERGE), id="merged"),
-        pytest.param(replace(dynamic(70, 9, 3), tile=30), id="dynamic-nodes-in-tiles"),
+        pytest.param(
+            replace(dynamic(70, 9, 3), tile=30), id="dynamic-nodes-in-tiles", marks=pytest.mark.slow
+        ),
         pytest.param(
             replace(dynamic(5, 8, 10), tile=3), id="dynamic-rows-in-tiles", marks=pytest.mark.slow
         ),
         pytest.param(
-            replace(widths(3, 3, 2, drafts=THREE, combine=MERGE), tile=17), id="merged-in-tiles"
+            replace(widths(3, 3, 2, drafts=THREE, combine=MERGE), tile=17),
+            id="merged-in-tiles",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(replace(widths(4, 4, 4), tile=40), id="static-in-tiles"),
+        pytest.param(
+            replace(widths(4, 4, 4), tile=40), id="static-in-tiles", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_more_than_64_nodes(plan):
@@ -349,15 +357,20 @@ def events_of(plan: SpecPlan) -> Counter[str]:
 @pytest.mark.parametrize(
     ("plan", "events"),
     [
-        (widths(3, 2, 1), "equal siblings,leaf without a row,row moved"),
+        pytest.param(
+            widths(3, 2, 1), "equal siblings,leaf without a row,row moved", marks=pytest.mark.slow
+        ),
         (SpecPlan.from_tree(UNEVEN), "leaf without a row,row moved"),
         (dynamic(3, 4, 1), "ties,leaf without a row"),
-        (dynamic(16, 3, 4), "ties,leaf without a row,row moved"),
+        pytest.param(
+            dynamic(16, 3, 4), "ties,leaf without a row,row moved", marks=pytest.mark.slow
+        ),
         (widths(1, 1, 1, 1, drafts=("lookup-1",)), "dead nodes,nothing proposed,a longer suffix"),
         (widths(1, 1, 1, drafts=("lookup-2",)), "dead nodes,nothing proposed,a longer suffix"),
-        (
+        pytest.param(
             widths(2, 2, 1, drafts=PAIR, combine=MERGE),
             "dead nodes,equal siblings,leaf without a row,rows of others alone,row moved",
+            marks=pytest.mark.slow,
         ),
         (
             widths(2, 1, drafts=("lookup-3", "draft_1", SUFFIX, "draft_0"), combine=MERGE),

@@ -292,6 +292,7 @@ class TestOutput:
         write_engine(tmp_path / "engine")
         assert sorted(os.listdir(tmp_path)) == sorted([*kept, "engine"])
 
+    @pytest.mark.slow
     def test_a_killed_writer_s_staging_is_removed(self, tmp_path):
         """Known by the lock that it held, since process ids repeat, in containers at once."""
         script = """

@@ -390,6 +390,7 @@ _MEASURE = """
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(tmp_path):
     shape = (4096, 12800)  # 200 MiB of float32, as a sparse file
     header = encode({"a": entry(shape=shape, end=shape[0] * shape[1] * 4)})

@@ -53,6 +53,7 @@ def test_a_second_compilation_does_no_work(writer, tiny_models, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_killed_writer_blocks_nobody(writer, tmp_path):
     writer.send_signal(signal.SIGKILL)
     writer.wait()

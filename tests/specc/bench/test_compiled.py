@@ -115,7 +115,7 @@ def contender(engine: Engine, plan: str, synthetic: tuple[float, ...] | None) ->
     ],
     ids=str,
 )
-@pytest.mark.parametrize("plan", ["chain-3", "tree-2-1"])
+@pytest.mark.parametrize("plan", [pytest.param("chain-3", marks=pytest.mark.slow), "tree-2-1"])
 def test_the_same_tokens_as_the_eager_engine(engine, eager, plan, synthetic) -> None:
     """The dice fall alike, and what they accept reaches the outputs, the counters, the caches."""
     found, wanted = (contender(one, plan, synthetic).run() for one in (engine, eager))

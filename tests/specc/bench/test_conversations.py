@@ -68,7 +68,7 @@ def talk(engine, turns, template=None):
 
 
 @pytest.mark.parametrize("plan", ["off", "chain-4"])
-@pytest.mark.parametrize("has_template", [False, True])
+@pytest.mark.parametrize("has_template", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_answers_are_the_model_s_own(engine, template, plan, has_template, batch_size):
     used = template if has_template else None

@@ -75,7 +75,7 @@ def make_bench(device: Any, acceptance: Any = (0.5, 0.2)) -> tuple[Any, TimedGra
 
 
 @pytest.mark.parametrize("kind", [RepeatingDevice, SimulatedDevice])
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+@pytest.mark.parametrize("plan", [pytest.param("off", marks=pytest.mark.slow), "tree-2-1"])
 def test_figures_of_a_step(kind, plan):
     engine, _, bench = make_bench(kind())
     found = bench.measure(plan, STAGES[plan], rounds=2)
@@ -92,6 +92,7 @@ def test_figures_of_a_step(kind, plan):
     assert found.kernels > 0
 
 
+@pytest.mark.slow
 def test_certain_acceptance_counts_as_such():
     _, _, bench = make_bench(SimulatedDevice(), (1.0,))
     assert bench.measure("tree-2-1", STAGES["tree-2-1"], rounds=1).acceptance_length == 3.0
@@ -127,7 +128,7 @@ def test_drawn_tokens_give_the_lengths_of_greedy_ones(monkeypatch):
     assert len(sampled[0]) == 2 * 4
 
 
-@pytest.mark.parametrize("share", [1.0, 0.0])
+@pytest.mark.parametrize("share", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_certain_draws_are_certain_for_drawn_tokens_too(share):
     _, _, bench = make_bench(RepeatingDevice(), (share,))
     found = bench.measure("tree-2-1", STAGES["tree-2-1"], rounds=1)
@@ -135,6 +136,7 @@ def test_certain_draws_are_certain_for_drawn_tokens_too(share):
     assert found.sampled_ms.median > 0
 
 
+@pytest.mark.slow
 def test_rounds_begin_at_the_same_place():
     """Every queue starts at the given context again: draws by position, so all rounds agree."""
     _, _, bench = make_bench(RepeatingDevice())

@@ -135,6 +135,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(engine):
     """A real terminal: the first answer is stopped, the chat goes on, and ends with code 0."""
     leader, follower = pty.openpty()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import MAIN, assert_refused, invoke
+from tests.tiers import only
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def test_compile_prints_a_summary(compile_into):
     assert all(line.endswith(" s") for line in result.stderr.splitlines() if "…" in line)
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_accepted(compile_into, tiny_models, tmp_path, save_llama):
     save_llama(tmp_path / "padded", 3, vocab_size=272)
     result = compile_into("--max-seq-len", 64, "--verbose", draft=tmp_path / "padded")
@@ -111,7 +113,7 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.parametrize("kind", only(("bidirectional",), UNSUPPORTED))
 def test_unsupported_attention_names_the_layer(compile_into, tiny_models, tmp_path, kind):
     architecture, layer, options = UNSUPPORTED[kind]
     options = options | {"architectures": [architecture], "rope_parameters": None}
@@ -145,6 +147,7 @@ def test_tree_and_chain(compile_into):
     assert_refused(compile_into("--tree", "2,1", "--num-speculative-tokens", 2), "one of them")
 
 
+@pytest.mark.slow
 def test_tree_deeper_than_the_window(compile_into, tiny_models, tmp_path):
     path = variant(
         tiny_models,
@@ -200,6 +203,7 @@ def compile_process(tiny_models, output: Path, **options) -> subprocess.Popen:
     return subprocess.Popen(args, stderr=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_disk_full(tiny_models, tmp_path):
     """A file that may not grow stands for a disk that is full: the write fails midway."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
@@ -212,6 +216,7 @@ def test_disk_full(tiny_models, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_interrupted_compile(tiny_models, tmp_path):
     process = compile_process(tiny_models, tmp_path / "engine")
     assert process.stderr is not None

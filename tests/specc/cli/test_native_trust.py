@@ -69,6 +69,7 @@ def engine(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_runs_no_code_of_an_engine(engine: Path) -> None:
     mark, name = engine.parent / "mark", str(engine)
     eager = ["--backend", "eager"]

@@ -117,6 +117,7 @@ def test_an_engine_without_a_tokenizer_takes_and_gives_ids(no_tokenizer, tiny_en
     assert_refused(invoke("run", no_tokenizer, "hello"), "without a tokenizer", "prompt_token_ids")
 
 
+@pytest.mark.slow
 def test_bench_has_prompts_for_an_engine_without_a_tokenizer(no_tokenizer, tmp_path):
     options = ("--tokens", 4, "--rounds", 1, "--warmup", 0, "--json", tmp_path / "r.json")
     built_in = invoke("bench", no_tokenizer, *options, "--num-prompts", 2)

@@ -76,6 +76,7 @@ def test_run_prints_a_batch(tiny_engine, tmp_path):
     assert result.stdout.count("--- ") == 2
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_quiet(tiny_engine):
     """`specc run … | head -1` after head has gone."""
     reader, writer = os.pipe()

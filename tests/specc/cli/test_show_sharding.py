@@ -17,7 +17,14 @@ from tests.specc.sharding.test_weight_pieces import compiled
 GOLDEN = Path(__file__).parent / "sharding"
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("qwen3", 4), ("gpt2", 2), ("mixtral", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        pytest.param("qwen3", 4, marks=pytest.mark.slow),
+        ("gpt2", 2),
+        pytest.param("mixtral", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int) -> None:
     """A new file is written where there is none: read it before it is committed."""
     monkeypatch.setenv("COLUMNS", "140")
@@ -49,6 +56,7 @@ def test_a_picture_of_nothing_is_refused(tiny_engine: Path) -> None:
     assert "--svg a.svg without --sharding" in result.stderr
 
 
+@pytest.mark.slow
 def test_reshard_says_what_it_makes(tiny_engine: Path, tmp_path: Path) -> None:
     """As a compilation does: phases, models, memory, and what comes next."""
     two = tmp_path / "two"

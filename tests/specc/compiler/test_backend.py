@@ -268,7 +268,10 @@ class TestOpen:
         with pytest.raises(EngineError, match="differs from the operators"):
             Engine.load(engine)
 
-    @pytest.mark.parametrize("size", [0, 100], ids=["empty", "header"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "size", [pytest.param(0, marks=pytest.mark.slow), 100], ids=["empty", "header"]
+    )
     def test_a_library_that_is_none(self, engine, size):
         """In a process that has loaded none; what names no version is refused unopened."""
         data = (engine / LIBRARY).read_bytes()[:size]
@@ -288,6 +291,7 @@ class TestOpen:
         for error in load_elsewhere(*cut):
             assert "program.pt2 cannot be loaded" in error
 
+    @pytest.mark.slow
     def test_the_package_of_another_model(self, engine):
         """The target's has more weights than the draft."""
         target = (engine / "target/program.pt2").read_bytes()

@@ -123,7 +123,9 @@ def test_weights_are_the_checkpoints(built, models):
     assert torch.equal(stored["model.norm.weight"], source["model.norm.weight"])
 
 
-@pytest.mark.parametrize("sizes", [(128, 136), (136, 128)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((128, 136), marks=pytest.mark.slow), (136, 128)], ids=str
+)
 def test_vocabulary_padded_to_another_size(tmp_path, sizes):
     """A draft proposes no id past the target's, and survives the ids that it lacks."""
     target, draft = Custom(0, sizes[0]), Custom(1, sizes[1])
@@ -333,8 +335,8 @@ def test_force_replaces_an_engine(built, tmp_path):
 @pytest.mark.parametrize(
     ("phase", "error"),
     [
-        ("trace target", RuntimeError),
-        ("rewrite target", KeyboardInterrupt),
+        pytest.param("trace target", RuntimeError, marks=pytest.mark.slow),
+        pytest.param("rewrite target", KeyboardInterrupt, marks=pytest.mark.slow),
         ("write target weights", KeyboardInterrupt),
     ],
 )

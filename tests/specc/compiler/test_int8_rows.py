@@ -71,7 +71,7 @@ def generate(engine: Engine, plan: str, **options: Any) -> tuple[list[list[int]]
     return outputs, llm.get_metrics().num_accepted_tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_every_plan_gives_what_off_does(built: Path, temperature: float) -> None:
     engine = Engine.load(built)
     torch.manual_seed(0)
@@ -205,6 +205,7 @@ def test_ranks_have_their_heads_scales(cut: tuple[Path, Path]) -> None:
         led.close()
 
 
+@pytest.mark.slow
 def test_an_engine_goes_back_to_one_rank(cut: tuple[Path, Path], tmp_path: Path) -> None:
     reshard_engine(cut[1], tmp_path / "again", 1)
     again, whole = read_manifest(tmp_path / "again"), read_manifest(cut[0])
@@ -214,6 +215,7 @@ def test_an_engine_goes_back_to_one_rank(cut: tuple[Path, Path], tmp_path: Path)
     assert (tmp_path / "again" / name).read_bytes() == (cut[0] / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_segments_take_the_same_caches(models: Path, tmp_path: Path) -> None:
     """A program for each kind of layer gives the tokens that one for all of them does."""
     found = []

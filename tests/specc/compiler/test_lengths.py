@@ -31,7 +31,14 @@ def test_longer_than_the_drafts_positions(models, tmp_path):
     assert "the draft 0 model has 32 positions" in found
 
 
-@pytest.mark.parametrize(("positions", "length"), [(40, 40), (100_000, 64), (None, 64)])
+@pytest.mark.parametrize(
+    ("positions", "length"),
+    [
+        pytest.param(40, 40, marks=pytest.mark.slow),
+        (100_000, 64),
+        pytest.param(None, 64, marks=pytest.mark.slow),
+    ],
+)
 def test_max_seq_len_defaults_to_the_models_positions(tmp_path, positions, length):
     """Custom has a table of 64 positions, whatever a config says."""
     target = Custom()

@@ -61,7 +61,7 @@ BOTH = [((1, 1), (2, 1)), ((2, 1), (1, 1))]
         ),
         # padded columns of logits
         pytest.param("phi3", {"vocab_size": 126}, {"quantize": "int8"}, BOTH, marks=SLOW),
-        ("gpt_oss", {}, {"quantize": "int8"}, BOTH),
+        pytest.param("gpt_oss", {}, {"quantize": "int8"}, BOTH, marks=SLOW),
         pytest.param("mixtral", WIDE, INT4, [*BOTH, ((1, 2), (2, 1))], marks=SLOW),
         pytest.param("gemma3-tied", {}, {"quantize": "fp8"}, BOTH, marks=SLOW),
         pytest.param(

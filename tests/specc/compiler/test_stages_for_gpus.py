@@ -112,7 +112,7 @@ def test_memory_and_what_inspect_says(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), every(2, WAYS), ids=lambda shape: f"tp-{shape[0]}-pp-{shape[1]}"
+    ("before", "after"), every(6, WAYS), ids=lambda shape: f"tp-{shape[0]}-pp-{shape[1]}"
 )
 def test_engines_are_those_that_the_checkpoint_makes(
     engines: Engines, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]

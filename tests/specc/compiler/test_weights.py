@@ -117,6 +117,7 @@ def test_a_bias_with_the_name_of_a_mask_is_mentioned(model, tmp_path):
     assert "1 tensor (model.layers.0.attn.bias) of the checkpoint is not" in compilation.warnings[0]
 
 
+@pytest.mark.slow
 def test_checkpoints_without_surprises_give_no_warning(tmp_path):
     for kind in ("gpt2", "qwen3_moe"):
         save_tiny(kind, tmp_path / kind)

@@ -56,7 +56,10 @@ def test_weights_and_sums_stand_in_the_order_of_execution() -> None:
     assert names(after) == ["norm", "lm_head"]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("gpt2", 2), ("phi", 2), ("mixtral", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("gpt2", 2), pytest.param("phi", 2, marks=pytest.mark.slow), ("mixtral", 4)],
+)
 def test_all_bytes_and_all_sums_are_there(name: str, num_ranks: int) -> None:
     _, plan = cut(name, num_ranks)
     found = sections_of(name, num_ranks)

@@ -226,6 +226,7 @@ def test_the_command_simulates_a_sweep(table, tmp_path):
     assert json.loads(again.stdout)["cells"] == report["cells"]
 
 
+@pytest.mark.slow
 def test_the_command_serves_an_engine(tiny_engine, tmp_path):
     done = invoke(
         tiny_engine, "--request-rate", 100, "--num-requests", 6, "--output-tokens", 8,

@@ -103,7 +103,8 @@ def serve(
         is_source = isinstance(template, str)
         chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)
-        listener = socket.socket()
+        # asyncio sends at once where it is told that this is TCP, as `specc.server.listener` does
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         server = HttpServer(app, limits, tls, timeout_graceful_shutdown=1)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

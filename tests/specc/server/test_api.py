@@ -130,7 +130,7 @@ def test_golden_chat_stream(server) -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_streams_are_the_whole_answer_in_parts(server, n: int) -> None:
     options = {"model": MODEL, "prompt": [PROMPT, "ab"], "max_tokens": 10, "n": n, "seed": 5}
     whole = server.client.completions.create(**options)

@@ -138,6 +138,7 @@ def date_is_off_by(server: Clocked, seconds: float) -> bool:
     return abs(found - time.time() - seconds) < 5
 
 
+@pytest.mark.slow
 def test_the_log_goes_on_across_jumps(server) -> None:
     body = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True}
     for jump in (-YEAR, YEAR, 0.0):

@@ -64,7 +64,15 @@ def until_closed(client: socket.socket) -> tuple[bytes, float]:
     return found, time.monotonic() - begin_s
 
 
-@pytest.mark.parametrize("data", [b"", b"GET /hea", GET[:-2], GET + GET[:-2]])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", marks=pytest.mark.slow),
+        b"GET /hea",
+        pytest.param(GET[:-2], marks=pytest.mark.slow),
+        GET + GET[:-2],
+    ],
+)
 def test_headers_that_do_not_come(server, data: bytes) -> None:
     _, seconds = until_closed(connect(server, data))
     # soon, beside the 10 s that a client would have by default
@@ -326,7 +334,8 @@ def test_the_soft_limit_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("has_hard_limit", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_hard_limit", [True, False])
 def test_1100_idle_connections(has_hard_limit: bool, tmp_path: Path) -> None:
     """A whole process at `ulimit -n 1024`, whether it may raise that or not."""
     engine = save_engine(tmp_path / "engine").path

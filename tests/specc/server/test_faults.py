@@ -139,7 +139,14 @@ def _return_from_the_thread(server: Server) -> None:
     server.service._take_orders = lambda: False  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kill", [_raise_in_thread, _exit_in_a_step, _return_from_the_thread])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(_raise_in_thread, marks=pytest.mark.slow),
+        _exit_in_a_step,
+        pytest.param(_return_from_the_thread, marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_engine_thread_is_seen(kill: Any, caplog) -> None:
     with serve() as server, caplog.at_level(logging.CRITICAL, "specc.service"):
         assert server.get("/health").status_code == 200

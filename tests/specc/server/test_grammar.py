@@ -144,6 +144,7 @@ with serve_run._End() as end:
 """
 
 
+@pytest.mark.slow
 def test_no_thread_keeps_the_process() -> None:
     command = [sys.executable, "-P", "-c", STUCK]
     assert subprocess.run(command, timeout=20).returncode == 3

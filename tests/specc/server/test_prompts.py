@@ -50,7 +50,15 @@ def check_prompt(found: list[Any], ids: list[int], scores: list[torch.Tensor], c
     assert len(found) == len(ids)
 
 
-@pytest.mark.parametrize(("of_prompt", "of_output"), [(1, 3), (3, 1), (0, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("of_prompt", "of_output"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        (3, 1),
+        (0, 2),
+        pytest.param(2, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_both_counts_of_candidates_hold(server, of_prompt: int, of_output: int) -> None:
     """A prompt's log probabilities in two places, each with as many candidates as asked for."""
     counts = {"prompt_logprobs": of_prompt, "logprobs": of_output}
@@ -128,7 +136,7 @@ def test_no_limit(server) -> None:
     assert answer["usage"]["completion_tokens"] == 36
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_token_ids(server, stream: bool) -> None:
     want = greedy_ids(server.engine, PROMPT, 12)
     body = {"prompt": PROMPT, "return_token_ids": True, "stream": stream} | GREEDY

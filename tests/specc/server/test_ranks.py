@@ -100,6 +100,7 @@ def test_sigterm_ends_all_ranks(serving: Serving) -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_server(serving: Serving) -> None:
     """Who waits gets an error; whatever started the server can start it again."""
     answers: list[Any] = []

@@ -48,7 +48,7 @@ def streamed(server: Server, **options: Any) -> tuple[dict[str, str], list[str |
     return texts, reasons, chunks
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_message_and_its_stream(rig, whole: bool) -> None:
     """Markers that are special tokens, which texts leave out, and markers of many tokens."""
     server, script = rig

@@ -22,6 +22,7 @@ from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse
 from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
 from tests.specc.server.serving import MODEL, Server, assert_error, serve
+from tests.tiers import only
 
 USER = {"role": "user", "content": "hi"}
 ADD = {
@@ -71,7 +72,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 BOTH = [("add", ARGUMENTS), ("now", "{}")]
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_message_and_its_stream(rig, whole: bool) -> None:
     """Marks that are special tokens, and marks of many tokens, which steps cut anywhere."""
     server, script = rig
@@ -339,7 +340,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", only(("llama3_json",), FORMS))
 def test_other_formats(form: str) -> None:
     engine, script = scripted_engine()
     options = {"enable_auto_tool_choice": True, "tool_call_parser": form}

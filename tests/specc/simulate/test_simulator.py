@@ -227,6 +227,7 @@ def test_a_comparison_serves_everyone_with_the_same_load():
     )
 
 
+@pytest.mark.slow
 def test_at_saturation_goodput_is_not_worse_than_off():
     plans = {plan.name: plan for plan in (OFF, SpecPlan.from_widths((1,) * 4))}
     load = make_load(60.0, 240, [(1, GOOD)], Lengths(512, 0.5), Lengths(128, 0.5), seed=4)

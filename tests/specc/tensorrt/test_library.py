@@ -198,6 +198,7 @@ def test_listeners_wait_for_each_other(monkeypatch):
     assert log.sink is None
 
 
+@pytest.mark.slow
 def test_nothing_loads_tensorrt_before_it_is_asked_for():
     code = (
         "import sys; import specc.tensorrt.library, specc.tensorrt.layers;"

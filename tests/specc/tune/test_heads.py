@@ -99,6 +99,7 @@ def test_chains_are_those_of_steps(compiled: Path, target: Path) -> None:
     assert sum(table[0]) == pytest.approx(sum(rank >= 0 for rank in roots) / len(roots))
 
 
+@pytest.mark.slow
 def test_tuned_engine_drafts_with_its_head(compiled: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(compiled, tmp_path / "engine"))
     prompts = [[5, 6, 7, 8], [50, 40, 30]]

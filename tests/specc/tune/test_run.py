@@ -86,7 +86,7 @@ def test_no_outputs_accept_nothing():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("chunk", [512, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(512, marks=pytest.mark.slow), 7])
 def test_the_target_as_its_own_draft_is_right_at_first(
     compiled: Path, temperature: float, chunk: int
 ):
@@ -128,6 +128,7 @@ def test_lookups_are_tried_at_every_position():
     assert lookup_acceptance("suffix", [*made, Trajectory(other, 2)], 1)[0][0] > 8 / 11
 
 
+@pytest.mark.slow
 def test_seconds_rise_with_the_work(compiled: Path):
     engine = Engine.load(compiled)
     seconds = StepSeconds(measure_latency(engine, budget_s=0.1), "draft_0", 2, 16)
@@ -205,6 +206,7 @@ def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
     assert (alone.get_metrics().num_spec_steps > 0) == tuning.batches[0].chosen.speculates
 
 
+@pytest.mark.slow
 def test_tune_prunes_where_it_is_told_to(engine_copy: Path):
     """Prompts are token ids here, which an engine without a tokenizer takes, too."""
     lines = engine_copy.parent / "ids.jsonl"
@@ -230,9 +232,7 @@ def test_a_profile_picks_by_the_number_of_sequences():
 
 
 def test_a_profile_of_unknown_plans_is_refused(engine_copy: Path):
-    tune(engine_copy, ["hello"], TuneOptions((1,), 4, 2, 4, rounds=1), PhaseTimer())
-    manifest = open_engine(engine_copy)
-    with extend_engine(engine_copy, manifest) as extension:
+    with extend_engine(engine_copy, open_engine(engine_copy)) as extension:
         extension.commit([OFF], "profile", {"plans": {"1": "chain-77"}})
     with pytest.raises(EngineError, match="chain-77") as error:
         Engine.load(engine_copy)
@@ -272,6 +272,7 @@ def test_what_cannot_be_tuned(zoo: Zoo, compiled: Path, tmp_path: Path):
         tune(compiled, ["a"], TuneOptions((3,)), PhaseTimer())
 
 
+@pytest.mark.slow
 def test_command_line(engine_copy: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "hello"}\n{"prompt": "two"}\n', encoding="utf-8")

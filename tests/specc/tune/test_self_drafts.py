@@ -50,7 +50,7 @@ def viewing(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engines.build(zoo.checkpoint("llama"), [], path, config)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_acceptance_of_views(viewing: Path, temperature: float):
     """All rows are the target; fewer are right less often; and the cache is left as it was."""
     engine = Engine.load(viewing)
@@ -97,7 +97,7 @@ class Recorder(FixedPolicy):
             self.accepted.setdefault(request.request_id, count)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_chains_of_a_view_are_those_of_its_steps(viewing: Path, temperature: float):
     """From every root, what a step of the engine accepts: its rows, positions and noise."""
     engine = Engine.load(viewing)
@@ -218,6 +218,7 @@ def test_the_best_three_plans_of_self_drafts_are_measured_whole():
     assert all(every[draft, n] <= min(found.values()) for draft in left_out for n in range(1, 9))
 
 
+@pytest.mark.slow
 def test_tuning_at_a_context(viewing: Path, tmp_path: Path):
     """Joined prompts, and the critical length in the profile, on the screen and in `inspect`."""
     directory = Path(shutil.copytree(viewing, tmp_path / "engine"))

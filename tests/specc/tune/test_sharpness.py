@@ -75,7 +75,15 @@ def accepted_a_step(path: Path, plan: str, **params: object) -> tuple[float, lis
     return length, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "delta", "mss", "swor"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "coupled",
+        pytest.param("delta", marks=pytest.mark.slow),
+        pytest.param("mss", marks=pytest.mark.slow),
+        "swor",
+    ],
+)
 def test_rules_are_told_what_children_were_drawn_from(compiled: Path, rule: str) -> None:
     """Then the draft is the target: every child is accepted, and else it is not."""
     given = {"temperature": 1.0, "rule": rule}
@@ -105,7 +113,15 @@ def test_steps_in_cpp(make: Callable[..., Path], rule: str) -> None:
             assert outputs == accepted_a_step(path, "off", **given)[1]
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        CHAIN,
+        pytest.param(TREE, marks=pytest.mark.slow),
+        pytest.param(DYNAMIC, marks=pytest.mark.slow),
+    ],
+    ids=lambda plan: plan.name,
+)
 def test_outputs_are_those_without_drafts(compiled: Path, plan: SpecPlan) -> None:
     name = SHARP[plan].name
     for temperature in (0.0, 0.7, 1.0):

@@ -130,6 +130,7 @@ def test_share_of_weights(engine_path: Path) -> None:
     assert found == pytest.approx((whole - gone) / whole)
 
 
+@pytest.mark.slow
 def test_the_command_searches_and_changes_nothing(engine_path: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt_token_ids": ids}) for ids in models.prompts()[1:]]

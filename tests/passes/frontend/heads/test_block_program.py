@@ -28,6 +28,7 @@ from tests.block_heads import BLOCK_CASES, MASK, write_block
 from tests.block_reference import BlockReference
 from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.passes.frontend.heads.conftest import filled
+from tests.tiers import only
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 BLOCK, BLOCKS = 4, 6
@@ -41,13 +42,7 @@ def program_of(source: ModelSource) -> Any:
     return program
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        x if "z-lab" in x or "mixed" in x else pytest.param(x, marks=pytest.mark.slow)
-        for x in BLOCK_CASES
-    ],
-)
+@pytest.mark.parametrize("name", only(("z-lab", "z-lab-mixed", "speculators-mixed"), BLOCK_CASES))
 def test_a_pass_over_context_and_block(name, target, tmp_path):
     """Two sequences; of the context a part is there, and a part comes with the block."""
     case = BLOCK_CASES[name]
@@ -86,6 +81,7 @@ def test_a_pass_over_context_and_block(name, target, tmp_path):
         start += size
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_back(target, tmp_path):
     """Graph, inputs, and that it has no slab of its own."""
     write_block(tmp_path, BLOCK_CASES["z-lab"])

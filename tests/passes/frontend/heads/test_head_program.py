@@ -21,10 +21,10 @@ from specc.passes.rewrite.read_features import ReadFeatures
 from tests.head_reference import hidden_states
 from tests.heads import CASES, VOCAB
 from tests.passes.frontend.heads.drafted_trees import PagedDrafts, TreeDrafts
+from tests.tiers import only
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 # one of each layout, and between them every flag, both kinds of layers, and windows
-FIRST = ("safeailab-narrow", "speculators-sliding")
 
 
 READ: Phases = (("features", (ReadFeatures,)),)
@@ -38,25 +38,13 @@ def program_of(loaded: Any, more: Phases = ()) -> Program:
     return program
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", only(("safeailab-narrow",), CASES))
 def test_trees_over_several_steps(name, load, target):
     """Logits of every node, after acceptances of every length, of two sequences in one pass."""
     check_trees(name, load(name), target)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", only(("speculators-sliding",), CASES))
 def test_trees_over_slabs(name, load, target):
     """The same of programs that read features from slabs, and write there what they hand on."""
     check_trees(name, load(name), target, READ, PagedDrafts)

@@ -27,7 +27,7 @@ SIZES = {
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_are_those_of_both_checkpoints(is_tied, tmp_path):
     """A head that lacks its embedding and its head has the target's rows in its file."""
     models.save_tiny("llama", tmp_path / "target", tie_word_embeddings=is_tied, **SIZES)

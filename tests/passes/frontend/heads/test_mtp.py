@@ -33,6 +33,7 @@ from tests.mtp import (
 )
 from tests.passes.frontend.heads.drafted_trees import PagedDrafts
 from tests.passes.frontend.heads.test_head_program import READ, check_trees
+from tests.tiers import only
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 ENDS = [
@@ -65,6 +66,7 @@ def test_logits_of_a_path(name, has_own_ends, load_mtp):
             own[0, count] = handed_on[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow)
@@ -76,7 +78,7 @@ def test_trees_over_slabs(name, load_mtp):
     check_trees(name, loaded, target, READ, PagedDrafts)
 
 
-@pytest.mark.parametrize(("name", "has_own_ends"), ENDS)
+@pytest.mark.parametrize(("name", "has_own_ends"), only(("glm4_moe",), ENDS))
 def test_what_files_say(name, has_own_ends, load_mtp, tmp_path):
     _, loaded = load_mtp(name, has_own_ends)
     spec, source = loaded.spec, loaded.source
@@ -98,6 +100,7 @@ def test_what_files_say(name, has_own_ends, load_mtp, tmp_path):
     assert read == {*tensor_names(spec.directory, place), *shared}
 
 
+@pytest.mark.slow
 def test_what_the_target_says_of_tensors_that_it_does_not_read(load_mtp):
     """Those of the module are read by the draft."""
     _, loaded = load_mtp("glm4_moe")

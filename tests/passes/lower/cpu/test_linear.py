@@ -150,7 +150,7 @@ class ThroughMM(Tiny):
 @pytest.mark.parametrize(
     # q, k and v are one projection, then o and head
     ("kind", "count"),
-    [(Tiny, 3), (Biased, 3), (Twice, 5)],
+    [pytest.param(Tiny, 3, marks=pytest.mark.slow), (Biased, 3), (Twice, 5)],
 )
 def test_modules(kind: type[Tiny], count: int) -> None:
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_a_weight_that_a_product_reads_too_keeps_its_rows() -> None:
     ("name", "count"),
     [
         # of each of two layers qkv, o, gate-up and down; the head
-        ("llama", 2 * 4 + 1),
+        pytest.param("llama", 2 * 4 + 1, marks=pytest.mark.slow),
         # of each of two layers qkv, o, fc1 and fc2, with biases; the head
         ("opt", 2 * 4 + 1),
         # Conv1D keeps its weight [in, out], which is no linear layer: the head alone

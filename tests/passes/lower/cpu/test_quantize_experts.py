@@ -104,7 +104,7 @@ def test_the_checkpoints_integers_are_kept() -> None:
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_mixtures(name) -> None:
     program, _ = compiled(name)
     found = {key.rpartition(".")[2]: item for key, item in layouts(program).items()}

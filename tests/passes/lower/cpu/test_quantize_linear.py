@@ -10,7 +10,6 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
-from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
@@ -20,13 +19,14 @@ from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.models import build_model
 from tests.passes.lower.cpu.test_linear import make_program, numbers
 from tests.passes.modules import aten
+from tests.traces import trace_once
 
 INT4 = QuantizedLayout(4, 32)
 
 
 def compiled(name: str, layout: str = "int4-g32", **changes) -> tuple[Program, Pipeline]:
     pipeline = Pipeline((*PHASES, *quantize_phases(layout), *LAYOUT_PHASES))
-    program = trace(build_model(name, **changes), "target")
+    program = trace_once(build_model(name, **changes), "target")
     pipeline.run(program)
     return program, pipeline
 
@@ -79,7 +79,7 @@ def test_every_projection_and_a_head_of_8_bits() -> None:
 
 
 def test_parameters_are_counted_once() -> None:
-    plain = trace(build_model("gemma3-tied"), "target")
+    plain = trace_once(build_model("gemma3-tied"), "target")
     program, _ = compiled("gemma3-tied")
     assert program.num_parameters == plain.num_parameters
 
@@ -120,7 +120,7 @@ def test_a_product_that_mixes_tokens_is_still_found() -> None:
 
 def with_integers(layouts: dict[str, QuantizedLayout], option: str | None):
     """A model of which a checkpoint has integers, and what was declined."""
-    program = trace(build_model("llama", num_hidden_layers=1), "target")
+    program = trace_once(build_model("llama", num_hidden_layers=1), "target")
     for weight in program.weights.values():
         (name,) = weight.parameters
         found = [layout for part, layout in layouts.items() if part in name]

@@ -110,6 +110,7 @@ def test_fused_program_runs_alike(name):
 
 
 # float32 runs with all in the default tier
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "gpt_neox"))]
 )

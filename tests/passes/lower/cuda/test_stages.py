@@ -25,7 +25,7 @@ from tests.passes.shard.lockstep import (
     whole_weights,
 )
 from tests.passes.shard.test_lockstep import PROMPTS
-from tests.tiers import every
+from tests.tiers import every, only
 
 
 @cache
@@ -37,7 +37,9 @@ def lowered(name: str) -> tuple[Segment, ...]:
     return stages
 
 
-@pytest.mark.parametrize("name", every(3, [*models.ARCHITECTURES, "gemma3-tied"]))
+@pytest.mark.parametrize(
+    "name", only(("qwen3", "gpt_neox"), every(3, [*models.ARCHITECTURES, "gemma3-tied"]))
+)
 def test_lowered_stages_one_after_another_are_the_model(name: str) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left; caches, too."""
     model = models.build_model(name)

@@ -34,7 +34,7 @@ def build(folder, shape=None, options=STANDARD, profiles=(DECODE, TREE), **featu
     return build_engine(model, model.with_name("engine.plan"), profiles, options)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lane", ["standard", "fast"])
 def test_both_lanes_build_and_attention_stays_one_kernel(tmp_path, dtype, lane):
     options = BuildOptions("8.9", use_fast_lane=lane == "fast")
@@ -129,7 +129,7 @@ def test_a_head_size_without_a_kernel_is_named(tmp_path):
         build(tmp_path, TinyShape(head_dim=12))
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_attention_that_fell_apart_is_told(tmp_path, fast):
     """fp32 with several nodes; with one node there is a kernel after all."""
     options = BuildOptions("8.9", decomposable=True, use_fast_lane=fast)
@@ -145,6 +145,7 @@ def test_attention_that_fell_apart_is_told(tmp_path, fast):
     assert report.fallback is None
 
 
+@pytest.mark.slow
 def test_decomposable_costs_nothing_where_a_kernel_is_fused(tmp_path):
     report = build(tmp_path, options=dataclasses.replace(STANDARD, decomposable=True))
     assert report.layers.fell_apart == ()
@@ -197,7 +198,7 @@ def test_the_lane_with_more_fused_attentions_is_kept(
     assert built == (["fast", "standard"] if fast else ["fast"])
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_fixed_batch_of_several_nodes_builds(tmp_path, fast):
     """TensorRT-RTX 1.7 fails on it ("Error while verifying IR") unless the batch may vary."""
     shape = TinyShape(head_dim=128, cache_len=1024)
@@ -234,6 +235,7 @@ def test_hopper_is_refused_before_anything_is_built(tmp_path):
     assert not (tmp_path / "model/builder.log").exists()
 
 
+@pytest.mark.slow
 def test_engines_for_other_gpus(tmp_path):
     """A plan begins with what it is for: equal for one GPU, other bytes for every other."""
     heads = {}

@@ -95,8 +95,8 @@ def test_a_checkpoint_is_converted_once_for_what_it_holds(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("no such model", "it has no such model"),
-        ("broken converter", "its converter failed on"),
+        pytest.param("no such model", "it has no such model", marks=pytest.mark.slow),
+        pytest.param("broken converter", "its converter failed on", marks=pytest.mark.slow),
         ("crash plain", "its process ended with code 7 (a last word)"),
     ],
 )

@@ -201,6 +201,7 @@ def test_several_plans(tiny_engine, prompts):
     assert report["settings"]["num_prompts"] == 1
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance(tiny_engine):
     """Built-in prompts; the tree's only children are accepted."""
     result = invoke(tiny_engine, *QUICK, "--synthetic-acceptance", "0,1")
@@ -244,6 +245,7 @@ def test_a_mismatch_is_not_hidden(tiny_engine, prompts, monkeypatch):
     assert "prompt 1 differs from token 4 on" in result.stdout
 
 
+@pytest.mark.slow
 def test_uneven_rounds_are_pointed_out(tiny_engine, prompts, monkeypatch):
     """The second run of each takes twice as long, as on a machine with other work."""
     run, calls = EngineContender.run, {"off": 0, "speculative": 0}

@@ -77,7 +77,7 @@ def pair(tmp_path, monkeypatch) -> str:
     return "target,draft"
 
 
-@pytest.fixture(params=["eager", "simulated"])
+@pytest.fixture(params=["eager", pytest.param("simulated", marks=pytest.mark.slow)])
 def device(request, monkeypatch) -> GraphDevice:
     """The CPU itself, or a GPU that is simulated there."""
     if request.param == "eager":
@@ -183,6 +183,7 @@ def test_one_graph_a_step(pair, monkeypatch):
     assert report["engine"]["backend"] == "cuda"
 
 
+@pytest.mark.slow
 def test_both_measures_draw_the_even_walk(pair):
     """Queued steps and rounds start where draws do: their lengths are those of its first steps."""
     tokens = 49
@@ -209,6 +210,7 @@ def test_a_target_alone(pair):
     assert report["engine"]["plans"] == ["off"]
 
 
+@pytest.mark.slow
 def test_real_acceptance_is_compared_with_off(pair):
     """Without dice outputs are the target's own; several plans, a batch."""
     report = report_of(
@@ -320,6 +322,7 @@ def test_help_has_an_example():
     assert "specc bench --synthetic llama-3.1-8b/llama-3.2-1b" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_published_pair_would_not_fit_here(monkeypatch):
     """Names of the issue, up to the check of memory: 8B and 1B compile without weights."""
     monkeypatch.setattr(bench_device.RepeatingDevice, "free_bytes", lambda self: 1 << 30)
@@ -332,6 +335,7 @@ def test_the_published_pair_would_not_fit_here(monkeypatch):
     assert_refused(result, "1.0 GiB of memory free", "llama-3.1-8b", "llama-3.2-1b")
 
 
+@pytest.mark.slow
 def test_decoding_with_a_static_cache_and_a_compiled_forward(monkeypatch):
     """The setting of a GPU, here with a backend that compiles nothing: the same tokens as plain."""
     model = build_model("llama")
@@ -392,6 +396,7 @@ def test_a_gpu_gets_the_compiled_forward(monkeypatch):
     assert "one sequence" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_self_draft_in_place_of_a_draft(pair, device):
     """Steps with a view, whose pass reads fewer bytes than the target's, and dice that accept."""
     options = ("--context", 200, "--tokens", 24, "--rounds", 2, "--warmup", 0, "--batch-size", 2)
