@@ -147,6 +147,7 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
         assert found["warnings"] == 0
 
 
+@pytest.mark.slow
 def test_a_captured_bfloat16_draft_is_the_same_to_the_bit_elsewhere(
     zoo: Zoo, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_captured_bfloat16_draft_is_the_same_to_the_bit_elsewhere(
             assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 def test_a_draft_rank_that_is_lost_between_replays_is_named(zoo: Zoo) -> None:
     options = {
         "jobs": [job(CAPTURED[0].name, "greedy")],

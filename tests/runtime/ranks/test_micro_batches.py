@@ -93,18 +93,9 @@ def watched_core(*args: Any, **options: Any) -> EngineCore:
     return core
 
 
-USUAL = {"tree-3-2-1-mss", "merge-0+lookup2-tree-2-1-grammar", "tiles-3-2-1-greedy"}
-
-
-def kinds() -> list[Any]:
-    """Every plan with every kind of rows; most are slow."""
-    every = [case for case in cases(step=1)]
-    assert {case.id for case in every} > USUAL
-    marks = {True: [], False: [pytest.mark.slow]}
-    return [pytest.param(*c.values, id=c.id, marks=marks[c.id in USUAL]) for c in every]
-
-
-@pytest.mark.parametrize(("plan", "options"), kinds())
+@pytest.mark.parametrize(
+    ("plan", "options"), cases({"tree-3-2-1-mss", "merge-0+lookup2-tree-2-1-grammar"})
+)
 def test_two_batches_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:
@@ -229,10 +220,15 @@ def test_interleavings(load: Engines, alone: Alone, shape: tuple[int, int], seed
 @pytest.mark.parametrize(
     ("owner", "name", "is_done"),
     [
-        (Scheduler, "postprocess", False),
-        (Scheduler, "hold", False),
         (LedStep, "_commit", True),
-        (Scheduler, "schedule", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Scheduler, "postprocess", False),
+                (Scheduler, "hold", False),
+                (Scheduler, "schedule", True),
+            )
+        ),
     ],
 )
 def test_an_interrupt_anywhere_loses_nothing(

@@ -123,6 +123,7 @@ def test_outputs_of_columns_in_another_order(build, load, tmp_path) -> None:
     check(whole, cut, tuple(plan.name for plan in PLANS))
 
 
+@pytest.mark.slow
 def test_logits_of_ranks(build, load) -> None:
     """They are those of transformers with the weights that integers stand for."""
     one, two = (build("llama", ranks, **INT4) for ranks in (1, 2))
