@@ -144,12 +144,15 @@ def serve(
 @pytest.mark.parametrize(
     ("plan", "batch"),
     [
-        # each plan with one of them, and the shortest with both; the others in the slow tier
+        # every other plan alone, and the first two in batches; the others in the slow tier
         pytest.param(
-            plan, batch, id=f"{name}-{batch}", marks=[pytest.mark.slow] if i and (i + j) % 2 else []
+            plan,
+            batch,
+            id=f"{name}-{batch}",
+            marks=[] if (i % 2 == 0 if batch == 1 else i < 2) else [pytest.mark.slow],
         )
         for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
-        for j, batch in enumerate((1, 5))
+        for batch in (1, 5)
     ],
 )
 def test_greedy_tokens_and_rows(
@@ -179,7 +182,7 @@ def test_greedy_tokens_and_rows(
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(plan, id=name, marks=[pytest.mark.slow] if i % 2 else [])
+        pytest.param(plan, id=name, marks=[] if i == 10 else [pytest.mark.slow])
         for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
     ],
 )
@@ -259,11 +262,14 @@ def test_a_budget_that_begins_to_bite(
     dice = torch.Generator().manual_seed(1)
     for length, is_whole in ((most - 3, True), (most, True), (most + 1, False), (most + 2, False)):
         accepted = 0
-        for seed in range(30):
-            text = torch.randint(0, 60, (length,), generator=dice).tolist()
-            params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=seed)
+        for first in range(0, 30, 5):
+            texts = torch.randint(0, 60, (5, length), generator=dice).tolist()
+            params = [
+                SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=first + i)
+                for i in range(5)
+            ]
             llm = LLM(engine, plan=plan.name)
-            llm.generate([text], [params])
+            llm.generate(texts, params)
             accepted += llm.get_metrics().num_accepted_tokens
         assert (accepted == 30) == is_whole, (length, accepted)
 
@@ -278,6 +284,7 @@ def crowded(make_engine: Callable[..., Engine]) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_interleavings(
     crowded: Engine,
     make_engine: Callable[..., Engine],

@@ -145,8 +145,18 @@ def disagree(group: SharedGroup, kind: str) -> tuple[str, float]:
     return timed_error(operators.all_reduce, x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", ["size", "shape", "dtype", "kind", "large"])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [
+        pytest.param(
+            kind,
+            transport,
+            marks=[] if transport == "shared" or kind == "shape" else [pytest.mark.slow],
+        )
+        for kind in ("size", "shape", "dtype", "kind", "large")
+        for transport in TRANSPORTS
+    ],
+)
 def test_ranks_that_disagree(kind, transport):
     answers = run_ranks(3, disagree, kind, transport=transport, time_limit=20.0)
     for text, seconds in answers:

@@ -226,6 +226,7 @@ def test_ranks_end_with_the_engine(engine_path: Path) -> None:
     assert time.monotonic() - begin_s < 8
 
 
+@pytest.mark.slow
 def test_ranks_outlive_the_thread_that_loads_the_engine(engine_path: Path) -> None:
     """Linux counts the thread that starts a process as its parent."""
     loaded: list[Engine] = []

@@ -54,7 +54,7 @@ def cases() -> list[Any]:
     ]
 
 
-# the default tier loses a stage in test_device_stages.py, and a rank in test_cut_ranks.py
+# the default tier loses a rank of a cut engine: test_cut_ranks.py
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rank", "number", "phase", "num_requests"), cases())
 def test_a_rank_of_a_stage_is_lost(

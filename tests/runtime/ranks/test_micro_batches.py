@@ -29,7 +29,7 @@ from tests.runtime.ranks.test_stages import Engines, assert_same
 # blocks for little more than one of the longest
 FEW = {"kv_cache_tokens": 160}
 STAGES = [
-    pytest.param((1, 2), range(2), id="two-stages"),
+    pytest.param((1, 2), range(2), id="two-stages", marks=pytest.mark.slow),
     pytest.param((1, 2), range(2, 30), id="two-stages-many", marks=pytest.mark.slow),
     pytest.param((1, 3), range(8), id="three-stages", marks=pytest.mark.slow),
     pytest.param((2, 2), range(8), id="stages-of-two-ranks", marks=pytest.mark.slow),
@@ -93,9 +93,7 @@ def watched_core(*args: Any, **options: Any) -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"), cases({"tree-3-2-1-mss", "merge-0+lookup2-tree-2-1-grammar"})
-)
+@pytest.mark.parametrize(("plan", "options"), cases({"tree-3-2-1-mss"}))
 def test_two_batches_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:

@@ -101,7 +101,7 @@ def test_a_store_that_cannot_be_reached(
         monkeypatch.setenv(name, value)
     # nobody listens there
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    options = RankOptions(2, start_timeout_s=1.5, ends_process=False)
+    options = RankOptions(2, start_timeout_s=0.5, ends_process=False)
     begin_s = time.monotonic()
     with pytest.raises(EngineError, match=r"no store at 127.0.0.1:\d+ \(MASTER_ADDR, MASTER_PORT"):
         Engine.load(engine_path, ranks=options)
