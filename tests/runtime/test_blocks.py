@@ -137,7 +137,7 @@ def outputs(engine: Engine, plan: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(CHAIN, marks=pytest.mark.slow), TREE, DYNAMIC],
+    every(3, [CHAIN, TREE, DYNAMIC], 1),
     ids=lambda plan: plan.name,
 )
 def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[..., Path]) -> None:

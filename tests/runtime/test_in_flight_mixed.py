@@ -193,7 +193,7 @@ def lost_halves() -> Iterator[list[bool]]:
         yield lost
 
 
-@pytest.mark.parametrize(("policy", "share", "least"), every(6, READERS, 4))
+@pytest.mark.parametrize(("policy", "share", "least"), every(6, READERS, 5))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_requests_that_read_logits_are_ahead_too(rig, alone, policy, share, least, seeds) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
@@ -290,7 +290,7 @@ MASKED_PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "is_done"), every(8, PLACES))
+@pytest.mark.parametrize(("owner", "name", "is_done"), every(9, PLACES))
 def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, name, is_done) -> None:
     """Now and then a call ends early, with prompts and steps of several plans in flight."""
     interrupt_now_and_then(rig, alone, monkeypatch, owner, name, is_done, draw_params)

@@ -125,7 +125,9 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
     assert found > 2
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+# the default tier has it compiled: backends/cpu/test_compiled_lossless.py
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bfloat16(zoo: Zoo, name: str) -> None:
     check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16"))
 

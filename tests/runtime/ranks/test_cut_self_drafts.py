@@ -146,10 +146,9 @@ def serve(
     return found, llm.get_metrics().num_accepted_tokens
 
 
-# layers, another program beside them, and blocks that all ranks choose
+# layers, and blocks that all ranks choose
 USUAL = {
     "layers-selfl0to1-chain-3-greedy",
-    "layers-selfx0-tree-3-2-1-mss",
     "blocks-selfw16s0b16-chain-3-greedy",
 }
 

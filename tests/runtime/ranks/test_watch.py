@@ -203,7 +203,7 @@ def test_silence_counts_before_a_long_order_does(play, monkeypatch: pytest.Monke
 
 def test_a_silent_rank_is_named_not_those_who_wait_for_it(play) -> None:
     """In a collective all stand still; the others still beat when their time is over."""
-    game = play(timeout_s=1.2)
+    game = play(timeout_s=2.0)
     game.start()
     game.job.order(Kind.PASS)
     time.sleep(0.5)

@@ -150,7 +150,8 @@ def test_generate_stream_has_the_same_text_in_pieces(server, wanted):
     assert [e.get("finish_reason") for e in events] == [None] * (len(events) - 1) + ["length"]
 
 
-@pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_streamed", [False, True])
 def test_grpc_equals_specc_run(client, wanted, is_streamed):
     for (prompt, seed), want in wanted.items():
         stream = client.ask(

@@ -155,7 +155,7 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
             assert {t: e.logprob for t, e in mine.items()} == pytest.approx(values, abs=1e-5)
 
 
-@pytest.mark.parametrize(("case", "plan"), every(2, CASES_OF_PLANS))
+@pytest.mark.parametrize(("case", "plan"), every(4, CASES_OF_PLANS))
 def test_outputs_are_those_of_an_eager_engine(rig, case, plan) -> None:
     wanted = rig.run(rig.eager, plan, CASES[case])
     assert_same(rig.run(rig.engine, plan, CASES[case]), wanted)
@@ -224,7 +224,7 @@ def test_a_draft_that_has_not_come_is_no_draft(tiny_engine, monkeypatch) -> None
     assert next(calls) == 4
 
 
-@pytest.mark.parametrize("plan", every(2, PLAN_PARAMS, 1))
+@pytest.mark.parametrize("plan", every(4, PLAN_PARAMS, 1))
 def test_scored_steps_are_queued_ahead(tiny_engine, monkeypatch, plan) -> None:
     """Log probabilities do not make the device wait for the host."""
     rig = make_rig(tiny_engine, LateDevice(), monkeypatch)
