@@ -26,8 +26,8 @@ from tests.runtime.late_engine import Rig
 from tests.tiers import every
 
 SEEDS = [
-    pytest.param(range(3), id="few"),
-    pytest.param(range(3, 60), id="many", marks=pytest.mark.slow),
+    pytest.param(range(5), id="few"),
+    pytest.param(range(5, 60), id="many", marks=pytest.mark.slow),
 ]
 
 

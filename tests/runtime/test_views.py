@@ -262,14 +262,11 @@ def test_a_budget_that_begins_to_bite(
     dice = torch.Generator().manual_seed(1)
     for length, is_whole in ((most - 3, True), (most, True), (most + 1, False), (most + 2, False)):
         accepted = 0
-        for first in range(0, 30, 5):
-            texts = torch.randint(0, 60, (5, length), generator=dice).tolist()
-            params = [
-                SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=first + i)
-                for i in range(5)
-            ]
+        for seed in range(30):
+            text = torch.randint(0, 60, (length,), generator=dice).tolist()
+            params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, seed=seed)
             llm = LLM(engine, plan=plan.name)
-            llm.generate(texts, params)
+            llm.generate([text], [params])
             accepted += llm.get_metrics().num_accepted_tokens
         assert (accepted == 30) == is_whole, (length, accepted)
 
