@@ -132,15 +132,10 @@ def test_a_head_that_did_not_draft_for_a_while(
     assert oracle.num_nodes > 20
 
 
-@pytest.mark.parametrize(
-    ("temperature", "plan"),
-    [
-        pytest.param(0.0, DYNAMIC, id=f"0.0-{DYNAMIC.name}", marks=pytest.mark.slow),
-        pytest.param(1.0, TREE, id=f"1.0-{TREE.name}"),
-        pytest.param(0.0, TREE, id=f"0.0-{TREE.name}", marks=pytest.mark.slow),
-        pytest.param(1.0, DYNAMIC, id=f"1.0-{DYNAMIC.name}", marks=pytest.mark.slow),
-    ],
-)
+# the default tier has them with other drafters: test_blocks.py, test_mtp.py
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_outputs_are_those_without_drafts(
     plan: SpecPlan, temperature: float, compiled: Callable[..., Path]
 ) -> None:

@@ -145,14 +145,8 @@ def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], see
     return outputs, [len(events) for events in seen], events, ends
 
 
-@pytest.mark.parametrize(
-    ("plan", "num_llms"),
-    [
-        pytest.param(plan, num, marks=[] if (plan, num) == (PLANS[1], 2) else [pytest.mark.slow])
-        for plan in PLANS
-        for num in (1, 2)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "num_llms"), list(itertools.product(PLANS, (1, 2))))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_streams_are_the_same_with_and_without(rig, references, plan, num_llms, seeds) -> None:
     """Requests that come and go at any time, also those of two LLMs on one engine."""

@@ -18,10 +18,9 @@ from tests.tiers import every
 LIMIT = 48
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [("gpt2", "n_positions"), pytest.param("opt", None, marks=pytest.mark.slow)],
-)
+# the default tier has it of the tiny model: test_runner.py
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("opt", None)])
 def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
     """Learned positions end where the context ends, and no node may lie beyond them."""
     changes = {field or "max_position_embeddings": LIMIT}

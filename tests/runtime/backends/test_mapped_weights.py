@@ -157,7 +157,6 @@ def ends(tmp_path_factory) -> dict[str, tuple[int, str]]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_process_that_reads_beyond_the_end_says_why(ends, death) -> None:
     """What is cut between two checks cannot be an exception; any other SIGBUS is none of ours."""

@@ -27,7 +27,6 @@ from specc.sampling.rows import Rule
 from specc.speculation.plans import OFF, SpecPlan
 from tests.drafts import PLANS
 from tests.runtime.constraints.test_grammar_masks import accept, draw, draw_tree, path_to
-from tests.tiers import every
 
 VOCAB, EOS = 12, frozenset({10})
 # of one token, of several, and two that begin alike
@@ -139,7 +138,9 @@ def test_logits_of_half_precision_keep_their_type() -> None:
     assert torch.equal(found, wanted.bfloat16())
 
 
-@pytest.mark.parametrize("rule", every(4, Rule), ids=lambda rule: rule.name.lower())
+# the default tier has it with masks of grammars: test_grammar_masks.py
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
 def test_tokens_are_distributed_as_the_changed_target(rule: Rule) -> None:
     """Two levels: the second depends on what the first has drawn, and how deep it is."""
     batch, options = 800, OPTIONS["all"] | {"temperature": 1.0, "min_tokens": 2}

@@ -218,6 +218,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
     assert_valid("choice", good.text)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine) -> None:
     """Its rows are computed again, its tokens and their grammar are not."""
     crowded = Engine.load(tiny_engine, kv_cache_tokens=112)

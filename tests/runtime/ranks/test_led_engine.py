@@ -129,9 +129,8 @@ def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
     check_caches(led)
 
 
-@pytest.mark.parametrize(
-    "plan", ["chain-3", pytest.param("dynamic-10-3-3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["chain-3", "dynamic-10-3-3"])
 def test_requests_that_give_way_to_others(alone: Engine, led: Engine, plan: str) -> None:
     """Rows are given up, and computed again."""
     given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]

@@ -132,9 +132,7 @@ def assert_same_rows(whole: Engine, staged: Engine) -> None:
     assert staged.target.leader.checksums(staged.cache.slabs["target"]) == wanted  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"), cases({"off-greedy", "tree-3-2-1-greedy", "tree-3-2-1-mss"})
-)
+@pytest.mark.parametrize(("plan", "options"), cases({"off-greedy", "tree-3-2-1-greedy"}))
 def test_two_stages_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:
