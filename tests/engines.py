@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from specc.api import probe_engine
 from specc.artifact.manifest import MANIFEST_FILE
@@ -24,6 +25,7 @@ def build(
     *,
     is_probed: bool = False,
     builder: Builder | None = None,
+    key: tuple[Any, ...] = (),
     sources: tuple[str, ...] = (),
 ) -> Path:
     """Compile an engine, or take the one that was compiled of the same before.
@@ -35,6 +37,7 @@ def build(
         config: options.
         is_probed: whether the engine is probed, as the command does.
         builder: compiles in place of `specc.compiler.build.build`.
+        key: what the builder makes it of besides; told apart by `repr`.
         sources: files and folders of this repository that the builder is made of.
     Returns:
         `path`.
@@ -51,7 +54,7 @@ def build(
 
     probed_by = ("runtime",) if is_probed else ()
     hashes = [content_hash(checkpoint) for checkpoint in checkpoints]
-    keep(path, make, config, *hashes, sources=(*COMPILER, *probed_by, *sources))
+    keep(path, make, config, *hashes, *key, sources=(*COMPILER, *probed_by, *sources))
     _say_where(path / MANIFEST_FILE, checkpoints)
     return path
 

@@ -18,7 +18,7 @@ NUM_TOKENS = 32
 CHOSEN = (PLANS[0], PLANS[2], PLANS[3])
 
 
-@pytest.mark.parametrize("name", every(2, more_models.COVERING))
+@pytest.mark.parametrize("name", every(6, more_models.COVERING))
 def test_trees_equal_generate(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, prefill_chunk=7)
     outcome = run_case(zoo, name, engine, "tree-2-2-1", models.prompts(), NUM_TOKENS)

@@ -25,13 +25,14 @@ from specc.speculation.block_drafts import BIAS_TENSORS
 from specc.speculation.plans import SpecPlan
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
-from tests import models
+from tests import engines, models
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
 from tests.block_reference import BlockReference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
 from tests.lossless import Zoo
 from tests.runtime.block_rig import BlockOracle
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
+from tests.tiers import every
 
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -68,7 +69,7 @@ def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
         drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
 
         def write(path: Path) -> None:
-            build(target, drafter, path, options(**changes))
+            engines.build(target, drafter, path, options(**changes))
 
         return zoo.once(f"blocks-{name}-{label}", write)
 
@@ -77,7 +78,7 @@ def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(CHAIN, marks=pytest.mark.slow), TREE, DYNAMIC],
+    every(3, [CHAIN, TREE, DYNAMIC], 1),
     ids=lambda plan: plan.name,
 )
 def test_logits_of_every_depth(
@@ -121,10 +122,12 @@ def test_a_drafter_that_did_not_draft_for_a_while(
     assert oracle.num_passes > 5
 
 
-def outputs(engine: Engine, plan: str, **params: Any) -> list[list[int]]:
+def outputs(engine: Engine, plan: str) -> list[list[int]]:
+    """Of greedy, drawn and filtered requests beside each other."""
     core = EngineCore(engine, plan)
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8})
     requests = [
-        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **params))
+        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % 3]))
         for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
     ]
     for request in requests:
@@ -159,13 +162,12 @@ OF_KINDS = [NAME, "dspark-deepspec", "dspark-speculators"]
 
 
 @pytest.mark.parametrize("name", OF_KINDS)
-@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 1), ids=lambda plan: plan.name)
 def test_outputs_are_those_without_drafts(
     plan: SpecPlan, name: str, compiled: Callable[..., Path]
 ) -> None:
     engine = Engine.load(compiled(name))
-    for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}):
-        assert outputs(engine, plan.name, **params) == outputs(engine, "off", **params)
+    assert outputs(engine, plan.name) == outputs(engine, "off")
 
 
 @pytest.mark.parametrize(
@@ -212,10 +214,9 @@ MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 
 
-@pytest.mark.parametrize("name", [NAME, pytest.param("dspark-deepspec", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "plan", [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)], ids=lambda plan: plan.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "dspark-deepspec"])
+@pytest.mark.parametrize("plan", [MERGED, VOTED], ids=lambda plan: plan.name)
 def test_beside_other_drafts(
     plan: SpecPlan, name: str, zoo: Zoo, target: Path, oracle_of: Callable[..., BlockOracle]
 ) -> None:
@@ -225,7 +226,7 @@ def test_beside_other_drafts(
     drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
     path = zoo.once(
         f"blocks-beside-{name}",
-        lambda made: build(target, [other, drafter], made, options(plans=(MERGED, VOTED))),
+        lambda made: engines.build(target, [other, drafter], made, options(plans=(MERGED, VOTED))),
     )
     core, oracle = EngineCore(load(path), plan.name), oracle_of(name, 1)
     oracle.watch(core)

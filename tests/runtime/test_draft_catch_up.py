@@ -29,10 +29,17 @@ class Script(Policy):
     ("script", "depth"),
     [
         pytest.param(("chain-4", "off"), 4, id="one-step-behind"),
-        pytest.param(("chain-4", "tree-3-2-1-1", "off", "off"), 4, id="two-steps-behind"),
+        pytest.param(
+            ("chain-4", "tree-3-2-1-1", "off", "off"),
+            4,
+            id="two-steps-behind",
+            marks=pytest.mark.slow,
+        ),
         # longer than a prefill chunk of 7
         pytest.param(("tree-2-2-1", *["off"] * 10, "chain-4"), 3, id="a-chunk-behind"),
-        pytest.param(("chain-1", "tree-2-2-1", "off", "chain-4"), 1, id="all-plans"),
+        pytest.param(
+            ("chain-1", "tree-2-2-1", "off", "chain-4"), 1, id="all-plans", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_draft_catches_up_after_other_plans(zoo: Zoo, script: tuple[str, ...], depth: int) -> None:

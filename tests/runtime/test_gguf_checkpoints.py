@@ -30,6 +30,7 @@ def kind_of_4_k_m(name: str) -> str:
     return "Q8_0" if "lm_head" in name or "v_proj" in name else "Q4_K"
 
 
+@pytest.mark.slow
 def test_mixed_types(tmp_path) -> None:
     """Q4_K and Q6_K become the type of the engine, exactly in float32, and that is said."""
     written = write(tmp_path, "llama", "llama", kind_of_4_k_m, **WIDE)

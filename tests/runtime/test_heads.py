@@ -25,7 +25,7 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests import models
+from tests import engines, models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
 from tests.lossless import Zoo
@@ -74,7 +74,7 @@ def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
         head = zoo.once(f"head-{name}", lambda path: write_head(path, CASES[name]))
 
         def write(path: Path) -> None:
-            build(target, head, path, options(**changes))
+            engines.build(target, head, path, options(**changes))
 
         return zoo.once(f"heads-{name}-{label}", write)
 
@@ -102,6 +102,7 @@ def test_logits_of_every_node(
     assert stats.mean_acceptance_length > 1.0
 
 
+@pytest.mark.slow
 def test_requests_that_had_to_give_way(
     compiled: Callable[..., Path], reference_of: Callable[..., Any]
 ) -> None:
@@ -131,6 +132,8 @@ def test_a_head_that_did_not_draft_for_a_while(
     assert oracle.num_nodes > 20
 
 
+# the default tier has them with other drafters: test_blocks.py, test_mtp.py
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [TREE, DYNAMIC], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_outputs_are_those_without_drafts(
@@ -177,6 +180,7 @@ VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 TILED = replace(TREE, name="tiled", tile=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [MERGED, pytest.param(VOTED, marks=pytest.mark.slow)],
@@ -191,7 +195,7 @@ def test_beside_other_drafts(
     head = zoo.once(f"head-{NAME}", lambda path: write_head(path, CASES[NAME]))
     path = zoo.once(
         "heads-beside",
-        lambda made: build(target, [other, head], made, options(plans=(MERGED, VOTED))),
+        lambda made: engines.build(target, [other, head], made, options(plans=(MERGED, VOTED))),
     )
     core = EngineCore(load(path), plan.name)
     oracle = HeadOracle(*reference_of(NAME), number=1)

@@ -23,6 +23,7 @@ from tests.runtime.in_flight_rig import (
     whole_outputs,
 )
 from tests.runtime.late_engine import Rig
+from tests.tiers import every
 
 SEEDS = [
     pytest.param(range(5), id="few"),
@@ -83,7 +84,7 @@ def draw_eos(dice: random.Random, references: list[tuple[list[int], str]]) -> fr
     return frozenset({references[dice.randrange(len(PROMPTS))][0][dice.randrange(3, 30)]})
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", every(3, PLANS, 1))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_generate_is_the_same_with_and_without(rig, references, plan, seeds) -> None:
     """Tokens, texts, reasons and counters; requests that wait for a slot may join a step later."""
@@ -144,14 +145,8 @@ def play(rig: Rig, llms: list[LLM], references: list[tuple[list[int], str]], see
     return outputs, [len(events) for events in seen], events, ends
 
 
-@pytest.mark.parametrize(
-    ("plan", "num_llms"),
-    [
-        pytest.param(plan, num, marks=[pytest.mark.slow] if (i + num) % 2 else [])
-        for i, plan in enumerate(PLANS, start=1)
-        for num in (1, 2)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "num_llms"), list(itertools.product(PLANS, (1, 2))))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_streams_are_the_same_with_and_without(rig, references, plan, num_llms, seeds) -> None:
     """Requests that come and go at any time, also those of two LLMs on one engine."""

@@ -103,7 +103,7 @@ SEEDS = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "share"), POLICIES)
+@pytest.mark.parametrize(("policy", "share"), every(4, POLICIES))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_interleavings(rig, alone, policy, share, seeds) -> None:
     """Requests come, go and give way at any time: plain, seeded, penalized, cancelled."""
@@ -119,6 +119,7 @@ def test_interleavings(rig, alone, policy, share, seeds) -> None:
     assert figures.num_ahead > share * figures.num_iterations, figures
 
 
+@pytest.mark.slow
 def test_requests_give_way_while_others_are_in_flight(rig, alone) -> None:
     """Long ones in a cache that is too small."""
     solo, ties = alone
@@ -192,7 +193,7 @@ def lost_halves() -> Iterator[list[bool]]:
         yield lost
 
 
-@pytest.mark.parametrize(("policy", "share", "least"), every(2, READERS))
+@pytest.mark.parametrize(("policy", "share", "least"), every(6, READERS, 5))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_requests_that_read_logits_are_ahead_too(rig, alone, policy, share, least, seeds) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
@@ -252,6 +253,7 @@ def serve(rig: Rig, policy: Any, num_requests: int) -> EngineCore:
     return core
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [goodput, fixed("chain-3")], ids=["goodput", "fixed"])
 def test_nearly_all_iterations_of_a_server_are_ahead(rig, policy) -> None:
     """Under the default of a server, with prompts that join all the time."""
@@ -283,13 +285,13 @@ MASKED_PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "is_done"), every(2, PLACES))
+@pytest.mark.parametrize(("owner", "name", "is_done"), every(9, PLACES))
 def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, name, is_done) -> None:
     """Now and then a call ends early, with prompts and steps of several plans in flight."""
     interrupt_now_and_then(rig, alone, monkeypatch, owner, name, is_done, draw_params)
 
 
-@pytest.mark.parametrize(("owner", "name", "is_done"), MASKED_PLACES)
+@pytest.mark.parametrize(("owner", "name", "is_done"), every(4, MASKED_PLACES, 1))
 def test_an_interrupt_between_the_halves_of_a_step_loses_nothing(
     rig, alone, monkeypatch, owner, name, is_done
 ) -> None:

@@ -110,7 +110,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.mark.parametrize("plan", every(2, PLANS), ids=IDS)
+@pytest.mark.parametrize("plan", every(8, PLANS), ids=IDS)
 def test_tokens_and_rows(
     engine: Engine, oracle: CodeOracle, texts: list[list[int]], plan: SpecPlan
 ) -> None:
@@ -130,7 +130,7 @@ def test_tokens_and_rows(
     oracle.check_share()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)])
 def test_a_view_of_all_rows_is_always_right(
     make_engine: Callable[..., Engine],
@@ -168,6 +168,7 @@ def test_outputs_are_near_those_of_unrounded_rows(
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 8
 
 
+@pytest.mark.slow
 def test_interleavings(
     make_engine: Callable[..., Engine],
     prompts: list[list[int]],

@@ -47,20 +47,26 @@ def test_interleavings(
     crowded: Engine, make_engine: Callable[..., Engine], prompts: list[list[int]]
 ) -> None:
     figures, solo = Figures(), Solo(make_engine(plans=PLANS))
-    for seed in range(8):
+    for seed in range(4, 8):
         run_interleaving(crowded, solo, seed, prompts, figures)
     assert figures.num_ties == 0
     # all that is to be shown has happened, and often
-    assert figures.num_compared > 80
-    assert min(figures.num_greedy, figures.num_seeded) > 25
-    assert figures.num_preemptions > 6
-    assert figures.num_cached_tokens > 60
-    assert figures.num_cancelled > 1
-    assert figures.num_shared_passes > 80
+    assert figures.num_compared > 40
+    assert min(figures.num_greedy, figures.num_seeded) > 12
+    assert figures.num_preemptions > 3
+    assert figures.num_cached_tokens > 30
+    assert figures.num_cancelled > 0
+    assert figures.num_shared_passes > 40
     assert set(figures.steps) == {plan.name for plan in PLANS}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.7], ids=["free", "controlled"])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(0.0, id="free"),
+        pytest.param(0.7, id="controlled", marks=pytest.mark.slow),
+    ],
+)
 def test_log_probabilities(
     crowded: Engine, make_engine: Callable[..., Engine], prompts: list[list[int]], share: float
 ) -> None:
@@ -141,6 +147,7 @@ def test_200_interleavings_of_the_demo_pair(pair: Path) -> None:
     results.write_text(json.dumps(figures.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_the_demo_pair(pair: Path) -> None:
     logprobs = LogprobFigures()
     figures = check_pair(pair, 1, logprobs)

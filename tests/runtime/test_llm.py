@@ -149,7 +149,7 @@ def test_eos_ends_where_the_target_says_it(make_engine, prompts, greedy) -> None
         assert stats.num_output_tokens == 1 + stats.num_steps * stats.mean_acceptance_length
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 6),
     st.lists(st.tuples(st.integers(0, 22), st.integers(1, 4)), max_size=2),

@@ -156,8 +156,17 @@ def test_no_limit_goes_on_to_the_end_of_the_context(llm, make_engine, greedy) ->
         short.generate([[1] * 85])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("plan", ["off", "chain-4", "tree-3-2-1"])
+@pytest.mark.parametrize(
+    ("plan", "temperature"),
+    [
+        ("off", 1.0),
+        ("chain-4", 0.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("off", 0.0), ("chain-4", 1.0), ("tree-3-2-1", 0.0), ("tree-3-2-1", 1.0))
+        ),
+    ],
+)
 def test_n_outputs_are_those_of_their_seeds(make_engine, prompts, plan, temperature) -> None:
     """Each is what its seed gives alone, with any plan; the prompt is computed once."""
     last = (1 << 63) - 1

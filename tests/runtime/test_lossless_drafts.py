@@ -78,23 +78,24 @@ def check(
     return rows
 
 
-@pytest.mark.parametrize(("name", "plan"), every(2, EAGER), ids=str)
+@pytest.mark.parametrize(("name", "plan"), every(4, EAGER, 2), ids=str)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: str) -> None:
     check(zoo, name, PLANS[PLAN_IDS.index(plan)], "eager", FEWER_TOKENS)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("plan", every(2, PLANS), ids=PLAN_IDS)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
     check(zoo, name, plan, "cpu")
 
 
-@pytest.mark.parametrize(("plan", "tile"), TILED, ids=str)
+@pytest.mark.parametrize(("plan", "tile"), every(8, TILED), ids=str)
 def test_compiled_greedy_in_tiles(zoo: Zoo, plan: str, tile: int) -> None:
     with drafts.in_tiles(drafts.engine(zoo, "qwen3", "cpu"), tile):
         check(zoo, "qwen3", PLANS[PLAN_IDS.index(plan)], "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dynamic-10-3-3", "merge-0+1-tree-2-1-1"])
 def test_greedy_in_tiles(zoo: Zoo, plan: str) -> None:
     """A sliding window, and operators that are oracles."""
@@ -112,7 +113,7 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("plan", "tile"), TILED[::2], ids=str)
+@pytest.mark.parametrize(("plan", "tile"), every(4, TILED[::2], 1), ids=str)
 def test_seeded_tokens_are_those_without_tiles_and_without_drafts(
     zoo: Zoo, plan: str, tile: int
 ) -> None:
@@ -134,7 +135,7 @@ def test_seeded_tokens_are_those_without_tiles_and_without_drafts(
         assert tokens(plan) == wanted
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS[::3])
+@pytest.mark.parametrize("plan", every(3, PLAN_IDS[::3]))
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
     engine = drafts.engine(zoo, "qwen3", "eager")

@@ -13,10 +13,13 @@ from specc.sampling.params import SamplingParams
 from tests import models
 from tests.lossless import PLAN_IDS, PLANS, Zoo, check_bfloat16, check_join_and_leave
 from tests.near_ties import Reference, forgive_near_ties, is_within_rounding
+from tests.tiers import every
 
 LIMIT = 48
 
 
+# the default tier has it of the tiny model: test_runner.py
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "field"), [("gpt2", "n_positions"), ("opt", None)])
 def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
     """Learned positions end where the context ends, and no node may lie beyond them."""
@@ -59,7 +62,7 @@ def feed_position(engine: Engine, position: int) -> None:
     )
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", every(5, PLAN_IDS, 2))
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     engine = zoo.engine("llama", "noisy", block_size=16, prefill_chunk=7, max_num_seqs=2)
     check_join_and_leave(zoo, "llama", engine, plan)
@@ -106,7 +109,7 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
     for prompt in models.prompts():
         wanted = zoo.reference("llama", prompt, models.NUM_TOKENS).tokens
         letters = [engine.tokenizer.decode([token]) for token in wanted]
-        for end in range(3, 40, 7):
+        for end in range(3, 40, 14):
             pair = letters[end - 1] + letters[end]
             text = "".join(letters[: end + 1])
             if not pair.isascii() or text.index(pair) != len(text) - 2:
@@ -118,14 +121,17 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
                 assert output.outputs[0].token_ids == wanted[: end + 1]
                 assert output.outputs[0].text == engine.tokenizer.decode(wanted[: end - 1])
                 assert output.outputs[0].stop_reason == pair
-    assert found > 5
+    assert found > 2
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+# the default tier has it compiled: backends/cpu/test_compiled_lossless.py
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bfloat16(zoo: Zoo, name: str) -> None:
     check_bfloat16(zoo, name, zoo.engine(name, "noisy", dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_few_tokens_are_within_rounding(zoo: Zoo) -> None:
     """The rule that forgives a token in bfloat16 would refuse the second best almost everywhere."""
     model = zoo.reference_model("gemma3", dtype="bfloat16")

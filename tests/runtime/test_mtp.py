@@ -13,12 +13,13 @@ from torch import nn
 
 from specc.cli.render import head_lines
 from specc.compiler.build import build
+from specc.config import CompileConfig
 from specc.errors import HeadError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests import quantized_checkpoints
+from tests import engines, quantized_checkpoints
 from tests.lossless import Zoo
 from tests.mtp import FORMS, LAYERS, WIDTH, MtpReference, change_tensors, write_target
 from tests.runtime.head_rig import (
@@ -48,12 +49,20 @@ def cases(names: Sequence[str], *others: Sequence[Any]) -> list[Any]:
     return found
 
 
+def with_module(target: Path, _: Sequence[Path], path: Path, config: CompileConfig) -> object:
+    """Compile a target with the module in its own checkpoint."""
+    return build(target, "mtp", path, config)
+
+
 @pytest.fixture(scope="module")
 def compiled(zoo: Zoo) -> Callable[..., Path]:
     def make(name: str, label: str = "eager", **changes: Any) -> Path:
         target = zoo.once(f"mtp-{name}", lambda path: write_target(name, path))
         return zoo.once(
-            f"mtp-{name}-{label}", lambda path: build(target, "mtp", path, options(**changes))
+            f"mtp-{name}-{label}",
+            lambda path: engines.build(
+                target, (), path, options(**changes), builder=with_module, key=("mtp",)
+            ),
         )
 
     return make
@@ -87,6 +96,7 @@ def test_logits_of_every_node(
     assert stats.num_cached_tokens > 2 * BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(FIRST[1:]))
 def test_requests_that_had_to_give_way(
     name: str, compiled: Callable[..., Path], oracle_of: Callable[..., Any]

@@ -85,8 +85,15 @@ def assert_near(found: Any, wanted: Any) -> None:
             assert entry.logprob == pytest.approx(its[token].logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
-@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        # each with one of the plans in turn
+        pytest.param(kind, plan, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, kind in enumerate(REQUESTS)
+        for j, plan in enumerate(("off", "tree-2-1"))
+    ],
+)
 def test_nothing_waits_before_the_end(rig, tiny_engine, kind, plan) -> None:
     """Prompts of several chunks, which share passes: copies that wait, and host reads, fail."""
     eager = Engine.load(tiny_engine)

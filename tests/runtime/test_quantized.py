@@ -141,17 +141,19 @@ def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float =
     assert error < bound, (error, bound)
 
 
+# the default tier runs experts and integers of checkpoints: test_quantized_mixtures.py
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "quantize", "group", "dtype"),
     [
         ("llama", "int4", 32, "float32"),
         ("llama", "int8", None, "bfloat16"),
         # a minute: the oracle of fp8 goes column by column
-        pytest.param("llama", "fp8", None, "float32", marks=pytest.mark.slow),
+        ("llama", "fp8", None, "float32"),
         # biases
-        pytest.param("phi", "int4", None, "float32", marks=pytest.mark.slow),
-        pytest.param("phi3", "int4", 128, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("gemma3", "int8", None, "float32", marks=pytest.mark.slow),
+        ("phi", "int4", None, "float32"),
+        ("phi3", "int4", 128, "bfloat16"),
+        ("gemma3", "int8", None, "float32"),
     ],
 )
 def test_plans_and_logits(make, name, quantize, group, dtype) -> None:

@@ -132,6 +132,7 @@ def test_integers_of_checkpoints(build, tmp_path, name, names, form: Format, dty
         check_plans(engine, *FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend"),
     [("float32", "eager"), pytest.param("bfloat16", "cpu", marks=SLOW)],

@@ -66,7 +66,7 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("plan", every(2, PLANS), ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", every(4, PLANS), ids=lambda plan: plan.name)
 def test_tokens_and_rows_are_those_of_off(made: Made, plan: SpecPlan) -> None:
     dice = torch.Generator().manual_seed(11)
     texts = [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in LENGTHS]
@@ -103,7 +103,7 @@ def logits(program: Any) -> Tensor:
         )
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantize", ["int8", pytest.param("int4", marks=pytest.mark.slow), "fp8"])
 def test_a_draft_is_the_target_that_is_compiled_with_quantize(made: Made, quantize: str) -> None:
     plain = Engine.load(made.path, backend="eager")
     path = made.root / quantize
@@ -142,7 +142,12 @@ def test_bytes_are_told(made: Made) -> None:
     [
         ("self_int8", {"backend": "onnx"}, "--draft self:int8 and the backend onnx"),
         ("self_int8", {"backend": "tensorrt"}, "--draft self:int8 with backend tensorrt"),
-        ("self_int8", {"quantize": "int8"}, "and a target whose weights are in int8, too"),
+        pytest.param(
+            "self_int8",
+            {"quantize": "int8"},
+            "and a target whose weights are in int8, too",
+            marks=pytest.mark.slow,
+        ),
         ("self_int4_w16_s4_b16", {}, "blocks, and other weights"),
     ],
 )

@@ -93,7 +93,7 @@ def cached_engine(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
     return cache(make_engine)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     ARRIVALS,
     st.lists(st.sampled_from(PLANS), min_size=1, max_size=4),
@@ -156,7 +156,7 @@ def test_any_interleaving_yields_what_each_request_yields_alone(
         pytest.param(["off", "tree-3-2-1", "chain-4"], id="mixed"),
     ],
 )
-@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_a_draft_equal_to_its_target_is_always_accepted(
     make_engine, prompts, plans: list[str], chunk: int
 ) -> None:
@@ -204,7 +204,7 @@ def test_prefill_passes_keep_to_the_chunk(make_engine, prompts) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("block_size", [0, 4])
+@pytest.mark.parametrize("block_size", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_context_limit(make_engine, greedy, prompts, plan: str, block_size: int) -> None:
     """Decoding up to the last position; a node beyond it would be an IndexError in the models."""
     engine = make_engine(max_seq_len=40, draft_positions=40, block_size=block_size)

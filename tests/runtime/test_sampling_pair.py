@@ -68,6 +68,10 @@ BATCH = 16
 NEAR_TIE = 2e-4
 
 
+# the default tier compares distributions of tiny vocabularies: tests/kernels/reference
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tmp_path_factory.mktemp("sampled-pair"), "cpu", (*PLANS, *VIEWS))
@@ -173,19 +177,14 @@ def _greedy(engine: Engine, prompt: str) -> Any:
     return LLM(engine, plan="off").generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
 
 
-# every plan is in one of two tests: with its rules in turn, and with the coupled rule, whose tokens
-# are certain; the slow tier takes both
+# each plan with one of its rules, of which the default tier has one
 CASES = [
     pytest.param(
         plan.name, plan.rules[i % len(plan.rules)].name.lower(),
-        marks=[pytest.mark.slow] if i in (0, 1, 4, 6, 8) else [],
+        marks=[] if i == 2 else [pytest.mark.slow],
     )
     for i, plan in enumerate(PLANS)
 ]  # fmt: skip
-SEEDED = [
-    pytest.param(name, marks=[] if i in (0, 4, 6, 8) else [pytest.mark.slow])
-    for i, name in enumerate(PLAN_IDS)
-]
 ALL_CASES = [(plan.name, rule.name.lower()) for plan in PLANS for rule in plan.rules]
 
 
@@ -197,17 +196,9 @@ def test_pairs_of_tokens_follow_the_targets_probabilities(
     assert statistic < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "rule"),
-    [
-        pytest.param(
-            plan.name,
-            rule.name.lower(),
-            marks=[] if (i, rule.name) in ((0, "SWOR"), (1, "MSS")) else [pytest.mark.slow],
-        )
-        for i, plan in enumerate(VIEWS)
-        for rule in plan.rules
-    ],
+    ("plan", "rule"), [(plan.name, rule.name.lower()) for plan in VIEWS for rule in plan.rules]
 )
 def test_pairs_of_tokens_that_the_target_drafts_over_a_view(
     engine: Engine, target: Any, plan: str, rule: str
@@ -257,7 +248,9 @@ def plainly(engine: Engine) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("plan", SEEDED)
+# the default tier has it of tiny models: test_sampling.py
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLAN_IDS)
 def test_seeds_give_the_tokens_of_plain_decoding(
     engine: Engine, target: Any, plainly: list[list[int]], plan: str
 ) -> None:
@@ -294,6 +287,7 @@ def _margin(target: Any, prefix: list[int], params: SamplingParams, tokens: set[
     return abs(a - b)
 
 
+@pytest.mark.slow
 def test_seeds_hold_while_plans_change(engine: Engine, plainly: list[list[int]]) -> None:
     class Turns(Policy):
         turn = itertools.cycle(["off", *PLAN_IDS])

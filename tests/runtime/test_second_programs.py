@@ -26,6 +26,9 @@ from tests import engines, models
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.test_views import RowOracle, serve
 
+# the default tier captures programs over windows in backends/captured/test_captured_drafts.py
+pytestmark = pytest.mark.slow
+
 # layers of Gemma 3: the second one sees all rows, the others 16
 WHOLE = SpecPlan.from_widths((1, 1, 1), ("self_w88_s0",))
 PLANS = [
@@ -88,12 +91,7 @@ def sampling(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize(
     ("plan", "batch"),
-    [
-        # every other plan in batches; all, and one by one, in the slow tier
-        pytest.param(plan, batch, marks=[pytest.mark.slow] if batch == 1 or i % 2 else [])
-        for i, plan in enumerate(IDS)
-        for batch in (1, 5)
-    ],
+    [(plan, batch) for plan in IDS for batch in (1, 5)],
 )
 def test_tokens_rows_and_what_is_accepted(
     made: Made, texts: list[list[int]], plan: str, batch: int

@@ -118,7 +118,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize(("name", "plan", "batch"), every(2, in_turn([1, 5])))
+@pytest.mark.parametrize(("name", "plan", "batch"), every(4, in_turn([1, 5]), 1))
 def test_greedy_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:
@@ -137,7 +137,7 @@ def test_greedy_tokens_and_rows(
     assert own.oracle.num_rows - before > 200
 
 
-@pytest.mark.parametrize(("name", "plan", "batch"), every(2, in_turn([5]), 1))
+@pytest.mark.parametrize(("name", "plan", "batch"), every(6, in_turn([5]), 5))
 def test_seeded_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
 ) -> None:
@@ -157,13 +157,16 @@ def test_seeded_tokens_and_rows(
 
 @pytest.mark.parametrize(
     ("name", "plan", "rule"),
-    [
-        pytest.param(name, plan, rule, id=f"{name}-{plan.name}-{rule or 'greedy'}")
-        for name, plans in EXACT.items()
-        for plan in plans
-        for rule in ("", "coupled", "swor", "mss")
-        if rule in ("", "coupled") or plan.is_static
-    ],
+    every(
+        3,
+        [
+            pytest.param(name, plan, rule, id=f"{name}-{plan.name}-{rule or 'greedy'}")
+            for name, plans in EXACT.items()
+            for plan in plans
+            for rule in ("", "coupled", "swor", "mss")
+            if rule in ("", "coupled") or plan.is_static
+        ],
+    ),
 )
 def test_all_layers_and_all_rows_are_always_right(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, rule: str

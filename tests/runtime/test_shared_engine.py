@@ -75,6 +75,7 @@ def test_two_in_one_process(engine: Path) -> None:
     assert found == [(token, token) for token in expected[0]]
 
 
+@pytest.mark.slow
 def test_two_processes(engine: Path) -> None:
     expected = generate(LLM(engine))
     command = [sys.executable, "-P", "-c", PROCESS, str(engine), json.dumps(PROMPTS)]

@@ -41,7 +41,7 @@ def test_eight_threads_get_what_they_would_alone(make_engine, prompts) -> None:
     prompts = prompts[2:5]
     llm = LLM(make_engine(), plan="tree-3-2-1")
     params = [
-        SamplingParams(max_tokens=6 + i, temperature=i % 2, seed=i, n=1 + i % 3) for i in range(8)
+        SamplingParams(max_tokens=3 + i, temperature=i % 2, seed=i, n=1 + i % 3) for i in range(8)
     ]
     alone = [[o.outputs for o in llm.generate(prompts, own)] for own in params]
     before = llm.get_metrics()
@@ -104,7 +104,7 @@ def test_an_error_of_one_thread_is_its_own(make_engine, prompts, greedy, monkeyp
     def refuse() -> object:
         return llm.generate([[1], []], params)
 
-    works = [lambda: llm.generate(prompts, params)] * 6
+    works = [lambda: llm.generate(prompts, params)] * 3
     found = in_threads(*works, drop, refuse)
     assert isinstance(found[-1], RequestError)
     want = [greedy(prompt, 20) for prompt in prompts]

@@ -22,9 +22,10 @@ from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.engine_cache import features_of
 from specc.runtime.engine import Engine
 from specc.speculation.taps import Taps
-from tests import models
+from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.tap_rows import CHUNK, NAME, PLANS, TAPS, Oracle, load, serve
+from tests.tiers import every
 
 
 def options(**changes: Any) -> CompileConfig:
@@ -47,15 +48,18 @@ def compiled(zoo: Zoo) -> Callable[..., Path]:
     target, draft = zoo.checkpoint(NAME), zoo.checkpoint(NAME, draft="noisy")
 
     def make(name: str, taps: Taps | None = TAPS, **changes: Any) -> Path:
+        def with_taps(*given: Any) -> object:
+            return build(*given, taps=taps)
+
         def write(path: Path) -> None:
-            build(target, draft, path, options(**changes), taps=taps)
+            engines.build(target, draft, path, options(**changes), builder=with_taps, key=(taps,))
 
         return zoo.once(f"taps-{name}", write)
 
     return make
 
 
-@pytest.mark.parametrize("plan", [plan.name for plan in PLANS])
+@pytest.mark.parametrize("plan", every(3, [plan.name for plan in PLANS], 1))
 def test_rows_are_those_of_transformers(zoo: Zoo, compiled: Callable[..., Path], plan: str) -> None:
     """Trees with rejections, chunks, requests that join, prefixes that are shared."""
     engine = load(compiled("eager"))
@@ -67,6 +71,7 @@ def test_rows_are_those_of_transformers(zoo: Zoo, compiled: Callable[..., Path],
     assert 1.05 < stats.mean_acceptance_length < 3.5
 
 
+@pytest.mark.slow
 def test_rows_of_those_that_had_to_give_way(zoo: Zoo, compiled: Callable[..., Path]) -> None:
     """With blocks for little more than one request: rows are computed again."""
     engine = load(compiled("eager"), kv_cache_tokens=112)
@@ -170,6 +175,7 @@ def test_engines_that_keep_none(
         build(zoo.checkpoint(NAME), None, tmp_path / "e", options(plans=(), **changes), taps=TAPS)
 
 
+@pytest.mark.slow
 def test_boundaries_that_the_target_has_not(zoo: Zoo, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="taps at boundary 7 of a target of 2 layers"):
         build(zoo.checkpoint(NAME), None, tmp_path / "e", options(plans=()), taps=Taps((1, 7)))

@@ -94,21 +94,23 @@ def test_text_equals_that_of_the_whole_model(kind: str, is_older: bool, tmp_path
     assert json.loads((path / "config.json").read_text())["architectures"][0].startswith(kind)
     prompts = models.prompts()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            tokens = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        wanted.append(tokens[0, len(prompt) :].tolist())
+        assert len(set(wanted[-1])) > 4
     engine = Engine.load(tmp_path / "engine")
     for plan in PLANS:
         outputs = LLM(engine, plan=plan.name).generate([list(p) for p in prompts], params)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            ids = torch.tensor([prompt])
-            with torch.no_grad():
-                wanted = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=NUM_TOKENS,
-                    do_sample=False,
-                    eos_token_id=None,
-                )
-            assert output.outputs[0].token_ids == wanted[0, len(prompt) :].tolist()
-            assert len(set(output.outputs[0].token_ids)) > 4
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
 
 
 def test_a_quantized_checkpoint_of_such_a_model_is_refused(tmp_path: Path) -> None:

@@ -26,8 +26,19 @@ NUM_STEPS = 3
 NUM_TOKENS = 24
 
 
-@pytest.mark.parametrize("plan", TREES, ids=[plan.name for plan in TREES])
-@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(
+            name,
+            plan,
+            id=f"{name}-{plan.name}",
+            marks=[] if i == (2 if name == "mistral" else 1) else [pytest.mark.slow],
+        )
+        for name in ("mistral", "gpt2")
+        for i, plan in enumerate(TREES)
+    ],
+)
 def test_nodes_see_their_own_path(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, name: str, plan: SpecPlan
 ) -> None:

@@ -47,6 +47,8 @@ PLANS = [
     SpecPlan.from_widths((1, 1, 1), (BLOCKS, "draft_0", FEW), VOTE),
 ]
 IDS = [plan.name for plan in PLANS]
+# of each kind of views, and of trees that follow from data
+ALONE = (0, 2, 4, 8, 10, 12)
 OFF = SpecPlan.from_widths(())
 # within the budget, around its end by a row and by a block, and above it
 LENGTHS = (3, 11, 12, 13, 15, 16, 17, 19, 20, 21, 40, 23, 24, 25, 28)
@@ -144,12 +146,15 @@ def serve(
 @pytest.mark.parametrize(
     ("plan", "batch"),
     [
-        # each plan with one of them, and the shortest with both; the others in the slow tier
+        # some of the plans alone, and the first two in batches; the others in the slow tier
         pytest.param(
-            plan, batch, id=f"{name}-{batch}", marks=[pytest.mark.slow] if i and (i + j) % 2 else []
+            plan,
+            batch,
+            id=f"{name}-{batch}",
+            marks=[] if (i in ALONE if batch == 1 else i < 2) else [pytest.mark.slow],
         )
         for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
-        for j, batch in enumerate((1, 5))
+        for batch in (1, 5)
     ],
 )
 def test_greedy_tokens_and_rows(
@@ -179,7 +184,7 @@ def test_greedy_tokens_and_rows(
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(plan, id=name, marks=[pytest.mark.slow] if i % 2 else [])
+        pytest.param(plan, id=name, marks=[] if i == 10 else [pytest.mark.slow])
         for i, (plan, name) in enumerate(zip(PLANS, IDS, strict=True))
     ],
 )
@@ -249,7 +254,7 @@ def test_a_view_of_all_rows_is_always_right(
     assert llm.get_metrics().mean_acceptance_length == plan.max_depth + 1
 
 
-@pytest.mark.parametrize(("view", "most"), [(VIEW, 15), (BLOCKS, 23), (FEW, 11)])
+@pytest.mark.parametrize(("view", "most"), every(3, [(VIEW, 15), (BLOCKS, 23), (FEW, 11)], 1))
 def test_a_budget_that_begins_to_bite(
     make_engine: Callable[..., Engine], view: str, most: int
 ) -> None:
@@ -278,6 +283,7 @@ def crowded(make_engine: Callable[..., Engine]) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_interleavings(
     crowded: Engine,
     make_engine: Callable[..., Engine],

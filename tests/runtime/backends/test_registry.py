@@ -113,6 +113,7 @@ print(json.dumps([[m for m in heavy if m in sys.modules], own]))
 """
 
 
+@pytest.mark.slow
 def test_only_the_backend_of_an_engine_is_imported(tiny_engine: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", LAZY, str(tiny_engine)],

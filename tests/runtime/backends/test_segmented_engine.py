@@ -56,7 +56,7 @@ def make(root: Path, backend: str, width: int = 96, **options: object) -> Path:
 
 
 def tokens(engine: Engine, plan: str, **params: object) -> list[list[int]]:
-    sampling = SamplingParams(max_tokens=32, **{"temperature": 0, **params})  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=12, **{"temperature": 0, **params})  # type: ignore[arg-type]
     return [
         list(out.outputs[0].token_ids) for out in LLM(engine, plan=plan).generate(PROMPTS, sampling)
     ]

@@ -101,7 +101,7 @@ def spoil(rng: random.Random, values: list) -> list:
     return values
 
 
-@pytest.mark.parametrize("plan", [*every(3, PLANS), *every(2, BLOCKS)], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [*every(6, PLANS), *every(4, BLOCKS)], ids=lambda plan: plan.name)
 def test_others_are_refused(plan):
     rng = random.Random(plan.name)
     program = program_of(plan)

@@ -31,6 +31,7 @@ from specc.speculation.plans import OFF
 from tests.drafts import PLAN_IDS, PLAN_PARAMS, PLANS, in_tiles
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.conftest import EOS, VOCAB, TinyModel, build_engine, text_tokenizer
+from tests.tiers import every
 
 NUM_TOKENS = 24
 MODEL = TinyModel()
@@ -113,20 +114,20 @@ def generate(
     return [output.outputs[0] for output in outputs]
 
 
-@pytest.mark.parametrize("plan", ["off", *PLAN_PARAMS])
+@pytest.mark.parametrize("plan", every(2, ["off", *PLAN_PARAMS]))
 def test_greedy_outputs_are_those_of_plain_decoding(engine, prompts, requests, plan) -> None:
     outputs = generate(engine, plan, prompts, [params for params, _ in requests])
     assert [output.token_ids for output in outputs] == [wanted for _, wanted in requests]
     assert engine.steps[plan].before_accept is None
 
 
-def test_drafts_are_accepted_under_controls(engine, prompts, requests) -> None:
+@pytest.mark.parametrize("plan", every(3, (PLAN_IDS[0], PLAN_IDS[2], PLAN_IDS[5]), 1))
+def test_drafts_are_accepted_under_controls(engine, prompts, requests, plan) -> None:
     """Otherwise the equality above would compare plain decoding with itself."""
-    for plan in (PLAN_IDS[0], PLAN_IDS[2], PLAN_IDS[5]):
-        for i, (params, _) in enumerate(requests):
-            llm = LLM(engine, plan=plan)
-            llm.generate(prompts[i], params)
-            assert llm.get_metrics().num_accepted_tokens > 2
+    for i, (params, _) in enumerate(requests):
+        llm = LLM(engine, plan=plan)
+        llm.generate(prompts[i], params)
+        assert llm.get_metrics().num_accepted_tokens > 2
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +142,13 @@ def seeded(engine, prompts, requests) -> tuple[list[SamplingParams], list[Comple
     return sampled, wanted
 
 
-@pytest.mark.parametrize("plan", PLAN_PARAMS)
+@pytest.mark.parametrize("plan", every(3, PLAN_PARAMS, 2))
 def test_a_seed_gives_the_same_tokens_with_any_plan(engine, prompts, seeded, plan) -> None:
     sampled, wanted = seeded
     assert generate(engine, plan, prompts, sampled) == wanted
 
 
-@pytest.mark.parametrize("rule", ["delta", "mss", "swor"])
+@pytest.mark.parametrize("rule", every(3, ["delta", "mss", "swor"], 1))
 def test_every_rule_keeps_to_the_controls(engine, prompts, requests, rule) -> None:
     for seed in range(2):
         sampled = [replace(params, temperature=1.2, seed=seed, rule=rule) for params, _ in requests]
@@ -227,7 +228,7 @@ def test_a_stop_string_ends_nothing_before_the_least_length(engine, prompts, req
 
 
 @pytest.mark.parametrize("plan", ["off", PLAN_IDS[0], PLAN_IDS[2], PLAN_IDS[9]])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_an_output_that_nothing_can_follow_ends_with_an_error(
     engine, prompts, plan, temperature
 ) -> None:
@@ -271,7 +272,7 @@ def test_grammars_and_controls_go_together(tiny_engine) -> None:
             assert "ff" not in output.text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_grammar_that_ends_before_the_least_length_is_an_error(tiny_engine, temperature) -> None:
     for plan in ("off", "tree-2-1"):
         params = SamplingParams(
@@ -289,6 +290,8 @@ def test_a_grammar_that_ends_before_the_least_length_is_an_error(tiny_engine, te
         assert output.text == "ab"
 
 
+# the default tier has them in backends/captured/test_extended_step.py
+@pytest.mark.slow
 def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
     """A batch with them is not queued; others are, before and after, and once they are over."""
     engine, other, device = Engine.load(tiny_engine), Engine.load(tiny_engine), SimulatedDevice()

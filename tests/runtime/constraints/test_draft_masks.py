@@ -33,6 +33,7 @@ from tests.runtime.constraints.test_grammar_masks import (
     BruteForce,
     byte_tokenizer,
 )
+from tests.tiers import every
 
 # what follows a node depends on its depth
 TURNS = StructuredOutputsParams(regex="([a-c][d-f][g-i]){2,6}")
@@ -135,7 +136,7 @@ def plain(engine: Engine) -> Callable[[float], list[Any]]:
     return functools.cache(lambda temperature: run(engine, "off", temperature=temperature)[1])
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(plan.name for plan in SEVERAL)])
+@pytest.mark.parametrize("plan", every(3, [*PLANS, *(plan.name for plan in SEVERAL)]))
 def test_drafts_propose_what_the_grammar_allows(engine, plain, watch, plan) -> None:
     """At every node, and where less is allowed than proposed, all of it; nothing else comes out."""
     seen = []
@@ -157,7 +158,7 @@ def test_drafts_propose_what_the_grammar_allows(engine, plain, watch, plan) -> N
     assert sum(count for is_below, count in seen if is_below) > 10
 
 
-@pytest.mark.parametrize("rule", ["mss", "swor"])
+@pytest.mark.parametrize("rule", every(2, ["mss", "swor"]))
 @pytest.mark.parametrize("plan", ["tree-2-1", "chain-3", IRREGULAR.name])
 def test_acceptance_sees_what_was_drawn_from(engine, watch, plan, rule) -> None:
     """The kept logits of a draft are those of the grammar's tokens; others' are whole."""
@@ -440,7 +441,7 @@ class Toy:
                 yield off / spread if spread else off * 1e9
 
 
-@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+@pytest.mark.parametrize("rule", every(2, Rule), ids=lambda rule: rule.name.lower())
 def test_tokens_are_distributed_as_in_plain_decoding(grammars, native_operators, rule) -> None:
     assert max(Toy(grammars, native_operators, rule, 7000).deviations()) < 4.5
 

@@ -138,6 +138,8 @@ def test_logits_of_half_precision_keep_their_type() -> None:
     assert torch.equal(found, wanted.bfloat16())
 
 
+# the default tier has it with masks of grammars: test_grammar_masks.py
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
 def test_tokens_are_distributed_as_the_changed_target(rule: Rule) -> None:
     """Two levels: the second depends on what the first has drawn, and how deep it is."""

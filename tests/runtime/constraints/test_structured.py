@@ -24,6 +24,7 @@ from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.drafts import in_tiles
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.tiers import every
 
 SCHEMA = {
     "type": "object",
@@ -108,7 +109,7 @@ def test_outputs_are_valid_and_those_of_plain_decoding(engine, data_engine, temp
             assert generate(one, getattr(plan, "name", plan), **options) == plain
 
 
-@pytest.mark.parametrize("rule", ["delta", "mss", "swor"])
+@pytest.mark.parametrize("rule", every(3, ["delta", "mss", "swor"], 1))
 def test_every_rule_keeps_to_the_grammar(engine, rule) -> None:
     for seed in range(2):
         for output, structure in zip(
@@ -129,7 +130,7 @@ def test_drafts_are_accepted_under_a_grammar(data_engine) -> None:
         assert llm.get_metrics().accepted_at_depth[1] > 0
 
 
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+@pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"], 1))
 def test_others_in_the_batch_are_left_alone(engine, plan) -> None:
     free = SamplingParams(max_tokens=20, ignore_eos=True)
     own = SamplingParams(max_tokens=60, structured_outputs=STRUCTURES["json"])
@@ -183,7 +184,7 @@ def test_other_ends_go_before_that_of_the_grammar(engine, plan) -> None:
     assert (exact.finish_reason, exact.text) == ("length", whole.text)
 
 
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+@pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"], 1))
 def test_a_model_without_eos(tiny_engine, plan) -> None:
     engine = Engine.load(tiny_engine)
     engine.eos_token_ids = frozenset()
@@ -217,6 +218,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
     assert_valid("choice", good.text)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine) -> None:
     """Its rows are computed again, its tokens and their grammar are not."""
     crowded = Engine.load(tiny_engine, kv_cache_tokens=112)

@@ -63,7 +63,7 @@ def pieces(draw, most: int = 40):
 
 
 @given(pieces(), st.integers(1, 9))
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=100)
 def test_equals_loops(made, num_tokens):
     index, text = SuffixIndex(), []
     for piece in made:

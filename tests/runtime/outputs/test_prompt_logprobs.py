@@ -14,9 +14,10 @@ from specc.runtime.llm import LLM
 from specc.runtime.outputs.logprobs import PromptLogprobs
 from specc.sampling.params import SamplingParams
 from tests.runtime.conftest import TinyModel
-from tests.tiers import every
 
 PLANS = ("off", "chain-4", "tree-3-2-1")
+# plan, tokens of a chunk, and whether prompts share a pass
+USUAL = {("chain-4", 3, True), ("off", 3, False), ("tree-3-2-1", 16, True)}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +48,13 @@ def check(found: PromptLogprobs | None, prompt: list[int], want: torch.Tensor, c
             assert entries[other].logprob == pytest.approx(row[other].item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("shares_pass", [True, False])
-@pytest.mark.parametrize(("plan", "chunk"), every(2, itertools.product(PLANS, (3, 16))))
+@pytest.mark.parametrize(
+    ("plan", "chunk", "shares_pass"),
+    [
+        pytest.param(*case, marks=[] if case in USUAL else [pytest.mark.slow])
+        for case in itertools.product(PLANS, (3, 16), (True, False))
+    ],
+)
 def test_they_are_the_targets_own(
     make_engine, prompts, greedy, logprobs_of, plan: str, chunk: int, shares_pass: bool
 ) -> None:
@@ -107,7 +113,7 @@ def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch
 def test_preempted_in_the_prompt_and_after_it(make_engine, prompts, greedy, logprobs_of) -> None:
     """A cache for one of them at a time: whoever gives way reads its prompt again."""
     seen = []
-    for num_blocks in range(13, 30, 2):
+    for num_blocks in range(13, 30, 4):
         engine = make_engine(prefill_chunk=5)
         llm = LLM(engine, plan="chain-4")
         pool = engine.cache.allocator

@@ -62,7 +62,7 @@ class Engine:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_finds_the_best_plan(batch, chance, delay):
     """Also where it chooses one step late."""
     load = Load((chance,), 0.1, 0.02, 0.05)
@@ -184,6 +184,7 @@ def test_bad_plans(plans):
         AdaptivePolicy(plans)
 
 
+@pytest.mark.slow
 def test_an_engine_generates_the_same(tiny_engine):
     """Lengths change between steps, outputs do not; a draft of another seed is soon off."""
     from specc import LLM, SamplingParams

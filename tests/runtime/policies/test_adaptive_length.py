@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specc.errors import ConfigError
 from specc.runtime.policies.adaptive_length import AdaptiveConstants, AdaptiveLength
 from tests.runtime.policies.simulated_load import Load, share_of_optimum, simulate
+from tests.tiers import every
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 WARM_UP = 500
@@ -36,7 +37,7 @@ CHOICES = st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=8, unique=True
 
 
 @given(LOADS, CHOICES, st.sampled_from([1, 1, 2, 8]), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=15, derandomize=True)
 def test_converges(load, lengths, batch, seed):
     """Within 5 % of the optimum's tokens a second, tries and noise included."""
     machine = AdaptiveLength(lengths)
@@ -62,7 +63,7 @@ def follow(before: Load, after: Load, batch: int, seed: int) -> int:
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("costs", [(0.05, 0.02, 0.1), (0.3, 0.05, 0.2)], ids=["cheap", "dear"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", every(3, range(3)))
 def test_follows_acceptance(batch, costs, seed):
     good, fair, bad = (Load((a,), *costs) for a in (0.9, 0.7, 0.1))
     assert follow(good, bad, batch, seed) <= FALL

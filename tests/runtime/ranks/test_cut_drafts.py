@@ -112,8 +112,9 @@ def cases() -> list[Any]:
         for j, (name, options) in enumerate(KINDS.items()):
             if plan.tile and options in (LOGPROBS, MSS):
                 continue
-            marks = [] if i % len(KINDS) == j else [pytest.mark.slow]
-            made.append(pytest.param(plan.name, options, id=f"{plan.name}-{name}", marks=marks))
+            label = f"{plan.name}-{name}"
+            marks = [] if i % len(KINDS) == j and i < 6 else [pytest.mark.slow]
+            made.append(pytest.param(plan.name, options, id=label, marks=marks))
     return made
 
 
@@ -136,6 +137,7 @@ def test_each_rank_has_its_part_of_the_draft(zoo: Zoo, pair: Pair) -> None:
     assert manifest.models[1].weights_file not in manifest.files
 
 
+@pytest.mark.slow
 def test_requests_that_give_way_and_plans_that_share_a_pass(pair: Pair) -> None:
     given = [
         SamplingParams(max_tokens=36 + 4 * i, ignore_eos=True, speculative=i % 3 != 2)
@@ -149,6 +151,7 @@ def test_requests_that_give_way_and_plans_that_share_a_pass(pair: Pair) -> None:
     assert found[1] == found[0]
 
 
+@pytest.mark.slow
 def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     """In graphs that all ranks replay, on simulated devices: drafts are in them, too."""
     jobs = [

@@ -12,8 +12,8 @@ from tests.runtime.ranks.lose_ranks import PHASES, SIGNALS, lose
 from tests.runtime.ranks.test_sharded_engine import path_of
 
 KILL, STOP = SIGNALS
-# the default tier has two; copies that are stopped are in test_lost_ranks.py
-USUAL = {(2, 1, KILL, "verify"), (2, 0, KILL, "draft")}
+# the default tier has one; copies that are stopped are in test_lost_ranks.py
+USUAL = {(2, 1, KILL, "verify")}
 
 
 def cases() -> list[Any]:

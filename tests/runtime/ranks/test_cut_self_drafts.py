@@ -146,8 +146,15 @@ def serve(
     return found, llm.get_metrics().num_accepted_tokens
 
 
+# layers, and blocks that all ranks choose
+USUAL = {
+    "layers-selfl0to1-chain-3-greedy",
+    "blocks-selfw16s0b16-chain-3-greedy",
+}
+
+
 def params() -> list[Any]:
-    """Each plan with one kind of rows, in turn."""
+    """Each plan with one kind of rows, in turn; most are slow."""
     kinds = list(KINDS.items())
     made = []
     for name, case in CASES.items():
@@ -155,7 +162,9 @@ def params() -> list[Any]:
             kind, options = kinds[place % len(kinds)]
             if (plan.tile or not plan.is_static) and "rule" in options:
                 options = {**options, "rule": "delta"}
-            made.append(pytest.param(name, plan.name, options, id=f"{name}-{plan.name}-{kind}"))
+            label = f"{name}-{plan.name}-{kind}"
+            marks = [] if label in USUAL else [pytest.mark.slow]
+            made.append(pytest.param(name, plan.name, options, id=label, marks=marks))
     return made
 
 

@@ -33,19 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"regex": "([a-e]{2}[0-9]){5,9}"}},
     "logprobs": {"logprobs": 3},
 }
-# greedy, every plan; each kind with one plan or two, all of them with a tree in the slow tier
-USUAL = {
-    *((plan, "greedy") for plan in PLAN_IDS),
-    *((plan, "coupled") for plan in PLAN_IDS[1::2]),
-    *(("tree-3-2-1", kind) for kind in ("mss", "grammar")),
-    ("off", "logprobs"),
-}
 ALL = [(plan, kind) for plan in PLAN_IDS for kind in ("greedy", "coupled")]
 ALL += [(plan, kind) for plan in ("off", "tree-3-2-1") for kind in ("mss", "grammar", "logprobs")]
-CASES = [
-    pytest.param(*case, id="-".join(case), marks=[] if case in USUAL else [pytest.mark.slow])
-    for case in ALL
-]
+CASES = [pytest.param(*case, id="-".join(case)) for case in ALL]
 
 
 class Launch:
@@ -145,6 +135,8 @@ def said(zoo: Zoo, request: pytest.FixtureRequest) -> dict[tuple[str, str], dict
 CAPTURED = "test_captured_ranks_generate_what_one_does"
 
 
+# the default tier has captured ranks with drafts of their own: test_draft_ranks.py
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "kind"), CASES)
 def test_captured_ranks_generate_what_one_does(said, whole: Engine, plan: str, kind: str) -> None:
     found = said[plan, kind]
@@ -158,6 +150,7 @@ def test_captured_ranks_generate_what_one_does(said, whole: Engine, plan: str, k
         assert found["warnings"] == 0
 
 
+@pytest.mark.slow
 def test_copies_keep_the_same_rows(zoo: Zoo, whole: Engine) -> None:
     """Ranks that each compute all of every pass: what they have in the end is the same to the bit.
 
@@ -174,12 +167,13 @@ def test_copies_keep_the_same_rows(zoo: Zoo, whole: Engine) -> None:
         assert found["captured"][1] > found["captured"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
         # nobody here has started it: its exit code is its launcher's
         ("dies", r"rank 1 \(pid"),
-        pytest.param("fails", r"rank 1 .*failed: RuntimeError: an illegal", marks=pytest.mark.slow),
+        ("fails", r"rank 1 .*failed: RuntimeError: an illegal"),
     ],
 )
 def test_a_rank_that_is_lost_between_replays_is_named(zoo: Zoo, fault: str, told: str) -> None:

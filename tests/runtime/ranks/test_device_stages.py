@@ -117,13 +117,12 @@ def test_more_ranks(zoo: Zoo, name: str, shape: tuple[int, int]) -> None:
         assert len({*one["sums"]}) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told", "code"),
     [
         ("dies", r"rank 1 \(pid", 7),
-        pytest.param(
-            "fails", r"rank 1 .*failed: RuntimeError: an illegal", 1, marks=pytest.mark.slow
-        ),
+        ("fails", r"rank 1 .*failed: RuntimeError: an illegal", 1),
     ],
 )
 def test_a_stage_that_is_lost_is_named(zoo: Zoo, fault: str, told: str, code: int) -> None:

@@ -101,7 +101,8 @@ def cases() -> list[Any]:
         for j, (name, options) in enumerate(KINDS.items()):
             if plan.tile and options in (LOGPROBS, MSS):
                 continue
-            marks = [] if i % len(KINDS) == j else [pytest.mark.slow]
+            is_usual = i % len(KINDS) == j and plan.combine != VOTE and VIEW not in plan.models
+            marks = [] if is_usual else [pytest.mark.slow]
             made.append(pytest.param(plan.name, options, id=f"{plan.name}-{name}", marks=marks))
     return made
 
@@ -147,6 +148,7 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
         assert found["warnings"] == 0
 
 
+@pytest.mark.slow
 def test_a_captured_bfloat16_draft_is_the_same_to_the_bit_elsewhere(
     zoo: Zoo, tmp_path: Path
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_captured_bfloat16_draft_is_the_same_to_the_bit_elsewhere(
             assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 def test_a_draft_rank_that_is_lost_between_replays_is_named(zoo: Zoo) -> None:
     options = {
         "jobs": [job(CAPTURED[0].name, "greedy")],

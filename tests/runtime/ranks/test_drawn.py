@@ -46,18 +46,21 @@ class Passes:
         monkeypatch.setattr(leader, "run_pass", run_pass)
 
 
+USUAL = {"off-greedy", "off-coupled", "chain-3-coupled", "tree-3-2-1-delta"}
+
+
 def cases() -> list[Any]:
-    """Every plan with one kind of rows or two; the others are slow."""
+    """Every plan with every kind of rows; the others are slow."""
     kinds = {"greedy": {}, "coupled": PLAIN, "delta": DELTA}
     return [
         pytest.param(
             plan,
             options,
             id=f"{plan}-{name}",
-            marks=[] if plan == "off" or i % 3 == j or j == 1 else [pytest.mark.slow],
+            marks=[] if f"{plan}-{name}" in USUAL else [pytest.mark.slow],
         )
-        for i, plan in enumerate(PLAN_IDS)
-        for j, (name, options) in enumerate(kinds.items())
+        for plan in PLAN_IDS
+        for name, options in kinds.items()
     ]
 
 
@@ -81,12 +84,17 @@ def test_no_logits_leave_their_rank(
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 0.8, "rule": "mss"},
         {"repetition_penalty": 1.2},
-        {"logprobs": 1},
         {"prompt_logprobs": 1},
-        {"allowed_token_ids": [1, 2, 3, 4, 5]},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"temperature": 0.8, "top_p": 0.9},
+                {"temperature": 0.8, "rule": "mss"},
+                {"logprobs": 1},
+                {"allowed_token_ids": [1, 2, 3, 4, 5]},
+            )
+        ),
     ],
     ids=lambda options: "-".join(options),
 )

@@ -45,8 +45,15 @@ def wait_for_one_that_never_comes(group: SharedGroup) -> tuple[str, float, str]:
     return text, seconds, again
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    ("number", "transport"),
+    [
+        pytest.param(signal.SIGKILL, "shared", id="kill-shared", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "gloo", id="kill-gloo"),
+        pytest.param(signal.SIGSTOP, "shared", id="stop-shared"),
+        pytest.param(signal.SIGSTOP, "gloo", id="stop-gloo", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_is_gone_or_hangs(number, transport):
     """The time limit ends the wait and names the rank; gloo sees at once that one has died."""
     options = {"transport": transport, "time_limit": 1.5}
@@ -96,6 +103,7 @@ def test_an_abort_wakes_all():
         assert 0.4 < seconds < 1.5
 
 
+@pytest.mark.slow
 def test_an_abort_wakes_this_rank_and_is_told_over_gloo():
     with rank_processes(2, wait_for_a_watcher, transport="gloo", time_limit=50.0) as ranks:
         text, seconds = ranks.result(0, 10)
@@ -137,8 +145,18 @@ def disagree(group: SharedGroup, kind: str) -> tuple[str, float]:
     return timed_error(operators.all_reduce, x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", ["size", "shape", "dtype", "kind", "large"])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [
+        pytest.param(
+            kind,
+            transport,
+            marks=[] if transport == "shared" or kind == "shape" else [pytest.mark.slow],
+        )
+        for kind in ("size", "shape", "dtype", "kind", "large")
+        for transport in TRANSPORTS
+    ],
+)
 def test_ranks_that_disagree(kind, transport):
     answers = run_ranks(3, disagree, kind, transport=transport, time_limit=20.0)
     for text, seconds in answers:
@@ -240,6 +258,7 @@ def open_elsewhere(*calls: tuple[object, int, int]) -> list[str]:
     return result.stdout.split("\0")[:-1]
 
 
+@pytest.mark.slow
 def test_who_may_open_it(alone, tmp_path):
     (tmp_path / "other").write_bytes(b"specc-interface:" + bytes(100_000))
     (tmp_path / "empty").write_bytes(b"")
@@ -281,6 +300,7 @@ def test_nothing_is_left_of_killed_ranks():
     assert {path for place in places for path in place.glob("*specc-ranks*")} == before
 
 
+@pytest.mark.slow
 def test_a_group_imports_nothing_of_torch_distributed():
     """What torch imports by itself is not counted."""
     code = """
@@ -339,6 +359,7 @@ def test_hosts_meet_at_an_address():
     assert [process.communicate(timeout=60)[0] for process in processes] == ["[5.0]\n"] * 2
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_is():
     said = join(f"tcp://127.0.0.1:{free_port()}", 1, 1.0).communicate(timeout=60)[0]
     assert "found:  rank 1 of 2 did not meet the others at tcp://127.0.0.1:" in said

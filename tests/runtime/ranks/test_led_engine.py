@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +77,34 @@ def rule_of(plan: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "rule": "delta"} if lossy and "rule" in options else options
 
 
-def cases(step: int) -> list[Any]:
-    """Every plan with every kind of rows: one in so many, and all greedy ones; the rest is slow."""
+# each plan, and each kind of rows that ranks have to answer differently
+USUAL = {
+    "off-greedy",
+    "chain-3-logprobs",
+    "tree-3-2-1-greedy",
+    "tree-3-2-1-mss",
+    "dynamic-10-3-3-greedy",
+    "merge-0+lookup2-tree-2-1-greedy",
+}
+
+
+def cases(usual: Collection[str] = USUAL) -> list[Any]:
+    """Every plan with every kind of rows: all but the usual ones are slow."""
     return [
         pytest.param(
             plan,
             options,
             id=f"{plan}-{name}",
-            marks=[] if options is GREEDY or (i + j) % step == 0 else [pytest.mark.slow],
+            marks=[] if f"{plan}-{name}" in usual else [pytest.mark.slow],
         )
-        for i, plan in enumerate(PLAN_IDS)
-        for j, (name, options) in enumerate(KINDS.items())
+        for plan in PLAN_IDS
+        for name, options in KINDS.items()
         # a plan in tiles has no logits for them
         if not (plan.startswith("tiles") and options in (LOGPROBS, GRAMMAR))
     ]
 
 
-@pytest.mark.parametrize(("plan", "options"), cases(step=4))
+@pytest.mark.parametrize(("plan", "options"), cases())
 def test_tokens_and_caches(alone: Engine, led: Engine, plan: str, options: dict[str, Any]) -> None:
     given = params(4, **rule_of(plan, options))
     wanted = generate(LLM(alone, plan=plan), given)
@@ -118,6 +129,7 @@ def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
     check_caches(led)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["chain-3", "dynamic-10-3-3"])
 def test_requests_that_give_way_to_others(alone: Engine, led: Engine, plan: str) -> None:
     """Rows are given up, and computed again."""
@@ -142,6 +154,7 @@ def test_prefixes_that_are_shared(alone: Engine, led: Engine) -> None:
     check_caches(led)
 
 
+@pytest.mark.slow
 def test_compiled_programs(cpu_path: Path, load_led) -> None:
     alone, led = Engine.load(cpu_path), load_led(cpu_path)
     assert led.backend == "cpu"
@@ -197,6 +210,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_engine(engine_path: Path) -> None:
     engine = Engine.load(engine_path, ranks=OPTIONS)
     pids = engine.target.leader.pids
@@ -211,6 +225,7 @@ def test_ranks_end_with_the_engine(engine_path: Path) -> None:
     assert time.monotonic() - begin_s < 8
 
 
+@pytest.mark.slow
 def test_ranks_outlive_the_thread_that_loads_the_engine(engine_path: Path) -> None:
     """Linux counts the thread that starts a process as its parent."""
     loaded: list[Engine] = []

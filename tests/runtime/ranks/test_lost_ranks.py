@@ -24,19 +24,19 @@ STAGES = ("prefill", "draft", "verify", "accept", "idle")
 LIMIT_S = 1.5
 
 
-def cases(*usual: tuple[int, int, str]) -> list[Any]:
-    """Every rank, in every stage; all but these are slow."""
+def cases() -> list[Any]:
+    """Every rank, in every stage."""
     made = []
     for num_ranks in (2, 3):
         for rank in range(num_ranks):
             for stage in STAGES:
                 case = (num_ranks, rank, stage)
-                marks = [] if case in usual else [pytest.mark.slow]
-                made.append(pytest.param(*case, marks=marks, id=f"{rank}-of-{num_ranks}-{stage}"))
+                made.append(pytest.param(*case, id=f"{rank}-of-{num_ranks}-{stage}"))
     return made
 
 
 # the default tier kills ranks of an engine that is cut: test_cut_ranks.py
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases())
 def test_a_rank_that_is_killed(engine_path: Path, num_ranks: int, rank: int, stage: str) -> None:
     with LedProcess(engine_path, {"num_ranks": num_ranks}, stage=stage) as led:
@@ -54,7 +54,9 @@ def test_a_rank_that_is_killed(engine_path: Path, num_ranks: int, rank: int, sta
         assert found in led.errors()
 
 
-@pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases((2, 0, "verify")))
+# the default tier has them without processes: test_watch.py
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "rank", "stage"), cases())
 def test_a_rank_that_is_stopped(engine_path: Path, num_ranks: int, rank: int, stage: str) -> None:
     ranks = {"num_ranks": num_ranks, "timeout_s": LIMIT_S}
     with LedProcess(engine_path, ranks, stage=stage) as led:
@@ -97,6 +99,7 @@ def test_a_rank_that_stands_still_does_not_outlive_rank_0(engine_path: Path) -> 
         assert led.ends(ENDS_S) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_an_idle_job_outlives_its_time_limits(zoo: Zoo) -> None:
     """Those of its collectives, too."""
     path = path_of(zoo, "llama", "eager", 2)
@@ -124,16 +127,13 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(engine_path: Path) -> None:
         assert led.ends(ENDS_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "found"),
     [
-        pytest.param(
-            "garbage",
-            "bytes that are no message of a rank: b'GET / HTTP/1.1",
-            marks=pytest.mark.slow,
-        ),
+        ("garbage", "bytes that are no message of a rank: b'GET / HTTP/1.1"),
         ("gap", "order "),
-        pytest.param("wrong block", "index", marks=pytest.mark.slow),
+        ("wrong block", "index"),
     ],
 )
 def test_a_rank_that_cannot_follow_says_so(engine_path: Path, what: str, found: str) -> None:
@@ -172,6 +172,7 @@ def test_signals_of_the_terminal_are_for_rank_0(engine_path: Path) -> None:
         assert led.ends(ENDS_S) == 0
 
 
+@pytest.mark.slow
 def test_an_interrupt_comes_between_orders(engine_path: Path) -> None:
     """Ctrl-C within a pass waits for its end, and then ends the process as it always does."""
     with LedProcess(engine_path, {"num_ranks": 2}, stage="verify") as led:
@@ -186,6 +187,7 @@ def test_an_interrupt_comes_between_orders(engine_path: Path) -> None:
         assert "rank" not in errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_without_an_end_of_the_process_every_call_fails(engine_path: Path) -> None:
     engine = Engine.load(engine_path, ranks=OPTIONS)
     llm = LLM(engine, plan="tree-3-2-1")

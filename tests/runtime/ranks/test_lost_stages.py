@@ -26,8 +26,6 @@ from tests.runtime.ranks.lose_ranks import PHASES, SIGNALS, lose
 from tests.runtime.ranks.test_stages import staged_path
 
 KILL, STOP = SIGNALS
-# the default tier has the last stage, which rank 0 waits for, with a batch in each stage
-USUAL = {((1, 2), 1, KILL, "verify", 4)}
 
 
 def cases() -> list[Any]:
@@ -49,7 +47,6 @@ def cases() -> list[Any]:
     return [
         pytest.param(
             *case,
-            marks=[] if case in USUAL else [pytest.mark.slow],
             id=f"tp-{case[0][0]}-pp-{case[0][1]}-rank-{case[1]}-{case[2].name}-{case[3]}"
             + (f"-of-{case[4]}" if case[4] > 1 else ""),
         )
@@ -57,6 +54,8 @@ def cases() -> list[Any]:
     ]
 
 
+# the default tier loses a rank of a cut engine: test_cut_ranks.py
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rank", "number", "phase", "num_requests"), cases())
 def test_a_rank_of_a_stage_is_lost(
     zoo: Zoo,

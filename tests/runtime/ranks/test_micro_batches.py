@@ -29,7 +29,7 @@ from tests.runtime.ranks.test_stages import Engines, assert_same
 # blocks for little more than one of the longest
 FEW = {"kv_cache_tokens": 160}
 STAGES = [
-    pytest.param((1, 2), range(2), id="two-stages"),
+    pytest.param((1, 2), range(2), id="two-stages", marks=pytest.mark.slow),
     pytest.param((1, 2), range(2, 30), id="two-stages-many", marks=pytest.mark.slow),
     pytest.param((1, 3), range(8), id="three-stages", marks=pytest.mark.slow),
     pytest.param((2, 2), range(8), id="stages-of-two-ranks", marks=pytest.mark.slow),
@@ -93,18 +93,7 @@ def watched_core(*args: Any, **options: Any) -> EngineCore:
     return core
 
 
-USUAL = {"tree-3-2-1-mss", "merge-0+lookup2-tree-2-1-grammar", "tiles-3-2-1-greedy"}
-
-
-def kinds() -> list[Any]:
-    """Every plan with every kind of rows; most are slow."""
-    every = [case for case in cases(step=1)]
-    assert {case.id for case in every} > USUAL
-    marks = {True: [], False: [pytest.mark.slow]}
-    return [pytest.param(*c.values, id=c.id, marks=marks[c.id in USUAL]) for c in every]
-
-
-@pytest.mark.parametrize(("plan", "options"), kinds())
+@pytest.mark.parametrize(("plan", "options"), cases({"tree-3-2-1-mss"}))
 def test_two_batches_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:
@@ -229,10 +218,15 @@ def test_interleavings(load: Engines, alone: Alone, shape: tuple[int, int], seed
 @pytest.mark.parametrize(
     ("owner", "name", "is_done"),
     [
-        (Scheduler, "postprocess", False),
-        (Scheduler, "hold", False),
         (LedStep, "_commit", True),
-        (Scheduler, "schedule", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Scheduler, "postprocess", False),
+                (Scheduler, "hold", False),
+                (Scheduler, "schedule", True),
+            )
+        ),
     ],
 )
 def test_an_interrupt_anywhere_loses_nothing(

@@ -18,7 +18,8 @@ from tests.mxfp4_experts import write_experts
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.test_quantized import check_logits, generate, reference_model
 
-SLOW = pytest.mark.slow
+# the default tier cuts integers without running them: tests/specc/sharding/test_quantized_pieces.py
+pytestmark = pytest.mark.slow
 WIDE = {"intermediate_size": 128}
 INT4 = {"quantize": "int4", "quantize_group": 32}
 PLANS = tuple(SpecPlan.from_widths(widths) for widths in ((1, 1, 1), (2, 2, 1)))
@@ -76,14 +77,14 @@ def check(whole: Engine, cut: Engine, plans: tuple[str, ...]) -> None:
     ("name", "num_ranks", "options"),
     [
         ("llama", 2, INT4),
-        pytest.param("llama", 2, {"quantize": "int8", "dtype": "bfloat16"}, marks=SLOW),
-        pytest.param("llama", 2, INT4 | {"backend": "cpu"}, marks=SLOW),
-        pytest.param("mixtral", 2, INT4 | {"backend": "cpu"}, marks=SLOW),
-        pytest.param("mixtral", 2, {"quantize": "fp8"}, marks=SLOW),
+        ("llama", 2, {"quantize": "int8", "dtype": "bfloat16"}),
+        ("llama", 2, INT4 | {"backend": "cpu"}),
+        ("mixtral", 2, INT4 | {"backend": "cpu"}),
+        ("mixtral", 2, {"quantize": "fp8"}),
         # the draft is cut, too
-        pytest.param("llama", 2, INT4 | {"draft_tensor_parallel_size": 2}, marks=SLOW),
+        ("llama", 2, INT4 | {"draft_tensor_parallel_size": 2}),
         # rounded copies, which are cut as the target is
-        pytest.param("llama", 2, {"plans": (SELF,)}, marks=SLOW),
+        ("llama", 2, {"plans": (SELF,)}),
     ],
 )
 def test_ranks_generate_what_one_does(build, load, name, num_ranks, options) -> None:
@@ -94,7 +95,6 @@ def test_ranks_generate_what_one_does(build, load, name, num_ranks, options) -> 
     check(whole, cut, plans)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_stages(build, load, backend) -> None:
     options = {"backend": backend, **INT4}
@@ -102,7 +102,6 @@ def test_stages(build, load, backend) -> None:
     check(Engine.load(build("llama", 1, **options)), cut, tuple(plan.name for plan in PLANS))
 
 
-@pytest.mark.slow
 def test_experts_in_mxfp4(build, load, tmp_path) -> None:
     target = models.save_tiny("gpt_oss", tmp_path / "plain", **WIDE)
     written = write_experts(target, tmp_path)
@@ -111,7 +110,6 @@ def test_experts_in_mxfp4(build, load, tmp_path) -> None:
     check(whole, cut, tuple(plan.name for plan in PLANS))
 
 
-@pytest.mark.slow
 def test_outputs_of_columns_in_another_order(build, load, tmp_path) -> None:
     target = models.save_tiny("llama", tmp_path / "plain", **WIDE)
     form = made.in_order(made.gptq(4, 32, False))

@@ -93,7 +93,7 @@ def test_a_launch_of_another_size(engine_path: Path, monkeypatch: pytest.MonkeyP
         Engine.load(engine_path, ranks=OPTIONS)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_store_that_cannot_be_reached(
     engine_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_a_store_that_cannot_be_reached(
         monkeypatch.setenv(name, value)
     # nobody listens there
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    options = RankOptions(2, start_timeout_s=1.5, ends_process=False)
+    options = RankOptions(2, start_timeout_s=0.5, ends_process=False)
     begin_s = time.monotonic()
     with pytest.raises(EngineError, match=r"no store at 127.0.0.1:\d+ \(MASTER_ADDR, MASTER_PORT"):
         Engine.load(engine_path, ranks=options)
@@ -113,8 +113,8 @@ def test_a_rank_that_does_not_come_is_named(
 ) -> None:
     for name, value in variables(0, 3, free_port()).items():
         monkeypatch.setenv(name, value)
-    options = replace(OPTIONS, num_ranks=3, start_timeout_s=1.0)
-    with pytest.raises(EngineError, match=r"rank 1, rank 2: absent after 1 s"):
+    options = replace(OPTIONS, num_ranks=3, start_timeout_s=0.3)
+    with pytest.raises(EngineError, match=r"rank 1, rank 2: absent after 0.3 s"):
         Engine.load(engine_path, ranks=options)
 
 
@@ -179,6 +179,7 @@ def test_launched_ranks_follow_over_tcp(launched) -> None:
     assert follower.wait(ENDS_S) == 0
 
 
+@pytest.mark.slow
 def test_a_launched_rank_that_is_killed(launched) -> None:
     led, follower = launched
     led.expect("at")

@@ -70,6 +70,7 @@ def test_as_many_ranks_as_cores(cores: Any) -> None:
     check_cores(4, RankOptions(4, oversubscribes=True))
 
 
+@pytest.mark.slow
 def test_ranks_may_share_a_core(cut_path: Path, cores: Any) -> None:
     """The way through, as the commands, the servers and `LLM` take it."""
     cores(1)

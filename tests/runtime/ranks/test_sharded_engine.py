@@ -113,7 +113,9 @@ def assert_same(whole: Engine, cut: Engine, plan: str, given: list[SamplingParam
             assert row == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(("plan", "options"), cases(step=4))
+@pytest.mark.parametrize(
+    ("plan", "options"), cases({"off-greedy", "chain-3-logprobs", "tree-3-2-1-mss"})
+)
 def test_two_ranks_generate_what_one_does(
     load: Engines, plan: str, options: dict[str, Any]
 ) -> None:
@@ -121,6 +123,7 @@ def test_two_ranks_generate_what_one_does(
     assert_same(load("llama", 1, **FEW), load("llama", 2, **FEW), plan, given)
 
 
+@pytest.mark.slow
 def test_requests_that_give_way_and_prefixes_that_are_shared(load: Engines) -> None:
     whole, cut = load("llama", 1, **FEW), load("llama", 2, **FEW)
     given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
@@ -174,7 +177,7 @@ def test_four_ranks_share_two_heads(load: Engines, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "num_ranks", "step"),
     [
-        ("llama", 2, 3),
+        ("llama", 2, 10),
         *(
             pytest.param(name, num_ranks, 1, marks=pytest.mark.slow)
             for name in ARCHITECTURES
@@ -255,6 +258,7 @@ def test_files_of_ranks_that_are_mixed_up_are_told(zoo: Zoo, tmp_path: Path) -> 
     assert open_engine(copy).num_ranks == 2
 
 
+@pytest.mark.slow
 def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) -> None:
     """As torchrun starts them on two hosts, each with one rank: the same tokens as one process."""
     path = path_of(zoo, "llama", "eager", 2)

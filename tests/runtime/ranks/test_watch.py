@@ -127,7 +127,7 @@ def test_all_get_the_same_orders_after_what_they_have_to_load(play) -> None:
 def test_nobody_is_lost_who_beats_and_has_nothing_to_do(play) -> None:
     game = play()
     game.start()
-    time.sleep(3 * LIMIT_S)
+    time.sleep(2 * LIMIT_S)
     assert game.job.failure is None
     assert game.watch.is_alive()
 
@@ -135,9 +135,9 @@ def test_nobody_is_lost_who_beats_and_has_nothing_to_do(play) -> None:
 def test_who_gets_on_slowly_is_not_lost(play) -> None:
     game = play()
     game.start()
-    for _ in range(6):
+    for _ in range(4):
         game.job.order(Kind.COMMIT)
-    for number in range(1, 6):
+    for number in range(1, 4):
         time.sleep(LIMIT_S / 2)
         for player in game.players:
             player.done = number
@@ -308,7 +308,7 @@ def test_loading_may_take_longer_than_an_order(play) -> None:
     player = game.players[0]
     player.hello()
     player._thread.start()
-    time.sleep(3 * LIMIT_S)
+    time.sleep(2 * LIMIT_S)
     player.signs.send(Message(Kind.READY))
     game.job.wait_ready()
     game.job.order(Kind.PASS)

@@ -355,6 +355,7 @@ def soak(path: Path, num_requests: int, seconds: float, **options: Any) -> SoakF
     return figures
 
 
+@pytest.mark.slow
 def test_soak_for_a_while(pair: Path) -> None:
     """As many requests as make it certain that each kind of end is there, however slow the machine.
 

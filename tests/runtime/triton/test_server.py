@@ -128,7 +128,10 @@ def test_the_environment_has_neither_transformers_nor_the_command_line():
     assert done.stdout.startswith("[] 1."), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("model", "seed"), [("specc", None), ("specc", 7), ("short", 7)])
+@pytest.mark.parametrize(
+    ("model", "seed"),
+    [("specc", None), pytest.param("specc", 7, marks=pytest.mark.slow), ("short", 7)],
+)
 def test_generate_equals_specc_run(server, wanted, model, seed):
     for prompt in PROMPTS:
         body = {"text_input": prompt, "max_tokens": 40, "ignore_eos": True}
@@ -147,6 +150,7 @@ def test_generate_stream_has_the_same_text_in_pieces(server, wanted):
     assert [e.get("finish_reason") for e in events] == [None] * (len(events) - 1) + ["length"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_grpc_equals_specc_run(client, wanted, is_streamed):
     for (prompt, seed), want in wanted.items():
@@ -196,6 +200,7 @@ def test_the_openai_front_end_s_inputs_are_taken(client):
     assert json.loads(response["text_output"]) in ("left", "right")
 
 
+@pytest.mark.slow
 def test_32_streams_at_once(server, client, wanted):
     """Half by gRPC, half by HTTP: more than run together, so some wait."""
     barrier = threading.Barrier(32)
@@ -318,6 +323,7 @@ def test_metrics_add_up(server, client):
         assert response["acceptance_rate"] == pytest.approx(rate)
 
 
+@pytest.mark.slow
 def test_a_model_whose_process_died_comes_back_by_loading_it_again(server, wanted):
     """Triton calls such a model ready for ever: only requests and metrics tell."""
     asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}

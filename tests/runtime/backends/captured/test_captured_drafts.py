@@ -181,7 +181,7 @@ def following(inputs: StepInputs, result: StepResult) -> StepInputs:
     return inputs._replace(rows=made)
 
 
-@pytest.mark.parametrize(("plan", "batch"), every(2, BATCHES))
+@pytest.mark.parametrize(("plan", "batch"), every(4, BATCHES))
 def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     inputs = rig.state(plan, batch)
     for seed in range(4):
@@ -194,7 +194,7 @@ def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     assert len(rig.device.tapes) == 1
 
 
-@pytest.mark.parametrize("plan", every(2, PLANS), ids=IDS)
+@pytest.mark.parametrize("plan", every(4, PLANS), ids=IDS)
 def test_the_device_goes_on_before_the_host_has_read(rig, plan) -> None:
     """Two steps are in flight; weights and proposals stay those of the first one."""
     inputs = rig.state(plan, 3)._replace(extra=extra_of(plan, 3, 1))
@@ -211,7 +211,7 @@ def test_plans_take_turns_in_the_same_buffers(rig) -> None:
     inputs = rig.state(PLANS[0], 2)
     # all may serve these
     inputs = inputs._replace(sampling_words=inputs.sampling_words * torch.tensor([1, 1, 0, 1]))
-    for seed, plan in enumerate([*PLANS, *reversed(PLANS)]):
+    for seed, plan in enumerate([*PLANS[::3], *PLANS[::-3]]):
         mine = inputs._replace(extra=extra_of(plan, 2, seed))
         wanted = rig.eager.steps[plan.name].advance(mine, rig.eager.cache.environment)
         found = rig.steps[plan.name].advance(mine, rig.other.cache.environment)
@@ -251,7 +251,7 @@ def watched(forward, alive, most):
     return run
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+@pytest.mark.parametrize("plan", every(2, PLANS), ids=IDS)
 def test_a_capture_writes_nothing(rig, plan) -> None:
     """Padding alone: all rows and the history stay, wherever a tree's shape is data."""
     rig.state(plan, 4)

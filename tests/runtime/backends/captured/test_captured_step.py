@@ -21,6 +21,7 @@ from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
+from tests.tiers import every
 
 aten = torch.ops.aten
 PLANS = ("off", "chain-3", "tree-2-1")
@@ -113,7 +114,7 @@ def select(inputs: StepInputs, order: list[int]) -> StepInputs:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "batch",
-    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+    every(4, [1, 2, 3, 4], 2),
 )
 def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     inputs = rig.state(batch)
@@ -126,7 +127,7 @@ def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     assert len(rig.device.tapes) == 1
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", every(3, PLANS, 2))
 def test_a_graph_serves_other_sequences_and_smaller_batches(rig, plan) -> None:
     inputs = rig.state(4)
     for batch in (4, 3, 4, 2, 1, 3):
@@ -138,7 +139,7 @@ def test_a_graph_serves_other_sequences_and_smaller_batches(rig, plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_device_goes_on_before_the_host_has_read(rig, plan, batch) -> None:
     """Two steps are in flight; each result is read one step late."""
     inputs = rig.state(batch)

@@ -73,6 +73,7 @@ def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
     assert "one graph" in dict(stats_rows(stats))["ms per step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["off", "tree-2-1"])
 def test_the_kernels_say_the_same(cuda_engine, wanted, plan, device, triton_kernels) -> None:
     """All of it: fused graphs, captured, with the Triton kernels, of two requests.

@@ -137,7 +137,13 @@ def test_the_faster_way_is_chosen_and_captured(rig: Rig) -> None:
     assert not launch.is_dependent()
 
 
-@pytest.mark.parametrize("seconds", [SLOWER, AS_FAST], ids=["slower", "as fast"])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(SLOWER, id="slower"),
+        pytest.param(AS_FAST, id="as fast", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_no_faster_is_not_chosen(rig: Rig, seconds: dict[str, float]) -> None:
     for item in choose(rig, seconds):
         assert (item["chosen"], len(item["batches"])) == (ORDINARY, 1)
@@ -255,6 +261,7 @@ def test_a_capture_that_fails_is_a_warning(rig: Rig, tmp_path: Path) -> None:
     assert kept.get(next(iter(rig.steps))) is None
 
 
+@pytest.mark.slow
 def test_a_cache_without_room_leaves_it_to_the_next_load(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +329,7 @@ def test_caches_and_inputs_are_as_before(rig: Rig) -> None:
     same(rig.advance(next(iter(rig.steps)), state), rig.advance_eager(next(iter(rig.steps)), state))
 
 
+@pytest.mark.slow
 def test_what_was_found_is_kept_for_this_gpu_and_engine(tiny_engine: Path, tmp_path: Path) -> None:
     def load(seconds: dict[str, float], engine: str = "a", conditions: Conditions = HERE) -> Any:
         rig = two_plans(tiny_engine)
@@ -388,6 +396,7 @@ def test_no_driver_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert chosen.driver_cuda() == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_not_there_is_a_warning(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = KeptLaunches(HERE, "engine", FileCache(tmp_path / "file"))

@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.core import EngineCore
 from specc.speculation.plans import DynamicTree, SpecPlan
-from tests import models
+from tests import engines, models
 from tests.head_reference import Reference
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
 from tests.lossless import Zoo
@@ -26,7 +25,8 @@ SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "vocab_size": VOCAB,
 }  # fmt: skip
-SLOW = pytest.mark.slow
+# the default tier runs heads in test_heads.py, and captures what they read in test_tap_rows.py
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,13 @@ def engine(zoo: Zoo) -> tuple[Path, HeadOracle]:
         plans=PLANS, max_batch_size=4, max_seq_len=64, block_size=BLOCK, prefill_chunk=7,
         backend="cuda", probe=False,
     )  # fmt: skip
-    path = zoo.once("heads-cuda", lambda made: build(target, head, made, config))
+    path = zoo.once("heads-cuda", lambda made: engines.build(target, head, made, config))
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     embedding = model.get_input_embeddings().weight.detach()
     return path, HeadOracle(model, Reference(CASES[NAME], draw_tensors(CASES[NAME]), embedding))
 
 
-@pytest.mark.parametrize(
-    "plan", [pytest.param(p.name, marks=() if p is PLANS[0] else SLOW) for p in PLANS]
-)
+@pytest.mark.parametrize("plan", [plan.name for plan in PLANS])
 def test_rows_of_captured_steps(engine: Any, plan: str, device: Any) -> None:
     """Steps are queued ahead of results; graphs run with the oracles of their operators."""
     path, oracle = engine
@@ -61,7 +59,6 @@ def test_rows_of_captured_steps(engine: Any, plan: str, device: Any) -> None:
     assert oracle.num_rows > 300
 
 
-@SLOW
 def test_rows_of_the_kernels(engine: Any, device: Any, triton_kernels: None) -> None:
     """All of it with the Triton kernels, in their interpreter: one request, a few steps."""
     path, oracle = engine

@@ -22,6 +22,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines
 from tests.runtime.backends.captured.forked_device import ForkedDevice, ForkedTape
+from tests.tiers import every
 
 PROMPTS = [[5, 6, 7, 8], [40, 41]]
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -76,7 +77,7 @@ def bounds(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]
     return low, whole
 
 
-@pytest.mark.parametrize("plan", ["off", "tree-2-1"])
+@pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"]))
 def test_copied_weights_give_the_same_tokens(
     engine_dir: Path, wanted: Any, device: ForkedDevice, monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:

@@ -107,6 +107,7 @@ def test_the_kernels_say_what_transformers_says(
     assert {(launch.name, name) for launch in launches for name in launch.folded} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "group", "dtype"),
     [("int4", None, "float32"), pytest.param("int8", None, "bfloat16", marks=pytest.mark.slow)],

@@ -10,7 +10,7 @@ import pytest
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
-from tests import models
+from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.tap_rows import NAME, PLANS, TAPS, Oracle, load, serve
 
@@ -26,8 +26,11 @@ def path(zoo: Zoo) -> Path:
     )  # fmt: skip
     checkpoints = zoo.checkpoint(NAME), zoo.checkpoint(NAME, draft="noisy")
 
+    def with_taps(*given: Any) -> object:
+        return build(*given, taps=TAPS)
+
     def write(made: Path) -> None:
-        build(*checkpoints, made, config, taps=TAPS)
+        engines.build(*checkpoints, made, config, builder=with_taps, key=(TAPS,))
 
     return zoo.once("taps-cuda", write)
 

@@ -49,6 +49,7 @@ from tests.lossless import (
 )
 from tests.near_ties import Reference, Tie
 from tests.runtime.backends.cpu.compiled_pair import step_inputs
+from tests.tiers import every
 
 # windows; the file takes others for learned positions, the slow tier for experts
 NAMES = [
@@ -102,7 +103,7 @@ def test_the_engine_runs_onnx(zoo: Zoo, name: str) -> None:
         assert sum(slab.nbytes for slab in slabs) == planned
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("plan", every(3, PLANS), ids=PLAN_IDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
     outcome, _ = check_matrix(zoo, name, plan, "noisy", **layout_of(name), **ONNX)
@@ -122,7 +123,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     check_full_acceptance(zoo, name, plan, **layout_of(name), **ONNX)
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", every(5, PLAN_IDS, 2))
 def test_requests_join_and_leave_while_others_run(
     zoo: Zoo, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +142,7 @@ def test_requests_join_and_leave_while_others_run(
     assert min(runs) == 1
 
 
-@pytest.mark.parametrize("plan", [OFF.name, "tree-3-2-1-1"])
+@pytest.mark.parametrize("plan", every(2, [OFF.name, "tree-3-2-1-1"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graphs_of_an_onnx_engine_give_the_same_tokens(zoo: Zoo, name: str, plan: str) -> None:
     eager = poison(Engine.load(engine_path(zoo, name), backend="eager"))
@@ -180,7 +181,7 @@ def two_drafts(zoo: Zoo) -> Engine:
     return drafts.engine(zoo, "mistral", "onnx")
 
 
-@pytest.mark.parametrize("plan", drafts.PLAN_IDS)
+@pytest.mark.parametrize("plan", every(3, drafts.PLAN_IDS))
 def test_trees_and_combinations_of_every_kind(zoo: Zoo, two_drafts: Engine, plan: str) -> None:
     prompts = models.prompts()
     for batch in (prompts[:4], prompts[4:]):
@@ -248,7 +249,7 @@ def mixed(mixed_path: Path) -> Engine:
     return poison(Engine.load(mixed_path))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", every(3, [1, 2, 3]))
 @pytest.mark.parametrize("plan", [OFF.name, *(plan.name for plan in MIXED)])
 def test_steps_equal_those_of_the_eager_graphs(mixed_path: Path, plan: str, seed: int) -> None:
     """All that a draft proposes, too: what only touches a draft never changes an output."""

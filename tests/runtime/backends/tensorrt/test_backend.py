@@ -46,6 +46,7 @@ from tests.runtime.backends.tensorrt.recorder import (
 )
 from tests.runtime.backends.tensorrt.recorder import Recorder
 from tests.runtime.test_draft_catch_up import Script
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings(
     "error::specc.runtime.backends.captured.captured_step.CaptureWarning"
@@ -98,7 +99,7 @@ def generate(llm: LLM, params: Any = None) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(models.prompts(), params)]
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", every(5, PLAN_IDS, 2))
 def test_greedy_equals_generate(zoo: Zoo, path: Path, recorder: Recorder, plan: str) -> None:
     """All prompts together, of which four are longer than a chunk, then one of them alone."""
     engine = load_poisoned(path)
@@ -111,7 +112,7 @@ def test_greedy_equals_generate(zoo: Zoo, path: Path, recorder: Recorder, plan: 
         assert outcome.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("plan", EQUAL, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", every(2, EQUAL), ids=lambda plan: plan.name)
 def test_a_draft_equal_to_the_target_is_always_accepted(
     zoo: Zoo, path: Path, recorder: Recorder, plan: SpecPlan
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param((EQUAL[0].name, OFF.name), id="one-step-behind"),
+        pytest.param((EQUAL[0].name, OFF.name), id="one-step-behind", marks=pytest.mark.slow),
         pytest.param((EQUAL[1].name, *[OFF.name] * 10, EQUAL[0].name), id="a-chunk-behind"),
     ],
 )
@@ -143,7 +144,7 @@ def test_drafts_catch_up(zoo: Zoo, path: Path, recorder: Recorder, script: tuple
         assert num_cut <= (stats.num_trimmed_tokens > 0)
 
 
-@pytest.mark.parametrize("plan", [CHAIN.name, TREE.name, PLANS[4].name])
+@pytest.mark.parametrize("plan", every(3, [CHAIN.name, TREE.name, PLANS[4].name], 1))
 def test_requests_join_and_leave_while_others_run(
     zoo: Zoo, path: Path, recorder: Recorder, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_the_order_of_a_batch_does_not_matter(
 
 
 # a plan of each combination
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [plan.name for plan in PLANS[:5:2]])
 def test_coupled_sampling_gives_the_tokens_of_plain_decoding(
     path: Path, recorder: Recorder, plan: str
@@ -211,6 +213,7 @@ def test_coupled_sampling_gives_the_tokens_of_plain_decoding(
     assert llm.get_metrics().num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [OFF.name, TREE.name])
 def test_all_rules_and_logprobs_are_those_of_plain_graphs(
     path: Path, recorder: Recorder, plan: str
@@ -268,23 +271,29 @@ def test_steps_are_replayed_without_a_word_of_python(
 
 @pytest.mark.parametrize(
     ("plan", "wanted"),
-    [
-        (OFF.name, [("target", 1, 1)]),
-        # the first level is fed a token more than the root, as the step before may have left
-        (CHAIN.name, [("draft-0", 2, 1), *[("draft-0", 1, 1)] * 3, ("target", 5, 5)]),
-        (TREE.name, [("draft-0", 2, 1), ("draft-0", 3, 3), ("draft-0", 6, 6), ("target", 16, 16)]),
-        # a chain of each draft, whose cache lacks what the vote took of another
-        (
-            PLANS[5].name,
-            [
-                *[("draft-0", 4, 1), ("draft-0", 1, 1), ("draft-0", 1, 1)],
-                *[("draft-1", 4, 1), ("draft-1", 1, 1), ("draft-1", 1, 1)],
-                ("target", 4, 4),
-            ],
-        ),
-        (EQUAL[0].name, [("draft-1", 2, 1), *[("draft-1", 1, 1)] * 3, ("target", 5, 5)]),
-        (PLANS[6].name, [("target", 6, 6)]),
-    ],
+    every(
+        2,
+        [
+            (OFF.name, [("target", 1, 1)]),
+            # the first level is fed a token more than the root, as the step before may have left
+            (CHAIN.name, [("draft-0", 2, 1), *[("draft-0", 1, 1)] * 3, ("target", 5, 5)]),
+            (
+                TREE.name,
+                [("draft-0", 2, 1), ("draft-0", 3, 3), ("draft-0", 6, 6), ("target", 16, 16)],
+            ),
+            # a chain of each draft, whose cache lacks what the vote took of another
+            (
+                PLANS[5].name,
+                [
+                    *[("draft-0", 4, 1), ("draft-0", 1, 1), ("draft-0", 1, 1)],
+                    *[("draft-1", 4, 1), ("draft-1", 1, 1), ("draft-1", 1, 1)],
+                    ("target", 4, 4),
+                ],
+            ),
+            (EQUAL[0].name, [("draft-1", 2, 1), *[("draft-1", 1, 1)] * 3, ("target", 5, 5)]),
+            (PLANS[6].name, [("target", 6, 6)]),
+        ],
+    ),
 )
 def test_order_of_a_step(
     path: Path, recorder: Recorder, plan: str, wanted: list[tuple[str, int, int]]
@@ -303,6 +312,7 @@ def test_order_of_a_step(
     assert not recorder.enqueued
 
 
+@pytest.mark.slow
 def test_contexts_are_as_many_as_shapes(path: Path, recorder: Recorder) -> None:
     """One of each shape of a step, whatever plan it is of; one of each profile for prompts."""
     engine = load_poisoned(path)
