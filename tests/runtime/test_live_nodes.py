@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from specc.runtime.engine import Engine
 from specc.runtime.execution.draws import tree_draws
 from specc.runtime.execution.shared_pass import accepted_values, tree_tokens
 from specc.runtime.llm import LLM
-from specc.runtime.policies.base import FixedPolicy
-from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Word
 from specc.speculation.live_nodes import DEAD
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
+from tests.runtime.live_rig import EveryNode, ScriptedNodes
 
 CHAINS = [SpecPlan.from_widths((1,) * depth) for depth in range(1, 5)]
 TREE = SpecPlan.from_widths((3, 2, 1))
@@ -28,34 +26,6 @@ TREE = SpecPlan.from_widths((3, 2, 1))
 PREFIX = SpecPlan.from_tree(TokenTree(TREE.tree.parents[:6]))
 STAR = SpecPlan.from_widths((3,))
 PLANS = [SpecPlan("off"), *CHAINS, TREE, PREFIX, STAR]
-
-
-class ScriptedNodes(FixedPolicy):
-    """One plan; how many nodes are live follows from the request and what it has emitted."""
-
-    def __init__(self, plan: SpecPlan, most: int | None = None) -> None:
-        super().__init__(plan.name)
-        self._most = most or plan.num_nodes
-        self.asked: list[tuple[int, ...]] = []
-
-    def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
-        def live(request: Request) -> int:
-            seed = f"{request.request_id} {len(request.token_ids)}"
-            return 1 + zlib.crc32(seed.encode()) % self._most
-
-        self.asked.append(tuple(map(live, requests)))
-        return self.asked[-1]
-
-
-class EveryNode(FixedPolicy):
-    """One number for all requests."""
-
-    def __init__(self, plan: SpecPlan, live: int) -> None:
-        super().__init__(plan.name)
-        self._live = live
-
-    def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
-        return (self._live,) * len(requests)
 
 
 @pytest.fixture(scope="module")

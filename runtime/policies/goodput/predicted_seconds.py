@@ -284,7 +284,7 @@ def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
 
 def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
     return [
-        StepShape.of(group.plan, _contexts_of(step))
+        StepShape.of(group.plan, _contexts_of(step), group.num_nodes)
         for group, step in zip(batch.groups, result.steps, strict=True)
     ]
 
