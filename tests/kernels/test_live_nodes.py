@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.accept import accept_reference
 from specc.sampling.rows import Rule
 from specc.speculation.live_nodes import DEAD
 from tests.kernels.distribution import Options, Proposals, Propose, State, World, measure
 from tests.kernels.distribution_trees import SHAPES, Part, alone, draft_tree
-from tests.kernels.reference.test_accept import accept
 from tests.kernels.slow_sampling import values_of, words_of
 from tests.kernels.test_distribution import (
     ANY_TREE,
@@ -34,7 +34,7 @@ def operators(native_operators: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
 @pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name.lower())
-def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(rule, temperature):
+def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(operators, rule, temperature):
     """A token below 0 is never entered and never tried, whatever the logits after it are."""
     generator = torch.Generator().manual_seed(int(rule) + 5)
     batch, live = 48, 4
@@ -48,11 +48,16 @@ def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(rule, temperature
 
     def walk(count: int, dead: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         own = tokens[:, :count].clone()
-        own[:, dead:] = -1
-        return accept(
-            rows[:, :count].flatten(0, 1), own, tree[:count].expand(batch, -1), 3, values, words,
-            q_rows=q_rows[:count], drafts=[draft],
+        own[:, dead:] = DEAD
+        arguments = (
+            rows[:, :count].flatten(0, 1), own, tree[:count].expand(batch, -1), 3, None,
+            torch.tensor(q_rows[:count], dtype=torch.int32), [draft], values, words,
+            torch.full((batch,), 7, dtype=torch.int32), torch.zeros(0, 4).int(),
+            torch.zeros(batch, 0).int(),
         )  # fmt: skip
+        found, native = accept_reference(*arguments), operators.accept(*arguments)
+        assert all(torch.equal(one, other) for one, other in zip(found, native, strict=True))
+        return found
 
     unseen = logits.clone()
     unseen[:, live:] = torch.nan
