@@ -32,43 +32,71 @@ def operators(native_operators: Any) -> Any:
     return native_operators
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.1])
-@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name.lower())
-def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(operators, rule, temperature):
-    """A token below 0 is never entered and never tried, whatever the logits after it are."""
-    generator = torch.Generator().manual_seed(int(rule) + 5)
-    batch, live = 48, 4
-    tree = torch.tensor([-1, 0, 0, 0, 1, 1, 4], dtype=torch.int32)
-    logits = torch.randn((batch, 7, 5), generator=generator)
-    draft = torch.randn((batch, 5), generator=generator)
-    tokens = torch.randint(0, 5, (batch, 7), generator=generator)
-    q_rows = [-1, 0, 0, 0, -1, -1, -1]
-    values, words = values_of(batch, temperature=temperature), words_of(rule, batch)
-    words[:, 0] += torch.arange(batch)
+class Trees:
+    """Trees of seven nodes, of which any first ones may be live.
 
-    def walk(count: int, dead: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = tokens[:, :count].clone()
-        own[:, dead:] = DEAD
-        arguments = (
-            rows[:, :count].flatten(0, 1), own, tree[:count].expand(batch, -1), 3, None,
-            torch.tensor(q_rows[:count], dtype=torch.int32), [draft], values, words,
-            torch.full((batch,), 7, dtype=torch.int32), torch.zeros(0, 4).int(),
-            torch.zeros(batch, 0).int(),
+    Args:
+        rule: of the walks.
+        temperature: likewise.
+    """
+
+    batch = 48
+    parents = torch.tensor([-1, 0, 0, 0, 1, 1, 4], dtype=torch.int32)
+    q_rows = torch.tensor([-1, 0, 0, 0, -1, -1, -1], dtype=torch.int32)
+
+    def __init__(self, rule: Rule, temperature: float) -> None:
+        generator = torch.Generator().manual_seed(int(rule) + 5)
+        self.logits = torch.randn((self.batch, 7, 5), generator=generator)
+        self.draft = torch.randn((self.batch, 5), generator=generator)
+        self.tokens = torch.randint(0, 5, (self.batch, 7), generator=generator)
+        self.values = values_of(self.batch, temperature=temperature)
+        self.words = words_of(rule, self.batch)
+        self.words[:, 0] += torch.arange(self.batch)
+
+    def walk(self, accept: Any, count: int, live: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Through `count` nodes, of which those after `live` are dead and have no logits."""
+        tokens, logits = self.tokens[:, :count].clone(), self.logits[:, :count].clone()
+        # the last token of the vocabulary has the place -1
+        tokens[:, live:] = DEAD
+        logits[:, live:] = torch.nan
+        return accept(
+            logits.flatten(0, 1), tokens, self.parents[:count].expand(self.batch, -1), 3, None,
+            self.q_rows[:count], [self.draft], self.values, self.words,
+            torch.full((self.batch,), 7, dtype=torch.int32), torch.zeros(0, 4).int(),
+            torch.zeros(self.batch, 0).int(),
         )  # fmt: skip
-        found, native = accept_reference(*arguments), operators.accept(*arguments)
-        assert all(torch.equal(one, other) for one, other in zip(found, native, strict=True))
-        return found
 
-    unseen = logits.clone()
-    unseen[:, live:] = torch.nan
-    # the last token of the vocabulary has the place -1
-    for dead, smaller in ((live, live), (2, 2)):
-        found, wanted = walk(7, dead, unseen), walk(smaller, smaller, logits)
+
+rules_and_temperatures = pytest.mark.parametrize(
+    ("rule", "temperature"),
+    [(rule, temperature) for rule in Rule for temperature in (0.0, 1.1)],
+    ids=lambda value: value.name.lower() if isinstance(value, Rule) else str(value),
+)
+
+
+@rules_and_temperatures
+def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(rule, temperature):
+    """A token below 0 is never entered and never tried."""
+    trees = Trees(rule, temperature)
+    for live in (4, 2):
+        found, wanted = (trees.walk(accept_reference, count, live) for count in (7, live))
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
-        assert 0 < int(found[1].sum()) < batch
+        assert 0 < int(found[1].sum()) < trees.batch
     # the whole tree goes further
-    assert int(walk(7, 7, logits)[1].sum()) > int(walk(7, live, logits)[1].sum())
+    whole, cut = (trees.walk(accept_reference, 7, live)[1] for live in (7, 4))
+    assert int(whole.sum()) > int(cut.sum())
+
+
+@rules_and_temperatures
+def test_native_walks_end_before_dead_nodes(operators, rule, temperature):
+    trees = Trees(rule, temperature)
+    for live in range(1, 8):
+        found, wanted = (
+            trees.walk(accept, 7, live) for accept in (operators.accept, accept_reference)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
 
 
 def cut_at(shape: str, choose: Callable[[Part, State], Tensor]) -> Propose:
