@@ -5,8 +5,9 @@
 Half of a batch is greedy code, of which a draft gets most right; the other half is sampled at a
 temperature at which it gets little right. Every round serves the same batches with every plan, with
 the policy goodput, and with goodput and adaptive verification, in an order that rotates; figures
-are medians, ratios are of the same round. Policies go on with what they have learned. All outputs
-are compared with those of plan off.
+are medians, ratios are of the same round. Beside other jobs, seconds of the processor say more than
+those of the clock, where one thread does the work; both are given. Policies go on with what they
+have learned. All outputs are compared with those of plan off.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Run(NamedTuple):
     """What one round of a choice was."""
 
     seconds: float
+    processor_s: float
     num_tokens: int
     nodes: float
     outputs: list[list[int]]
@@ -46,14 +48,14 @@ class Run(NamedTuple):
 def serve(llm: LLM, batches: list[list[list[int]]], params: list[SamplingParams]) -> Run:
     """All batches, one after another."""
     before = llm.get_metrics()
-    begin = time.perf_counter()
+    begin, processor = time.perf_counter(), time.process_time()
     outputs = [output for batch in batches for output in llm.generate(batch, params[: len(batch)])]
-    seconds = time.perf_counter() - begin
+    seconds, processor_s = time.perf_counter() - begin, time.process_time() - processor
     after = llm.get_metrics()
     steps = after.num_steps - before.num_steps
     nodes = 1 + (after.num_draft_tokens - before.num_draft_tokens) / max(1, steps)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return Run(seconds, sum(map(len, tokens)), nodes, tokens)
+    return Run(seconds, processor_s, sum(map(len, tokens)), nodes, tokens)
 
 
 def make_choices(engine: Engine, table: LatencyTable, batch_size: int) -> dict[str, LLM]:
@@ -67,6 +69,11 @@ def make_choices(engine: Engine, table: LatencyTable, batch_size: int) -> dict[s
     given: dict[str, dict[str, Any]] = {name: {"plan": name} for name in engine.plans}
     given |= {GOODPUT: {"policy": goodput(False)}, ADAPTIVE: {"policy": goodput(True)}}
     return {name: LLM(engine, shares_prefixes=False, **own) for name, own in given.items()}
+
+
+def median_ratio(own: list[float], others: list[float]) -> float:
+    """Of the same rounds."""
+    return round(statistics.median(a / b for a, b in zip(own, others, strict=True)), 4)
 
 
 def main() -> None:
@@ -107,15 +114,13 @@ def main() -> None:
                 runs[name].append(found)
         print(f"round {number} of {options.rounds}", file=sys.stderr, flush=True)
     rates = {name: [run.num_tokens / run.seconds for run in own] for name, own in runs.items()}
+    busy = {name: [run.num_tokens / run.processor_s for run in own] for name, own in runs.items()}
     rows = {
         name: {
             "tokens_per_s": round(statistics.median(rates[name]), 2),
-            "adaptive_over_it": round(
-                statistics.median(
-                    own / other for own, other in zip(rates[ADAPTIVE], rates[name], strict=True)
-                ),
-                4,
-            ),
+            "tokens_per_processor_s": round(statistics.median(busy[name]), 2),
+            "adaptive_over_it": median_ratio(rates[ADAPTIVE], rates[name]),
+            "adaptive_over_it_by_processor": median_ratio(busy[ADAPTIVE], busy[name]),
             "nodes_per_request": round(statistics.median(run.nodes for run in own), 3),
             "equals_off": all(run.outputs == runs[OFF.name][0].outputs for run in own),
         }

@@ -27,6 +27,10 @@ Options = Sequence[Sequence[PlanOption | None]]
 class SharedCost(Protocol):
     """Seconds of a step whose groups share a pass of the target."""
 
+    def __call__(self, loads: Sequence[GroupLoad]) -> float:
+        """Of the step with all nodes of its plans."""
+        ...
+
     def besides(self, loads: Sequence[GroupLoad]) -> float:
         """All but the target's pass, by what the sequences that run each plan bring to it."""
         ...
@@ -149,7 +153,9 @@ class LiveNodes:
         plans: Sequence[int],
         cost: SharedCost,
     ) -> Allocation:
-        """The same division with the nodes that pay.
+        """The same division with the nodes that pay; all nodes, unless a cut is worth it.
+
+        A pass without dead nodes is put together by the host, whose seconds are learned with it.
 
         Args:
             requests: that decode.
@@ -158,18 +164,23 @@ class LiveNodes:
             cost: of steps.
         """
         loads = [GroupLoad()] * len(self._plans)
-        lags_s = 0.0
+        tokens = lags_s = 0.0
         levels = []
         for request, own, index in zip(requests, options, plans, strict=True):
             option = own[index]
             assert option is not None, "a plan that the sequence can run"
             loads[index] = loads[index].plus(option)
             lags_s += option.seconds
+            tokens += option.tokens
             levels.append(self._levels_of(request, index, option))
+        whole = Allocation(tuple(plans), tokens, cost(loads) + lags_s)
         besides = cost.besides(loads) + lags_s
         found = cut_levels(levels, besides, cost.row_s, cost.pass_s, self._budget)
         live = tuple(own.nodes[depth] for own, depth in zip(levels, found.depths, strict=True))
-        return Allocation(tuple(plans), found.tokens, found.seconds, live)
+        cut = Allocation(tuple(plans), found.tokens, found.seconds, live)
+        nodes = sum(self._plans[index].num_nodes for index in plans)
+        is_over = self._budget is not None and nodes > self._budget
+        return cut if is_over or cut.goodput > whole.goodput * TUNED.margin else whole
 
     def best(
         self, requests: Sequence[Request], options: Options, start: Allocation, cost: SharedCost
@@ -199,6 +210,8 @@ class LiveNodes:
         self, requests: Sequence[Request], options: Options, plans: Sequence[int], cost: SharedCost
     ) -> Allocation:
         found = self.cut(requests, options, plans, cost)
+        if not found.live:
+            return found
         left = tuple(
             0 if live == 1 else index for index, live in zip(plans, found.live, strict=True)
         )

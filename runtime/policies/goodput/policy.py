@@ -96,7 +96,7 @@ class GoodputPolicy(Policy):
         if adapts_verification:
             assert shares_pass, "a pass that takes any number of each request's nodes"
             self._live_nodes = LiveNodes(self._plans, self._acceptance, token_budget)
-        # request → nodes of its tree that are verified, where not all are
+        # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = 0
         self._budget = token_budget
@@ -175,8 +175,11 @@ class GoodputPolicy(Policy):
         return 0 if any(lag(request, self._plans[self._main]).values()) else self._main
 
     def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
-        """See `Policy.live_nodes`; a request verifies no level that it has no tokens left for."""
-        if self._live_nodes is None or not can_cut(plan):
+        """See `Policy.live_nodes`.
+
+        Where anything is cut, no level is verified that a request has no tokens left for.
+        """
+        if not self._live or not can_cut(plan):
             return ()
         nodes = nodes_by_depth(plan)
         live = []

@@ -76,8 +76,8 @@ class StepCost:
         return found
 
     def pass_s(self, tokens: float, rows_s: float, besides: float) -> float:
-        """Of the target's pass; see `PredictedSeconds.pass_s`."""
-        return self._seconds.pass_s(tokens, rows_s, besides)
+        """Of the target's pass without dead nodes; see `PredictedSeconds.pass_s`."""
+        return self._seconds.pass_s(tokens, rows_s, besides, is_cut=True)
 
     def _drafting_of(self, index: int, count: int) -> tuple[float, float]:
         plan, seconds = self._plans[index], self._drafting_s.get((index, count))

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
 from specc.cost.roofline import roofline
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.live_nodes import Levels, cut_levels
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
@@ -97,8 +100,8 @@ def test_a_step_that_jumps_is_looked_at_beyond_its_worst() -> None:
 
 def new_policy(*plans: SpecPlan, **options: object) -> GoodputPolicy:
     by_name = {plan.name: plan for plan in (OFF, *plans)}
-    adapting = {"adapts_verification": True} | options
-    return GoodputPolicy(by_name, roofline(), clock=lambda: 0.0, **adapting)  # type: ignore[arg-type]
+    adapting = {"adapts_verification": True, "table": roofline()} | options
+    return GoodputPolicy(by_name, clock=lambda: 0.0, **adapting)  # type: ignore[arg-type]
 
 
 def make_requests(count: int, max_tokens: int = 100_000) -> list[Request]:
@@ -148,8 +151,15 @@ def test_what_is_not_verified_teaches_nothing() -> None:
     assert learned.num_observed("a", CHAINS[6]) == 0
 
 
+# every node of a pass takes a tenth of a second, after the first
+SLOW = LatencyTable(
+    PassSeconds({1: 1.0, 101: 11.0}, {1: 0.0}, "target"),
+    {"draft_0": PassSeconds({1: 0.01, 1000: 0.01}, {1: 0.0}, "draft_0")},
+)
+
+
 def test_no_level_is_verified_that_a_request_has_no_tokens_left_for() -> None:
-    policy = new_policy(CHAINS[6], acceptance={"draft_0": [[0.95]]})
+    policy = new_policy(CHAINS[6], acceptance={"draft_0": [[0.95]]}, table=SLOW)
     requests = [*make_requests(1), *make_requests(1, max_tokens=3)]
     requests[1].request_id = "ends"
     policy.choose_each(requests, STATS)
@@ -162,6 +172,25 @@ def test_no_level_is_verified_that_a_request_has_no_tokens_left_for() -> None:
     newer = make_requests(1)
     newer[0].request_id = "newer"
     assert policy.live_nodes(CHAINS[6], newer) == ()
+
+
+def test_a_cut_is_worth_what_the_host_does_for_it() -> None:
+    """Its passes are timed apart: where they take longer than they save, all nodes are verified."""
+    policy = new_policy(CHAINS[6], acceptance={"draft_0": [[0.95]]}, table=SLOW)
+    requests = [*make_requests(1), *make_requests(1, max_tokens=3)]
+    requests[1].request_id = "ends"
+    policy.choose_each(requests, STATS)
+    live = policy.live_nodes(CHAINS[6], requests)
+    assert live == (7, 3)
+    group = StepGroup(CHAINS[6], requests, live=live)
+    step = StepResult([0, 0], [], [301, 301], {}, {"draft": 0.06})
+    for _ in range(40):
+        seconds = 1.5 * SLOW.target([PassPart(2, 10, 600)])
+        policy.observe_batch(Batch([], [group]), RunResult(steps=[step], pass_s=seconds))
+    assert policy._seconds.pass_s(10, 0.0, is_cut=True) == pytest.approx(seconds)
+    assert policy._seconds.pass_s(10, 0.0) == pytest.approx(seconds / 1.5)
+    policy._decide(requests)
+    assert policy.live_nodes(CHAINS[6], requests) == ()
 
 
 def test_without_the_option_every_node_is_verified() -> None:
