@@ -25,7 +25,8 @@ TREE = SpecPlan.from_widths((3, 2, 1))
 # the first six nodes of that tree
 PREFIX = SpecPlan.from_tree(TokenTree(TREE.tree.parents[:6]))
 STAR = SpecPlan.from_widths((3,))
-PLANS = [SpecPlan("off"), *CHAINS, TREE, PREFIX, STAR]
+VIEW = SpecPlan.from_widths((1, 1, 1), ("self_w4_s4",))
+PLANS = [SpecPlan("off"), *CHAINS, TREE, PREFIX, STAR, VIEW]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], options: list[SamplingParams])
     return [output.outputs[0].token_ids for output in llm.generate(prompts, options)]
 
 
-@pytest.mark.parametrize("plan", [CHAINS[3], TREE], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [CHAINS[3], TREE, VIEW], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("rule", [None, "coupled", "delta"])
 def test_output_is_that_without_speculation(
     engine: Engine, prompts: list[list[int]], plan: SpecPlan, rule: str | None
