@@ -28,9 +28,11 @@ class EngineCore:
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
         micro_batches: batches of disjoint requests in flight, where the target has stages; None is
             as many as these.
+        adapts_verification: how much of its tree the target verifies is chosen for each request.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
-        ConfigError: micro-batches of an engine without stages.
+        ConfigError: micro-batches of an engine without stages; adaptive verification where no
+            policy or no pass can do it.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class EngineCore:
         shares_prefixes: bool = True,
         max_seq_len: int | None = None,
         micro_batches: int | None = None,
+        adapts_verification: bool = False,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -81,7 +84,10 @@ class EngineCore:
             window=engine.window,
             looks_ahead=engine.facts.is_captured,
         )
-        if own_policy != "fixed":
+        if own_policy != "fixed" or adapts_verification:
+            ranks = engine.manifest.num_ranks if engine.manifest else 1
+            if adapts_verification and (policy is not None or ranks > 1):
+                _refuse_adapting(policy, ranks)
             chosen = make_policy(
                 own_policy,
                 engine.plans,
@@ -89,6 +95,7 @@ class EngineCore:
                 engine.profile,
                 shares_pass=shares_pass,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
+                adapts_verification=adapts_verification,
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
@@ -123,6 +130,21 @@ class EngineCore:
         if self.num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
         return self.in_flight.advance()
+
+
+def _refuse_adapting(policy: Policy | None, ranks: int) -> None:
+    """Raises ConfigError: what adaptive verification does not go with."""
+    if policy is not None:
+        raise ConfigError(
+            f"--adaptive-verification, and a policy of type {type(policy).__name__}",
+            "a policy by its name, goodput",
+            "pass that, or have the policy's live_nodes say what is verified",
+        )
+    raise ConfigError(
+        f"--adaptive-verification, and an engine of {ranks} ranks",
+        "an engine of one process",
+        "leave it out, or compile the engine for one rank",
+    )
 
 
 def _batches_of(engine: Engine, micro_batches: int | None) -> int | None:

@@ -75,6 +75,12 @@ class EngineArgs:
         " without it, as compiled or tuned.",
         type=str,
     )
+    adapts_verification: bool = option(
+        False,
+        "Let the policy goodput choose for each request how many nodes of its tree are verified,"
+        " as its own acceptance and the load say (cpu, eager).",
+        "--adaptive-verification",
+    )
     max_num_seqs: int | None = option(
         None, "Requests that run together; else as compiled.", least=1
     )
@@ -259,6 +265,7 @@ class EngineArgs:
             shares_prefixes=self.shares_prefixes,
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
+            adapts_verification=self.adapts_verification,
         )
 
     def of_loaded(self, engine: Engine) -> Self:

@@ -102,7 +102,7 @@ class Runner:
         staged: StagedModel | None = None,
     ) -> None:
         self.shares_pass = shares_pass
-        # passes of the target that prompts or several plans had together
+        # passes of the target that prompts or several plans had together, or without dead nodes
         self.num_shared_passes = 0
         self._steps = steps
         self._cache = cache
@@ -261,11 +261,14 @@ class Runner:
         return None if self._staged is None else self._begun.begin_apart(batch)
 
     def _is_shared(self, batch: Batch) -> bool:
-        """More than one pass would be needed, and one can do."""
+        """More than one pass would be needed, and one can do; or not all nodes take part in it."""
         return (
             self.shares_pass
             and bool(batch.groups)
-            and len(batch.groups) + bool(batch.prefill) > 1
+            and (
+                len(batch.groups) + bool(batch.prefill) > 1
+                or any(group.live for group in batch.groups)
+            )
             and all(self._steps[group.plan.name].plan.tile is None for group in batch.groups)
         )
 

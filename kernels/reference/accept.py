@@ -120,7 +120,9 @@ def accept_reference(
 
     Args:
         logits: [B * N, V] target logits of all nodes.
-        tokens: [B, N] int64 token of each node; node 0 is the root.
+        tokens: [B, N] int64 token of each node; node 0 is the root. A node whose token is below 0
+            is dead, too: no walk enters it, and nobody tries it. (Steps that a device replays
+            have none of these; CUDA's operator does not look for them.)
         parents: [B, N] int32, -1 at the root and at dead nodes; may be expanded over B.
         max_depth: levels below the root that are walked.
         image: [B, T] int32 node of each proposal column, -1 for dead ones: equal proposals of one
@@ -164,6 +166,7 @@ def accept_reference(
             is_child = parents[b] == node
             is_child[0] = False
             is_child &= depth < max_depth
+            is_child &= tokens[b] >= 0
             offset = torch.tensor(length + depth + 1, device=device)
             if words[b, Word.RULE] in TRIED_RULES and _is_sampled(values[b]):
                 proposals = [

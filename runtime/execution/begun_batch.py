@@ -105,7 +105,7 @@ class BegunBatches:
             inputs = self._inputs(group)
             drafted = step.draft(inputs, self._cache.environment)
             begun.append(_Begun(group, step, inputs, drafted, time.perf_counter() - begin_s))
-            parts.append(tree_tokens(group.plan, inputs, drafted))
+            parts.append(tree_tokens(group.plan, inputs, drafted, group.live))
             if drawn:
                 draws.append(tree_draws(parts[-1], inputs.sampling_values, inputs.sampling_words))
         begin_s = time.perf_counter()
@@ -131,7 +131,8 @@ class BegunBatches:
                 result = replace(result, **ends.result()._asdict())
             for one, rows in zip(begun, found_rows, strict=True):
                 begin_s = time.perf_counter()
-                values = accepted_values(one.group.plan, rows, one.inputs)
+                group = one.group
+                values = accepted_values(group.plan, rows, one.inputs, one.drafted, group.live)
                 found = hooked(one.step, one.group, functools.partial(one.drafted.accept, values))
                 verify_s = pass_s * len(rows) / num_tokens
                 accept_s = time.perf_counter() - begin_s

@@ -89,9 +89,10 @@ class BlockVotes:
         views, requests = group.plan.views, group.requests
         places = [i for i, s in enumerate(requests) if s.block_choice.is_due(s.cache_len, views)]
         own = [requests[i] for i in places]
-        count = min(MOST_VOTERS, group.plan.num_nodes)
+        live = group.live or [group.plan.num_nodes] * len(requests)
+        counts = [min(MOST_VOTERS, live[i]) for i in places]
         lengths = [request.cache_len for request in own]
-        return Voters([first + i for i in places], own, [count] * len(own), lengths)
+        return Voters([first + i for i in places], own, counts, lengths)
 
     def of_batch(self, batch: Batch) -> tuple[Voters, int]:
         """Voters of a pass over all of a batch, spans first; and how many sequences it has."""

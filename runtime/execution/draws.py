@@ -82,10 +82,10 @@ def tree_draws(nodes: FlatTokens, values: Tensor, words: Tensor) -> Draws:
         values: [B, 6] float32, see `specc.sampling.rows.Value`.
         words: [B, 4] int64, see `specc.sampling.rows.Word`.
     """
-    count = nodes.counts[0]
+    counts = torch.tensor(nodes.counts)
     return Draws(
-        values[:, Value.TEMPERATURE].repeat_interleave(count),
-        words[:, Word.SEED].repeat_interleave(count),
+        values[:, Value.TEMPERATURE].repeat_interleave(counts),
+        words[:, Word.SEED].repeat_interleave(counts),
         nodes.positions + 1,
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specc.runtime.backends.step_io import Drafted, StepInputs
 from specc.runtime.scheduling.batch import Span
+from specc.speculation.live_nodes import DEAD
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import WORD_BITS, TokenTree, pack_bits
 
@@ -50,8 +51,17 @@ class FlatTokens(NamedTuple):
     logit_rows: Tensor
 
 
-def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTokens:
-    """The nodes of a step's trees, as its own verification would pass them; all get logits."""
+def tree_tokens(
+    plan: SpecPlan, inputs: StepInputs, drafted: Drafted, live: Sequence[int] = ()
+) -> FlatTokens:
+    """The nodes of a step's trees, as its own verification would pass them; all get logits.
+
+    Args:
+        plan: of the step.
+        inputs: of the step.
+        drafted: of its drafts.
+        live: nodes of each tree that are left, the first ones; () is all.
+    """
     batch, count = len(inputs.rows), plan.num_nodes
     cache_len = torch.tensor([row[-1] for row in inputs.rows], dtype=torch.int32)
     if not plan.speculates:
@@ -67,7 +77,7 @@ def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTok
     slots = cache_len[:, None] + torch.arange(count, dtype=torch.int32)
     # positions of dead nodes are data, and may be far below zero
     positions = (cache_len[:, None] + depths).clamp(min=0)
-    return FlatTokens(
+    nodes = FlatTokens(
         tokens.reshape(-1),
         positions.reshape(-1).long(),
         slots.reshape(-1).int(),
@@ -76,6 +86,17 @@ def tree_tokens(plan: SpecPlan, inputs: StepInputs, drafted: Drafted) -> FlatTok
         cache_len,
         inputs.block_table,
         torch.arange(batch * count),
+    )
+    if not live:
+        return nodes
+    rows = _is_live(live, count).flatten().nonzero()[:, 0]
+    return nodes._replace(
+        tokens=nodes.tokens[rows],
+        positions=nodes.positions[rows],
+        slots=nodes.slots[rows],
+        ancestors=nodes.ancestors[rows],
+        counts=list(live),
+        logit_rows=torch.arange(len(rows)),
     )
 
 
@@ -171,19 +192,52 @@ def begin_together(
     return lambda: list(taken().split(rows))
 
 
-def accepted_values(plan: SpecPlan, found: Tensor, inputs: StepInputs) -> Mapping[str, Tensor]:
+def accepted_values(
+    plan: SpecPlan,
+    found: Tensor,
+    inputs: StepInputs,
+    drafted: Drafted | None = None,
+    live: Sequence[int] = (),
+) -> Mapping[str, Tensor]:
     """What acceptance reads instead of the verification that it did not see.
 
     Args:
         plan: of the step.
-        found: [B * N, V] logits of the nodes, or [B * N] int64 tokens that were drawn of them.
+        found: [B * N, V] logits of the nodes, or [B * N] int64 tokens that were drawn of them; of
+            live nodes alone, where they are fewer.
         inputs: of the step.
+        drafted: of its drafts; asked where not all nodes are live.
+        live: as of `tree_tokens`.
     """
     is_drawn = found.ndim == 1
+    if live:
+        assert drafted is not None, "whose nodes are dead"
+        return _live_values(plan.num_nodes, found, drafted.values["tokens"], live)
     values = {"winners": found.view(-1, plan.num_nodes)} if is_drawn else {"logits": found}
     if plan.speculates:
         return values
     return {**values, "tokens": torch.tensor([row[-2:-1] for row in inputs.rows])}
+
+
+def _live_values(
+    count: int, found: Tensor, tokens: Tensor, live: Sequence[int]
+) -> Mapping[str, Tensor]:
+    """The same for trees of `count` nodes [B, N] of which some are dead."""
+    is_live = _is_live(live, count)
+    rows = is_live.flatten().nonzero()[:, 0]
+    tokens = tokens.masked_fill(~is_live, DEAD)
+    if found.ndim == 1:
+        winners = found.new_full((is_live.numel(),), -1)
+        return {"winners": winners.index_copy(0, rows, found).view(-1, count), "tokens": tokens}
+    # rows of dead nodes stay as they are: no walk comes to where they are read
+    logits = found.new_empty(is_live.numel(), found.shape[1])
+    logits.index_copy_(0, rows, found)
+    return {"logits": logits, "tokens": tokens}
+
+
+def _is_live(live: Sequence[int], count: int) -> Tensor:
+    """[B, N] of trees of N nodes."""
+    return torch.arange(count) < torch.tensor(live)[:, None]
 
 
 @functools.lru_cache(maxsize=64)

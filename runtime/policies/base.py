@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
+    from specc.speculation.plans import SpecPlan
 
 
 class Decision(NamedTuple):
@@ -84,6 +85,21 @@ class Policy(ABC):
         `choose` has named is only what requests that wait for their first step are prepared for.
         """
         return None
+
+    def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
+        """How many nodes of each request's tree the target verifies: the first ones.
+
+        Asked after plans are chosen, and before anything of the step is drawn. What it answers
+        must follow from what earlier steps showed, or the output may not be the target's own; see
+        `specc.speculation.live_nodes`.
+
+        Args:
+            plan: that these requests run together.
+            requests: B requests.
+        Returns:
+            B numbers of 1 … nodes of the plan; (), the default, is all nodes of all of them.
+        """
+        return ()
 
     # neither has to be there
     def observe(self, group: StepGroup, step: StepResult) -> None:  # noqa: B027

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specc.cost.latency_table import LatencyTable
-from specc.errors import RequestError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
@@ -32,6 +32,7 @@ def make_policy(
     shares_pass: bool = True,
     max_num_seqs: int = 256,
     clock: Callable[[], float] = time.perf_counter,
+    adapts_verification: bool = False,
 ) -> Policy:
     """The policy of this name; `fixed` needs no more than its plan and is not made here.
 
@@ -44,9 +45,14 @@ def make_policy(
         shares_pass: sequences of all plans are verified in one pass of the target.
         max_num_seqs: sequences that run together.
         clock: seconds of the host, by which goodput knows how long deciding takes.
+        adapts_verification: goodput chooses for each request how much of its tree is verified.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
+        ConfigError: adaptive verification by another policy, or by an engine that has a pass of
+            its own for every plan.
     """
+    if adapts_verification:
+        _check_adapts(name, shares_pass)
     if name == ADAPTIVE:
         chains = {OFF.name: 0} | {
             plan.name: plan.max_depth
@@ -76,10 +82,28 @@ def make_policy(
             shares_pass=shares_pass,
             max_num_seqs=max_num_seqs,
             clock=clock,
+            adapts_verification=adapts_verification,
         )
     else:
         needed, do = f"one of {', '.join(NAMES)}", "choose one of them"
     raise RequestError(f"policy {name!r} for an engine of the plans {', '.join(plans)}", needed, do)
+
+
+def _check_adapts(name: str, shares_pass: bool) -> None:
+    """Raises ConfigError: nobody here chooses how much of a tree is verified."""
+    if name != GOODPUT:
+        raise ConfigError(
+            f"--adaptive-verification, and the policy {name}",
+            f"the policy {GOODPUT}, which knows what nodes cost and yield",
+            f"pass --policy {GOODPUT}, without --plan",
+        )
+    if not shares_pass:
+        raise ConfigError(
+            "--adaptive-verification, and an engine whose plans have passes of their own: those"
+            " that are captured or padded have as many nodes as were compiled",
+            "an engine of the backend cpu or eager, whose passes take any number of nodes",
+            "leave it out, or compile for one of these",
+        )
 
 
 def _chains(plans: Mapping[str, SpecPlan]) -> list[SpecPlan]:

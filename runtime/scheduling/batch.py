@@ -11,6 +11,7 @@ from specc.runtime.backends.step import PendingStep, QueuedStep
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.scheduling.request import Request
+from specc.speculation.live_nodes import live_levels
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class StepGroup:
         ahead: tokens that a step in flight may yet bring each request, at most; 0 where none is
             in flight, () where that holds for all.
         catches_up: a draft has to read tokens that its first level does not reach back to.
+        live: of each request, the first nodes of its tree that the target verifies, root included;
+            () is all of them. See `specc.speculation.live_nodes`.
     """
 
     plan: SpecPlan
@@ -65,6 +68,16 @@ class StepGroup:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     ahead: tuple[int, ...] = ()
     catches_up: bool = False
+    live: tuple[int, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens that it brings to the target's pass."""
+        return sum(self.live) if self.live else self.plan.num_nodes * len(self.requests)
+
+    def levels(self, place: int) -> tuple[int, ...]:
+        """Draft tokens of depth 1, 2, … that the target verifies for the request at a place."""
+        return live_levels(self.plan, self.live[place]) if self.live else self.plan.level_sizes
 
 
 @dataclass(frozen=True)

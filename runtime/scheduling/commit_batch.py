@@ -79,7 +79,6 @@ def commit_steps(
         rows = [(i, s) for i, s in enumerate(group.requests) if s not in left]
         if not rows:
             continue
-        levels = group.plan.level_sizes
         stats.record_step_pass(step.stage_s)
         if len(rows) == len(group.requests):
             host_drafts.observe(group.plan, group.requests, group.extra, step)
@@ -91,6 +90,7 @@ def commit_steps(
             # a draft whose length is not moved any more would catch up
             for draft, lengths in step.draft_lens.items():
                 request.draft_lens[draft] = lengths[i]
+            levels = group.levels(i)
             for counters in (request.stats, stats):
                 counters.record_step(levels, num_accepted, num_emitted)
             request.stats.record_step_pass(step.stage_s)

@@ -173,7 +173,7 @@ class Scheduler:
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
         if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
-        num_step_tokens = sum([g.plan.num_nodes * len(g.requests) for g in groups])
+        num_step_tokens = sum([g.num_nodes for g in groups])
         self.last_plans = {g.plan.name: len(g.requests) for g in groups}
         spans = self._prompts.spans(own, num_step_tokens, ahead, lambda s: self._readers(s, plan))
         return Batch(spans, groups, len(self.running) + len(self.waiting))
@@ -219,7 +219,8 @@ class Scheduler:
         extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
         tokens = tuple(map(ahead.most, requests)) if ahead.is_queued else ()
         lags = bool(plan.models) and any(ahead.lags(request, plan) for request in requests)
-        return StepGroup(plan, requests, extra, tokens, lags)
+        live = self.policy.live_nodes(plan, requests) if plan.speculates else ()
+        return StepGroup(plan, requests, extra, tokens, lags, live)
 
     def _wish(self, request: Request, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
         """What a request runs of what the policy chose; None where results in flight decide."""

@@ -166,17 +166,19 @@ class StepShape(NamedTuple):
         rows: sequences, above 0; on average, so they need not be whole.
         context: committed rows of all of them together.
         each: those of each sequence, or a sample of them; None is equally many.
+        nodes: of all of them together that the target verifies; None is all nodes of the plan.
     """
 
     plan: SpecPlan
     rows: float
     context: float
     each: Contexts | None = None
+    nodes: float | None = None
 
     @classmethod
-    def of(cls, plan: SpecPlan, lengths: Sequence[float]) -> StepShape:
+    def of(cls, plan: SpecPlan, lengths: Sequence[float], nodes: float | None = None) -> StepShape:
         """Sequences of these committed rows, one or more."""
-        return cls(plan, len(lengths), sum(lengths), Contexts(lengths))
+        return cls(plan, len(lengths), sum(lengths), Contexts(lengths), nodes)
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,8 @@ def vote_share(views: Sequence[View], depth: int) -> float:
 
 def verify_part(shape: StepShape) -> PassPart:
     """What a group brings to the target's pass."""
-    return PassPart(shape.rows, shape.rows * shape.plan.num_nodes, shape.context)
+    nodes = shape.rows * shape.plan.num_nodes if shape.nodes is None else shape.nodes
+    return PassPart(shape.rows, nodes, shape.context)
 
 
 @functools.lru_cache(maxsize=256)

@@ -70,17 +70,19 @@ class SimulatedRunner:
             prefill_s += truth.target(parts) * factor
         drafted_s, verified = [], []
         for group in batch.groups:
-            shape = StepShape.of(group.plan, [request.cache_len for request in group.requests])
+            lengths = [request.cache_len for request in group.requests]
+            shape = StepShape.of(group.plan, lengths, group.num_nodes)
             drafted_s.append((truth.draft_s(shape) + self._catch_up_s(group)) * factor)
-            verified.append(verify_part(shape))
-        pass_s = truth.target([*parts, *verified]) * factor if self._shares_pass else 0.0
+            verified.append(_verified(group, shape))
+        steps_parts = [part for own in verified for part in own]
+        pass_s = truth.target([*parts, *steps_parts]) * factor if self._shares_pass else 0.0
         # the parts of a shared pass are told apart by their tokens, as the real runner does
-        a_token_s = pass_s / max(1, num_prompt_tokens + sum(part.tokens for part in verified))
+        a_token_s = pass_s / max(1, num_prompt_tokens + sum(part.tokens for part in steps_parts))
         prefill_s += a_token_s * num_prompt_tokens
         steps = []
-        for group, draft_s, part in zip(batch.groups, drafted_s, verified, strict=True):
-            alone_s = 0.0 if self._shares_pass else truth.target([part]) * factor
-            verify_s = alone_s + a_token_s * part.tokens
+        for group, draft_s, own in zip(batch.groups, drafted_s, verified, strict=True):
+            alone_s = 0.0 if self._shares_pass else truth.target(own) * factor
+            verify_s = alone_s + a_token_s * sum(part.tokens for part in own)
             steps.append(self._step(group, {"draft": draft_s, "verify": verify_s}))
         self.last_s = truth.iteration_s * factor + prefill_s
         self.last_s += sum(sum(step.stage_s.values()) for step in steps)
@@ -95,7 +97,11 @@ class SimulatedRunner:
         return (1 + self._noise * (2 * low - 1)) * (_HELD_UP_BY if high < _HELD_UP else 1.0)
 
     def _step(self, group: StepGroup, stage_s: dict[str, float]) -> StepResult:
-        accepted = [self._accepted(request, group.plan) for request in group.requests]
+        live = group.live or [group.plan.num_nodes] * len(group.requests)
+        accepted = [
+            self._accepted(request, group.plan, count)
+            for request, count in zip(group.requests, live, strict=True)
+        ]
         before = [request.cache_len for request in group.requests]
         after = [rows + count + 1 for rows, count in zip(before, accepted, strict=True)]
         depth = group.plan.max_depth
@@ -109,14 +115,15 @@ class SimulatedRunner:
             stage_s,
         )
 
-    def _accepted(self, request: Request, plan: SpecPlan) -> int:
+    def _accepted(self, request: Request, plan: SpecPlan, live: int) -> int:
+        """How deep the walk goes among the first `live` nodes."""
         if not plan.speculates:
             return 0
         children, node, depth = self._children[plan.name], 0, 0
         while children[node]:
             position = request.cache_len + 1 + depth
             rank = self._load.rank(request.index, plan.drafts[0], depth, position)
-            if rank is None or rank >= len(children[node]):
+            if rank is None or rank >= len(children[node]) or children[node][rank] >= live:
                 break
             node = children[node][rank]
             depth += 1
@@ -141,6 +148,14 @@ class SimulatedRunner:
                         room, parts = self._chunk, []
             seconds += self._truth.drafts[f"draft_{number}"](parts)
         return seconds
+
+
+def _verified(group: StepGroup, shape: StepShape) -> list[PassPart]:
+    """What a group brings to the target's pass."""
+    if not group.live:
+        return [verify_part(shape)]
+    rows = zip(group.requests, group.live, strict=True)
+    return [PassPart(1, count, request.cache_len) for request, count in rows]
 
 
 def _part_of(span: Span) -> PassPart:

@@ -58,7 +58,7 @@ _OTHER_KEYS: dict[str, tuple[Any, str]] = {
     "code_revision": (None, _REVISION),
     "num_speculative_tokens_per_batch_size": (None, _TUNE),
     "disable_by_batch_size": (None, _TUNE),
-    "enable_adaptive_verification": (False, _TUNE),
+    "enable_adaptive_verification": (False, "leave it out, and serve with --adaptive-verification"),
     "use_heterogeneous_vocab": (True, "write true or false: a draft's tokens may always differ"),
     "parallel_drafting": (False, "choose a draft that proposes one token after another"),
     "rejection_sample_method": ("standard", _RULE),

@@ -16,6 +16,7 @@ from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs, EngineArgs
 from specc.runtime.llm import LLM
+from specc.runtime.policies.base import FixedPolicy
 from specc.sampling.params import SamplingParams
 
 
@@ -83,6 +84,19 @@ def test_a_core_runs_as_the_options_say(saved_engine):
         core.requests.make([1] * 40, SamplingParams(max_tokens=1))
     with pytest.raises(ConfigError, match="max_model_len=4000"):
         EngineArgs(saved_engine.path, max_model_len=4000).load()
+
+
+def test_adaptive_verification_asks_for_goodput_by_name(saved_engine):
+    engine = Engine.load(saved_engine.path)
+    for options, found in (
+        ({"plan": "chain-4"}, "the policy fixed"),
+        ({"policy": FixedPolicy("chain-4")}, "a policy of type FixedPolicy"),
+    ):
+        with pytest.raises(ConfigError, match=f"--adaptive-verification, and {found}"):
+            EngineArgs(engine, adapts_verification=True, **options).make_core()
+    with LLM(engine, policy="goodput", adapts_verification=True) as llm:
+        output = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=9, ignore_eos=True))[0]
+        assert output.outputs[0].token_ids == saved_engine.greedy([3, 4, 5], 9)
 
 
 def test_options_of_loading_come_before_it(saved_engine):

@@ -40,6 +40,7 @@ from tests.runtime.head_rig import (
     prompts_of,
     serve,
 )
+from tests.runtime.live_rig import ScriptedNodes
 
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -100,6 +101,20 @@ def test_logits_of_every_node(
     assert oracle.num_rows > 300
     assert stats.num_cached_tokens > 2 * BLOCK
     assert stats.mean_acceptance_length > 1.0
+
+
+def test_features_of_requests_whose_trees_have_dead_nodes(
+    compiled: Callable[..., Path], reference_of: Callable[..., Any]
+) -> None:
+    """The target has no features of nodes that it does not verify, and nobody reads any."""
+    policy = ScriptedNodes(TREE)
+    core = EngineCore(load(compiled()), policy=policy)
+    oracle = HeadOracle(*reference_of(NAME))
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
+    assert any(len(set(live)) > 1 for live in policy.asked)
+    assert oracle.depths == set(range(TREE.max_depth))
+    assert core.scheduler.stats.mean_acceptance_length > 1.0
 
 
 @pytest.mark.slow

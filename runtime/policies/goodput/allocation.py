@@ -58,11 +58,13 @@ class Allocation(NamedTuple):
         plans: [sequences] index of each one's plan.
         tokens: expected of the step.
         seconds: of the step.
+        live: [sequences] nodes of each one that the target verifies; () is all of its plan's.
     """
 
     plans: tuple[int, ...]
     tokens: float
     seconds: float
+    live: tuple[int, ...] = ()
 
     @property
     def goodput(self) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specc.cost.contexts import Contexts
-from specc.cost.latency_table import LatencyTable, PassPart, StepShape
+from specc.cost.latency_table import LatencyTable
 from specc.runtime.policies.base import Decision, Policy
 from specc.runtime.policies.goodput.allocation import (
     Allocation,
@@ -25,11 +25,14 @@ from specc.runtime.policies.goodput.allocation import (
     allocate,
 )
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.live_nodes import LiveNodes
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
 from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
+from specc.runtime.policies.goodput.step_cost import StepCost
+from specc.speculation.live_nodes import can_cut, nodes_by_depth
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ class GoodputPolicy(Policy):
         token_budget: nodes of a step at most, except where all are off.
         max_num_seqs: requests that run together.
         clock: seconds of the host; deciding is as rare as it is slow.
+        adapts_verification: how much of its tree the target verifies is chosen for each request;
+            where requests of all plans share its pass.
     Raises:
         ConfigError: acceptance that is no table of probabilities.
     """
@@ -73,6 +78,7 @@ class GoodputPolicy(Policy):
         token_budget: int | None = None,
         max_num_seqs: int = 256,
         clock: Callable[[], float] = time.perf_counter,
+        adapts_verification: bool = False,
     ) -> None:
         speculative = [plan for plan in plans.values() if plan.speculates]
         speculative.sort(key=lambda plan: plan.num_nodes)
@@ -86,6 +92,12 @@ class GoodputPolicy(Policy):
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))
         self._probes = Probes(self._plans, self._seconds, self._acceptance)
         self._load = QueueingModel(self._seconds, max_num_seqs)
+        self._live_nodes: LiveNodes | None = None
+        if adapts_verification:
+            assert shares_pass, "a pass that takes any number of each request's nodes"
+            self._live_nodes = LiveNodes(self._plans, self._acceptance, token_budget)
+        # request → nodes of its tree that are verified; empty where all are
+        self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = 0
         self._budget = token_budget
         self._clock = clock
@@ -162,12 +174,33 @@ class GoodputPolicy(Policy):
             return index
         return 0 if any(lag(request, self._plans[self._main]).values()) else self._main
 
+    def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
+        """See `Policy.live_nodes`.
+
+        Where anything is cut, no level is verified that a request has no tokens left for.
+        """
+        if not self._live or not can_cut(plan):
+            return ()
+        nodes = nodes_by_depth(plan)
+        live = []
+        for request in requests:
+            request_id = request.request_id
+            is_decided = self._plans[self._chosen.get(request_id, 0)].name == plan.name
+            is_whole = not is_decided or request_id in self._probed
+            own = plan.num_nodes if is_whole else self._live[request_id]
+            deepest = max(0, min(request.num_tokens_left - 1, plan.max_depth))
+            live.append(min(own, nodes[deepest]))
+        return tuple(live) if min(live) < plan.num_nodes else ()
+
     def observe(self, group: StepGroup, step: StepResult) -> None:
         """Take the outcome of a step."""
         if group.plan.speculates and group.plan.name in self._index_of:
             request_ids = [request.request_id for request in group.requests]
             accepted = dict(zip(request_ids, step.num_accepted, strict=True))
-            self._acceptance.observe(group.plan, accepted)
+            depths = [len(group.levels(place)) for place in range(len(request_ids))]
+            self._acceptance.observe(
+                group.plan, accepted, dict(zip(request_ids, depths, strict=True))
+            )
         self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:
@@ -209,15 +242,20 @@ class GoodputPolicy(Policy):
         options = [
             self._with_lags(request, own) for request, own in zip(requests, options, strict=True)
         ]
-        cost = _Cost(self._seconds, self._plans, self._drafting_s)
+        cost = StepCost(self._seconds, self._plans, self._drafting_s)
         mixes = self._seconds.shares_pass
         best = allocate(options, cost, self._nodes, self._budget, mixes)
         kept = self._kept(requests, options, cost)
+        if self._live_nodes is not None:
+            best = self._live_nodes.best(requests, options, best, cost)
+            if kept is not None:
+                kept = self._live_nodes.cut(requests, options, kept.plans, cost)
         if kept is not None and kept.goodput * TUNED.margin >= best.goodput:
             best = kept
         self._chosen = {
             request.request_id: index for request, index in zip(requests, best.plans, strict=True)
         }
+        self._live = dict(zip([s.request_id for s in requests], best.live, strict=False))
         counts = Counter(best.plans)
         self._main = max(counts, key=lambda index: counts[index])
         probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
@@ -328,66 +366,3 @@ class GoodputPolicy(Policy):
     def _first_rate(self) -> float:
         index = self._prepared or 1
         return self._acceptance.rates(self._plans[index])[0] if index < len(self._plans) else 0.0
-
-
-class _Cost:
-    """Seconds of a step by what the requests that run each plan bring to it.
-
-    Args:
-        seconds: of iterations, as they are known at one decision.
-        plans: of the policy.
-        drafting_s: (plan, requests) → seconds that the table gives their drafts, which stay.
-    """
-
-    def __init__(
-        self,
-        seconds: PredictedSeconds,
-        plans: Sequence[SpecPlan],
-        drafting_s: dict[tuple[int, int], float],
-    ) -> None:
-        self._seconds = seconds
-        self._drafting_s = drafting_s
-        self._plans = plans
-        self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
-        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass
-        self._nodes = [plan.num_nodes for plan in plans]
-        self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
-        self._is_whole = [seconds.is_whole(plan) for plan in plans]
-        # the same, and how many times as long they take as that
-        self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
-
-    def __call__(self, loads: Sequence[GroupLoad]) -> float:
-        total = self._iteration_s
-        tokens, rows_s = 0, 0.0
-        known = self._drafting
-        for index, load in enumerate(loads):
-            if not load[0]:
-                continue
-            if self._is_whole[index]:
-                total += self._whole_s(index, load)
-                continue
-            count, context, drafts_s = load
-            drafting_s, ratio = known.get((index, count)) or self._drafting_of(index, count)
-            total += (drafting_s + drafts_s) * ratio
-            nodes, read_s = count * self._nodes[index], context * self._row_s[index]
-            if self._shares:
-                tokens, rows_s = tokens + nodes, rows_s + read_s
-            else:
-                total += self._seconds.pass_s(nodes, read_s)
-        return total + self._seconds.pass_s(tokens, rows_s, total) if tokens else total
-
-    def _drafting_of(self, index: int, count: int) -> tuple[float, float]:
-        plan, seconds = self._plans[index], self._drafting_s.get((index, count))
-        if seconds is None:
-            seconds = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
-            self._drafting_s[index, count] = seconds
-        ratio = self._seconds.drafting(plan, count) if plan.speculates else 1.0
-        self._drafting[index, count] = seconds, ratio
-        return seconds, ratio
-
-    def _whole_s(self, index: int, load: GroupLoad) -> float:
-        """Of a group whose steps are timed as a whole."""
-        plan, count = self._plans[index], load.size
-        part = PassPart(count, count * plan.num_nodes, load.context)
-        drafting_s, _ = self._drafting_of(index, count)
-        return self._seconds.group(plan, drafting_s + load.drafting_s, part)

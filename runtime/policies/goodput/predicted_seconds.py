@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
+# passes without dead nodes, which the host puts together
+_CUT = "cut target"
 # numbers of tokens that are known at a time
 _MOST_SIZES = 4096
 
@@ -56,7 +58,7 @@ class PredictedSeconds:
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[str, LatencyCorrection] = {}
         # tokens → seconds of a pass by the table, and their ratio, until that changes
-        self._sizes: dict[float, tuple[float, float]] = {}
+        self._sizes: dict[tuple[float, bool], tuple[float, float]] = {}
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
@@ -184,7 +186,8 @@ class PredictedSeconds:
                 for span in batch.prefill
             ]
             tokens = sum(part.tokens for part in parts)
-            self._observe(_TARGET, tokens, self.table.target(parts), result.pass_s + accept_s)
+            key = _CUT if any(group.live for group in batch.groups) else _TARGET
+            self._observe(key, tokens, self.table.target(parts), result.pass_s + accept_s)
 
     def observe_prompts(self, batch: Batch, result: RunResult, is_due: bool) -> None:
         """Count an iteration that has steps; every one, since shares are what is asked for.
@@ -226,7 +229,12 @@ class PredictedSeconds:
         return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts)
 
     def pass_s(
-        self, tokens: float, rows_s: float, besides: float = 0.0, prompts: PromptShare | None = None
+        self,
+        tokens: float,
+        rows_s: float,
+        besides: float = 0.0,
+        prompts: PromptShare | None = None,
+        is_cut: bool = False,
     ) -> float:
         """Seconds by which groups make one pass of the target longer, by what they add up to.
 
@@ -235,26 +243,28 @@ class PredictedSeconds:
             rows_s: seconds of their committed rows, by the table.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
+            is_cut: it has no dead nodes in it, for which the host has more to do.
         """
-        tokens_s, ratio = self._sized(tokens)
+        tokens_s, ratio = self._sized(tokens, is_cut)
         alone = (tokens_s + rows_s) * ratio
         if not self.shares_pass:
             return alone
         prompts = self._lately(besides + alone) if prompts is None else prompts
         if not prompts.share:
             return alone
-        more_s, ratio = self._sized(tokens + prompts.tokens)
+        more_s, ratio = self._sized(tokens + prompts.tokens, is_cut)
         added = (more_s + rows_s - self.table.target.tokens_s(prompts.tokens)) * ratio
         return (1 - prompts.share) * alone + prompts.share * added
 
-    def _sized(self, tokens: float) -> tuple[float, float]:
+    def _sized(self, tokens: float, is_cut: bool) -> tuple[float, float]:
         """Seconds of a target's pass over so many tokens by the table, and their ratio."""
-        found = self._sizes.get(tokens)
+        found = self._sizes.get((tokens, is_cut))
         if found is None:
             if len(self._sizes) >= _MOST_SIZES:
                 self._sizes.clear()
-            found = self.table.target.tokens_s(tokens), self._ratio(_TARGET, tokens)
-            self._sizes[tokens] = found
+            key = _CUT if is_cut else _TARGET
+            found = self.table.target.tokens_s(tokens), self._ratio(key, tokens)
+            self._sizes[tokens, is_cut] = found
         return found
 
     def _observe(self, key: str, size: float, predicted: float, measured: float) -> None:
@@ -284,7 +294,7 @@ def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
 
 def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
     return [
-        StepShape.of(group.plan, _contexts_of(step))
+        StepShape.of(group.plan, _contexts_of(step), group.num_nodes)
         for group, step in zip(batch.groups, result.steps, strict=True)
     ]
 

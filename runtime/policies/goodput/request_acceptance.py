@@ -80,6 +80,7 @@ class _Spread:
 
 
 _NOTHING: Mapping[tuple[str, ...], _Own] = {}
+_ALL: Mapping[str, int] = {}
 
 
 class RequestAcceptance:
@@ -108,22 +109,29 @@ class RequestAcceptance:
         self._rates: dict[str, list[float]] = {}
         self._tokens: dict[tuple[str, int], list[float]] = {}
 
-    def observe(self, plan: SpecPlan, outcomes: Mapping[str, int]) -> None:
+    def observe(
+        self, plan: SpecPlan, outcomes: Mapping[str, int], depths: Mapping[str, int] = _ALL
+    ) -> None:
         """Take what requests accepted in one step.
 
         Args:
             plan: of the step.
             outcomes: request → accepted draft tokens, 0 … depth of the plan.
+            depths: request → levels of its tree that the target verified; of those that are not
+                named, all.
         """
+        lengths = {request: depths.get(request, plan.max_depth) for request in outcomes}
+        # where no draft token was verified, nothing is seen
+        outcomes = {request: outcomes[request] for request in outcomes if lengths[request]}
         if not outcomes or not plan.speculates:
             return
-        rates, length = self.rates(plan), plan.max_depth
-        for request, accepted in outcomes.items():
-            own = self._own.setdefault(request, {}).setdefault(plan.drafts, _Own())
-            own.add(accepted, length, rates, self._spread)
+        rates = self.rates(plan)
         shared = self._shared(plan)
         news = DepthAcceptance(shared.max_depth)
-        news.add(length, [accepted + 1 for accepted in outcomes.values()])
+        for request, accepted in outcomes.items():
+            own = self._own.setdefault(request, {}).setdefault(plan.drafts, _Own())
+            own.add(accepted, lengths[request], rates, self._spread)
+            news.add(lengths[request], [accepted + 1])
         shared.merge(news, max(0.5, 1 - len(outcomes) / TUNED.rates_memory))
         self._rates.clear()
         self._tokens.clear()
@@ -154,6 +162,22 @@ class RequestAcceptance:
         """
         if not plan.speculates:
             return 1.0
+        sums = self._sums(plan, request)
+        return sums[min(most, len(sums)) - 1]
+
+    def tokens_by_depth(self, plan: SpecPlan, request: str, most: int) -> list[float]:
+        """Expected tokens of a step of which the target verifies the levels to depth 0, 1, ….
+
+        Args:
+            plan: one that speculates.
+            request: which may be unknown.
+            most: tokens that the request can still take; 1 or more.
+        """
+        sums = self._sums(plan, request)
+        return [sums[min(most, count) - 1] for count in range(1, len(sums) + 1)]
+
+    def _sums(self, plan: SpecPlan, request: str) -> list[float]:
+        """[D + 1] expected tokens with 0, 1, … levels of a plan."""
         own = self._own.get(request, _NOTHING).get(plan.drafts)
         notch = round(own.factor(self._spread.alike) / TUNED.odds_step) if own else 0
         sums = self._tokens.get((plan.name, notch))
@@ -161,7 +185,7 @@ class RequestAcceptance:
             shifted = [shift(rate, notch * TUNED.odds_step) for rate in self.rates(plan)]
             sums = list(itertools.accumulate(itertools.accumulate([1.0, *shifted], _times)))
             self._tokens[plan.name, notch] = sums
-        return sums[min(most, len(sums)) - 1]
+        return sums
 
     def num_observed(self, request: str, plan: SpecPlan) -> float:
         """Tokens of a request that were accepted or refused of this plan's drafts, fading."""

@@ -23,6 +23,7 @@ def run(
         Fields(
             "plan",
             "policy",
+            "adapts_verification",
             "verify",
             "num_threads",
             "backend",

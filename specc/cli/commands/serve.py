@@ -21,6 +21,7 @@ def serve(
         Fields(
             "plan",
             "policy",
+            "adapts_verification",
             "max_num_seqs",
             "kv_cache_tokens",
             "shares_prefixes",

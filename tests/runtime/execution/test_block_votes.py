@@ -12,6 +12,7 @@ from torch import Tensor
 from specc.runtime.core import EngineCore
 from specc.runtime.drafts.block_choice import BlockChoice
 from specc.runtime.engine import Engine
+from specc.runtime.scheduling.batch import StepGroup
 from specc.runtime.scheduling.kv_cache import NOBODY
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
@@ -168,3 +169,16 @@ def test_a_shared_pass(engine: Engine, plain: Engine, added: list) -> None:
     assert votes[:used].gt(0).all()
     assert not votes[used:].any()
     finish(core)
+
+
+def test_voters_of_a_step_are_its_live_nodes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockChoice, "is_due", lambda *_: True)
+    core = EngineCore(engine, PLAN.name)
+    requests = start(core, (3, 5))
+    votes = core.runner._votes
+    assert votes.of_step(StepGroup(PLAN, requests, live=(2, 3))).counts == [2, 3]
+    assert votes.of_step(StepGroup(PLAN, requests)).counts == [PLAN.num_nodes] * 2
+    for request in requests:
+        core.scheduler.abort(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specc.cost.roofline import roofline
-from specc.errors import RequestError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
@@ -50,3 +50,20 @@ def test_engines_without_the_plans_of_a_policy(name, plans, needed):
         make(name, *plans)
     assert needed in error.value.needed
     assert f"policy {name!r}" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "found"),
+    [
+        ("adaptive", {}, "--adaptive-verification, and the policy adaptive"),
+        ("fixed", {}, "--adaptive-verification, and the policy fixed"),
+        ("goodput", {"shares_pass": False}, "passes of their own"),
+    ],
+)
+def test_adaptive_verification_where_nothing_can_do_it(name, options, found):
+    known = {plan.name: plan for plan in (*CHAINS, OFF)}
+    with pytest.raises(ConfigError) as error:
+        make_policy(name, known, HostDrafts(known), {}, adapts_verification=True, **options)
+    assert found in error.value.found
+    made = make_policy("goodput", known, HostDrafts(known), {}, adapts_verification=True)
+    assert isinstance(made, GoodputPolicy)

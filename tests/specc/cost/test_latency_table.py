@@ -220,3 +220,11 @@ def test_votes_count_where_plans_are_chosen():
         # at that length, tokens at the price of plain decoding cost what the step costs
         off = StepSeconds(table, None, 2, longer).off
         assert StepSeconds(table, name, 2, longer).of(tree) == pytest.approx(3.0 * off, rel=1e-6)
+
+
+def test_nodes_that_are_verified_are_what_a_pass_counts() -> None:
+    table = roofline()
+    part, drafts = StepShape.of(CHAIN, [100, 300], 5.0), StepShape.of(CHAIN, [100, 300])
+    assert table.target_s([part]) == table.target([PassPart(2, 5, 400)])
+    # drafts propose all the same
+    assert table.draft_s(part) == table.draft_s(drafts)

@@ -265,3 +265,18 @@ def test_a_self_draft_reads_of_each_request_what_its_window_holds():
     read = 2 * 1e-2 * (16 + 64)
     passes = 2 * truth.target([PassPart(2, 2, 0)]) + truth.target([PassPart(2, 6, 0)])
     assert steps[0] == pytest.approx(passes + read + 2e-2 * 416)
+
+
+class TwoNodes(FixedPolicy):
+    """The first two nodes of every tree."""
+
+    def live_nodes(self, plan, requests):
+        return (2,) * len(requests)
+
+
+def test_dead_nodes_take_no_time_and_are_not_accepted():
+    report = simulate(one(10, 9, RIGHT), table(), PLANS, TwoNodes(CHAIN.name), SMALL)
+    # all three levels are drafted, the target has two nodes a step, which bring two tokens
+    assert report.latency_s == pytest.approx([1.1 + 0.1 + 4 * (0.3 + 1.02)])
+    assert report.stats.mean_acceptance_length == 2
+    assert report.stats.num_draft_tokens == 4

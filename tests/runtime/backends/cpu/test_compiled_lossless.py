@@ -16,6 +16,8 @@ import torch
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.lossless import (
@@ -32,6 +34,7 @@ from tests.lossless import (
     layout_of,
     run_case,
 )
+from tests.runtime.live_rig import EveryNode, ScriptedNodes
 
 NAMES = ("qwen3", "gemma3-tied", "opt")
 CPU = {"backend": "cpu"}
@@ -125,3 +128,27 @@ def test_full_matrix(
     zoo: Zoo, outcomes: list[dict[str, Any]], name: str, draft: str, other: bool
 ) -> None:
     outcomes += check_all_plans(zoo, name, draft, **layout_of(name, other), **CPU)
+
+
+@pytest.mark.parametrize("rule", [None, "coupled", "mss", "swor"])
+def test_trees_with_dead_nodes(zoo: Zoo, rule: str | None) -> None:
+    """Of any number in a batch; and of one number they are the plan of the smaller tree."""
+    engine = zoo.engine("qwen3", "noisy", **layout_of("qwen3"), **CPU)
+    _, single, chain, tree, _ = PLANS
+    prompts = [list(prompt) for prompt in models.prompts()]
+    hot = {} if rule is None else {"temperature": 0.8, "rule": rule}
+    params = [
+        SamplingParams(max_tokens=32, ignore_eos=True, seed=i, **hot) for i in range(len(prompts))
+    ]
+
+    def tokens(**options: Any) -> list[list[int]]:
+        found = LLM(engine, **options).generate(prompts, params)
+        return [output.outputs[0].token_ids for output in found]
+
+    assert tokens(policy=EveryNode(chain, 2)) == tokens(plan=single.name)
+    if rule not in ("mss", "swor"):
+        plain = tokens(plan="off")
+        for plan in (chain, tree):
+            policy = ScriptedNodes(plan)
+            assert tokens(policy=policy) == plain
+            assert any(len(set(live)) > 1 for live in policy.asked)

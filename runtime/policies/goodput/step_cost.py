@@ -1,0 +1,96 @@
+"""Seconds of a step by what the requests that run each plan bring to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specc.cost.latency_table import PassPart, StepShape
+from specc.runtime.policies.goodput.allocation import GroupLoad
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
+from specc.speculation.plans import SpecPlan
+
+
+class StepCost:
+    """Seconds of a step.
+
+    Args:
+        seconds: of iterations, as they are known at one decision.
+        plans: of the policy.
+        drafting_s: (plan, requests) → seconds that the table gives their drafts, which stay.
+    """
+
+    def __init__(
+        self,
+        seconds: PredictedSeconds,
+        plans: Sequence[SpecPlan],
+        drafting_s: dict[tuple[int, int], float],
+    ) -> None:
+        self._seconds = seconds
+        self._drafting_s = drafting_s
+        self._plans = plans
+        self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
+        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass
+        self._nodes = [plan.num_nodes for plan in plans]
+        self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
+        self._is_whole = [seconds.is_whole(plan) for plan in plans]
+        # the same, and how many times as long they take as that
+        self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
+        # nodes of a sequence → seconds of each of its rows
+        self._rows: dict[int, float] = {}
+
+    def __call__(self, loads: Sequence[GroupLoad]) -> float:
+        total = self._iteration_s
+        tokens, rows_s = 0, 0.0
+        known = self._drafting
+        for index, load in enumerate(loads):
+            if not load[0]:
+                continue
+            if self._is_whole[index]:
+                total += self._whole_s(index, load)
+                continue
+            count, context, drafts_s = load
+            drafting_s, ratio = known.get((index, count)) or self._drafting_of(index, count)
+            total += (drafting_s + drafts_s) * ratio
+            nodes, read_s = count * self._nodes[index], context * self._row_s[index]
+            if self._shares:
+                tokens, rows_s = tokens + nodes, rows_s + read_s
+            else:
+                total += self._seconds.pass_s(nodes, read_s)
+        return total + self._seconds.pass_s(tokens, rows_s, total) if tokens else total
+
+    def besides(self, loads: Sequence[GroupLoad]) -> float:
+        """All but the target's pass, of groups that share it."""
+        assert self._shares, "a pass that all groups share"
+        total = self._iteration_s
+        for index, (count, _, drafts_s) in enumerate(loads):
+            if count:
+                drafting_s, ratio = self._drafting_of(index, count)
+                total += (drafting_s + drafts_s) * ratio
+        return total
+
+    def row_s(self, nodes: int) -> float:
+        """Seconds of each committed row of a sequence with so many nodes in the target's pass."""
+        found = self._rows.get(nodes)
+        if found is None:
+            found = self._rows[nodes] = self._seconds.table.target.row_s(nodes)
+        return found
+
+    def pass_s(self, tokens: float, rows_s: float, besides: float) -> float:
+        """Of the target's pass without dead nodes; see `PredictedSeconds.pass_s`."""
+        return self._seconds.pass_s(tokens, rows_s, besides, is_cut=True)
+
+    def _drafting_of(self, index: int, count: int) -> tuple[float, float]:
+        plan, seconds = self._plans[index], self._drafting_s.get((index, count))
+        if seconds is None:
+            seconds = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
+            self._drafting_s[index, count] = seconds
+        ratio = self._seconds.drafting(plan, count) if plan.speculates else 1.0
+        self._drafting[index, count] = seconds, ratio
+        return seconds, ratio
+
+    def _whole_s(self, index: int, load: GroupLoad) -> float:
+        """Of a group whose steps are timed as a whole."""
+        plan, count = self._plans[index], load.size
+        part = PassPart(count, count * plan.num_nodes, load.context)
+        drafting_s, _ = self._drafting_of(index, count)
+        return self._seconds.group(plan, drafting_s + load.drafting_s, part)

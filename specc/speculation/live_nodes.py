@@ -1,0 +1,44 @@
+"""Trees of which the target verifies the first nodes alone: as many of each request as pay.
+
+A step drafts the whole tree of its plan for every request. How many of its nodes the target then
+verifies is a number for each request, its live nodes; the others are dead: they are left out of
+the target's pass, and no walk enters them. Nodes are numbered level by level, siblings in the order
+in which they were drawn, so the first ones are a tree themselves: the one that a plan with that
+smaller tree would have drawn. The number is chosen before anything of the step is drawn, from what
+earlier steps showed; therefore every rule that is lossless for the plan stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from specc.speculation.plans import SpecPlan
+
+# token of a dead node: that of no vocabulary
+DEAD = -1
+
+
+def can_cut(plan: SpecPlan) -> bool:
+    """Whether the target can verify a part of this plan's trees.
+
+    Of trees that are data the first nodes may be anything, and those in tiles have passes of their
+    own.
+    """
+    return plan.speculates and plan.is_static and plan.tile is None
+
+
+@functools.lru_cache(maxsize=256)
+def nodes_by_depth(plan: SpecPlan) -> tuple[int, ...]:
+    """Nodes of depth 0 … d together, for d = 0 … depth of the plan; of a plan that can be cut."""
+    counts, total = [], 0
+    for level in plan.tree.levels:
+        total += len(level)
+        counts.append(total)
+    return tuple(counts)
+
+
+@functools.lru_cache(maxsize=1024)
+def live_levels(plan: SpecPlan, live: int) -> tuple[int, ...]:
+    """Draft tokens of depth 1, 2, … that the target verifies, of the first `live` nodes."""
+    levels = [sum(node < live for node in level) for level in plan.tree.levels[1:]]
+    return tuple(count for count in levels if count)
