@@ -150,7 +150,8 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
 def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    whole, kind = whole_config(config), AutoModelForCausalLM
+    whole = whole_config(config)
+    kind: Any = AutoModelForCausalLM
     if whole is not None:
         config, kind = whole, AutoModelForImageTextToText
     # some versions of transformers drop the softcap under sdpa without a word

@@ -113,9 +113,9 @@ def reshard_engine(
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
             own = []
-            for entry in old.self_drafts:
-                with phases.phase(f"rewrite {entry.name}"):
-                    draft = read_self_draft(engine, old, entry, models[0])
+            for stored in old.self_drafts:
+                with phases.phase(f"rewrite {stored.name}"):
+                    draft = read_self_draft(engine, old, stored, models[0])
                     lowering = _lowering(draft.program, backend, old.limits.max_seq_len)
                     records += cut_and_lower(draft, models[0], (), lowering)
                 own.append(draft)
@@ -229,10 +229,10 @@ def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
     """Raises ConfigError: weights of the target or rounded for a draft cannot be cut anew."""
     target = manifest.models[0]
     # layout, and the file with the graph before weights were quantized
-    held = [(target.quantization, target.whole_file)]
+    held: list[tuple[str | None, str]] = [(target.quantization, target.whole_file)]
     for entry in manifest.self_drafts:
         draft = SelfDraft.named(entry.name)
-        held.append((draft and draft.quantization, entry.whole_file))
+        held.append((None if draft is None else draft.quantization, entry.whole_file))
     for layout, whole_file in held:
         if layout is None:
             continue

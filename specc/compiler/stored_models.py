@@ -15,7 +15,7 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.safetensors_io import TensorReader, tensor_bytes
+from specc.artifact.safetensors_io import tensor_bytes
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram
@@ -125,7 +125,9 @@ def quantized_inputs(program: Mapping[str, Any]) -> dict[str, Held]:
     }
 
 
-def integers_of(program: Mapping[str, Any], reader: TensorReader) -> dict[str, KeptIntegers]:
+def integers_of(
+    program: Mapping[str, Any], reader: RankReader | StagesReader
+) -> dict[str, KeptIntegers]:
     """Parameter → how a stored program holds it, as passes ask for what a checkpoint has.
 
     Args:
@@ -133,7 +135,7 @@ def integers_of(program: Mapping[str, Any], reader: TensorReader) -> dict[str, K
         reader: of the engine's files, which have the orders of columns.
     """
     inputs = {item["key"]: item for item in program["inputs"] if "key" in item}
-    found = {}
+    found: dict[str, KeptIntegers] = {}
     for key, (_, layout) in quantized_inputs(program).items():
         order = inputs[key].get("columns")
         columns = b"" if order is None else bytes(tensor_bytes(reader.tensor(order)))
@@ -186,7 +188,7 @@ def read_self_draft(
     stored = read_stored(engine / entry.program_file)
     is_kept = entry.whole_file in manifest.files
     data = read_stored(engine / entry.whole_file) if is_kept else stored
-    reader = target.source.reader
+    reader: Any = target.source.reader
     keys = data.get("keys") or [
         item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")
     ]
