@@ -118,6 +118,8 @@ def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Ten
         node: the product.
         blocks: the input with the weight's integers.
         columns: [K] int64.
+    Raises:
+        ConfigError: see `_of_own_groups`.
     """
     weight = program.weights[blocks.target]
     cut = program.shard.by_key[weight.key] if program.shard is not None else None
