@@ -57,7 +57,15 @@ def caches_are_int8(program: Program) -> bool:
 def attention_is_cached(program: Program) -> bool:
     """Every layer attends through an operator of specc with caches of its own."""
     calls = program.calls(ops.tree_attention, ops.masked_attention)
-    return len(calls) > 0 and len(calls) == len(program.layers) == len(program.caches) // 2
+    held: dict[int, set[str]] = {}
+    for layer, part in program.caches.values():
+        held.setdefault(layer, set()).add(part)
+    # of padded programs, a value that is in its key's row has no cache of its own
+    are_there = (
+        parts == {"k", "v"} or (parts == {"k"} and layer.values_in_keys)
+        for (_, parts), layer in zip(sorted(held.items()), program.layers, strict=False)
+    )
+    return 0 < len(calls) == len(program.layers) == len(held) and all(are_there)
 
 
 def attention_is_summed(program: Program) -> bool:

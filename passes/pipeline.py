@@ -17,6 +17,7 @@ from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
@@ -29,7 +30,7 @@ Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 FUSE = "fuse"
 # the compiler at a glance: phases by name, each a list of passes; verified after every phase
 PHASES: Phases = (
-    ("normalize", (Normalize, ReplaceGroupedMM)),
+    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM)),
     ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention)),
     ("logits", (SelectLogits,)),
     (FUSE, (FuseQKV, FuseGateUp)),

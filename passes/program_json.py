@@ -14,6 +14,7 @@ from specc.passes.program import (
     MASS,
     RUNTIME_INPUTS,
     Program,
+    Weight,
     constant_key,
 )
 
@@ -32,6 +33,8 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 entry |= {"layout": weight.layout, "quantized_of": list(weight.shape)}
                 if weight.is_turned:
                     entry["is_turned"] = True
+                if (order := _order_key(program, weight)) is not None:
+                    entry["columns"] = order
             if weight.in_blocks:
                 entry["blocks_of"] = list(weight.shape)
         elif name in program.constants:
@@ -76,6 +79,18 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "inputs": inputs,
         "graph": graph_to_json(program.graph),
     }
+
+
+def _order_key(program: Program, weight: Weight) -> str | None:
+    """Key of the constant that says in which order a quantized weight has its columns, if any."""
+    kept = program.integers.get(weight.parameters[0])
+    if kept is None or kept.layout != weight.quantized or (columns := kept.columns) is None:
+        return None
+    return next(
+        program.constant_keys.get(name, constant_key(name))
+        for name, value in program.constants.items()
+        if value.dtype == columns.dtype and torch.equal(value, columns)
+    )
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.backends import backend_names, facts_of
+from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, backend_names, facts_of
 from tests import models, more_models
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,11 +37,22 @@ before anything slow; an empty field was not run by this command (`tests/runtime
 
 """
 _TAIL = """
+## Models that take images, too
+
+Of a checkpoint of `…ForConditionalGeneration` the language model is compiled, and the command says
+that images and sound are not taken. Where transformers has a causal language model of its
+`text_config` (Gemma 3, Mistral 3), it is that; where it has none (Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
+with and without experts), the whole model is traced with text alone, and what the trace reads is
+its language model. Text has one position where an image has three, which a graph shows by itself.
+Compared with `generate` of the whole model: `tests/runtime/test_text_part.py`. Llama 4 is refused
+by name: its masks are of chunks, and scores of layers without rotary are scaled by places in the
+pass.
+
 ## Latent attention
 
 DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash expand keys and values of H heads from one latent c
 of R columns, and add to each key a rotary part that all heads share (MLA, arXiv:2405.04434). On
-`cpu` and `eager` the cache holds c and the shared part, once for all heads. Since
+`cpu`, `eager` and `onnx` the cache holds c and the shared part, once for all heads. Since
 q · (c Wkᵀ) = (q Wk) · c, the compiler multiplies queries by Wk and what attention returns by Wv
 (`passes/rewrite/absorb_latent.py`), and attention runs over one head of keys [c, shared], whose
 first R columns are the values. It finds this by what a graph computes, not by names.
@@ -71,6 +82,12 @@ where near ties may then fall differently. Caches of `expanded` rows have no suc
 with a window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and
 short outputs where memory is no matter.
 
+In ONNX a layer has one cache [B, 1, L, R + r], which its Attention reads as keys and as values;
+the last r columns of what it returns are dropped, so that no row is copied
+(`passes/rewrite/cached_latent.py`). Prompts stay absorbed there. Expanded keys and values are for
+models that have them of one width. DeepSeek V2 rotates by complex numbers, which ONNX has not, and
+is refused.
+
 Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
 values and attention; or products with Wk and Wv and attention; or latents as engines compute them
 (one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12 on two cores: ratios of a row
@@ -96,7 +113,7 @@ OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_att
 | `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
 | `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
 | quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
-| `cuda`, `onnx`, `tensorrt` | expanded; `latent` is refused |
+| `cuda`, `tensorrt` | expanded; `latent` is refused |
 | Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
 
 Sums have another order than those of expanded keys: logits of the tiny models differ by less than
@@ -152,7 +169,11 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:
-    if any(extra not in facts_of(backend).attention_extras for extra in extras):
+    able = facts_of(backend).attention_extras
+    # keys and values of one latent, which is cached in their place
+    given = {LATENT_ROWS: (VALUE_WIDTH,)}
+    able = (*able, *(x for what in able for x in given.get(what, ())))
+    if any(extra not in able for extra in extras):
         return "refused"
     if row is None:
         return ""

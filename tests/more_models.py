@@ -103,6 +103,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}
         | _UNTIED,
     ),
+    # several streams, one of which goes through a layer, and gates of the largest activations alone
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        _WITH_DIM
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}
+        | {"laurel_rank": 8, "altup_num_inputs": 2, "final_logit_softcapping": 5.0}
+        | {"activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]}
+        | _UNTIED,
+    ),
     "exaone4": ("Exaone4Config", COMMON | _MIXED | {"sliding_window_pattern": 2}),
     "glm": ("GlmConfig", _WITH_DIM | {"partial_rotary_factor": 0.5}),
     "glm4": ("Glm4Config", _WITH_DIM | {"partial_rotary_factor": 0.5}),
@@ -177,6 +188,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12, "alibi": True}
         | {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
         | {"max_position_embeddings": POSITIONS, "ffn_hidden_size": 128, "bias": True}
+        | _UNTIED,
+    ),
+    # heads one after the other, but queries, values and keys of each quarter of them together
+    "gptj": (
+        "GPTJConfig",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "n_inner": 96}
+        | {"rotary_dim": 8}
+        | _UNTIED,
+    ),
+    "codegen": (
+        "CodeGenConfig",
+        {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": POSITIONS, "n_inner": 96}
+        | {"rotary_dim": 4, "n_ctx": POSITIONS}
         | _UNTIED,
     ),
     "gemma2": (

@@ -12,12 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.kv_rows import AUTO
+from specc.artifact.mla_cache import LATENT
 from specc.artifact.model_entry import LayerEntry, ModelEntry
+from specc.compiler.compiled_model import first_phases
 from specc.kernels import ops
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
-from specc.passes.pipeline import PassRecord
+from specc.passes.pipeline import PHASES, PassRecord, Phases
 from specc.passes.program import Program, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.padded import padded_program
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.onnx.program import load_onnx
@@ -71,14 +75,18 @@ class Lowered:
 
 
 def lowered(
-    name: str, rows: CacheRows, dtype: torch.dtype = torch.float32, **changes: Any
+    name: str,
+    rows: CacheRows,
+    dtype: torch.dtype = torch.float32,
+    has_latents: bool = False,
+    **changes: Any,
 ) -> Lowered:
-    """Both programs of a tiny model of tests/models.py."""
+    """Both programs of a tiny model of tests/models.py; `has_latents` is of their caches."""
     model = build_model(name, **changes).to(dtype)
-    flat, pipeline = compiled(model)
+    flat, pipeline = compiled(model, latent_phases() if has_latents else PHASES)
     with shared_traces():
         padded, records = padded_program(model, flat, rows.total)
-    made_of = name, rows, dtype, sorted(changes.items())
+    made_of = name, rows, dtype, has_latents, sorted(changes.items())
     return Lowered(model, flat, padded, pipeline.records, records, rows, made_of)
 
 
@@ -100,7 +108,15 @@ def model_entry(pair: Lowered) -> ModelEntry:
     """What an engine's manifest says of the model."""
     layers = tuple(
         LayerEntry(
-            layer.name, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, 0, i
+            layer.name,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.window,
+            slab=0,
+            index=i,
+            value_dim=layer.value_dim,
+            values_in_keys=layer.values_in_keys,
         )
         for i, layer in enumerate(pair.flat.layers)
     )
@@ -109,6 +125,11 @@ def model_entry(pair: Lowered) -> ModelEntry:
     return ModelEntry(
         "target", ".", "Tiny", "tiny", vocab, 0, vocab, layers, (), "a test", dtype
     )  # fmt: skip
+
+
+def latent_phases() -> Phases:
+    """Those of every engine whose caches hold latents."""
+    return first_phases(lambda ranks: AbsorbLatent(LATENT, AUTO, ranks), 1)
 
 
 class BothPrograms:
@@ -130,12 +151,17 @@ class BothPrograms:
             shape = (num_blocks, heads, self.rows.total, dim)
             return torch.randn(shape, generator=generator).to(dtype)
 
-        shapes = [(layer.num_kv_heads, layer.head_dim) for layer in pair.flat.layers]
-        self.onnx_caches: Caches = [(cache(*shape), cache(*shape)) for shape in shapes]
-        self.flat_caches: Caches = [
-            (self.as_flat(k).contiguous(), self.as_flat(v).contiguous())
-            for k, v in self.onnx_caches
-        ]
+        self.onnx_caches: Caches = []
+        self.flat_caches: Caches = []
+        for layer in pair.flat.layers:
+            kept = [cache(layer.num_kv_heads, layer.head_dim)]
+            if not layer.values_in_keys:
+                kept.append(cache(layer.num_kv_heads, layer.head_dim))
+            for caches, own in (
+                (self.onnx_caches, kept),
+                (self.flat_caches, [self.as_flat(x).contiguous() for x in kept]),
+            ):
+                caches.append((own[0], own[-1][..., : layer.columns_of_values]))
         constants = {constant_key(key): value for key, value in pair.flat.constants.items()}
         self.flat = ModelProgram(
             program_to_json(pair.flat), pair.weights | constants, self.flat_caches

@@ -195,12 +195,6 @@ def is_projection(name: str) -> bool:
     return "_proj." in name
 
 
-def reads_whole_rows(name: str) -> bool:
-    """Whether ranks have some outputs of a weight of this name, and all of its columns."""
-    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    return any(f"{part}." in name for part in parts)
-
-
 Writer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,13 @@ class CheckpointMap:
         sources = self._sources(parameter)
         self._used |= {source.name for source in sources}
         return sources
+
+    def tensors_of(self, parameters: Collection[str]) -> list[str]:
+        """Tensors of the checkpoint that these parameters consist of, as far as it has them."""
+        found = {self._renamed[name] for name in parameters if name in self._renamed}
+        groups = (self._groups[name] for name in parameters if name in self._groups)
+        found |= {tensor for group in groups for _, tensor in group.members}
+        return [name for name in self._reader.keys() if name in found]  # noqa: SIM118
 
     def unread(self) -> tuple[str, ...]:
         """Tensors that no call of `sources` asked for, in the order of the checkpoint.

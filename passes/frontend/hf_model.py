@@ -15,7 +15,7 @@ from specc.artifact.decoders.gguf import find_gguf
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.rotary import check_former, constant_length
-from specc.passes.frontend.text_part import is_wrapper, text_config
+from specc.passes.frontend.text_part import is_wrapper, text_config, whole_config
 from specc.system.json_file import read_json
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -108,6 +108,7 @@ def load_config(path: Path) -> Any:
         config, names = text, []
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     is_causal = known is not None and (not names or names[0].endswith(_CAUSAL_SUFFIXES))
+    is_causal |= whole_config(config) is not None
     if not is_causal:
         raise NotCausalLMError(
             f"{path}: {names[0] if names else config.model_type}",
@@ -147,22 +148,22 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    whole = whole_config(config)
+    kind: Any = AutoModelForCausalLM
+    if whole is not None:
+        config, kind = whole, AutoModelForImageTextToText
     # some versions of transformers drop the softcap under sdpa without a word
     softcap = getattr(config, "attn_logit_softcapping", None)
     with quiet_transformers(), torch.device("meta"):
         try:
             if softcap:
                 raise ValueError("softcapped attention has no sdpa form")
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa"
-            )
+            model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         except ValueError:
             # traced all the same, so that the error can name the layer and its reason
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager"
-            )
+            model = kind.from_config(config, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 

@@ -24,7 +24,7 @@ from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.rotary import frozen_length
-from specc.passes.frontend.text_part import TextReader
+from specc.passes.frontend.text_part import TextReader, language_parameters, whole_config
 from specc.passes.program import Program, Weight, constant_key
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.vocabulary_map import VocabularyMap
@@ -109,14 +109,17 @@ class ModelSource:
         # before minutes of tracing: headers say whether the checkpoint can be read
         reader, warnings = open_checkpoint(directory, config, is_weight_only), []
         config = without_quantization(config)
-        if hf_model.holds_more_than_text(directory):
-            reader = TextReader(_plain(reader, str(model)))
-            warnings = [
-                f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
-                f" taken, and {reader.num_others} tensors are not read"
-            ]
+        holds_more = hf_model.holds_more_than_text(directory)
+        if holds_more:
+            reader = _plain(reader, str(model))
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
+        if holds_more:
+            reader = text = TextReader(reader, _text_names(config, module, reader))
+            warnings = [
+                f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
+                f" taken, and {text.num_others} tensors are not read"
+            ]
         _check_embedding(module, reader, str(model))
         source = cls(name, str(model), dtype, module, directory, config, reader, warnings)
         source.rope_length = frozen_length(config, rope_length)
@@ -256,6 +259,14 @@ def _check_embedding(module: nn.Module, reader: TensorReader, label: str) -> Non
                 f"{list(parameter.shape)}, as config.json says",
                 "pass the config.json of this checkpoint",
             )
+
+
+def _text_names(config: Any, module: Any, reader: TensorReader) -> dict[str, str] | None:
+    """Of a wrapper that is traced, its language model's tensors, which keep their names."""
+    if whole_config(config) is None:
+        return None
+    own = CheckpointMap(module, reader).tensors_of(language_parameters(module))
+    return dict(zip(own, own, strict=True))
 
 
 def _plain(reader: TensorReader, label: str) -> TensorReader:

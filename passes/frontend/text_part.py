@@ -1,13 +1,15 @@
 """The language model inside a model that also takes images: its configuration and its tensors.
 
 Such a checkpoint names a wrapper (`Gemma3ForConditionalGeneration`), whose `text_config` is that of
-a causal language model, and whose tensors of text have a prefix. Only text goes through what is
-compiled of it, and the user is told so.
+a causal language model, and whose tensors of text have a prefix. Where transformers has no class of
+such a model alone (`Qwen2VLForConditionalGeneration`), the wrapper itself is traced with text. Only
+text goes through what is compiled of it, and the user is told so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specc.artifact.decoders.checkpoint_format import QUANTIZATION_FIELDS
@@ -15,6 +17,8 @@ from specc.artifact.forwarding_reader import ForwardingReader
 from specc.artifact.safetensors_io import TensorReader
 
 _SUFFIX = "ForConditionalGeneration"
+# attribute of a text's configuration: that of the wrapper to trace
+_WHOLE = "_specc_whole"
 # of newer checkpoints, then of older ones; what has none of them is not read, but for the head
 _PREFIXES = (
     ("model.language_model.", "model."),
@@ -27,16 +31,25 @@ _PREFIXES = (
 def text_config(config: Any, architecture: str) -> Any | None:
     """Configuration of the language model in a wrapper; None where this is no such wrapper.
 
+    Where the wrapper is to be traced, `whole_config` of it is the whole one.
+
     Args:
         config: of transformers, of the whole model.
         architecture: class that config.json names, or "".
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     own: Any = getattr(config, "text_config", None)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(own, "model_type", ""), "")
-    if not architecture.endswith(_SUFFIX) or not kind.endswith("ForCausalLM"):
+    if own is None or not architecture.endswith(_SUFFIX):
         return None
+    if not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(own.model_type, "").endswith("ForCausalLM"):
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+        if found != architecture or getattr(own, "is_encoder_decoder", False):
+            return None
+        setattr(own, _WHOLE, copy.copy(config))
     # the wrapper has the head, and says whether that is the embedding
     tied = getattr(config, "tie_word_embeddings", None)
     if isinstance(tied, bool):
@@ -48,10 +61,29 @@ def text_config(config: Any, architecture: str) -> Any | None:
     return own
 
 
+def whole_config(config: Any) -> Any | None:
+    """Of a `text_config` of which transformers has no model alone: the configuration around it."""
+    return getattr(config, _WHOLE, None)
+
+
 def is_wrapper(architectures: Any) -> bool:
     """Whether config.json names a wrapper first."""
     names = architectures if isinstance(architectures, list) else []
     return bool(names) and isinstance(names[0], str) and names[0].endswith(_SUFFIX)
+
+
+def language_parameters(module: Any) -> set[str]:
+    """Names of a wrapper's parameters and saved buffers that belong to its language model.
+
+    Args:
+        module: of transformers, which says what its decoder and its head are.
+    """
+    parts = (module.get_decoder(), module.get_output_embeddings())
+    paths = [path for path, part in module.named_modules() if any(part is x for x in parts)]
+    keys = module.state_dict().keys()
+    return {
+        key for key in keys if any(key.startswith(f"{path}." if path else "") for path in paths)
+    }
 
 
 class TextReader(ForwardingReader):
@@ -59,12 +91,13 @@ class TextReader(ForwardingReader):
 
     Args:
         reader: of the whole checkpoint.
+        names: of these tensors, and the names that they have there; None goes by their prefixes.
     """
 
-    def __init__(self, reader: TensorReader) -> None:
+    def __init__(self, reader: TensorReader, names: Mapping[str, str] | None = None) -> None:
         self._reader = reader
-        self._names: dict[str, str] = {}
-        for name in reader.keys():  # noqa: SIM118 - a reader is no mapping
+        self._names: dict[str, str] = dict(names or {})
+        for name in reader.keys() if names is None else ():
             for prefix, own in _PREFIXES:
                 if name.startswith(prefix):
                     self._names.setdefault(own + name.removeprefix(prefix), name)

@@ -26,18 +26,24 @@ from specc.passes.program import RUNTIME_INPUTS, Program, RowInput, Weight
 _WRAPPED = "model"
 
 
-class _RunsAsSlices(TorchFunctionMode):
-    """Index with a list of neighbouring places, `x[..., [-2], :]`, as with a slice.
+class _KeepsValues(TorchFunctionMode):
+    """Keep what a forward makes of plain numbers, also on the meta device, which has no values.
 
-    torch makes a tensor of the list, on the device of `x`: on the meta device it has no values.
+    Indices that are a list of neighbouring places, `x[..., [-2], :]`, are a slice: torch makes a
+    tensor of the list, on the device of `x`. A number, `torch.tensor(0.95, device=x.device)`, is on
+    the CPU, whose single values meet tensors of any device.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = kwargs or {}
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(map(_as_slice, args[1])))
-        return func(*args, **(kwargs or {}))
+        elif func is torch.tensor and args and isinstance(args[0], int | float):
+            given = {key: value for key, value in given.items() if key != "device"}
+            given["device"] = "cpu"
+        return func(*args, **given)
 
 
 def _as_slice(index: Any) -> Any:
@@ -58,13 +64,16 @@ class ModelCall(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         # some hand it on among others, and would fill a cache because of their configuration
         hands_on = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-        is_known = hands_on and hasattr(getattr(model, "config", None), "use_cache")
+        config = getattr(model, "config", None)
+        # of a model that takes images, too, it is that of its language model
+        configs = (config, getattr(config, "text_config", None))
+        is_known = hands_on and any(hasattr(item, "use_cache") for item in configs)
         self.use_cache = {"use_cache": False} if "use_cache" in parameters or is_known else {}
         self.names = [name for name in ("input_ids", "position_ids") if name in parameters]
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         inputs = {"input_ids": tokens, "position_ids": positions}
-        with _RunsAsSlices():
+        with _KeepsValues():
             if self.names:
                 named = {name: inputs[name] for name in self.names}
                 output = self.model(**named, **self.use_cache)

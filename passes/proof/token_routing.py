@@ -45,6 +45,7 @@ ALONG = frozenset(
         "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff",
         "flip", "roll", "glu", "cat", "chunk", "split", "split_with_sizes", "unbind", "narrow",
         "select", "slice", "index_select", "gather", "scatter", "repeat_interleave", "unfold",
+        "slice_scatter",
     )
 )  # fmt: skip
 REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))

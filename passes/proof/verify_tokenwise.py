@@ -134,6 +134,8 @@ class _Proof:
             (name in ("pad", "constant_pad_nd"), self._pad),
             (name in ("embedding", "embedding_of_blocks"), self._embedding),
             (name == "index", self._index),
+            # with one argument it is the places of what is not zero
+            (name == "where" and node.target._overloadname != "default", self._pointwise),
             (name in routing.POINTWISE or torch.Tag.pointwise in tags, self._pointwise),
         )
         return next((rule for applies, rule in rules if applies), None)

@@ -27,6 +27,7 @@ from specc.passes.program import (
     module_path,
     replace,
 )
+from specc.passes.rewrite.cached_latent import cached_latent
 from specc.passes.rewrite.tree_attention import attention_operands, fold_repeat, slopes_input
 
 aten = torch.ops.aten
@@ -40,7 +41,8 @@ class RewriteCachedAttention(Pass):
     What each layer's mask means was recovered from the flat trace of the same model, and so was
     the proof that tokens meet in attention alone. Masks become inputs, one for each window, since
     only a runtime knows committed lengths and trees. Of a layer with slopes the mask is what is
-    added to its scores, once for all layers with the same ones (`specc.distance_bias`).
+    added to its scores, once for all layers with the same ones (`specc.distance_bias`). Of a layer
+    whose flat program caches a latent there is one cache (`cached_latent`).
 
     Args:
         layers: of the flat program, in the order of execution.
@@ -81,11 +83,14 @@ class RewriteCachedAttention(Pass):
             *operands, scale = attention_operands(node)
             batched = [_of_batch(program, item) for item in operands]
             is_joined = batched[0] is not operands[0]
-            q, k, v = batched
-            k, v = (self._kv_heads(node, item, layer) for item in (k, v))
+            q, *rows = batched
+            latent = cached_latent(program, node, q, *rows) if layer.values_in_keys else None
+            if latent is not None:
+                q, rows = latent.queries, [latent.row]
+            rows = [self._kv_heads(node, item, layer) for item in rows]
             batch = q.meta["val"].shape[0]
             caches = []
-            for part, update in (("k", k), ("v", v)):
+            for part, update in zip("kv", rows, strict=False):
                 shape = (batch, layer.num_kv_heads, self._cache_rows, layer.head_dim)
                 value = update.meta["val"].new_empty(shape)
                 last = add_placeholder(program, f"{part}_cache_{number}", value, last)
@@ -96,8 +101,10 @@ class RewriteCachedAttention(Pass):
                 mask = masks[layer.window]
                 if slopes is not None:
                     mask = biases.of(mask, slopes, scale, q.meta["val"].dtype)
-                attended = emit_call(graph, ops.masked_attention, q, *caches, mask, scale)
-                output = attended
+                # of a latent, the one row is key and value both
+                cached = caches[0], caches[-1]
+                attended = emit_call(graph, ops.masked_attention, q, *cached, mask, scale)
+                output = attended if latent is None else latent.expand(graph, attended)
                 if is_joined:
                     heads = emit_call(graph, aten.flatten.using_ints, attended, 0, 1)
                     output = emit_call(graph, aten.unsqueeze.default, heads, 0)

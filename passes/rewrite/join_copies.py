@@ -10,7 +10,7 @@ from torch import fx
 from specc.passes.program import bind_args, emit_call
 
 aten = torch.ops.aten
-_EMPTY = (aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default)
+EMPTY = (aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default)
 
 
 def join_copies(graph: fx.Graph) -> int:
@@ -24,7 +24,7 @@ def join_copies(graph: fx.Graph) -> int:
     """
     count = 0
     for node in list(graph.nodes):
-        if node.target in _EMPTY and _join(node):
+        if node.target in EMPTY and _join(node):
             count += 1
     return count
 

@@ -82,12 +82,15 @@ class MaskEvaluator:
 
     def require_linear(self) -> None:
         """Refuse operators after which an edge could hide beyond the widest evaluation."""
+        decide = self.deciding()
         for node in self._edges():
             name = name_of(node)
             factors = [item for item in numbers_of(node) if not math.isfinite(item)]
             factors += [item for item in numbers_of(node) if item <= BLOCKED]
             is_fill = name == "mul" and bool(factors)
-            if name not in SHAPE_OPERATORS | LINEAR_OPERATORS and not is_fill:
+            if name not in SHAPE_OPERATORS | LINEAR_OPERATORS and not (
+                is_fill or (node not in decide and _is_scaled(node))
+            ):
                 raise mask_error(
                     self.attention,
                     "a mask that may be neither causal nor one sliding window: it is computed"
@@ -226,6 +229,14 @@ def _widened(node: fx.Node, args: tuple, value: Tensor) -> Tensor:
     if name_of(node) in ("to", "_to_copy"):
         return args[0].float()
     return value.float()
+
+
+def _is_scaled(node: fx.Node) -> bool:
+    """Whether a call multiplies by a positive number: what is 0 and what is hidden stay that."""
+    numbers = numbers_of(node)
+    is_product = name_of(node) in ("mul", "div") and len(numbers) == len(node.all_input_nodes) == 1
+    is_first = bool(node.args) and isinstance(node.args[0], fx.Node)
+    return is_product and is_first and 0 < numbers[0] < math.inf
 
 
 def numbers_of(node: fx.Node) -> list[float]:

@@ -26,6 +26,7 @@ from specc.passes.program import (
     upstream,
 )
 from specc.passes.rewrite.join_copies import join_copies
+from specc.passes.rewrite.write_slices import write_slices
 
 aten = torch.ops.aten
 
@@ -55,6 +56,9 @@ _ALIASES = {
     aten.concat.default: aten.cat.default,
     aten.concatenate.default: aten.cat.default,
     aten.broadcast_to.default: aten.expand.default,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor,
 }
 # x.op_(…) → op(x, …), where nothing reads x afterwards
 _FUNCTIONAL = {
@@ -108,7 +112,7 @@ class Normalize(Pass):
                 if not _set_device(node):
                     continue
             result.rewrites += 1
-        result.rewrites += join_copies(graph)
+        result.rewrites += join_copies(graph) + write_slices(graph, _FUNCTIONAL)
         result.rewrites += _drop_dead(graph)
         program.graph_module.delete_all_unused_submodules()
         _refuse_nested(program)

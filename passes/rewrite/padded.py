@@ -23,6 +23,7 @@ from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.quantize_like import QuantizeLike
+from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
@@ -62,7 +63,7 @@ def padded_program(
     program = trace_padded(module, flat.name, rope_length)
     program.integers = dict(flat.integers)
     phases: Phases = (
-        ("normalize", (Normalize, ReplaceGroupedMM)),
+        ("normalize", (Normalize, ReadTables, ReplaceGroupedMM)),
         (
             "attention",
             (RecoverAttention, partial(RewriteCachedAttention, layers, cache_rows, slopes)),

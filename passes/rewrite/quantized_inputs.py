@@ -12,7 +12,16 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.program import Program, Weight, add_placeholder, bind_args, emit_call
-from specc.sharding.shard_plan import ShardPlan, WeightCut, pieces_of
+from specc.sharding.shard_plan import (
+    FIRST_ROW,
+    OWN_ROWS,
+    Collective,
+    Interval,
+    RankConstant,
+    ShardPlan,
+    WeightCut,
+    pieces_of,
+)
 
 aten = torch.ops.aten
 # names of constants, which hold the columns of a weight in their order
@@ -81,23 +90,28 @@ class QuantizedInputs:
 
 
 def name_sums(program: Program) -> None:
-    """Let the plan's sums name the products that they are of now."""
-    if program.shard is None:
+    """Let the plan's sums be those of the graph, and name the products that they are of now."""
+    plan = program.shard
+    if plan is None:
         return
-    nodes = {node.name: node for node in program.calls(ops.all_reduce)}
-    sums = (
-        dataclasses.replace(item, after=nodes[item.node].args[0].name)  # type: ignore[union-attr]
-        for item in program.shard.collectives
-    )
-    program.shard = dataclasses.replace(program.shard, collectives=tuple(sums))
+    known = {item.node: item for item in plan.collectives}
+    sums: list[Collective] = []
+    for node in reversed(program.calls(ops.all_reduce)):
+        after = node.args[0].name  # type: ignore[union-attr]
+        # a sum that is new stands before that of its product, in the same layer
+        layer = known[node.name].layer if node.name in known else sums[-1].layer
+        sums.append(Collective.of_sum(node.name, after, layer, node.meta["val"]))
+    program.shard = dataclasses.replace(plan, collectives=tuple(reversed(sums)))
 
 
 def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Tensor) -> None:
     """Let a product read its rows in the order in which the weight's columns are stored.
 
     Where ranks have some of the weight's outputs, and all of its columns, each reads whole rows in
-    this order. Where they have some of its columns, they have some of the rows', too, which follow
-    each other: those of their groups are on all ranks.
+    this order. Where they have some of its columns, each has whole groups of them, which follow
+    each other in this order, and other columns of the rows: they exchange these before the product,
+    see `_of_own_groups`. A product then is of the same groups as without ranks, and of the same
+    integers.
 
     Args:
         program: that changes.
@@ -105,35 +119,72 @@ def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Ten
         blocks: the input with the weight's integers.
         columns: [K] int64.
     Raises:
-        ConfigError: ranks have some of the columns.
+        ConfigError: see `_of_own_groups`.
     """
     weight = program.weights[blocks.target]
     cut = program.shard.by_key[weight.key] if program.shard is not None else None
-    if cut is not None and any(part.parts > 1 for part in cut.cuts[-1]):
-        assert program.shard is not None
-        raise ConfigError(
-            f"{'+'.join(weight.parameters)}, whose columns are in the order of their groups"
-            f" (act-order, desc_act), and {program.shard.num_ranks} ranks that have some of them",
-            "columns in their own order where ranks share them: a rank has those that follow each"
-            " other",
-            "leave out --tensor-parallel-size and --draft-ranks, or pass a checkpoint without"
-            " act-order",
-        )
     name = next((k for k, v in program.constants.items() if _is_order(v, columns)), None)
     if name is None:
         # the same name on ranks, which have other constants, too
         name = f"{COLUMN_ORDER}_{sum(x.startswith(COLUMN_ORDER) for x in program.constants)}"
-        inputs = program.graph.find_nodes(op="placeholder")
-        first = next(item for item in inputs if item.target in program.runtime_inputs)
-        value = blocks.meta["val"].new_zeros(columns.shape, dtype=torch.int64)
-        add_placeholder(program, name, value, first.prev)
-        program.constants[name] = columns
+        _add_constant(program, name, columns, blocks)
     x = bind_args(node)[_ROWS.get(node.target, "input")]
+    order = program.placeholder(name)
     with program.graph.inserting_before(node):
-        ordered = emit_call(
-            program.graph, aten.index_select.default, x, -1, program.placeholder(name)
-        )
+        if cut is not None and any(part.parts > 1 for part in cut.cuts[-1]):
+            ordered = _of_own_groups(program, x, order, cut)
+        else:
+            ordered = emit_call(program.graph, aten.index_select.default, x, -1, order)
     node.replace_input_with(x, ordered)
+
+
+def _of_own_groups(program: Program, x: fx.Node, order: fx.Node, cut: WeightCut) -> fx.Node:
+    """[..., K / ranks] of [..., K / ranks]: a rank's columns in the order of all groups.
+
+    Each puts what it has of x where it is in that order, and zeros elsewhere. The sum over ranks,
+    which adds nothing but zeros to a value, is whole rows, of which each takes those of its groups.
+
+    Raises:
+        ConfigError: ranks have other columns than the n-th part of them each.
+    """
+    plan, graph = program.shard, program.graph
+    assert plan is not None
+    total, own = cut.shape[-1], cut.local_shape[-1]
+    if cut.cuts[-1] != (Interval(0, total, plan.num_ranks),):
+        raise ConfigError(
+            f"{'+'.join(cut.parameters)}, whose columns are in the order of their groups"
+            f" (act-order, desc_act), and {plan.num_ranks} ranks that have several parts of them",
+            "one part of the columns for each rank",
+            "leave out --tensor-parallel-size and --draft-ranks, or pass a checkpoint without"
+            " act-order",
+        )
+    first = _rank_constant(program, RankConstant(f"first_of_{total}", FIRST_ROW, own, total), order)
+    mine = _rank_constant(program, RankConstant(f"own_of_{total}", OWN_ROWS, own, total), order)
+    place = emit_call(graph, aten.sub.Tensor, order, first)
+    column = emit_call(graph, aten.clamp.default, place, 0, own - 1)
+    is_here = emit_call(graph, aten.eq.Tensor, place, column)
+    spread = emit_call(graph, aten.index_select.default, x, -1, column)
+    masked = emit_call(graph, aten.mul.Tensor, spread, is_here)
+    rows = emit_call(graph, ops.all_reduce, masked)
+    return emit_call(graph, aten.index_select.default, rows, -1, mine)
+
+
+def _rank_constant(program: Program, constant: RankConstant, beside: fx.Node) -> fx.Node:
+    """An input with this rank's value; the same one for the same columns."""
+    plan = program.shard
+    assert plan is not None
+    if constant not in plan.constants:
+        program.shard = dataclasses.replace(plan, constants=(*plan.constants, constant))
+        _add_constant(program, constant.name, constant.value(0), beside)
+    return program.placeholder(constant.name)
+
+
+def _add_constant(program: Program, name: str, value: Tensor, like: fx.Node) -> None:
+    inputs = program.graph.find_nodes(op="placeholder")
+    first = next(item for item in inputs if item.target in program.runtime_inputs)
+    fake = like.meta["val"].new_empty(value.shape, dtype=value.dtype)
+    add_placeholder(program, name, fake, first.prev)
+    program.constants[name] = value
 
 
 def _is_order(value: Tensor, columns: Tensor) -> bool:

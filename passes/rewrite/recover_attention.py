@@ -12,6 +12,7 @@ from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import is_flat_call_graph
 from specc.passes.program import Program, bind_args, emit_call, replace, upstream
+from specc.passes.rewrite.columns import through_widening
 
 aten = torch.ops.aten
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default)
@@ -31,7 +32,8 @@ class _Scores:
     """What a softmax goes over: q k^T * scale, then these, the innermost first.
 
     Args:
-        changes: (operator, its other operands): what is added, or where a value is filled in.
+        changes: (operator, its other operands): what is added, or where a value is filled in. Of
+            what is added, the second operand is a factor of the sum.
     """
 
     q: fx.Node
@@ -79,7 +81,8 @@ def _recover(program: Program, softmax: fx.Node) -> None:
         raise NoMatch("its queries, keys and values have other numbers of dimensions")
     graph = program.graph
     with graph.inserting_before(product):
-        operands = [scores.q, scores.k, value]
+        # the operator computes in float32 whatever the type of its operands
+        operands = [_as_narrow(item, value) for item in (scores.q, scores.k)] + [value]
         if is_flat[0]:
             operands = [emit_call(graph, aten.unsqueeze.default, x, 0) for x in operands]
         mask = _mask(graph, scores, is_flat[0])
@@ -112,9 +115,9 @@ def _scores(program: Program, node: fx.Node) -> _Scores:
             node = node.args[0]
         elif node.target is aten.add.Tensor:
             node, added = _score_and_mask(program, bound["self"], bound["other"])
-            if bound["alpha"] != 1 or scale != 1.0:
-                raise NoMatch("a mask that is scaled with its scores")
-            changes.append((aten.add.Tensor, (added,)))
+            if bound["alpha"] != 1 or not scale > 0:
+                raise NoMatch("a mask that is turned around with its scores")
+            changes.append((aten.add.Tensor, (added, scale)))
         elif node.target is aten.masked_fill.Scalar:
             if scale != 1.0:
                 raise NoMatch("a mask that is scaled with its scores")
@@ -129,7 +132,7 @@ def _scores(program: Program, node: fx.Node) -> _Scores:
         elif node.target is aten.baddbmm.default:
             if bound["beta"] != 1 or scale != 1.0:
                 raise NoMatch("a bias that is scaled with its scores")
-            changes.append((aten.add.Tensor, (bound["self"],)))
+            changes.append((aten.add.Tensor, (bound["self"], 1.0)))
             key = _transposed(bound["batch2"])
             return _Scores(bound["batch1"], key, float(bound["alpha"]), changes[::-1])
         elif node.target in _PRODUCTS:
@@ -154,6 +157,13 @@ def _score_and_mask(program: Program, *operands: Any) -> tuple[fx.Node, fx.Node]
     raise NoMatch("what is added to its scores is computed from weights")
 
 
+def _as_narrow(node: fx.Node, value: fx.Node) -> fx.Node:
+    """Queries or keys before they were widened for their product; in the type of the values."""
+    narrow = through_widening(node)
+    is_same = narrow.meta["val"].dtype == value.meta["val"].dtype
+    return narrow if is_same else node
+
+
 def _transposed(node: fx.Node) -> fx.Node:
     """The keys [..., T, D] of a [..., D, T]."""
     rank = node.meta["val"].dim()
@@ -173,6 +183,9 @@ def _mask(graph: fx.Graph, scores: _Scores, is_flat: bool) -> fx.Node:
             # [heads, tokens, keys], of the one sequence
             other = emit_call(graph, aten.unsqueeze.default, other, 0)
         if target is aten.add.Tensor:
+            if operands[1] != 1.0:
+                # (score + mask) · factor
+                other = emit_call(graph, aten.mul.Tensor, other, operands[1])
             mask = other if mask is None else emit_call(graph, target, mask, other)
             continue
         if mask is None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.backends import (
+    LATENT_ROWS,
+    VALUE_WIDTH,
+    BackendFacts,
+    backend_names,
+    facts_of,
+)
 from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_a_tree
@@ -10,7 +16,7 @@ from specc.passes.program import AttentionLayer, Program
 
 
 class RequireAttention(Pass):
-    """No layer has what the backend lacks: sinks, a softcap, slopes, values of another width.
+    """No layer has what the backend lacks: sinks, a softcap, slopes, values in or unlike keys.
 
     Args:
         facts: of the backend.
@@ -45,5 +51,6 @@ def _extras(layer: AttentionLayer) -> dict[str, str]:
     if layer.has_slopes:
         found["slopes"] = "a bias by the distance of keys (ALiBi)"
     if layer.columns_of_values != layer.head_dim:
-        found["value width"] = f"keys of {layer.head_dim} columns and values of {layer.value_dim}"
+        what = LATENT_ROWS if layer.values_in_keys else VALUE_WIDTH
+        found[what] = f"keys of {layer.head_dim} columns and values of {layer.value_dim}"
     return found

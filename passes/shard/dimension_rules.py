@@ -174,6 +174,20 @@ def _bmm(found: Relations, node: fx.Node) -> None:
     _contract(found, node, x, 2, weight, 1)
 
 
+def _matmul(found: Relations, node: fx.Node) -> None:
+    """[B, H, M, K] by [H, K, N], a weight of each head; others stay whole."""
+    x, weight = node.args
+    if (x.meta["val"].dim(), weight.meta["val"].dim()) != (4, 3):
+        for item in (x, weight, node):
+            found.block_all(item, "a product of other dimensions than heads and rows")
+        return
+    found.same(x, 1, weight, 0)
+    found.same(x, 1, node, 1)
+    found.same(x, 2, node, 2)
+    found.same(weight, 2, node, 3)
+    _contract(found, node, x, 3, weight, 1)
+
+
 def _grouped_mm(found: Relations, node: fx.Node) -> None:
     """[T, K] by experts [E, K, N], rows of an expert after each other."""
     x, weight, ends, *rest = node.args
@@ -364,6 +378,7 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "addmm": _addmm,
     "mm": _mm,
     "bmm": _bmm,
+    "matmul": _matmul,
     "grouped_mm": _grouped_mm,
     "embedding": _embedding,
     "index_select": _index_select,

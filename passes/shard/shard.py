@@ -22,7 +22,6 @@ from specc.passes.shard.dimension_rules import parts_of, relations_of, slice_of
 from specc.passes.shard.place_reduces import check_sums, place_reduces
 from specc.passes.shard.relations import is_tensor
 from specc.sharding.shard_plan import (
-    ALL_REDUCE,
     FIRST_ROW,
     OWN_ROWS,
     PADDING,
@@ -341,11 +340,8 @@ class _Cut:
                 layer += 1
             if node.target is not ops.all_reduce:
                 continue
-            value = node.meta["val"]
-            size = value.dtype.itemsize
-            for item in value.shape:
-                size *= item if isinstance(item, int) else 1
-            found.append(Collective(node.name, ALL_REDUCE, node.args[0].name, layer, size))
+            value, after = node.meta["val"], node.args[0].name
+            found.append(Collective.of_sum(node.name, after, layer, value))
         return found
 
 

@@ -52,7 +52,8 @@ class BackendFacts:
         holds_weights: its programs read weights from memory of their own, or from mapped files,
             as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
-            one width: `sinks`, `softcap`, `slopes`, `value width`.
+            one width: `sinks`, `softcap`, `slopes`, `value width`, and `latent`, where values are
+            the first columns of keys, and caches hold them once.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -116,8 +117,8 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
-VALUE_WIDTH = "value width"
-_EXTRAS = ("sinks", "softcap", "slopes", VALUE_WIDTH)
+VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
+_EXTRAS = ("sinks", "softcap", "slopes", VALUE_WIDTH, LATENT_ROWS)
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
@@ -181,7 +182,8 @@ register(
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
-        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), attention_extras=("slopes",),
+        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
+        attention_extras=("slopes", LATENT_ROWS),
     )
 )  # fmt: skip
 register(

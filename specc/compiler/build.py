@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.backends import VALUE_WIDTH, BackendFacts
+from specc.artifact.backends import LATENT_ROWS, BackendFacts
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
@@ -241,7 +241,7 @@ def _compile(
 
 def latent_pass(config: CompileConfig, facts: BackendFacts) -> Callable[[int], Pass] | None:
     """What has caches hold latents, of a number of ranks; None where that is not to be."""
-    computes = VALUE_WIDTH in facts.attention_extras
+    computes = LATENT_ROWS in facts.attention_extras
     if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
         return None
     return functools.partial(AbsorbLatent, config.mla_cache, config.kv_cache_dtype)

@@ -50,8 +50,8 @@ from specc.errors import ConfigError
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
+from specc.passes.program import Program
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
-from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.passes.shard.shard import Shard
@@ -112,11 +112,13 @@ def reshard_engine(
             if config.segments:
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
-            lowering, own = _lowering(models[0], backend, old.limits.max_seq_len), []
-            for draft in old.self_drafts:
-                with phases.phase(f"rewrite {draft.name}"):
-                    own.append(read_self_draft(engine, old, draft, models[0]))
-                    records += cut_and_lower(own[-1], models[0], (), lowering)
+            own = []
+            for stored in old.self_drafts:
+                with phases.phase(f"rewrite {stored.name}"):
+                    draft = read_self_draft(engine, old, stored, models[0])
+                    lowering = _lowering(draft.program, backend, old.limits.max_seq_len)
+                    records += cut_and_lower(draft, models[0], (), lowering)
+                own.append(draft)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
             sizes = (plans, old.limits, config, phases)
@@ -190,13 +192,6 @@ def _check(
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
     _check_quantized(engine, manifest, num_ranks)
-    drafts = [SelfDraft.named(entry.name) for entry in manifest.self_drafts]
-    if layouts := [draft.quantization for draft in drafts if draft and draft.quantization]:
-        raise ConfigError(
-            f"{engine}, an engine with a draft of weights in {layouts[0]}",
-            "drafts by the target's own weights: those of a draft are not made again",
-            f"compile the model with --tensor-parallel-size {num_ranks} and another draft",
-        )
     stages = max(1, len(manifest.stages))
     if num_ranks == manifest.tensor_parallel_size and (
         keeps_stages or asked.pipeline_parallel_size == stages
@@ -231,33 +226,31 @@ def _options(asked: CompileConfig) -> str:
 
 
 def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
-    """Raises ConfigError: a target whose quantized weights cannot be cut anew."""
+    """Raises ConfigError: weights of the target or rounded for a draft cannot be cut anew."""
     target = manifest.models[0]
-    if target.quantization is None:
-        return
-    if not facts_of(manifest.backend).cuts_quantized:
-        takers = [name for name in backend_names() if facts_of(name).cuts_quantized]
-        raise ConfigError(
-            f"{engine}, an engine of weights in {target.quantization} for the backend"
-            f" {manifest.backend}",
-            f"one for {' or '.join(takers)}, or weights that are not quantized",
-            "compile the checkpoint anew; there, ranks of a stage do not share quantized weights",
-        )
-    if target.whole_file not in manifest.files:
-        raise ConfigError(
-            f"{engine}, an engine of weights in {target.quantization} without"
-            f" {target.whole_file}, its graph before that",
-            "an engine of this version of specc",
-            f"compile the model with --tensor-parallel-size {num_ranks}",
-        )
-    inputs = read_stored(engine / target.program_file)["inputs"]
-    if any(COLUMN_ORDER in item["name"] for item in inputs if item["kind"] == "constant"):
-        raise ConfigError(
-            f"{engine}, an engine of weights whose columns are in the order of their groups"
-            " (act-order, desc_act)",
-            "columns in their own order: a rank has those that follow each other",
-            "compile a checkpoint without act-order",
-        )
+    # layout, and the file with the graph before weights were quantized
+    held: list[tuple[str | None, str]] = [(target.quantization, target.whole_file)]
+    for entry in manifest.self_drafts:
+        draft = SelfDraft.named(entry.name)
+        held.append((None if draft is None else draft.quantization, entry.whole_file))
+    for layout, whole_file in held:
+        if layout is None:
+            continue
+        if not facts_of(manifest.backend).cuts_quantized:
+            takers = [name for name in backend_names() if facts_of(name).cuts_quantized]
+            raise ConfigError(
+                f"{engine}, an engine of weights in {layout} for the backend {manifest.backend}",
+                f"one for {' or '.join(takers)}, or weights that are not quantized",
+                "compile the checkpoint anew; there, ranks of a stage do not share quantized"
+                " weights",
+            )
+        if whole_file not in manifest.files:
+            raise ConfigError(
+                f"{engine}, an engine of weights in {layout} without {whole_file}, its graph before"
+                " that",
+                "an engine of this version of specc",
+                f"compile the model with --tensor-parallel-size {num_ranks}",
+            )
 
 
 def _takes_ranks(backend: str) -> bool:
@@ -304,7 +297,8 @@ def _cut_anew(
     model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program, layout = in_rows(model.program), _lowering(model, backend, max_seq_len)
+    program = in_rows(model.program)
+    layout = _lowering(program, backend, max_seq_len)
     is_rounded = bool(program.integers)
     staged_at = None
     if model.name == TARGET:
@@ -325,9 +319,9 @@ def _cut_anew(
     return records
 
 
-def _lowering(model: CompiledModel, backend: CompilerBackend, max_seq_len: int) -> Phases:
+def _lowering(program: Program, backend: CompilerBackend, max_seq_len: int) -> Phases:
     """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
-    rounded = quantize_phases(None, keeps_integers=bool(model.program.integers))
+    rounded = quantize_phases(None, keeps_integers=bool(program.integers))
     return (*rounded, *backend.phases(max_seq_len))
 
 

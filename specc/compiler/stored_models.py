@@ -16,6 +16,7 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.safetensors_io import tensor_bytes
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram
@@ -27,6 +28,7 @@ from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
 from specc.sharding.stages_reader import StagesReader
+from specc.speculation.self_drafts import SelfDraft
 from specc.system.json_file import read_json
 
 _AGAIN = "compile or copy the engine again"
@@ -92,6 +94,10 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         if "blocks_of" in item
     }
     plan, whole_json, held = None, program_json, quantized_inputs(program_json)
+    if entry is manifest.models[0]:
+        # what drafts read of the target's files, copies that are rounded for them among it
+        for draft in manifest.self_drafts:
+            held |= quantized_inputs(read_stored(engine / draft.program_file))
     if manifest.is_cut(entry) and manifest.tensor_parallel_size > 1:
         plan = ShardPlan.read(engine / entry.shard_file)
         whole_json = read_stored(engine / entry.whole_file)
@@ -108,7 +114,7 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         [(layer.name, layer.window) for layer in entry.layers],
         list(dict.fromkeys(keys)),
     )
-    program.integers = integers_of(program_json)
+    program.integers = integers_of(program_json, reader)
     dtype = getattr(torch, entry.dtype)
     source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
     return CompiledModel(source, program, entry)
@@ -126,14 +132,23 @@ def quantized_inputs(program: Mapping[str, Any]) -> dict[str, Held]:
     }
 
 
-def integers_of(program: Mapping[str, Any]) -> dict[str, KeptIntegers]:
-    """Parameter → how a stored program holds it, as passes ask for what a checkpoint has."""
-    turned = {item["key"] for item in program["inputs"] if item.get("is_turned")}
-    return {
-        name: KeptIntegers(layout, is_turned=key in turned)
-        for key, (_, layout) in quantized_inputs(program).items()
-        for name in key.removesuffix(f":{layout.name}").split("+")
-    }
+def integers_of(
+    program: Mapping[str, Any], reader: RankReader | StagesReader
+) -> dict[str, KeptIntegers]:
+    """Parameter → how a stored program holds it, as passes ask for what a checkpoint has.
+
+    Args:
+        program: JSON of it.
+        reader: of the engine's files, which have the orders of columns.
+    """
+    inputs = {item["key"]: item for item in program["inputs"] if "key" in item}
+    found: dict[str, KeptIntegers] = {}
+    for key, (_, layout) in quantized_inputs(program).items():
+        order = inputs[key].get("columns")
+        columns = b"" if order is None else bytes(tensor_bytes(reader.tensor(order)))
+        kept = KeptIntegers(layout, columns, inputs[key].get("is_turned", False))
+        found |= dict.fromkeys(key.removesuffix(f":{layout.name}").split("+"), kept)
+    return found
 
 
 def _open_weights(
@@ -176,10 +191,11 @@ def _open_weights(
 def read_self_draft(
     engine: Path, manifest: Manifest, entry: SelfDraftEntry, target: CompiledModel
 ) -> SelfDraftProgram:
-    """A second program of the target, whole; it reads the target's weights."""
+    """A second program of the target, whole; it reads the target's weights, or rounded copies."""
+    stored = read_stored(engine / entry.program_file)
     is_kept = entry.whole_file in manifest.files
-    data = read_stored(engine / (entry.whole_file if is_kept else entry.program_file))
-    reader = target.source.reader
+    data = read_stored(engine / entry.whole_file) if is_kept else stored
+    reader: Any = target.source.reader
     keys = data.get("keys") or [
         item["key"] for item in data["inputs"] if item["kind"] in ("weight", "constant")
     ]
@@ -190,8 +206,10 @@ def read_self_draft(
         [(layer.name, layer.window) for layer in layers],
         list(dict.fromkeys(keys)),
     )
-    program.integers = dict(target.program.integers)
-    return SelfDraftProgram(in_rows(program), entry)
+    program.integers = integers_of(stored, reader)
+    draft = SelfDraft.named(entry.name)
+    is_rounded = draft is not None and draft.weights is not None
+    return SelfDraftProgram(in_rows(program), entry, is_rounded=is_rounded)
 
 
 def _constants(data: Mapping[str, Any], reader: Any) -> dict[str, Tensor]:

@@ -26,7 +26,8 @@ from specc.sharding.shard_plan import Cut, Interval, WeightCut, local_size
 class RankIntegers(DecodedWeight):
     """A quantized weight of an engine, as a weight [rows, K] of a checkpoint.
 
-    Its shape counts the rows of all matrices of a stack.
+    Its shape counts the rows of all matrices of a stack. Columns are in the order in which files
+    hold them, group after group.
 
     Args:
         whole: shape of the weight, [..., N, K].

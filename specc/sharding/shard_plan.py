@@ -162,9 +162,10 @@ class RankConstant:
 
     Args:
         name: of the input.
-        kind: `first_row`: [1] int64, the first row of a table that the rank holds. `own_rows`:
-            [rows] int64, all rows that it reads of a constant that is whole everywhere. `padding`:
-            [rows], 0 for columns of logits that there are, -inf for those after the last one.
+        kind: `first_row`: [1] int64, the first row of a table that the rank holds, or the first
+            column of a product's operand. `own_rows`: [rows] int64, all that it reads of what is
+            whole everywhere. `padding`: [rows], 0 for columns of logits that there are, -inf for
+            those after the last one.
         rows: that each rank holds.
         total: that there are.
         dtype: of the input.
@@ -204,6 +205,14 @@ class Collective:
     after: str
     layer: int
     bytes_per_token: int
+
+    @classmethod
+    def of_sum(cls, node: str, after: str, layer: int, value: Tensor) -> Collective:
+        """The sum of a value [..., tokens, ...]; sizes that are symbols count tokens."""
+        size = value.dtype.itemsize
+        for item in value.shape:
+            size *= item if isinstance(item, int) else 1
+        return cls(node, ALL_REDUCE, after, layer, size)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json, graph_to_json
 from specc.artifact.weight_layout import to_blocks
 from specc.passes.base import Pass, PassResult
-from specc.passes.pipeline import Pipeline
+from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program
 from tests.traces import trace_once
 
@@ -82,10 +82,10 @@ def traced(model: nn.Module, *passes: Pass) -> tuple[Program, list[PassResult]]:
     return program, [item.run(program) for item in passes]
 
 
-def compiled(model: nn.Module) -> tuple[Program, Pipeline]:
-    """A model's program after the whole pipeline."""
+def compiled(model: nn.Module, phases: Phases = PHASES) -> tuple[Program, Pipeline]:
+    """A model's program after the whole pipeline, or these phases."""
     program = trace_once(model.eval(), "target")
-    pipeline = Pipeline()
+    pipeline = Pipeline(phases)
     pipeline.run(program)
     return program, pipeline
 

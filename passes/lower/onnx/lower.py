@@ -322,6 +322,8 @@ def _describe(model: onnx_ir.Model, program: Program) -> None:
         if name in program.caches:
             layer, part = program.caches[name]
             what = {"k": "Keys", "v": "Values"}[part]
+            if program.layers[layer].values_in_keys:
+                what = f"Keys, whose first {program.layers[layer].value_dim} columns are values,"
             way = (
                 "after the pass; bind it to the input's address"
                 if name != value.name

@@ -127,9 +127,13 @@ def named_inputs(given: PaddedBatch) -> dict[str, Tensor]:
 
 
 def named_caches(caches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Each layer's k and v cache under its name in the program."""
+    """Each layer's k and v cache under its name in the program.
+
+    A value that lies in its key's row has no cache of its own: its first element is the key's.
+    """
     return {
         f"{part}_cache_{layer}": tensor
         for layer, pair in enumerate(caches)
         for part, tensor in zip("kv", pair, strict=True)
+        if part == "k" or tensor.data_ptr() != pair[0].data_ptr()
     }

@@ -11,7 +11,13 @@ from torch import nn
 from specc.errors import NotCausalLMError, UnsupportedGraphError
 from specc.passes.frontend.trace import buffer_values, trace
 from specc.passes.program import RUNTIME_INPUTS
-from tests.passes.modules import Tiny, assert_same_numbers, program_logits, random_tokens
+from tests.passes.modules import (
+    Tiny,
+    assert_same_numbers,
+    dense_logits,
+    program_logits,
+    random_tokens,
+)
 
 
 class Scaled(Tiny):
@@ -300,6 +306,29 @@ def test_neighboring_places_are_slices():
     model = NeighboringPlaces().eval()
     assert not trace(on_meta, "target").constants
     assert_same_numbers(trace(model, "target"), model)
+
+
+class Number(Tiny):
+    """As Gemma 3n makes a tensor of a number, and computes with it."""
+
+    def after(self, x, positions):
+        share = torch.tensor(0.95, dtype=torch.float32, device=x.device)
+        return x * torch.distributions.Normal(0, 1).icdf(share)
+
+
+def test_numbers_on_the_device_of_an_input_keep_their_values():
+    torch.manual_seed(0)
+    model, tokens = Number().eval(), random_tokens()
+    with torch.device("meta"):
+        on_meta = Number()
+    program = trace(on_meta, "target")
+    assert 0.95 in [round(value.item(), 4) for value in program.constants.values()]
+    torch.testing.assert_close(
+        program_logits(program, model, tokens)[0],
+        dense_logits(model, tokens),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 class ScatteredPlaces(Tiny):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specc.errors import UnsupportedAttentionError
+from specc.kernels import ops
 from specc.passes.rewrite.classify_masks import ClassifyMasks, meaning_of
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.recover_attention import RecoverAttention
@@ -151,12 +152,24 @@ class InOneProduct(Slopes):
         return torch.bmm(weights, v[0])[None]
 
 
+class ScaledWithItsScores(Slopes):
+    """The same where what is added is multiplied with the scores."""
+
+    def attend(self, q, k, v, positions):
+        places = positions[0]
+        slopes = self.factor ** torch.arange(1, self.num_heads + 1)[:, None, None]
+        hidden = torch.where(places[None] > places[:, None], HIDDEN, 0.0)
+        scores = (q @ k.transpose(-1, -2) + (2 * slopes * places + hidden)) / 2.0
+        return scores.softmax(-1) @ v
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         pytest.param(Slopes, marks=pytest.mark.slow),
         pytest.param(SpelledOut, marks=pytest.mark.slow),
         InOneProduct,
+        ScaledWithItsScores,
     ],
 )
 def test_slopes_become_an_input_of_attention(kind):
@@ -173,12 +186,24 @@ def test_slopes_become_an_input_of_attention(kind):
     assert order.index("slopes") < order.index("tokens")
 
 
+class Hidden(Tiny):
+    """As CodeGen does: a mask is divided with its scores, which are of wider types."""
+
+    def attend(self, q, k, v, positions):
+        places = positions[0]
+        hidden = torch.where(places[None] > places[:, None], HIDDEN, 0.0)
+        scores = (q.float() @ k.float().transpose(-1, -2) + hidden) / 1.7
+        return scores.softmax(-1).to(v.dtype) @ v
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         pytest.param(Slopes, marks=pytest.mark.slow),
         SpelledOut,
         pytest.param(InOneProduct, marks=pytest.mark.slow),
+        pytest.param(ScaledWithItsScores, marks=pytest.mark.slow),
+        Hidden,
     ],
 )
 def test_attention_that_is_spelled_out_is_the_same(kind):
@@ -189,21 +214,45 @@ def test_attention_that_is_spelled_out_is_the_same(kind):
     torch.testing.assert_close(found, dense_logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
+def test_operands_that_were_widened_have_the_type_of_values():
+    """Attention computes in float32 whatever their type, and caches have one."""
+    program, _ = traced(
+        Hidden().bfloat16(),
+        Normalize(),
+        RecoverAttention(),
+        ClassifyMasks(),
+        RewriteTreeAttention(),
+    )
+    (node,) = program.calls(ops.tree_attention)
+    assert {item.meta["val"].dtype for item in node.args[:5]} == {torch.bfloat16}
+
+
 class NoMask(Slopes):
     def attend(self, q, k, v, positions):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
-class ScaledWithItsScores(Slopes):
+class FilledBeforeItsScale(Slopes):
     def attend(self, q, k, v, positions):
         places = positions[0]
-        scores = (q @ k.transpose(-1, -2) + places) * 0.5
-        hidden = places[None] > places[:, None]
-        return scores.masked_fill(hidden, HIDDEN).softmax(-1) @ v
+        scores = (q @ k.transpose(-1, -2)).masked_fill(places[None] > places[:, None], HIDDEN)
+        return (scores * 0.5).softmax(-1) @ v
+
+
+class TurnedAround(Slopes):
+    def attend(self, q, k, v, positions):
+        places = positions[0]
+        hidden = torch.where(places[None] > places[:, None], HIDDEN, 0.0)
+        return ((q @ k.transpose(-1, -2) + hidden) * -0.5).softmax(-1) @ v
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [(NoMask, "no mask"), (ScaledWithItsScores, "scaled with its scores")]
+    ("kind", "reason"),
+    [
+        (NoMask, "no mask"),
+        (FilledBeforeItsScale, "scaled with its scores"),
+        (TurnedAround, "turned around"),
+    ],
 )
 def test_other_softmaxes_are_left_with_a_reason(kind, reason):
     _, results = traced(kind(), Normalize(), RecoverAttention())

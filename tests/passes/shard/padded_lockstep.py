@@ -16,7 +16,7 @@ from specc.kernels import ops
 from specc.kernels.reference.ranks import LockstepGroup
 from specc.passes.lower.onnx.lower import OnnxFile, lower_ranks
 from specc.passes.lower.onnx.operators import COLLECTIVE
-from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program
 from specc.passes.rewrite.padded import padded_program
 from specc.passes.shard.shard import Shard
@@ -40,6 +40,7 @@ class PaddedRanks:
         num_ranks: that it is cut for.
         rows: of its caches.
         dtype: of the model.
+        phases: of the whole program.
         changes: fields of the model's configuration.
     """
 
@@ -49,11 +50,12 @@ class PaddedRanks:
         num_ranks: int,
         rows: CacheRows = ROWS,
         dtype: torch.dtype = torch.float32,
+        phases: Phases = PHASES,
         **changes: Any,
     ) -> None:
         model = models.build_model(name, **changes).to(dtype)
         flat = trace_once(model, "target")
-        Pipeline(PHASES).run(flat)
+        Pipeline(phases).run(flat)
         layers = tuple(flat.layers)
         with shared_traces():
             self.whole, _ = padded_program(model, flat, rows.total)

@@ -105,6 +105,24 @@ def test_every_plan_gives_what_expanded_keys_do(built: Path, wanted: list[list[i
         assert generate(engine, plan) == wanted, plan
 
 
+def test_networks_give_what_expanded_keys_do(
+    models: Path, tmp_path: Path, wanted: list[list[int]]
+) -> None:
+    """On onnxruntime, whose caches have one row of each token and layer."""
+    path = tmp_path / "engine"
+    config = config_for(PLANS[0], backend="onnx")
+    compilation = build(models / "target", models / "draft", path, config)
+    manifest = compilation.manifest
+    assert all(layer.values_in_keys for item in manifest.models for layer in item.layers)
+    engine = load(path)
+    (slab,) = engine.cache.slabs["target"]
+    assert (*slab.shape[:2], *slab.shape[3::2]) == (LAYERS, 1, 1, 28)
+    for plan in ("off", PLANS[0].name):
+        assert generate(engine, plan) == wanted, plan
+    # and its graph without onnxruntime
+    assert generate(load(path, backend="eager"), PLANS[0].name) == wanted
+
+
 def test_prompts_that_begin_alike_share_rows(built: Path, wanted: list[list[int]]) -> None:
     llm = LLM(load(built), plan=PLANS[0].name)
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
@@ -259,8 +277,14 @@ def test_what_cannot_be(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(models / "llama", None, tmp_path / "engine", config_for(mla_cache=LATENT))
     assert "--mla-cache latent" in caught.value.found
-    config = config_for(mla_cache=LATENT, backend="onnx")
+    config = config_for(mla_cache=LATENT, backend="cuda")
     with pytest.raises(UnsupportedAttentionError) as refused:
         build(models / "target", None, tmp_path / "engine", config)
-    assert "keys of 28 columns and values of 20, and backend onnx" in refused.value.found
+    assert "keys of 28 columns and values of 20, and backend cuda" in refused.value.found
+    assert refused.value.do == "compile with --backend cpu"
+    # without them, keys and values of two widths are left
+    config = config_for(mla_cache=EXPANDED, backend="onnx")
+    with pytest.raises(UnsupportedAttentionError) as refused:
+        build(models / "target", None, tmp_path / "engine", config)
+    assert "keys of 20 columns and values of 16, and backend onnx" in refused.value.found
     assert not (tmp_path / "engine").exists()

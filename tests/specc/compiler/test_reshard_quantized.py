@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specc.artifact.directory import read_manifest
+from specc.artifact.manifest import MANIFEST_FILE
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.errors import ConfigError
@@ -79,13 +82,23 @@ def test_rounded_weights(tmp_path, name, changes, options, ways) -> None:
 
 
 @pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=SLOW) for form in (made.gptq(4, 32, False), made.packed(8, None))],
+    ("form", "ways"),
+    [
+        pytest.param(made.gptq(4, 32, False), BOTH, marks=SLOW),
+        pytest.param(made.packed(8, None), BOTH, marks=SLOW),
+        # columns in the order of their groups
+        (made.in_order(made.gptq(4, 32, False)), BOTH),
+        pytest.param(
+            made.in_order(made.packed(4, 32, False)),
+            [((1, 1), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (1, 1))],
+            marks=SLOW,
+        ),
+    ],
 )
-def test_integers_of_checkpoints(tmp_path, form) -> None:
+def test_integers_of_checkpoints(tmp_path, form, ways) -> None:
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
     written = made.write_checkpoint(checkpoint, tmp_path, form.config, form.writer)
-    check_ways(tmp_path, written.quantized, BOTH)
+    check_ways(tmp_path, written.quantized, ways)
 
 
 @pytest.mark.slow
@@ -102,6 +115,40 @@ def test_second_programs(tmp_path) -> None:
     check_ways(tmp_path, checkpoint, BOTH, plans=plans, **INT4)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "drafts", "ways"),
+    [
+        ("llama", {}, ("self_int8",), BOTH),
+        # of a target whose own weights are integers of another layout, and of some of its layers
+        pytest.param("llama", INT4, ("self_int8", "self_int8_l0"), BOTH, marks=SLOW),
+        pytest.param("mixtral", {"dtype": "bfloat16"}, ("self_int8", "self_fp8"), BOTH, marks=SLOW),
+    ],
+)
+def test_rounded_drafts(tmp_path, name, options, drafts, ways) -> None:
+    """Copies of weights that are rounded for a draft are cut as the target's own are."""
+    checkpoint = models.save_tiny(name, tmp_path / "checkpoint", **WIDE)
+    plans = tuple(SpecPlan.from_widths((1, 1), (draft,)) for draft in drafts)
+    check_ways(tmp_path, checkpoint, ways, plans=plans, **options)
+
+
+def test_an_older_rounded_draft(tmp_path) -> None:
+    """Of a draft without its graph before rounding nothing can be made."""
+    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
+    plans = (SpecPlan.from_widths((1, 1), ("self_int8",)),)
+    engine = compiled(tmp_path, checkpoint, (1, 1), plans=plans)
+    manifest = read_manifest(engine)
+    (entry,) = manifest.self_drafts
+    (engine / entry.whole_file).unlink()
+    files = {name: item for name, item in manifest.files.items() if name != entry.whole_file}
+    manifest_file = engine / MANIFEST_FILE
+    written = json.loads(manifest_file.read_text())
+    written["files"] = {name: written["files"][name] for name in files}
+    manifest_file.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=r"weights in int8 without .*self-int8.*, its graph"):
+        reshard_engine(engine, tmp_path / "cut", 2)
+    assert not (tmp_path / "cut").exists()
+
+
 def test_what_cannot_be_cut_anew(tmp_path) -> None:
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
     engine = compiled(tmp_path, checkpoint, (1, 1), **INT4)
@@ -109,9 +156,3 @@ def test_what_cannot_be_cut_anew(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"o_proj.weight:int4-g32, .* and 4 ranks"):
         reshard_engine(engine, tmp_path / "cut", 4)
     assert not (tmp_path / "cut").exists()
-    form = made.in_order(made.gptq(4, 32, False))
-    written = made.write_checkpoint(checkpoint, tmp_path, form.config, form.writer)
-    (tmp_path / "other").mkdir()
-    ordered = compiled(tmp_path / "other", written.quantized, (1, 1))
-    with pytest.raises(ConfigError, match="in the order of their groups"):
-        reshard_engine(ordered, tmp_path / "cut", 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
@@ -18,10 +21,18 @@ from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan
 from tests import models
 from tests import quantized_checkpoints as made
 from tests.mxfp4_experts import write_experts
+from tests.passes.shard.lockstep import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    ThreadRanks,
+    assert_alike,
+    prompt_inputs,
+)
 from tests.traces import shared_traces
 
 SLOW = pytest.mark.slow
@@ -156,28 +167,45 @@ def test_groups_are_not_cut(tmp_path) -> None:
     assert not (tmp_path / "cut").exists()
 
 
-def test_columns_in_another_order_are_not_cut(tmp_path) -> None:
+def test_columns_in_another_order(tmp_path) -> None:
+    """Ranks have whole groups of columns that they share, and all of the others' in one order."""
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
     form = made.in_order(made.gptq(4, 32, False))
     written = made.write_checkpoint(checkpoint, tmp_path, form.config, form.writer)
-    with pytest.raises(ConfigError, match=r"o_proj.*act-order, desc_act\), and 2 ranks that"):
-        compiled(written.quantized, tmp_path / "cut", 2)
-
-
-def test_outputs_of_columns_in_another_order_are_cut(tmp_path) -> None:
-    """Ranks have some outputs of these, all columns, and whole rows in the order of the groups."""
-    checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
-    form = made.in_order(made.gptq(4, 32, False))
-    written = made.write_checkpoint(
-        checkpoint, tmp_path, form.config, form.writer, made.reads_whole_rows
-    )
     cut = compiled(written.quantized, tmp_path / "cut", 2)
-    check_pieces(compiled(written.quantized, tmp_path / "one", 1), cut, 2)
+    plan = check_pieces(compiled(written.quantized, tmp_path / "one", 1), cut, 2)
     inputs = json.loads((cut / "target" / "program.json").read_text())["inputs"]
     orders = {x["key"] for x in inputs if x["kind"] == "constant" and COLUMN_ORDER in x["name"]}
-    # before attention and before the block's two first projections
-    assert len(orders) == 2
+    # before attention, its output, the block's two first projections, and its last one
+    assert len(orders) == 4
     own = [load_file(cut / "target" / f"rank-{rank}.weights.safetensors") for rank in range(2)]
     for key in orders:
         assert torch.equal(own[0][key], own[1][key])
-        assert own[0][key].sort().values.tolist() == [*range(64)]
+        assert own[0][key].sort().values.tolist() == [*range(len(own[0][key]))]
+    # rows are exchanged before the two products of each layer that are summed
+    layers = read_manifest(cut).models[0].layers
+    sums = [(item.layer, item.bytes_per_token) for item in plan.collectives]
+    rows, total = {"o": 64 * 4, "down": 128 * 4}, 64 * 4
+    want = [(0, total)]
+    for layer in range(1, len(layers) + 1):
+        want += [(layer, rows["o"]), (layer, total), (layer, rows["down"]), (layer, total)]
+    assert sums == want
+
+    exact = AutoModelForCausalLM.from_pretrained(written.exact).eval()
+    prompts = models.prompts()[-2:]
+    with torch.inference_mode():
+        logits = torch.cat([exact(torch.tensor([x])).logits[0] for x in prompts])
+    assert_alike(logits_of_ranks(cut, 2, prompts), logits)
+
+
+def logits_of_ranks(engine: Path, num_ranks: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Of all tokens, [tokens, V]; ranks are threads."""
+    data = json.loads((engine / "target" / "program.json").read_text())
+    sizes = [x["shape"] for x in data["inputs"] if x["kind"] == "cache"]
+    calls = []
+    for rank in range(num_ranks):
+        weights = load_file(engine / "target" / f"rank-{rank}.weights.safetensors")
+        slabs = [torch.full((NUM_BLOCKS, BLOCK_SIZE, *size), 30.0) for size in sizes]
+        caches = list(zip(slabs[::2], slabs[1::2], strict=True))
+        calls.append(partial(ModelProgram(data, weights, caches), *prompt_inputs(prompts)))
+    return torch.cat(ThreadRanks(num_ranks).run(calls), 1)
