@@ -350,7 +350,11 @@ def main() -> None:
     facts = facts_of_training("train_block_drafter.py", args.seed)
     facts["transformers"] = transformers.__version__
     if args.start:
-        facts["start"] = json.loads((args.start / "eval.json").read_text(encoding="utf-8"))
+        # of a run that was ended, weights alone are there
+        before = args.start / "eval.json"
+        facts["start"] = (
+            json.loads(before.read_text(encoding="utf-8")) if before.is_file() else str(args.start)
+        )
     facts |= make_drafter(args)
     write_json(args.out / "eval.json", facts)
     print(facts, flush=True)

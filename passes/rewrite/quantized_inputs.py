@@ -182,7 +182,7 @@ def _rank_constant(program: Program, constant: RankConstant, beside: fx.Node) ->
 def _add_constant(program: Program, name: str, value: Tensor, like: fx.Node) -> None:
     inputs = program.graph.find_nodes(op="placeholder")
     first = next(item for item in inputs if item.target in program.runtime_inputs)
-    fake = like.meta["val"].new_empty(value.shape, dtype=value.dtype)
+    fake = like.meta["val"].new_zeros(value.shape, dtype=value.dtype)
     add_placeholder(program, name, fake, first.prev)
     program.constants[name] = value
 

@@ -27,8 +27,10 @@ class ReadTables(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         for node in program.calls(aten.index.Tensor, aten.gather.default):
+            indexed = node.target is aten.index.Tensor
+            if indexed and not _takes_rows(node):
+                continue  # masks, for example: nothing that reads rows
             with result.attempt(node.name):
-                indexed = node.target is aten.index.Tensor
                 table, ids = _indexed(node) if indexed else _gathered(node)
                 is_known = table.target in (program.weights.keys() | program.constants.keys())
                 if not is_known or table.meta["val"].dim() != 2:
@@ -44,11 +46,15 @@ class ReadTables(Pass):
         return result
 
 
+def _takes_rows(node: fx.Node) -> bool:
+    """Whether an index is `values[ids]`, with no index of another dimension."""
+    indices = bind_args(node)["indices"]
+    return len(indices) == 1 and indices[0] is not None
+
+
 def _indexed(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Table and places of `table[ids]`."""
     bound = bind_args(node)
-    if len(bound["indices"]) != 1 or bound["indices"][0] is None:
-        raise NoMatch("it has other indices than rows")
     return bound["self"], bound["indices"][0]
 
 

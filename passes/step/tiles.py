@@ -84,7 +84,27 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
     # as few tiles as fit, all of about one size
     count = -(-widest // min(largest, widest))
     tile = -(-widest // count)
-    return dataclasses.replace(plan, tile=min(tile, plan.tile or tile))
+    tiled = dataclasses.replace(plan, tile=min(tile, plan.tile or tile))
+    if any(block.is_biased for block in plan.blocks):
+        # beside the rows of a tile there are those of the block, and what is added to them
+        while tiled.tile and tiled.tile > 1 and not _fits(tiled, row_bytes, batch, limit):
+            tiled = dataclasses.replace(tiled, tile=tiled.tile - 1)
+        _check_block_fits(tiled, row_bytes, batch, limit)
+    return tiled
+
+
+def _check_block_fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> None:
+    """Raises ConfigError: what a block adds to the smallest tiles is above the limit."""
+    needed = max(batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.models))
+    if needed > limit:
+        raise ConfigError(
+            f"--max-logits-mb {limit >> 20}; a block of {plan.max_depth} tokens whose logits depend"
+            f" on the token before takes {format_bytes(needed)} for {batch} sequences, a node at a"
+            " time",
+            f"{-(-needed >> 20)} or more",
+            f"pass --max-logits-mb {-(-needed >> 20)}, or lower --max-batch-size or"
+            " --num-speculative-tokens",
+        )
 
 
 def _fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> bool:

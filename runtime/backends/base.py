@@ -37,7 +37,7 @@ class LoadLimits:
         offload_weights: bytes that weights of the target may take in memory, of each rank: others
             are read from their file in every pass; `auto` is what is free. None: all of them.
         mmap: weights stay in the mapped files, True, or are held in memory, False, see
-            `load_weights`; of backends that hold them.
+            `choose_mmap`; of backends that hold them.
         num_local: ranks of this machine, which share what is free.
         overlaps: of backends that capture, steps draft for one half of their sequences while they
             verify the other half, see `check_overlap`.

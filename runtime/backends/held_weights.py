@@ -7,7 +7,9 @@ is mapped is shared by the processes that map it, and gives way where memory is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import fcntl
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from specc.errors import ConfigError, EngineError, ModelNotFoundError, WeightErr
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.backends.offload_budget import free_bytes
 from specc.runtime.backends.program_files import MappedWeights
+from specc.system.files import format_bytes
 from specc.system.huge_pages import are_huge_pages_given, huge_buffer
 
 # a line of the caches: no row of a vector register lies in two
@@ -84,26 +87,52 @@ def load_weights(files: Mapping[str, Path], limits: LoadLimits) -> dict[str, Map
 
     Args:
         files: model → its file.
-        limits: `mmap` says whether they stay in the mapped files; None: they do where nothing is
-            gained, and where there is no room for them.
+        limits: see `choose_mmap`.
     Raises:
-        EngineError: a file is absent or no safetensors file.
+        EngineError: a file is absent or no safetensors file; or there is no room.
     """
-    maps = limits.mmap
-    if maps is None:
-        maps = not (are_huge_pages_given() and _have_room(files, limits))
-    return {name: (MappedWeights if maps else HeldWeights)(file) for name, file in files.items()}
+    with _one_at_a_time(files.values()):
+        maps = choose_mmap(files.values(), limits)
+        return {
+            name: (MappedWeights if maps else HeldWeights)(file) for name, file in files.items()
+        }
 
 
-def _have_room(files: Mapping[str, Path], limits: LoadLimits) -> bool:
-    """Whether all weights fit into what is free, an eighth more, and some."""
-    if limits.offload_weights is not None:
-        return False
-    free = free_bytes()
+def choose_mmap(files: Iterable[Path], limits: LoadLimits) -> bool:
+    """Whether weights stay in the mapped files.
+
+    Args:
+        files: of all that is about to be read here; twice where two processes read it.
+        limits: `mmap` is what was asked for; None: they stay where nothing is gained, and where
+            there is no room for them.
+    Raises:
+        EngineError: they shall not stay there, and there is no room.
+    """
+    if limits.mmap or limits.offload_weights is not None:
+        return True
     # one that is absent is said by what loads it
-    needed = sum(file.stat().st_size for file in files.values() if file.is_file())
-    # the other ranks of this machine hold theirs, and none sees what the others are about to take
-    return free is not None and limits.num_local * needed * 9 // 8 + _SPARE_BYTES <= free
+    needed, free = sum(file.stat().st_size for file in files if file.is_file()), free_bytes()
+    if limits.mmap is None:
+        has_room = free is not None and needed * 9 // 8 + _SPARE_BYTES <= free
+        return not (are_huge_pages_given() and has_room)
+    if free is not None and needed > free:
+        raise EngineError(
+            f"weights of {format_bytes(needed)} with --no-mmap, and {format_bytes(free)} free",
+            "memory for all of them",
+            "leave --no-mmap out, or free some memory",
+        )
+    return False
+
+
+@contextlib.contextmanager
+def _one_at_a_time(files: Iterable[Path]) -> Iterator[None]:
+    """Of several processes that load an engine, each sees what those before it have taken."""
+    with contextlib.ExitStack() as stack:
+        # where files cannot be locked, or are not there, nobody waits
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(next(iter(files)), "rb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _aligned(size: int) -> int:

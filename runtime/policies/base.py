@@ -89,7 +89,8 @@ class Policy(ABC):
     def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
         """How many nodes of each request's tree the target verifies: the first ones.
 
-        Asked after plans are chosen, and before anything of the step is drawn. What it answers
+        Asked after plans are chosen, and before anything of the step is drawn, of plans whose trees
+        are no data (`can_cut`), where one pass of the target takes all requests. What it answers
         must follow from what earlier steps showed, or the output may not be the target's own; see
         `specc.speculation.live_nodes`.
 

@@ -14,6 +14,7 @@ from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ def make_policy(
     """
     if adapts_verification:
         _check_adapts(name, shares_pass)
+        if not any(map(can_cut, plans.values())):
+            raise ConfigError(
+                f"--adaptive-verification, and an engine of the plans {', '.join(plans)}",
+                "a chain or a tree of one shape for all steps, in one pass: of those that the draft"
+                " chooses, and those in tiles, all nodes are verified",
+                "leave it out, or compile with --tree 1,1,1,1, for example",
+            )
     if name == ADAPTIVE:
         chains = {OFF.name: 0} | {
             plan.name: plan.max_depth

@@ -43,7 +43,7 @@ from specc.runtime.ranks.open_group import make_group
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
-from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
+from specc.runtime.ranks.room import check_cores, check_memory, mmap_of_ranks, threads_of_rank
 from specc.runtime.ranks.stage_groups import StageGroups, place_of
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
@@ -93,6 +93,8 @@ def load_led(
         # one for all of this machine, before any of them has loaded its part
         sizes = (limits.max_num_seqs, limits.kv_cache_tokens)
         check_memory(manifest, local, *sizes, weights_budget=least_of(limits.offload_weights))
+        if facts_of(backend).holds_weights:
+            limits = replace(limits, mmap=mmap_of_ranks(path, manifest, local, limits))
     backend_of(backend).take_device(local_rank, len(local))
     if launched is not None and launched.rank > 0:
         _follow_launched(launched, options, path)

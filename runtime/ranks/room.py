@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 
 from specc.artifact.directory import available_memory_bytes
 from specc.artifact.manifest import Manifest
 from specc.errors import ConfigError, EngineError
+from specc.runtime.backends.base import LoadLimits
+from specc.runtime.backends.held_weights import choose_mmap
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.system.files import format_bytes
 from specc.system.machine import num_usable_cores
@@ -45,7 +48,7 @@ def check_memory(
     """Compare what all ranks of this machine take together with what is free, before any loads.
 
     Args:
-        manifest: of the engine; copies of a whole one map the same files, and are not counted.
+        manifest: of the engine; copies of a whole one can map the same files, and are not counted.
         ranks: on this machine.
         max_num_seqs: sequences that caches are made for; None is what the engine allows.
         kv_cache_tokens: rows of all sequences together; None is what the engine has.
@@ -70,6 +73,23 @@ def check_memory(
             "spread the ranks over more machines, compile with a smaller --max-batch-size or"
             " --max-seq-len, or free memory",
         )
+
+
+def mmap_of_ranks(
+    path: Path, manifest: Manifest, ranks: Collection[int], limits: LoadLimits
+) -> bool:
+    """Whether the ranks of this machine leave weights in the mapped files: all, or none of them.
+
+    Args:
+        path: the engine directory.
+        manifest: of the engine; of a whole one each rank would hold a copy.
+        ranks: on this machine.
+        limits: what was asked for.
+    Raises:
+        EngineError: weights shall be held, and there is no room.
+    """
+    files = [path / manifest.weights_file(m, rank) for rank in ranks for m in manifest.models]
+    return choose_mmap(files, limits)
 
 
 def _by_stage(

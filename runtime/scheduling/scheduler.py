@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
-from specc.errors import RequestError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
@@ -18,6 +19,7 @@ from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.speculation.feature_drafts import heads_of
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -79,6 +81,7 @@ class Scheduler:
         self._position_limit = position_limit
         most_scored = self._max_num_seqs * cache.shape.max_nodes
         self._prompts = PromptSpans(prefill_chunk, most_scored, shares_pass, window)
+        self._shares_pass = shares_pass
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._has_deadlines = False
@@ -213,14 +216,39 @@ class Scheduler:
                 members.setdefault(own.name, []).append(request)
         plain = members.pop(OFF.name, [])
         groups = [self._group(self._plans[name], own, ahead) for name, own in members.items()]
-        return [*groups, self._group(OFF, plain, ahead)] if plain else groups
+        return self._cut([*groups, self._group(OFF, plain, ahead)] if plain else groups)
+
+    def _cut(self, groups: list[StepGroup]) -> list[StepGroup]:
+        """Leave to the target what the policy has it verify, where one pass takes all groups.
+
+        Plans in tiles have passes of their own, and so have all others beside them: of whole trees.
+        """
+        if not self._shares_pass or any(group.plan.tile is not None for group in groups):
+            return groups
+        return [
+            replace(group, live=live) if (live := self._live_nodes(group)) else group
+            for group in groups
+        ]
+
+    def _live_nodes(self, group: StepGroup) -> tuple[int, ...]:
+        """Raises ConfigError: the policy answers what no tree of this plan has."""
+        plan, requests = group.plan, group.requests
+        live = tuple(self.policy.live_nodes(plan, requests)) if can_cut(plan) else ()
+        if live and (
+            len(live) != len(requests) or not 1 <= min(live) <= max(live) <= plan.num_nodes
+        ):
+            raise ConfigError(
+                f"live nodes {list(live)} for {len(requests)} requests of plan {plan.name}",
+                f"one number of 1 … {plan.num_nodes} for each of them, or none at all",
+                f"correct live_nodes of {type(self.policy).__name__}",
+            )
+        return live
 
     def _group(self, plan: SpecPlan, requests: list[Request], ahead: LookAhead) -> StepGroup:
         extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
         tokens = tuple(map(ahead.most, requests)) if ahead.is_queued else ()
         lags = bool(plan.models) and any(ahead.lags(request, plan) for request in requests)
-        live = self.policy.live_nodes(plan, requests) if plan.speculates else ()
-        return StepGroup(plan, requests, extra, tokens, lags, live)
+        return StepGroup(plan, requests, extra, tokens, lags)
 
     def _wish(self, request: Request, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
         """What a request runs of what the policy chose; None where results in flight decide."""

@@ -44,9 +44,8 @@ def open_engine(
 
     Args:
         path: the engine directory.
-        verify: compare the sha256 of every file; None leaves out the weights, which are mapped
-            and not read; False checks presence and size alone, as all do, and samples of files of
-            ranks.
+        verify: compare the sha256 of every file; None leaves out the weights, whose hash takes
+            longest; False checks presence and size alone, as all do, and samples of files of ranks.
         backend: what will run; None is the manifest's own. Every engine holds eager graphs.
         backends: that the caller can run; None is all that are known.
         available_memory: bytes; None asks the system, where it tells.

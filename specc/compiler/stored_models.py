@@ -24,6 +24,7 @@ from specc.errors import EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.program import Program, Weight, constant_key
+from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader
 from specc.sharding.shard_plan import ShardPlan
@@ -140,8 +141,17 @@ def integers_of(
     Args:
         program: JSON of it.
         reader: of the engine's files, which have the orders of columns.
+    Raises:
+        EngineError: it has orders of columns, and does not say of which weights.
     """
     inputs = {item["key"]: item for item in program["inputs"] if "key" in item}
+    ordered = [item["name"] for item in program["inputs"] if item["name"].startswith(COLUMN_ORDER)]
+    if ordered and not any("columns" in item for item in inputs.values()):
+        raise EngineError(
+            f"a graph with {ordered[0]}, whose weights do not say that their columns are in order",
+            "an engine of this version of specc",
+            "compile the checkpoint again, with the sizes that reshard was asked for",
+        )
     found: dict[str, KeptIntegers] = {}
     for key, (_, layout) in quantized_inputs(program).items():
         order = inputs[key].get("columns")

@@ -86,6 +86,12 @@ def test_a_core_runs_as_the_options_say(saved_engine):
         EngineArgs(saved_engine.path, max_model_len=4000).load()
 
 
+def test_where_weights_are_is_asked_of_the_engine(saved_engine):
+    for mmap, name in ((True, "--mmap"), (False, "--no-mmap")):
+        with pytest.raises(ConfigError, match=f"{name} with backend eager"):
+            EngineArgs(saved_engine.path, mmap=mmap).load()
+
+
 def test_adaptive_verification_asks_for_goodput_by_name(saved_engine):
     engine = Engine.load(saved_engine.path)
     for options, found in (

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specc.errors import ConfigError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.execution.draws import tree_draws
 from specc.runtime.execution.shared_pass import accepted_values, tree_tokens
 from specc.runtime.llm import LLM
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Word
 from specc.speculation.live_nodes import DEAD
-from specc.speculation.plans import SpecPlan
+from specc.speculation.metrics import SpecStats
+from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.runtime.live_rig import EveryNode, ScriptedNodes
 
@@ -103,6 +107,63 @@ def test_dead_nodes_have_no_part_in_the_targets_pass(
     tokens_of(llm, prompts[:1], params(None, 1))
     # one token of a prompt, then a pass for each step
     assert target.num_tokens == [1, *(sum(live) for live in policy.asked)]
+
+
+class Alternating(EveryNode):
+    """Every other request runs another plan; of the first one, a part of each tree is live."""
+
+    def __init__(self, plan: SpecPlan, live: int, other: SpecPlan) -> None:
+        super().__init__(plan, live)
+        self._names = (plan.name, other.name)
+        self.asked: set[str] = set()
+
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
+        return [self._names[i % 2] for i in range(len(requests))]
+
+    def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
+        self.asked.add(plan.name)
+        return super().live_nodes(plan, requests)
+
+
+def test_beside_a_plan_in_tiles_all_nodes_are_verified(
+    make_engine: Callable[..., Engine], prompts: list[list[int]]
+) -> None:
+    """Each then has a pass of its own, of a whole tree, and counters are those of whole trees."""
+    tiled = replace(TREE, tile=4)
+    engine = make_engine(plans=[SpecPlan("off"), CHAINS[3], tiled], max_num_seqs=4)
+    own, policy = params(None, 4), Alternating(CHAINS[3], 2, tiled)
+    llm = LLM(engine, policy=policy)
+    assert tokens_of(llm, prompts[:4], own) == tokens_of(LLM(engine, plan="off"), prompts[:4], own)
+    assert llm.get_metrics().num_accepted_tokens > 0
+    # a request that is left alone has a pass that takes any number of nodes
+    assert policy.asked <= {CHAINS[3].name}
+
+
+@pytest.mark.parametrize("live", [(0, 1), (1, 6), (1,), (5, 5, 5)])
+def test_numbers_that_no_tree_has_are_refused(
+    engine: Engine, prompts: list[list[int]], live: tuple[int, ...]
+) -> None:
+    class Wrong(EveryNode):
+        def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
+            return live
+
+    llm = LLM(engine, policy=Wrong(CHAINS[3], 1))
+    with pytest.raises(ConfigError, match="live_nodes of Wrong") as caught:
+        llm.generate(prompts[:2], params(None, 2))
+    assert f"live nodes {list(live)} for" in caught.value.found
+    assert "one number of 1 … 5" in caught.value.needed
+
+
+def test_only_plans_that_can_be_cut_are_asked_about(
+    make_engine: Callable[..., Engine], prompts: list[list[int]]
+) -> None:
+    dynamic = SpecPlan.from_dynamic(DynamicTree(6, 2, 3))
+    engine = make_engine(plans=[SpecPlan("off"), dynamic], max_num_seqs=4)
+    policy = ScriptedNodes(dynamic)
+    llm = LLM(engine, policy=policy)
+    own = params(None, 3)
+    assert tokens_of(llm, prompts[:3], own) == tokens_of(LLM(engine, plan="off"), prompts[:3], own)
+    assert policy.asked == []
 
 
 def test_controls_and_log_probabilities_beside_dead_nodes(

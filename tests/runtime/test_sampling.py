@@ -64,7 +64,6 @@ def test_a_seed_gives_the_same_tokens_with_any_plan(
     assert generate(engine, plan, requests()) == plainly
 
 
-@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_alone_and_in_another_place(
     engine: Engine, plainly: list[list[int]]
 ) -> None:
@@ -87,8 +86,7 @@ def test_other_seeds_give_other_tokens(engine: Engine) -> None:
     assert first(None) != first(None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["mss", "swor"])
+@pytest.mark.parametrize("rule", [pytest.param("mss", marks=pytest.mark.slow), "swor"])
 def test_rules_that_draw_repeat_with_their_seed_and_plan(engine: Engine, rule: str) -> None:
     params = [
         SamplingParams(max_tokens=24, ignore_eos=True, seed=i, rule=rule, temperature=0.8)

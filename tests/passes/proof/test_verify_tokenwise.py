@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from specc.errors import SpeccError, UnsupportedGraphError
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.passes.modules import Tiny, compiled
-from tests.tiers import every
 
 
 def after(function):
@@ -137,7 +136,7 @@ MIXING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", every(5, MIXING), ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
 def test_mixing_is_refused(function):
     with pytest.raises(SpeccError) as caught:
         compiled(after(function)())
@@ -149,20 +148,10 @@ def test_mixing_is_refused(function):
     ("function", "found"),
     [
         (places, "computes with the places of tokens in the pass"),
-        pytest.param(
-            scaled_by_length,
-            "aten.mul.Tensor computes with the number of tokens in the pass",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            linear_attention,
-            "aten.matmul.default mixes tokens outside attention",
-            marks=pytest.mark.slow,
-        ),
+        (scaled_by_length, "aten.mul.Tensor computes with the number of tokens in the pass"),
+        (linear_attention, "aten.matmul.default mixes tokens outside attention"),
         (outer_product, "is not known to keep tokens apart"),
-        pytest.param(
-            neighbors, "aten.cat.default mixes tokens outside attention", marks=pytest.mark.slow
-        ),
+        (neighbors, "aten.cat.default mixes tokens outside attention"),
     ],
 )
 def test_reason_says_what_happens(function, found):
@@ -222,20 +211,17 @@ def whole_slices(self, x, positions):
 
 @pytest.mark.parametrize(
     "function",
-    every(
-        3,
-        [
-            reductions,
-            shapes,
-            parts,
-            own_products,
-            tables,
-            choices,
-            norms,
-            whole_slices,
-            constant_places,
-        ],
-    ),
+    [
+        reductions,
+        shapes,
+        parts,
+        own_products,
+        tables,
+        choices,
+        norms,
+        whole_slices,
+        constant_places,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_work_within_a_token_is_accepted(function):

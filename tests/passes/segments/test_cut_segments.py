@@ -197,7 +197,6 @@ class _Around(nn.Module):
         return self.inner.lm_head(out + embedded)
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_by_layers_is_refused() -> None:
     program = trace_once(_Around(), "target")
     Pipeline(PHASES).run(program)

@@ -8,6 +8,7 @@ import pytest
 
 from specc.errors import ConfigError
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 
@@ -123,6 +124,18 @@ def test_not_one_node_of_each_sequence(plan):
     assert caught.value.needed == "14 or more"
     assert caught.value.do == "pass --max-logits-mb 14, or lower --max-batch-size"
     tile_plan(plan, {"target": 3 * MB // 2, "draft_0": MB}, 9, 14)
+
+
+def test_what_a_block_adds_to_its_tiles_is_within_the_limit():
+    """Logits that depend on the token before: rows of all depths, and of those that they make."""
+    tree = SpecPlan.from_widths((4, 3, 2, 1, 1))
+    plan = tree.with_heads((), {"draft_0": BlockDraft(6, 0, is_biased=True)})
+    for limit in (12, 24, 40, 64, 200):
+        tiled = tile_plan(plan, {"target": MB, "draft_0": MB}, 1, limit)
+        rows = [logit_rows(tiled, model) for model in ("target", "draft_0")]
+        assert (max if tiled.tile else sum)(rows) <= limit
+    with pytest.raises(ConfigError, match=r"--max-logits-mb 6; a block of 5 tokens"):
+        tile_plan(plan, {"target": MB, "draft_0": MB}, 1, 6)
 
 
 def test_views_are_cut_like_models():

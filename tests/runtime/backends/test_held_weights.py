@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,6 @@ def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: Any) -> No
         pytest.param({}, False, 512, False, id="no-huge-pages"),
         pytest.param({}, True, 256, False, id="no-room"),
         pytest.param({}, True, None, False, id="room-unknown"),
-        pytest.param({"num_local": 200}, True, 512, False, id="others-need-it-too"),
         pytest.param({"offload_weights": "auto"}, True, 512, False, id="offloaded"),
         pytest.param({"mmap": False}, False, None, True, id="as-asked-for"),
         pytest.param({"mmap": True}, True, 512, False, id="mapped-as-asked-for"),
@@ -129,6 +130,34 @@ def test_which_are_held(
     monkeypatch.setattr(held_weights, "free_bytes", lambda: free)
     weights = load_weights({"target": file}, LoadLimits(**limits))
     assert type(weights["target"]) is (HeldWeights if holds else MappedWeights)
+
+
+def test_no_room_for_what_shall_be_held(file: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(held_weights, "free_bytes", lambda: 2 * MB)
+    with pytest.raises(EngineError, match=r"weights of .* with --no-mmap, and .* free"):
+        load_weights({"target": file}, LoadLimits(mmap=False))
+
+
+def test_processes_that_load_at_once_wait_for_each_other(file: Path, monkeypatch: Any) -> None:
+    """What one has taken, the next one sees."""
+    order: list[str] = []
+
+    def choose(*_: Any) -> bool:
+        order.append("begin")
+        time.sleep(0.05)
+        order.append("end")
+        return True
+
+    monkeypatch.setattr(held_weights, "choose_mmap", choose)
+    threads = [
+        threading.Thread(target=load_weights, args=({"target": file}, LoadLimits()))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == ["begin", "end"] * 2
 
 
 @pytest.mark.parametrize(

@@ -218,18 +218,17 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
     assert_valid("choice", good.text)
 
 
-@pytest.mark.slow
-def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine) -> None:
+@pytest.mark.parametrize("plan", [pytest.param("off", marks=pytest.mark.slow), "tree-2-1"])
+def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine, plan) -> None:
     """Its rows are computed again, its tokens and their grammar are not."""
     crowded = Engine.load(tiny_engine, kv_cache_tokens=112)
     params = SamplingParams(max_tokens=60, structured_outputs=STRUCTURES["json"])
     prompts = [text * 12 for text in ("abc", "hey", "{..", "xyz")]
-    for plan in ("off", "tree-2-1"):
-        llm = LLM(crowded, plan)
-        outputs = llm.generate(prompts, params)
-        assert llm.get_metrics().num_preemptions > 0
-        wanted = LLM(engine, "off").generate(prompts, params)
-        assert [o.outputs for o in outputs] == [o.outputs for o in wanted]
+    llm = LLM(crowded, plan)
+    outputs = llm.generate(prompts, params)
+    assert llm.get_metrics().num_preemptions > 0
+    wanted = LLM(engine, "off").generate(prompts, params)
+    assert [o.outputs for o in outputs] == [o.outputs for o in wanted]
 
 
 def test_requests_with_a_wrong_grammar_never_start(engine) -> None:

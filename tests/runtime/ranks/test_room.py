@@ -11,11 +11,13 @@ import pytest
 from specc.artifact import directory
 from specc.artifact.directory import read_manifest
 from specc.errors import ConfigError, EngineError
+from specc.runtime.backends import held_weights
+from specc.runtime.backends.base import LoadLimits
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.ranks import follower, launch, room
 from specc.runtime.ranks.rank_options import RankOptions
-from specc.runtime.ranks.room import check_cores, check_memory, threads_of_rank
+from specc.runtime.ranks.room import check_cores, check_memory, mmap_of_ranks, threads_of_rank
 from specc.system import machine
 from specc.system.files import format_bytes
 from tests.lossless import Zoo
@@ -160,6 +162,37 @@ def test_too_little_memory_for_all(
     assert caught.value.found == f"{format_bytes(both - 1)} of memory available"
     assert caught.value.needed.startswith(f"{format_bytes(both)} for 2 of 2 ranks on this machine")
     assert "more machines" in caught.value.do
+
+
+def test_ranks_hold_their_weights_together_or_map_them(
+    cut_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not some of them, whose passes would wait for those of the others."""
+    manifest = read_manifest(cut_path)
+    names = [manifest.weights_file(model, rank) for rank in range(2) for model in manifest.models]
+    both = sum((cut_path / name).stat().st_size for name in names) * 9 // 8 + (256 << 20)
+    monkeypatch.setattr(held_weights, "are_huge_pages_given", lambda: True)
+    for free, maps in ((both, False), (both - 1, True)):
+        monkeypatch.setattr(held_weights, "free_bytes", lambda n=free: n)
+        assert mmap_of_ranks(cut_path, manifest, range(2), LoadLimits()) is maps
+    # and a rank does as it is told
+    for told in (False, True):
+        limits: list[LoadLimits] = []
+        monkeypatch.setattr(follower, "backend_of", lambda name, to=limits: Recorder(to))
+        setup = {"rank": 1, "backend": "cpu", "max_num_seqs": 1, "kv_cache_tokens": None}
+        more = {"offload_weights": None, "num_local": 2, "mmap": told}
+        follower.load_part(cut_path, manifest, setup | more)
+        assert [each.mmap for each in limits] == [told]
+
+
+class Recorder:
+    """A backend that keeps what it is asked to load by."""
+
+    def __init__(self, heard: list[LoadLimits]) -> None:
+        self._heard = heard
+
+    def load(self, path: Path, part: Any, limits: LoadLimits) -> None:
+        self._heard.append(limits)
 
 
 def test_a_rank_that_follows_takes_what_it_is_told_to(

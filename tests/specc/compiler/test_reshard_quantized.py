@@ -12,7 +12,8 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.manifest import MANIFEST_FILE
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
-from specc.errors import ConfigError
+from specc.compiler.stored_models import integers_of
+from specc.errors import ConfigError, EngineError
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests import quantized_checkpoints as made
@@ -147,6 +148,15 @@ def test_an_older_rounded_draft(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"weights in int8 without .*self-int8.*, its graph"):
         reshard_engine(engine, tmp_path / "cut", 2)
     assert not (tmp_path / "cut").exists()
+
+
+def test_an_older_order_of_columns() -> None:
+    """Without a word of whose it is, integers would meet rows in another order."""
+    weight = {"name": "w", "kind": "weight", "key": "a:int4-g32", "quantized_of": [64, 64]}
+    order = {"name": "column_order_0", "kind": "constant", "key": "constants.column_order_0"}
+    program = {"inputs": [weight | {"layout": "blocks-int4-g32"}, order]}
+    with pytest.raises(EngineError, match=r"column_order_0, .*\n.*this version"):
+        integers_of(program, None)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_cut_anew(tmp_path) -> None:
