@@ -288,6 +288,15 @@ def test_blocks_whose_logits_depend_on_the_token_before(operators, rule, merges,
     check(outcome, num_draws=num_draws)
 
 
+def test_one_drafter_that_draws_once_is_enough_to_refuse_mss():
+    """Of two that are merged: equal siblings share the draws of the one, whatever the other is."""
+    plan = SpecPlan.from_widths((2, 2, 1), ("draft_0", "draft_1"), MERGE)
+    biased, product = BlockDraft(5, 0, is_biased=True), BlockDraft(5, 0)
+    assert plan.with_heads((), {"draft_0": biased, "draft_1": product}).rules == BLOCK_RULES
+    assert plan.with_heads((), {"draft_0": product, "draft_1": biased}).rules == BLOCK_RULES
+    assert plan.with_heads((), {"draft_0": biased, "draft_1": biased}).rules == tuple(Rule)
+
+
 @pytest.mark.slow
 def test_merged_blocks_need_more_than_draws_with_replacement(operators):
     """Why their plans refuse MSS: equal siblings become one, with the same draws twice after it."""
