@@ -113,7 +113,9 @@ class HarmonyParser(Parser):
 
     def _is_text(self, held: str) -> bool:
         """Whether what is left where a head was looked for is no part of one."""
-        if any(mark in held for mark in (*_BEGINS, _MESSAGE)):
+        # whom a call is for comes first
+        is_head = held.lstrip().startswith("to=functions.")
+        if is_head or any(mark in held for mark in (*_BEGINS, _MESSAGE)):
             return False
         return bool(held.strip()) or not self._has_begun
 

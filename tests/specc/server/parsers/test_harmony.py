@@ -115,6 +115,14 @@ def test_a_head_that_the_prompt_has_begun() -> None:
     assert read("<|channel|>final<|message|>a", 3, prompt="Q:") == ("", "a", [], False)
 
 
+def test_a_first_head_that_was_cut_is_no_text() -> None:
+    """An output that ends before it has said more than whom its message is for."""
+    parser = HarmonyParser(TOOLS, "<|start|>assistant")
+    assert [*parser.feed(" to=functions.weather"), *parser.finish()] == []
+    parser = HarmonyParser(TOOLS, "<|start|>assistant")
+    assert [*parser.feed(" today"), *parser.finish()] != []
+
+
 def test_nothing_is_held_back_that_is_certain() -> None:
     parser = MessageParser(HarmonyParser(TOOLS, PROMPT), make_id=counted())
     seen = []
