@@ -1,8 +1,7 @@
 """Memory in huge pages, which a processor reads faster than in pages of 4 KB.
 
 Every page that a stream goes through has to be looked up; in virtual machines, each lookup is one
-of two tables. Two threads read 60 GB/s in pages of 2 MB where they read 30 in pages of 4 KB
-(docs/cpu.md).
+of two tables. What that costs: `examples/measure_weight_pages.py`, docs/cpu.md.
 """
 
 from __future__ import annotations

@@ -255,8 +255,8 @@ class NamedArguments(Body):
         return end
 
 
-class CallArray(Body):
-    """`[call, …]`, at least one.
+class CallsInTurn(Body):
+    """Calls one after the other, each a body of its own.
 
     Args:
         make_call: the body of each.
@@ -266,12 +266,6 @@ class CallArray(Body):
         super().__init__()
         self._make_call = make_call
         self._call: Body | None = None
-        self._wanted = "["
-
-    @property
-    def raw(self) -> str:
-        text = super().raw + (self._call.raw if self._call else "")
-        return "" if self.num_calls and not text.strip(_REST) else text
 
     def feed(self, text: str, at: int, events: list[Event]) -> int:
         """As of all bodies; what belongs to its calls is theirs."""
@@ -287,7 +281,7 @@ class CallArray(Body):
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
         if self._call is None:
-            return self._take_structure(text, at)
+            return self._take_between(text, at)
         had_calls = self._call.num_calls
         end = self._call.feed(text, at, events)
         self.is_bad = self._call.is_bad
@@ -295,10 +289,35 @@ class CallArray(Body):
             self.num_calls += 1
             self._raw.clear()
         if self._call.is_done:
-            self._call, self._wanted = None, ",]"
+            self._call = None
+            self._end_call()
         return end
 
-    def _take_structure(self, text: str, at: int) -> int:
+    @abc.abstractmethod
+    def _take_between(self, text: str, at: int) -> int:
+        """Read what stands around calls, up to the next one; see `_take`."""
+
+    @abc.abstractmethod
+    def _end_call(self) -> None:
+        """A call is over: say what may follow."""
+
+
+class CallArray(CallsInTurn):
+    """`[call, …]`, at least one; see `CallsInTurn`."""
+
+    def __init__(self, make_call: Callable[[], Body]) -> None:
+        super().__init__(make_call)
+        self._wanted = "["
+
+    @property
+    def raw(self) -> str:
+        text = super().raw + (self._call.raw if self._call else "")
+        return "" if self.num_calls and not text.strip(_REST) else text
+
+    def _end_call(self) -> None:
+        self._wanted = ",]"
+
+    def _take_between(self, text: str, at: int) -> int:
         end = skip_white(text, at)
         if end < len(text):
             char = text[end]

@@ -188,7 +188,7 @@ class PythonValue:
 class CallLines(CallArray):
     """Calls one after the other, with white space or commas between them, up to a marker."""
 
-    def _take_structure(self, text: str, at: int) -> int:
+    def _take_between(self, text: str, at: int) -> int:
         end = at
         while end < len(text) and text[end] in _WHITE + ",":
             end += 1

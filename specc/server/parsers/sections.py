@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from specc.server.parsers.bodies import Body, NamedArguments
+from specc.server.parsers.bodies import Body, CallsInTurn, NamedArguments
 from specc.server.parsers.events import Event
 from specc.server.parsers.json_scan import skip_white
 
@@ -17,7 +17,7 @@ _MAX_NAME = 192
 _NUMBERED = re.compile(r"(?:functions\.)?(.+):\d+")
 
 
-class Section(Body):
+class Section(CallsInTurn):
     """`before call after before call after … closing`, at least one call.
 
     What opens it has been read. White space may stand between all of these. Where `after` is
@@ -33,47 +33,25 @@ class Section(Body):
     def __init__(
         self, make_call: Callable[[], Body], before: str, closing: str, after: str = ""
     ) -> None:
-        super().__init__()
-        self._make_call = make_call
+        super().__init__(make_call)
         self._before, self._after, self._closing = before, after, closing
         self._wanted: tuple[str, ...] = (before,)
         self._mark = ""
-        self._call: Body | None = None
 
     @property
     def raw(self) -> str:
         return super().raw + self._mark + (self._call.raw if self._call else "")
 
-    def feed(self, text: str, at: int, events: list[Event]) -> int:
-        """As of all bodies; what belongs to its calls is theirs."""
-        while at < len(text) and self.is_open:
-            at = self._take(text, at, events)
-        return at
-
     def cut(self, events: list[Event]) -> str:
         """As of all bodies; a part of a marker after a call is no text where the output ends."""
-        if self._call is not None:
-            self._call.cut(events)
-        elif self.num_calls and not self.is_bad:
-            return ""
-        return self.raw
+        raw = super().cut(events)
+        return "" if self._call is None and self.num_calls and not self.is_bad else raw
 
-    def _take(self, text: str, at: int, events: list[Event]) -> int:
-        if self._call is None:
-            return self._take_mark(text, at)
-        had_calls = self._call.num_calls
-        end = self._call.feed(text, at, events)
-        self.is_bad = self._call.is_bad
-        if self._call.num_calls > had_calls:
-            self.num_calls += 1
-            self._raw.clear()
-        if self._call.is_done:
-            self._call = None
-            marks = (self._after, self._before, self._closing)
-            self._wanted = tuple(mark for mark in marks if mark)
-        return end
+    def _end_call(self) -> None:
+        marks = (self._after, self._before, self._closing)
+        self._wanted = tuple(mark for mark in marks if mark)
 
-    def _take_mark(self, text: str, at: int) -> int:
+    def _take_between(self, text: str, at: int) -> int:
         if not self._mark:
             end = skip_white(text, at)
             if end > at:

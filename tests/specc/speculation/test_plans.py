@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from specc.artifact.manifest_entries import PlanEntry
 from specc.errors import ConfigError
 from specc.sampling.rows import Rule
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import (
     MERGE,
     OFF,
@@ -303,3 +304,13 @@ def test_the_largest_tree_has_every_node(name):
     if plan.speculates:
         leaves = sum(len(plan.tree_of(draft).leaves) for draft in drafts)
         assert len(tree.leaves) == leaves
+
+
+def test_one_drafter_that_draws_once_is_enough_to_refuse_mss():
+    """Of two that are merged: equal siblings share the draws of the one, whatever the other is."""
+    plan = SpecPlan.from_widths((2, 2, 1), ("draft_0", "draft_1"), MERGE)
+    biased, product = BlockDraft(5, 0, is_biased=True), BlockDraft(5, 0)
+    without_mss = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
+    assert plan.with_heads((), {"draft_0": biased, "draft_1": product}).rules == without_mss
+    assert plan.with_heads((), {"draft_0": product, "draft_1": biased}).rules == without_mss
+    assert plan.with_heads((), {"draft_0": biased, "draft_1": biased}).rules == tuple(Rule)
