@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.gpu import products
 from tests.gpu.count_compiles import count_compiles
+from tests.gpu.expected import expected_tokens
 from tests.gpu.pair import ROOT
 from tests.gpu.replay import compare, require_graphs
 from tests.gpu.results import Device, Results
@@ -99,7 +100,6 @@ def check(results: Results, device: Device, kind: str) -> None:
     from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.execution.batch_rows import last_tokens_of
-    from specc.runtime.llm import LLM
     from tests.mixed_sampling import mixed_sampling
 
     case = KINDS[kind]
@@ -108,9 +108,9 @@ def check(results: Results, device: Device, kind: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         results.begin("compile")
         path = compile_kind(case, Path(scratch))
-        prompts = _prompts(case.vocab)
+        prompts = prompts_of(case)
         results.begin("the same graphs on the CPU")
-        wanted = tokens_of(LLM(Engine.load(path, backend="eager"), plan="off"), prompts)
+        wanted = expected_tokens(path, prompts, NUM_TOKENS)
         options: dict[str, Any] = {"capture": CaptureLimits.lazy()}
         if case.budget is not None:
             weights = path / "target" / "weights.safetensors"
@@ -166,11 +166,11 @@ def _named(plan: tuple[Any, ...]) -> tuple[Any, ...]:
     return (widths, *known)
 
 
-def tokens_of(llm: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+def tokens_of(llm: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy output."""
     from specc.sampling.params import SamplingParams
 
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     return [list(o.outputs[0].token_ids) for o in llm.generate(list(prompts), params)]
 
 
@@ -181,7 +181,7 @@ def _generate(
     from specc.runtime.llm import LLM
 
     llm = LLM(engine, plan=plan)
-    found = tokens_of(llm, prompts)
+    found = tokens_of(llm, prompts, NUM_TOKENS)
     for i, (own, other) in enumerate(zip(found, wanted, strict=True)):
         place = next((k for k, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), None)
         assert place is None, f"prompt {i}, token {place}: {own[place]}, not {other[place]}"
@@ -199,8 +199,10 @@ def _is_hosts(draft: str) -> bool:
     return draft == SUFFIX or bool(view and view.chosen)
 
 
-def _prompts(vocab: int) -> list[list[int]]:
+def prompts_of(case: Kind) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    return [
+        torch.randint(3, case.vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS
+    ]

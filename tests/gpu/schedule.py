@@ -210,6 +210,8 @@ class Scheduler:
         # what a machine can do is asked again where that is needed: this may be another one
         needed = {(task.part, task.needs) for task in left}
         waiting = deque(t for t in stage.tasks if t in left or (t.part, t.name) in needed)
+        # as many threads each as the machine has cores, and they wait for each other
+        threads = max(1, (os.cpu_count() or 1) // max(1, min(stage.workers, len(waiting))))
         count = 0
         while waiting or self._running:
             while len(self._running) < stage.workers:
@@ -219,7 +221,7 @@ class Scheduler:
                     self._drop(task)
                     continue
                 count += 1
-                self._start(task, scratch / str(count))
+                self._start(task, scratch / str(count), threads)
             is_over = time.monotonic() >= end
             if is_over:
                 self._end([process for process in self._running if process.status is None])
@@ -249,13 +251,14 @@ class Scheduler:
             self._report.write()
         return None
 
-    def _start(self, task: Task, directory: Path) -> None:
+    def _start(self, task: Task, directory: Path, threads: int) -> None:
         found = self._report.task(task.part, task.name)
         self._attempts[title(task)] += 1
         found |= {"state": "running", "attempts": self._attempts[title(task)]}
         found.pop("reason", None)
+        environment = {**self._environment, "OMP_NUM_THREADS": str(threads)}
         self._running.append(
-            Process(task, [*found["results"]], directory, self._environment, self._device)
+            Process(task, [*found["results"]], directory, environment, self._device)
         )
         print(f"  {title(task)} …", flush=True)
         self._report.write()

@@ -6,6 +6,7 @@ But for the last test, no process here imports torch, so this takes seconds.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -216,3 +217,20 @@ def test_collectives_of_one_rank(environment, tmp_path):
     assert status == 0, found
     assert len(found["results"]) > 3
     assert {result["state"] for result in found["results"].values()} == {"passed"}
+
+
+def say_threads(results: Any, device: Any) -> None:
+    results.check("threads", lambda: int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.mark.parametrize(("tasks", "workers", "threads"), [(1, 4, 16), (3, 4, 5), (5, 2, 8)])
+def test_processes_share_the_cores(tasks, workers, threads, environment, tmp_path, monkeypatch):
+    """Six processes with a thread for each of 16 cores had no result after 100 seconds."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    entry = "tests.gpu.test_rehearsal:say_threads"
+    names = [f"t{i}" for i in range(tasks)]
+    stage = Stage(300.0, tuple(Task("kernels", name, entry) for name in names), workers)
+    status, report = run([stage], environment, tmp_path / "report.json")
+    assert status == 0
+    found = [report["parts"]["kernels"][name]["results"]["threads"]["value"] for name in names]
+    assert found == [threads] * tasks

@@ -1,0 +1,62 @@
+"""Kept tokens are those of this engine, these prompts and this code; nothing is computed twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.gpu import expected
+
+PROMPTS = [[3, 4], [5]]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    for name in expected.READ:
+        path = tmp_path / "engine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path / "engine"
+
+
+@pytest.fixture
+def oracle(monkeypatch, engine):
+    """The engines that were loaded; the third output is of the first one, and so on."""
+    from specc.runtime import llm
+    from specc.runtime.engine import Engine
+    from tests.gpu import kinds
+
+    loaded = []
+
+    def load(path: Path, backend: str) -> SimpleNamespace:
+        loaded.append((path, backend))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(llm, "LLM", lambda engine, plan: plan)
+    monkeypatch.setattr(kinds, "tokens_of", lambda plan, prompts, n: [[len(loaded)] * n, [7]])
+    return loaded
+
+
+def test_tokens_are_kept_until_something_changes(tmp_path, engine, oracle, monkeypatch):
+    def tokens(prompts=PROMPTS, num_tokens=2):
+        return expected.expected_tokens(engine, prompts, num_tokens, tmp_path / "kept")
+
+    assert tokens() == tokens() == [[1, 1], [7]]
+    assert oracle == [(engine, "eager")]
+    assert tokens([[3, 4], [6]])[0] == [2, 2]
+    assert tokens(num_tokens=3)[0] == [3, 3, 3]
+    for count, name in enumerate(expected.READ, 4):
+        (engine / name).write_text("other")
+        assert tokens()[0] == [count, count]
+    (engine / "manifest.json").write_text("made at another time")
+    assert tokens()[0] == [6, 6]
+    monkeypatch.setattr(expected, "_code", lambda: [Path(expected.__file__)])
+    assert tokens()[0] == [7, 7]
+
+
+def test_the_code_that_counts_is_there():
+    names = {f"{path.parent.name}/{path.name}" for path in expected._code()}
+    assert {"reference/dense.py", "eager/program.py", "execution/prompts.py"} <= names
