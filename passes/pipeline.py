@@ -15,6 +15,7 @@ from specc.passes.base import Fact, Pass
 from specc.passes.program import Declined, Program
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.classify_masks import ClassifyMasks
+from specc.passes.rewrite.drop_sentinel_masks import DropSentinelMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.read_tables import ReadTables
@@ -30,7 +31,7 @@ Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 FUSE = "fuse"
 # the compiler at a glance: phases by name, each a list of passes; verified after every phase
 PHASES: Phases = (
-    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM)),
+    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
     ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention)),
     ("logits", (SelectLogits,)),
     (FUSE, (FuseQKV, FuseGateUp)),

@@ -18,6 +18,7 @@ from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Slopes, bind_args
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
+from specc.passes.rewrite.drop_sentinel_masks import DropSentinelMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.map_vocabulary import fits_target
@@ -63,7 +64,7 @@ def padded_program(
     program = trace_padded(module, flat.name, rope_length)
     program.integers = dict(flat.integers)
     phases: Phases = (
-        ("normalize", (Normalize, ReadTables, ReplaceGroupedMM)),
+        ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
         (
             "attention",
             (RecoverAttention, partial(RewriteCachedAttention, layers, cache_rows, slopes)),
