@@ -306,8 +306,7 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
     ("changes", "found"),
     [
         ({"plans": (SpecPlan.from_widths((1,) * 5),)}, "chain-5 of depth 5, and draft_0, which"),
-        ({"backend": "onnx", "block_size": 0}, "the backend onnx"),
-        ({"backend": "cuda"}, "a block drafter .draft_0., and the backend cuda"),
+        ({"backend": "onnx", "block_size": 0}, "a block drafter .draft_0., and the backend onnx"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the block drafter"),
