@@ -138,8 +138,11 @@ def test_trees_in_tiles(name: str, engine_of: Make, device: Any) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["z-lab-mixed", "speculators-mixed", "dspark-speculators"])
-@pytest.mark.parametrize("plan", [TREE, DYNAMIC], ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("z-lab-mixed", TREE), ("speculators-mixed", TREE), ("dspark-speculators", DYNAMIC)],
+    ids=["z-lab-mixed", "speculators-mixed", "dspark-speculators"],
+)
 def test_rows_of_the_kernels(
     name: str, plan: SpecPlan, engine_of: Make, device: Any, triton_kernels: None
 ) -> None:
