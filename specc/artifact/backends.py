@@ -165,8 +165,9 @@ register(
 )  # fmt: skip
 register(
     BackendFacts(
-        "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, takes_ranks=True,
-        attention=NATIVE, voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
+        "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, fills_blocks=True,
+        takes_ranks=True, attention=NATIVE,
+        voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
     )
 )  # fmt: skip

@@ -42,6 +42,7 @@ from specc.compiler.engine_plans import (
     check_views,
     check_voters,
     engine_plans,
+    reached_positions,
     tile_plans,
 )
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
@@ -190,6 +191,7 @@ def _compile(
     keeps_integers = any(source.is_quantized for source in sources)
     check_cut_integers(config, backend.facts, plans, keeps_integers)
     rounded = quantize_phases(config.quantization, keeps_integers, backend.facts.quantizes_experts)
+    lowered_for = reached_positions(plans, limits.max_seq_len)
     lowering: Phases = (
         (
             "backend",
@@ -198,9 +200,8 @@ def _compile(
                 for kind in (RequireAttention, RequireLayouts)
             ),
         ),
-        *backend.phases(limits.max_seq_len),
+        *backend.phases(lowered_for),
     )
-    lowered_for = limits.max_seq_len
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(
         sources,

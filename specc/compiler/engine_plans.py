@@ -124,6 +124,18 @@ def check_blocks(plans: Sequence[SpecPlan], backend: BackendFacts) -> None:
         )
 
 
+def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
+    """Positions 0 … n - 1 that passes may have.
+
+    Nodes of trees stay below `max_seq_len`; a block is as long as ever, and may reach beyond.
+
+    Args:
+        plans: of the engine.
+        max_seq_len: tokens of a sequence.
+    """
+    return max_seq_len + max((block.size for plan in plans for block in plan.blocks), default=0)
+
+
 def check_voters(
     plans: Sequence[SpecPlan], head_dims: Sequence[int], dtype: str, backend: BackendFacts
 ) -> None:

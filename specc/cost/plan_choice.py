@@ -143,7 +143,7 @@ def _search_tables(
             # else a smaller or a shallower tree does the same
             if expected[count] > max(expected[count - 1], shallower[count]):
                 least = step_seconds.verify(count) + step_seconds.overhead
-                least += step_seconds.level(0, 1) + (depth - 1) * step_seconds.level(1, 1)
+                least += sum(step_seconds.level(level, 1) for level in range(depth))
                 bounds.append((float(expected[count]) / least, depth, count))
     best_rate, best = 0.0, None
     for bound, depth, count in sorted(bounds, key=lambda entry: (-entry[0], *entry[1:])):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
 from specc.errors import ConfigError
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import TokenTree
 
@@ -23,6 +24,7 @@ class StepSeconds:
             which takes no pass.
         requests: of the batch.
         context: committed rows of each.
+        block: of a block drafter, whose one pass proposes all levels; else None.
     Raises:
         ConfigError: a table whose plain steps take no time, or with a negative overhead.
     """
@@ -31,6 +33,7 @@ class StepSeconds:
     draft: str | None = "draft_0"
     requests: int = 1
     context: float = 0.0
+    block: BlockDraft | None = None
 
     def __post_init__(self) -> None:
         if not self.off > 0 or not 0 <= self.overhead < float("inf"):
@@ -57,12 +60,20 @@ class StepSeconds:
     def level(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft level.
 
+        Of a block drafter, of the rows of context that a tree as deep needs its one pass to read:
+        those of all levels together are its pass. What makes logits depend on the token before
+        takes no pass, and counts as nothing.
+
         Args:
             depth: of the nodes that it reads; 0 is the root, which it reads with what it missed.
             num_rows: of these nodes, for each request.
         """
         if self.draft is None:
             return 0.0
+        if self.block is not None:
+            rows = depth + 2 + self.block.size
+            seconds = self.table.level_s(self.draft, self._part(rows))
+            return seconds - self.table.level_s(self.draft, self._part(rows - 1)) * (depth > 0)
         first = 1 if is_self_draft(self.draft) else _FIRST_LEVEL
         return self.table.level_s(self.draft, self._part(num_rows if depth else first))
 

@@ -76,11 +76,14 @@ class BlockDraft:
                 nothing reads what is computed of them but keys and values, which do not depend on
                 it.
         Returns:
-            [before + B, W] int64, as the `ancestors` of a tree.
+            [before + B, W] int64, as the `ancestors` of a tree: a bit for each row of the pass,
+            those after the block are in no cache.
         """
         seen = torch.ones(self.size, self.size, dtype=torch.bool)
         seen = seen.tril() if self.is_causal else seen
-        return pack_bits(torch.cat([torch.zeros(before, self.size, dtype=torch.bool), seen]))
+        rows = torch.zeros(before + self.size, before + self.size, dtype=torch.bool)
+        rows[before:, : self.size] = seen
+        return pack_bits(rows)
 
     def offsets(self, before: int) -> Tensor:
         """Where in a block each row of a pass is, as its second row of features says it.

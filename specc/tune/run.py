@@ -7,24 +7,27 @@ interleaved with plain decoding. The fastest is kept; where none beats plain dec
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
+from specc.artifact.manifest import Manifest
 from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import extend_engine
 from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
-from specc.errors import ConfigError, RequestError
+from specc.errors import ConfigError, RequestError, TreeError
 from specc.progress import PhaseTimer
 from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.views import View
@@ -36,6 +39,7 @@ from specc.tune.acceptance import (
     self_acceptance,
     sharpened_acceptance,
 )
+from specc.tune.block_acceptance import block_acceptance
 from specc.tune.candidates import (
     LOOKUP_DEPTH,
     candidates,
@@ -88,6 +92,46 @@ class BatchTuning:
     chosen: SpecPlan
     candidates: list[MeasuredPlan]
     break_even: float | None
+
+
+@dataclass(frozen=True)
+class _Readers:
+    """Drafts that read the target's hidden states.
+
+    Args:
+        heads: names of those that are asked level by level.
+        blocks: name → what a pass of a block drafter reads and proposes.
+    """
+
+    heads: list[str]
+    blocks: dict[str, BlockDraft]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Readers:
+        """Of an engine.
+
+        Raises:
+            ConfigError: no plan says how a block drafter is asked.
+        """
+        found = [model for model in manifest.models if model.head is not None]
+        heads = [model.name for model in found if model.head is not None and model.head.width]
+        blocks = {block.draft: block for entry in manifest.plans for block in entry.plan.blocks}
+        for model in found:
+            if model.name not in (*heads, *blocks):
+                raise ConfigError(
+                    f"an engine with a block drafter ({model.name}), and no plan that asks it",
+                    "one, which says what a pass of it reads",
+                    "compile the engine again, and tune it without --prune",
+                )
+        return cls(heads, blocks)
+
+    def takes(self, plans: Mapping[SpecPlan, float | None]) -> dict[SpecPlan, float | None]:
+        """The plans, each with those among its drafts; without what a block cannot offer."""
+        found = {}
+        for plan, promised in plans.items():
+            with contextlib.suppress(TreeError):
+                found[plan.with_heads(self.heads, self.blocks)] = promised
+        return found
 
 
 @dataclass
@@ -178,13 +222,7 @@ def tune(
         raise ConfigError(
             "an engine without drafts", "a draft or a lookup to tune", "compile it with --draft"
         )
-    heads = [model.name for model in manifest.models if model.head is not None]
-    if blocks := [x.name for x in manifest.models if x.head is not None and not x.head.width]:
-        raise ConfigError(
-            f"specc tune of an engine with a block drafter ({', '.join(blocks)})",
-            "drafts that are asked level by level: what a block accepts is not measured",
-            "choose a plan by specc bench, of --tree and --num-speculative-tokens at compile",
-        )
+    readers = _Readers.of(manifest)
     sizes = _batch_sizes(options, manifest.limits.max_batch_size)
     if manifest.tokenizer.file is None and any(isinstance(prompt, str) for prompt in prompts):
         raise RequestError(
@@ -214,7 +252,7 @@ def tune(
         own = [*map(SelfDraft, views), *others]
         sharpness: dict[str, list[float]] = {}
         acceptance = _acceptance(
-            engine, drafts, own, heads, trajectories, options, phases, sharpness
+            engine, drafts, own, readers, trajectories, options, phases, sharpness
         )
         with phases.phase("latency of passes"):
             latency = measure_latency(engine, budget_s=options.latency_s)
@@ -232,11 +270,17 @@ def tune(
         engine.close()
         for size in sizes:
             seconds = {
-                draft: StepSeconds(latency, None if is_lookup(draft) else draft, size, context)
+                draft: StepSeconds(
+                    latency,
+                    None if is_lookup(draft) else draft,
+                    size,
+                    context,
+                    readers.blocks.get(draft),
+                )
                 for draft in acceptance
             }
             known_plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
-            plans = {plan.with_heads(heads): promised for plan, promised in known_plans.items()}
+            plans = readers.takes(known_plans)
             with phases.phase(f"whole steps, batch {size}"):
                 extension.try_plans([*plans, OFF], room)
                 tuning.batches.append(_measure(load, plans, token_ids, size, options))
@@ -263,7 +307,7 @@ def _acceptance(
     engine: Engine,
     drafts: Sequence[str],
     own: Sequence[SelfDraft],
-    heads: Sequence[str],
+    readers: _Readers,
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
@@ -284,8 +328,11 @@ def _acceptance(
             else:
                 number = int(draft.removeprefix("draft_"))
                 given = (engine, number, trajectories, width, depth)
-                if draft in heads:
+                if draft in readers.heads:
                     found[draft] = head_acceptance(*given)
+                    continue
+                if (block := readers.blocks.get(draft)) is not None:
+                    found[draft] = block_acceptance(engine, block, *given[2:])
                     continue
                 if not options.temperature:
                     found[draft] = draft_acceptance(*given)

@@ -1,8 +1,8 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
-Self-drafts, quantized weights, a mixture, a head that reads hidden states, offloaded weights,
-lookups and merged trees, in float32. Each is compiled here, run operator by operator with the
-oracles on the CPU, and then in captured steps on the device.
+Self-drafts, quantized weights, a mixture, a head that reads hidden states, block drafters,
+offloaded weights, lookups and merged trees, in float32. Each is compiled here, run operator by
+operator with the oracles on the CPU, and then in captured steps on the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Kind:
     """An engine.
 
     Args:
-        plans: names of widths, drafts and rule: arguments of `SpecPlan.from_widths`.
+        plans: names of widths, drafts and rule: arguments of `SpecPlan.from_widths`; or `dynamic`
+            and the arguments of `DynamicTree`.
         drafts: writes a checkpoint of the draft into a directory; None for no model.
         target: writes that of the target; None is the demo pair's.
         options: of its compilation.
@@ -71,8 +72,16 @@ def _head(path: Path) -> None:
     write_head(path, CASES["safeailab"])
 
 
+def _block(path: Path, name: str) -> None:
+    from tests.block_heads import BLOCK_CASES, write_block
+
+    write_block(path, BLOCK_CASES[name])
+
+
 _CHAIN = ((1, 1, 1),)
 _TREE = ((3, 2, 1),)
+_DYNAMIC = ("dynamic", 8, 3, 3)
+_MERGED = ((2, 1), ("draft_0", "lookup-2"), "merge")
 KINDS = {
     "self-drafts": Kind(
         (
@@ -88,6 +97,19 @@ KINDS = {
     "fp8": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "fp8"}),
     "mixture": Kind((_TREE,), partial(_mixture, noise=0.05), _mixture, vocab=96),
     "head": Kind((_CHAIN, _TREE), _head, _head_target, vocab=96),
+    # blocks whose layers differ in what their rows see, and logits that tokens before them change
+    "block": Kind(
+        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
+        partial(_block, name="z-lab-mixed"),
+        _head_target,
+        vocab=96,
+    ),
+    "dspark": Kind(
+        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
+        partial(_block, name="dspark-speculators"),
+        _head_target,
+        vocab=96,
+    ),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
 }
 
@@ -138,7 +160,6 @@ def compile_kind(case: Kind, root: Path) -> Path:
     """The engine's directory."""
     from specc.compiler.build import build
     from specc.config import CompileConfig
-    from specc.speculation.plans import SpecPlan
 
     target = ROOT / "examples/pair/target"
     if case.target is not None:
@@ -148,7 +169,7 @@ def compile_kind(case: Kind, root: Path) -> Path:
     if case.drafts is not None:
         drafts.append(root / "draft")
         case.drafts(drafts[0])
-    plans = tuple(SpecPlan.from_widths(*_named(plan)) for plan in case.plans)
+    plans = tuple(map(_plan_of, case.plans))
     config = CompileConfig(
         plans=plans, max_seq_len=MAX_SEQ_LEN, max_batch_size=BATCH, backend="cuda", probe=False,
         **case.options,
@@ -157,13 +178,15 @@ def compile_kind(case: Kind, root: Path) -> Path:
     return root / "engine"
 
 
-def _named(plan: tuple[Any, ...]) -> tuple[Any, ...]:
-    from specc.speculation.plans import MERGE, SUFFIX
+def _plan_of(plan: tuple[Any, ...]) -> Any:
+    from specc.speculation.plans import MERGE, SUFFIX, DynamicTree, SpecPlan
 
+    if plan[0] == "dynamic":
+        return SpecPlan.from_dynamic(DynamicTree(*plan[1:]))
     names = {"merge": MERGE, "suffix": SUFFIX}
     widths, *rest = plan
     known = [tuple(names.get(n, n) for n in r) if isinstance(r, tuple) else names[r] for r in rest]
-    return (widths, *known)
+    return SpecPlan.from_widths(widths, *known)
 
 
 def tokens_of(llm: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttenti
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
+from specc.passes.rewrite.widen_ancestors import WidenAncestors
 
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8
@@ -35,7 +36,10 @@ def cuda_phases(num_positions: int) -> Phases:
         ("gates", (FuseSwiGLU,)),
         ("mixtures", (FuseExperts,)),
         # from here on operators communicate through the caches, in the order of the graph
-        ("caches", (FuseRopeWrite, SplitTreeAttention)),
+        (
+            "caches",
+            (FuseRopeWrite, SplitTreeAttention, partial(WidenAncestors, num_positions)),
+        ),
         ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear,)),
         ("tables", (partial(TabulateRotary, num_positions),)),

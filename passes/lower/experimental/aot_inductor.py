@@ -96,9 +96,16 @@ def lower_aot_inductor(
     Returns:
         number of packages.
     Raises:
-        CompilerError: AOTInductor fails.
+        CompilerError: AOTInductor fails, or a draft reads the target's hidden states.
         OutputError: a file of the engine cannot be written.
     """
+    for entry, model in models:
+        if model.row_inputs:
+            raise CompilerError(
+                f"backend {BACKEND}, and a draft that reads hidden states ({entry.name})",
+                "drafts that read tokens alone: no package names rows that tokens read",
+                "compile with --backend cuda",
+            )
     compile_one = compile_one or compile_package
     caches = _cache_sizes(limits, models[0][0])
     vocab_sizes = {entry.name: entry.vocab_size for entry, _ in models}

@@ -27,7 +27,7 @@ from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, 
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
-from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
     StepInputs,
@@ -88,10 +88,8 @@ class CapturedStep:
         self._buffers = buffers
         self._graphs = graphs
         self._slabs = slabs
-        self._constants = {
-            name: value.to(graphs.device)
-            for name, value in step_constants(program, self.plan).items()
-        }
+        constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
+        self._constants = {name: value.to(graphs.device) for name, value in constants.items()}
         self._stages = {
             stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
             for stage in program["stages"]

@@ -290,6 +290,16 @@ def test_rows_of_passes_and_of_logits() -> None:
     assert logit_rows(biased, "draft_0") == 3 + 6 + (1 + 3 + 6)
 
 
+def test_a_bit_for_every_row_of_a_pass() -> None:
+    """Kernels refuse fewer; rows of the context are in none of them."""
+    for before, size in ((4, 5), (30, 34), (30, 35), (60, 63)):
+        words = BlockDraft(size, MASK, is_causal=True).rows_seen(before)
+        assert words.shape == (before + size, -(-(before + size) // 64))
+        assert not words[:before].any()
+        assert words[before:, 0].tolist() == [(2 << j) - 1 for j in range(size)]
+        assert not words[:, 1:].any()
+
+
 def test_plans_are_written_and_read() -> None:
     plan = plan_of((2, 1), replace(BLOCK, causal_layers=(0, 2)))
     data = json.loads(json.dumps(plan.to_json()))

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from specc.artifact.graph_io import graph_from_json, graph_to_json
+from specc.kernels import ops
 from specc.passes.facts import features_are_read
 from specc.passes.frontend.heads.block_head import BlockHead
 from specc.passes.frontend.heads.feature_head import head_rows
@@ -19,8 +20,9 @@ from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
+from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
-from specc.passes.program import constant_key
+from specc.passes.program import bind_args, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.see_blocks import feature_passes
@@ -98,6 +100,18 @@ def test_what_is_written_is_read_back(target, tmp_path):
     (slab,) = [entry for entry in data["inputs"] if entry["name"] == "features"]
     assert (slab["layer"], slab["shape"]) == (2, [2 * WIDTH])
     verify_graph(found, "reading", is_final=True)
+
+
+def test_a_word_for_every_token_on_a_gpu(target, tmp_path):
+    """What a program says itself of rows that layers see has as many words as a pass may need."""
+    write_block(tmp_path, BLOCK_CASES["z-lab-mixed"])
+    given = ModelSource.load("target", target, torch.float32)
+    program = program_of(head_source(recognise(tmp_path, TARGET), given, torch.float32))
+    Pipeline(cuda_phases(130)).run(program)
+    words = [bind_args(call)["ancestors"] for call in program.calls(ops.attend)]
+    assert words[-1] is program.placeholder("ancestors")
+    assert [node.meta["val"].shape[1] for node in words[:-1]] == [3] * (len(words) - 1)
+    verify_graph(program, "widening", is_final=True)
 
 
 class _Runner:

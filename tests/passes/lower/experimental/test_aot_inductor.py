@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_without_triton(a_gpu, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CompilerError, match="no Triton"):
         aot_inductor.check_machine()
+
+
+def test_drafts_that_read_hidden_states_are_refused():
+    models = [
+        (SimpleNamespace(name=name), SimpleNamespace(row_inputs=rows))
+        for name, rows in (("target", ()), ("draft_0", ("feature_rows",)))
+    ]
+    with pytest.raises(CompilerError, match=r"a draft that reads hidden states \(draft_0\)"):
+        aot_inductor.lower_aot_inductor(models, [OFF], None, None)
 
 
 @pytest.mark.parametrize(

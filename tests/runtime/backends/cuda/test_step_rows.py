@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from specc.runtime.backends.cuda.step_rows import step_rows
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import MERGE, SpecPlan
 
 OFF, CHAIN = SpecPlan.from_widths(()), SpecPlan.from_widths((1,) * 5)
 TREE = SpecPlan.from_widths((3, 2))
+BLOCKED = SpecPlan.from_widths((1, 1, 1)).with_heads((), {"draft_0": BlockDraft(5, 0)})
 MERGED = SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE)
 
 
@@ -29,6 +31,9 @@ MERGED = SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE)
         ([OFF], None, 5, (1, 2, 4, 8)),
         # the target drafts by itself, and verifies
         ([SpecPlan.from_widths((1,) * 5, ("self_w64_s4",))], None, 1, (1, 8)),
+        # one pass of a block of 5 and 4 rows of context, and a row of logits for each depth
+        ([BLOCKED], "draft_0", 1, (4, 16)),
+        ([BLOCKED], "draft_0", 4, (4, 8, 16, 32, 64)),
         # whatever there can be
         ([MERGED], "draft_1", 1, (1, 2, 4, 8, 16)),
     ],

@@ -1,0 +1,137 @@
+"""What the target would have accepted of a block drafter: blocks at roots along its outputs.
+
+One pass tells the logits of all depths. It reads what a step's would: hidden states of the tokens
+since the last block, and the block. Logits that depend on the token before (DSpark) are those after
+the token that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specc.runtime.engine import Engine
+from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
+from specc.tune.acceptance import (
+    STRIDE,
+    Trajectory,
+    acceptance_of,
+    blocks_of_a_sequence,
+    causal_pass,
+    chunks_of,
+    ranks_of,
+)
+
+
+def block_acceptance(
+    engine: Engine, block: BlockDraft, trajectories: Sequence[Trajectory], width: int, depth: int
+) -> list[list[float]]:
+    """Acceptance table of a block drafter, [depth][width], no deeper than a block.
+
+    Args:
+        engine: with nobody else at work.
+        block: of the drafter, with its name.
+        trajectories: outputs of the target.
+        width: children of a node at most.
+        depth: levels at most.
+    """
+    depth = min(depth, block.num_proposed)
+    chains = [
+        chain
+        for trajectory in trajectories
+        for chain in block_chains(engine, block, trajectory, width, depth)
+    ]
+    return acceptance_of(chains, width, depth)
+
+
+@torch.inference_mode()
+def block_chains(
+    engine: Engine, block: BlockDraft, trajectory: Trajectory, width: int, depth: int
+) -> list[list[int]]:
+    """Ranks of the tokens after each root of an output, [roots][depth or fewer].
+
+    Args:
+        engine: with nobody else at work.
+        block: of the drafter, with its name.
+        trajectory: an output of the target.
+        width: children of a node at most.
+        depth: levels at most, no more than a block proposes.
+    """
+    tokens, last = trajectory.token_ids, len(trajectory.token_ids) - 1
+    # the first token of an output comes without a tree
+    roots = range(max(1, trajectory.num_prompt), last, STRIDE)
+    drafter: Any = engine.drafts[int(block.draft.removeprefix("draft_"))]
+    logits: list[Tensor] = []
+    with blocks_of_a_sequence(engine) as table:
+        for first, chunk in chunks_of(engine, tokens[:-1]):
+            causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), table)
+        if roots:
+            for first, chunk in chunks_of(engine, tokens[: roots[0]]):
+                rows = torch.arange(first, first + len(chunk), dtype=torch.int32)
+                features = torch.stack([rows, torch.full_like(rows, -1)], 1)
+                causal_pass(drafter, engine, chunk, first, torch.tensor([0]), table, features)
+        read = roots[0] if roots else 0
+        for root in roots:
+            fed = tokens[root : min(root + depth, last)]
+            found = _block_pass(engine, drafter, block, tokens[read : root + 1], root, table)
+            logits.append(_after(block, drafter.weights, found[: len(fed)], fed))
+            read = root
+    if not logits:
+        return []
+    places = [torch.arange(root, min(root + depth, last), dtype=torch.int64) for root in roots]
+    ranks = ranks_of(engine, torch.cat(logits), trajectory.request, torch.cat(places), width)
+    return [[ranks.pop(0) for _ in chain] for chain in places]
+
+
+def _block_pass(
+    engine: Engine,
+    drafter: Any,
+    block: BlockDraft,
+    tokens: Sequence[int],
+    root: int,
+    table: Tensor,
+) -> Tensor:
+    """Logits of every depth, [D, V], which depend on no token after the root.
+
+    Args:
+        engine: whose drafter it is.
+        drafter: its program.
+        block: what a pass reads.
+        tokens: that the drafter has not read, the root last.
+        root: its position.
+        table: [1, blocks] of the sequence.
+    """
+    before, size = len(tokens) - 1, block.size
+    rows = torch.arange(root - before, root + size)
+    tapped = torch.cat([rows[:before], torch.full((size,), -1)]).int()
+    first = before + block.first_row
+    inputs = (
+        torch.tensor([*tokens, *[block.mask_token_id] * (size - 1)]),
+        rows,
+        torch.tensor([0, before + size], dtype=torch.int32),
+        rows.int(),
+        torch.tensor([root], dtype=torch.int32),
+        block.rows_seen(before),
+        table,
+        torch.arange(first, first + block.num_proposed),
+        torch.stack([tapped, block.offsets(before)], 1),
+    )
+    found: Tensor = drafter(*(x.to(engine.cache.device) for x in inputs))
+    return found
+
+
+def _after(block: BlockDraft, weights: Any, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits [n, V] of rows after these tokens; see `biased_logits` in `passes/step`."""
+    if not block.is_biased:
+        return logits
+    known = F.embedding(
+        torch.tensor(tokens, device=logits.device), weights[BIAS_TENSORS["bias_in"]]
+    )
+    bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
+    if block.is_partial:
+        bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
+    return logits + bias

@@ -1,0 +1,181 @@
+"""`specc tune` of engines whose draft fills a block in one pass."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.artifact.directory import open_engine
+from specc.compiler.build import build
+from specc.config import CompileConfig
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, draft_levels
+from specc.cost.step_seconds import StepSeconds
+from specc.errors import ConfigError
+from specc.progress import PhaseTimer
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.runtime.scheduling.request import Request
+from specc.sampling.params import SamplingParams
+from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.tune.acceptance import STRIDE, Trajectory
+from specc.tune.block_acceptance import block_acceptance, block_chains
+from specc.tune.options import TuneOptions
+from specc.tune.run import _Readers, tune
+from tests import models
+from tests.block_heads import BLOCK_CASES, draw_tensors, write_block
+from tests.block_reference import BlockReference
+from tests.head_reference import hidden_states
+from tests.heads import LAYERS, VOCAB, WIDTH
+from tests.lossless import Zoo
+
+CHILDREN, DEPTH, LENGTH, PROMPT = 48, 3, 20, 6
+QUIET = PhaseTimer(lambda event: None)
+
+
+@pytest.fixture(scope="module")
+def target(zoo: Zoo) -> Path:
+    sizes = {"intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    return zoo.once(
+        "head-target", lambda path: models.save_tiny("llama", path, hidden_size=WIDTH, **sizes)
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
+    config = CompileConfig(
+        plans=(SpecPlan.from_widths((1, 1)),),
+        max_batch_size=2,
+        max_seq_len=64,
+        block_size=4,
+        # prompts of more than one chunk
+        prefill_chunk=4,
+        backend="eager",
+        probe=False,
+    )
+
+    def make(name: str) -> Path:
+        drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
+        return zoo.once(f"blocks-tune-{name}", lambda path: build(target, drafter, path, config))
+
+    return make
+
+
+def drawn(seed: int) -> Trajectory:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator).tolist()
+    request = Request("0", tokens[:PROMPT], SamplingParams(max_tokens=64), max_seq_len=64)
+    request.token_ids += tokens[PROMPT:]
+    return Trajectory(request, PROMPT)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("speculators-mixed", marks=pytest.mark.slow), "dspark-speculators"]
+)
+@torch.no_grad()
+def test_chains_are_those_of_steps(
+    name: str, compiled: Callable[[str], Path], target: Path
+) -> None:
+    """By depth and root: as many children as give most tokens of any text a rank."""
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine.load(compiled(name))
+    for slabs in engine.cache.slabs.values():
+        for slab in slabs:
+            slab.normal_(0.0, 30.0)
+    assert engine.manifest is not None
+    block = _Readers.of(engine.manifest).blocks["draft_0"]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    case = BLOCK_CASES[name]
+    reference = BlockReference(case, draw_tensors(case), *(end.weight for end in ends))
+    free, every = engine.cache.allocator.num_free, []
+    for seed in (0, 1):
+        trajectory = drawn(seed)
+        tokens = trajectory.token_ids
+        taps = hidden_states(model, tokens, case.boundaries)
+        expected = []
+        for root in range(PROMPT, LENGTH - 1, STRIDE):
+            chain = []
+            for level in range(min(DEPTH, LENGTH - 1 - root)):
+                if block.is_biased:
+                    path = tokens[root + 1 : root + 1 + level]
+                    logits = reference.after(taps[:root], tokens[root], path)
+                else:
+                    logits = reference.proposed(taps[:root], tokens[root])[level]
+                ids = logits.topk(CHILDREN).indices.tolist()
+                wanted = tokens[root + level + 1]
+                chain.append(ids.index(wanted) if wanted in ids else -1)
+            expected.append(chain)
+        assert block_chains(engine, block, trajectory, CHILDREN, DEPTH) == expected
+        every += [rank for chain in expected for rank in chain]
+    assert len(every) == 2 * (3 + 3 + 3 + 1)
+    assert len({rank for rank in every if rank >= 0}) > 3
+    assert engine.cache.allocator.num_free == free
+    # no deeper than a block
+    table = block_acceptance(engine, block, [drawn(0), drawn(1)], CHILDREN, 9)
+    assert len(table) == block.num_proposed == 4
+    roots = [every[i] for i in (0, 3, 6, 9, 10, 13, 16, 19)]
+    assert sum(table[0]) == pytest.approx(sum(rank >= 0 for rank in roots) / len(roots))
+
+
+def test_one_pass_for_all_levels() -> None:
+    """Whatever the tree, its levels together are the pass that a step makes."""
+    block = BlockDraft(6, 0, draft="draft_0")
+    passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
+    latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
+    for widths in ((1,), (3, 1), (2, 2, 1, 1)):
+        plan = SpecPlan.from_widths(widths).with_heads((), {"draft_0": block})
+        ((_, (rows,)),) = draft_levels(plan)
+        seconds = StepSeconds(latency, "draft_0", 2, 30.0, block)
+        found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
+        assert found == pytest.approx(passes([PassPart(2, 2 * rows, 60.0)]))
+
+
+def test_what_a_block_cannot_offer_is_left_out() -> None:
+    """Best-first trees have candidates that grow with their size, not with K alone."""
+    fits = SpecPlan.from_dynamic(DynamicTree(16, 8, 4))
+    large = SpecPlan.from_dynamic(DynamicTree(256, 8, 8))
+    readers = _Readers([], {"draft_0": BlockDraft(16, 0)})
+    assert [plan.name for plan in readers.takes({fits: 1.0, large: None})] == [fits.name]
+    (kept,) = readers.takes({fits: 1.0})
+    assert kept.blocks[0].draft == "draft_0"
+
+
+def test_an_engine_without_a_plan_of_its_drafter(compiled: Callable[[str], Path]) -> None:
+    manifest: Any = open_engine(compiled("dspark-speculators"), None)
+    pruned = replace(manifest, plans=tuple(x for x in manifest.plans if not x.plan.speculates))
+    with pytest.raises(ConfigError, match=r"a block drafter \(draft_0\), and no plan that asks it"):
+        _Readers.of(pruned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["speculators-mixed", "dspark-speculators"])
+def test_tuned_engines(name: str, compiled: Callable[[str], Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(compiled(name), tmp_path / "engine"))
+    prompts: list[Any] = [[5, 6, 7, 8], [50, 40, 30]]
+    options = TuneOptions(
+        batch_sizes=(2,), max_nodes=6, max_depth=8, max_tokens=6, rounds=1, latency_s=0.1
+    )
+    tuning = tune(path, prompts, options, QUIET)
+    assert {name: len(table) for name, table in tuning.acceptance.items()} == {"draft_0": 4}
+    assert tuning.latency is not None
+    assert "draft_0" in tuning.latency.drafts
+    measured = [one.plan for batch in tuning.batches for one in batch.candidates]
+    assert measured
+    assert all(plan.blocks[0].draft == "draft_0" for plan in measured)
+    plans = [entry for entry in open_engine(path, None).plans if entry.plan.speculates]
+    assert plans
+    engine = Engine.load(path)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    outputs = [
+        [list(o.outputs[0].token_ids) for o in LLM(engine, plan=name).generate(prompts, params)]
+        for name in ("off", plans[0].plan.name)
+    ]
+    assert outputs[0] == outputs[1]
