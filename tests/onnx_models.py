@@ -28,11 +28,13 @@ from specc.runtime.backends.onnx.program import load_onnx
 from specc.runtime.backends.padded.padded_batch import padded_batch
 from tests.flat_passes import Inputs
 from tests.kept import COMPILER, keep
-from tests.models import build_model
+from tests.models import POSITIONS, build_model
 from tests.passes.modules import compiled
 from tests.traces import shared_traces
 
 WEIGHTS = "weights.safetensors"
+# of files that tests of what is written and of what runs have in common
+ROWS = CacheRows(front=2, slots=POSITIONS + 5, scratch=73)
 # what the tiny models are made by
 _MODELS = ("tests/models.py", "tests/onnx_models.py")
 Caches = list[tuple[Tensor, Tensor]]

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specc import api
+from specc.artifact.directory import open_engine
+from specc.compiler.build import Compilation
+from specc.config import CompileConfig
+from tests import engines
+from tests.command_line import invoke
 from tests.docs.first_screen import CUT, PICTURE, ROOT, commands, cut, draw, shown
 
 SCREEN = "\n".join(
@@ -32,6 +42,34 @@ def test_the_figures_that_readme_says_of_it_are_in_it() -> None:
     assert re.search(rf"target passes +\d+ for {passes} tokens", lines)
     for plan in re.findall(r"chain-\d+|off", text):
         assert f"plan {plan}" in lines
+
+
+def told(lines: Sequence[str]) -> list[str]:
+    """What does not depend on the machine: without progress, and without times and speeds."""
+    kept = [line.rstrip() for line in lines if line.strip() and "━" not in line]
+    timed = re.compile(r"((?:time:|tokens/s|time to first token|ms per step) ?)(.*)")
+    return [timed.sub(lambda m: m[1] + re.sub(r"[\d.]+", "0", m[2]), line) for line in kept]
+
+
+def test_the_commands_print_what_the_picture_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word for word, figures too; the engine is one that compiles no code, and kept."""
+
+    def build(target: Path, drafts: Any, output: Path, config: CompileConfig, **_: Any) -> Any:
+        engines.build(Path(target), [Path(x) for x in drafts], output, config, is_probed=True)
+        return Compilation(open_engine(output), [])
+
+    monkeypatch.setattr(api, "build", build)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    screen = []
+    for command in commands():
+        result = invoke(*shlex.split(command)[1:])
+        assert result.exit_code == 0, result.output
+        screen += [f"$ {command}", *result.output.split("\n")]
+    wanted = shown(PICTURE.read_text(encoding="utf-8"))
+    assert told(cut("\n".join(screen)).replace("\x1b[0m", "").split("\n")) == told(wanted)
 
 
 def test_a_picture_is_text_and_asks_no_server() -> None:

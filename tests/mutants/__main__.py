@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.mutants.mutant import MutantError, check_mutant, read_mutants
 from tests.mutants.results import Results
 from tests.mutants.runner import LIMIT_S, PRELOADED, Options, run_mutants
-from tests.mutants.tree_copy import sources_digest
+from tests.mutants.tree_copy import commit_of, sources_digest
 from tests.mutants.verdict import CAUGHT
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,9 @@ def main(
         print("\n".join(problems), file=sys.stderr)
         return 1
     path = given.json and root / given.json
-    results = Results(path, sources_digest(root), given.resume)
+    results = Results(path, sources_digest(root), given.resume, commit_of(root))
+    if results.put_aside is not None:
+        print(f"begins anew: results of other sources are in {results.put_aside}")
     results.keep(every)
     options = Options(
         root=root,

@@ -21,11 +21,17 @@ class Results:
     Args:
         path: of the JSON file; None writes nothing.
         sources: `sources_digest` of the working tree.
-        resume: whether what the file holds for the same sources is taken over.
+        resume: whether what the file holds for the same sources is taken over. Those of other
+            sources are hours of work: they are put aside, as `put_aside`.
+        commit: that the working tree was made of, for people.
     """
 
-    def __init__(self, path: Path | None, sources: str, resume: bool) -> None:
-        self._path, self._sources = path, sources
+    def __init__(
+        self, path: Path | None, sources: str, resume: bool, commit: str | None = None
+    ) -> None:
+        self._path, self._sources, self._commit = path, sources, commit
+        self._names: set[str] = set()
+        self.put_aside: Path | None = None
         self.mutants: dict[str, dict[str, Any]] = {}
         self.sound: dict[str, float] = {}
         if resume and path is not None and path.exists():
@@ -33,6 +39,9 @@ class Results:
             if found["sources"] == sources:
                 self.mutants = {entry["name"]: entry for entry in found["mutants"]}
                 self.sound = found["sound"]
+            else:
+                aside = path.with_name(f"{path.stem}-{found['sources']}{path.suffix}")
+                self.put_aside = path.replace(aside)
 
     def is_known(self, mutant: Mutant) -> bool:
         """Whether this very mutant was caught, in these very sources."""
@@ -43,6 +52,7 @@ class Results:
     def keep(self, mutants: Iterable[Mutant]) -> None:
         """Forget mutants that are no more, and tests that nobody names."""
         kept = {mutant.name: mutant for mutant in mutants}
+        self._names = set(kept)
         tests = {test for mutant in kept.values() for test in mutant.tests}
         self.sound = {test: seconds for test, seconds in self.sound.items() if test in tests}
         self.mutants = {
@@ -74,6 +84,9 @@ class Results:
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": {"python": platform.python_version(), "cpus": os.cpu_count()},
             "sources": self._sources,
+            "commit": self._commit,
+            # 0 of a whole run, which may have had several parts
+            "not_run": len(self._names - set(self.mutants)),
             "outcomes": dict(Counter(entry["outcome"] for entry in entries)),
             "seconds": round(sum(entry["seconds"] for entry in entries), 1),
             "seconds_without_mutants": round(sum(self.sound.values()), 1),

@@ -175,9 +175,17 @@ def test_known_results_are_taken_over(toy, capfd):
     toy("".join([changed, entries[1]]))
     assert _run(root, "--resume", "--only", "toy/c*") == 0
     assert "1 mutants, 1 to run" in capfd.readouterr().out
+    before = (root / "build" / "results.json").read_bytes()
+    assert json.loads(before)["not_run"] == 0
     (root / "source" / "code.py").write_text(CODE + "\nOTHER = 1\n", encoding="utf-8")
     assert _run(root, "--resume", "--seconds", "0") == 2
-    assert "2 mutants, 2 to run" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "2 mutants, 2 to run" in said
+    assert json.loads((root / "build" / "results.json").read_bytes())["not_run"] == 2
+    # what was found of the other sources is not lost
+    (aside,) = (root / "build").glob("results-*.json")
+    assert f"begins anew: results of other sources are in {aside}" in said
+    assert aside.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,13 @@ def sources_digest(root: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def commit_of(root: Path) -> str | None:
+    """The commit that is checked out; None where there is none yet."""
+    command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
 class TreeCopy:
     """A copy of a working tree, made anew.
 

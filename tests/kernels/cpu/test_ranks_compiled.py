@@ -50,6 +50,8 @@ def compile_layer(path: Path, directory: Path) -> None:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         exported = torch.export.export(Layer(), inputs, dynamic_shapes=(rows, rows), strict=False)
         options = package.inductor_options(exported.graph)
+        # no pool of processes for one program, and no trial of each instruction set
+        options |= {"compile_threads": 1, "cpp.vec_isa_ok": True}
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=options
         )

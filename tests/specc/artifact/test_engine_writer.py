@@ -320,6 +320,27 @@ class TestOutput:
         write_engine(tmp_path / "[engine]")
         assert os.listdir(tmp_path) == ["[engine]"]
 
+    def test_what_a_killed_writer_leaves_is_no_engine(self, tmp_path):
+        """Not even with all of its files; and the next one begins anew."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with EngineWriter(tmp_path / "engine") as writer:
+                    for name, data in FILES.items():
+                        writer.write_bytes(name, data)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        (staging,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        assert staging.name.startswith(".engine.partial-")
+        error = refused(staging, "manifest.json")
+        assert "specc compile" in error.do
+        write_engine(tmp_path / "engine")
+        open_engine(tmp_path / "engine")
+        assert os.listdir(tmp_path) == ["engine"]
+
     def test_an_engine_that_a_dead_writer_moved_aside_comes_back(self, engine):
         with subprocess.Popen([sys.executable, "-c", ""]) as process:
             process.wait()

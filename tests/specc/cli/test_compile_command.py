@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from specc.artifact.engine_writer import EngineWriter
+from specc.cli import compile as cli_compile
+from specc.progress import ProgressEvent
 from tests.command_line import MAIN, assert_refused, invoke
 from tests.tiers import only
 
@@ -202,6 +206,56 @@ def test_debug_shows_the_traceback(compile_into):
     result = compile_into("--debug", target="/no/such/model")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize("full", ["target/program.json", "target/weights.safetensors"])
+def test_a_full_disk_leaves_what_was_there(compile_into, monkeypatch, full):
+    """Whatever file it is that finds no room: nothing half-written, and the old engine stays."""
+    old = compile_into.place / "engine"
+    old.mkdir()
+    (old / "manifest.json").write_bytes(b"{}")
+    path_of = EngineWriter.path
+
+    def on_a_full_disk(self, name: str) -> Path:
+        path = path_of(self, name)
+        if name == full:
+            path.symlink_to("/dev/full")
+        return path
+
+    monkeypatch.setattr(EngineWriter, "path", on_a_full_disk)
+    result = compile_into("--max-seq-len", 64, "--force")
+    assert_refused(result, full, "No space left on device", "free some space")
+    assert [path.name for path in compile_into.place.iterdir()] == ["engine"]
+    assert (old / "manifest.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("phase", ["check models", "write target weights", "probe"])
+def test_an_interrupted_compilation_leaves_nothing(compile_into, monkeypatch, phase):
+    """Ctrl-C as a phase begins: before there is a file, and when the engine is all but named."""
+    make_listener = cli_compile.make_listener
+    built = []
+
+    class Interrupted:
+        def __enter__(self):
+            self.told = make_listener().__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.told.__exit__(*error)
+
+        def __call__(self, event: ProgressEvent) -> None:
+            self.told(event)
+            if event.phase == phase and event.seconds is None:
+                built.extend(path.name[:16] for path in compile_into.place.iterdir())
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cli_compile, "make_listener", Interrupted)
+    result = compile_into("--max-seq-len", 64)
+    assert result.exit_code == 130, result.output
+    assert result.stderr.splitlines()[-1] == "interrupted"
+    # the directory that it is built in, and its lock
+    assert built == [".engine.partial-"] * 2
+    assert_nothing_left(compile_into)
 
 
 def compile_process(tiny_models, output: Path, **options) -> subprocess.Popen:

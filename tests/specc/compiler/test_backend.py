@@ -28,6 +28,8 @@ from specc.speculation.plans import SpecPlan
 from specc.system.files import hash_file
 from tests import fake_compiler as fakes
 from tests.command_line import invoke
+from tests.conftest import TinyModels
+from tests.models import DRAFT_NOISE, save_tiny
 
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -41,6 +43,16 @@ def no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it: conftest's choice of the backend is for other tests."""
     monkeypatch.delenv("SPECC_BACKEND", raising=False)
     monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """A pair of one shape, whose program other tests compile, too: tests/runtime/backends/cpu."""
+    root = tmp_path_factory.mktemp("opt")
+    return TinyModels(
+        save_tiny("opt", root / "target"),
+        save_tiny("opt", root / "draft", noise=DRAFT_NOISE["opt"]),
+    )
 
 
 @pytest.fixture
@@ -292,11 +304,15 @@ class TestOpen:
             assert "program.pt2 cannot be loaded" in error
 
     @pytest.mark.slow
-    def test_the_package_of_another_model(self, engine):
+    def test_the_package_of_another_model(self, engine, tiny_models, tmp_path):
         """The target's has more weights than the draft."""
+        small = save_tiny("opt", tmp_path / "small", num_hidden_layers=1)
+        path = tmp_path / "pair"
+        compile_pair(TinyModels(tiny_models.target, small), path, "cpu")
+        Engine.load(path)
         target = (engine / "target/program.pt2").read_bytes()
-        replace_file(engine, "draft-0/program.pt2", target)
-        assert "draft-0/program.pt2" in load_elsewhere(engine)[0]
+        replace_file(path, "draft-0/program.pt2", target)
+        assert "draft-0/program.pt2" in load_elsewhere(path)[0]
 
 
 def load_elsewhere(*engines: Path) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from specc.artifact.directory import open_engine
+from specc.cli import tune as cli_tune
 from specc.cli.main import app
 from specc.compiler.build import build
 from specc.compiler.extend import extend_engine
@@ -33,7 +36,7 @@ from specc.speculation.tree import TokenTree
 from specc.tune.acceptance import Trajectory, acceptance_of, draft_acceptance, lookup_acceptance
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
-from specc.tune.run import tune
+from specc.tune.run import Tuning, tune
 from tests import engines
 from tests.command_line import invoke
 from tests.lossless import Zoo
@@ -168,11 +171,34 @@ def test_an_engine_stays_as_it_was_where_tuning_fails(engine_copy: Path):
     assert [path.name for path in engine_copy.parent.iterdir()] == ["engine"]
 
 
-def test_tune_writes_a_family_that_the_engine_follows(engine_copy: Path):
+def test_tune_writes_a_family_that_the_engine_follows(
+    engine_copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a command, which says what it has measured and chosen."""
     prompts = ["hello there", "one two three"]
     wanted = LLM(engine_copy, plan="off").generate(prompts, SamplingParams(max_tokens=20))
-    options = TuneOptions(max_nodes=8, max_depth=3, max_tokens=12, rounds=1, latency_s=0.1)
-    tuning = tune(engine_copy, prompts, options, PhaseTimer())
+    file = engine_copy.parent / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    tunings = []
+
+    def tune_quickly(path: Path, texts: list[str], options: TuneOptions, *rest: Any) -> Tuning:
+        options = dataclasses.replace(options, latency_s=0.1)
+        tunings.append(tune(path, texts, options, *rest))
+        return tunings[-1]
+
+    monkeypatch.setattr(cli_tune, "tune", tune_quickly)
+    options = ("--max-nodes", 8, "--max-depth", 3, "--tokens", 12, "--rounds", 1)
+    result = invoke("tune", engine_copy, "--prompts", file, *options)
+    assert result.exit_code == 0, result.output
+    (tuning,) = tunings
+    for batch in tuning.batches:
+        assert f"chosen: {batch.chosen.name}, " in result.stdout
+        assert f"batch size {batch.batch_size}\n" in result.stdout
+    assert "acceptance of draft_1 by depth and rank: 1.00 " in result.stdout
+    kept = ", ".join(plan.name for plan in tuning.others)
+    assert f"chosen for no batch size, and still in the engine: {kept}" in result.stdout
+    assert "latency of passes … " in result.stderr
+    file.unlink()
     assert [batch.batch_size for batch in tuning.batches] == [1, 2]
     assert set(tuning.acceptance) == {"draft_0", "draft_1", "suffix"}
     assert tuning.acceptance["draft_1"][0][0] == 1.0
@@ -272,15 +298,9 @@ def test_what_cannot_be_tuned(zoo: Zoo, compiled: Path, tmp_path: Path):
         tune(compiled, ["a"], TuneOptions((3,)), PhaseTimer())
 
 
-@pytest.mark.slow
-def test_command_line(engine_copy: Path, tmp_path: Path):
+def test_what_a_command_is_refused_for(compiled: Path, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "hello"}\n{"prompt": "two"}\n', encoding="utf-8")
-    args = ["tune", str(engine_copy), "--prompts", str(file), "--tokens", "6", "--rounds", "1"]
-    result = CliRunner().invoke(app, [*args, "--max-nodes", "4", "--batch-size", "1"])
-    assert result.exit_code == 0, result.output
-    assert "chosen: " in result.stdout
-    assert "acceptance of draft_0 by depth and rank" in result.stdout
+    args = ["tune", str(compiled), "--prompts", str(file), "--tokens", "6", "--rounds", "1"]
     file.write_text('{"prompt": "hello"}\n{"prompt": 3}\n', encoding="utf-8")
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2

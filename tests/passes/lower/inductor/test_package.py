@@ -12,18 +12,39 @@ import pytest
 import torch
 
 from specc.artifact.graph_io import graph_to_json
+from specc.compiler.build import build
+from specc.config import CompileConfig
 from specc.kernels import fakes, native
+from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.lower.inductor import package as lower_aot_inductor
 from specc.passes.lower.inductor.package import BoundProgram, _content_key, compile_package
 from specc.passes.program import RUNTIME_INPUTS
-from specc.runtime.backends.program_files import read_json
 from specc.system.cxx_compiler import find_compiler
 from specc.system.warm_process import WarmProcess
+from tests.models import MAX_SEQ_LEN, save_tiny
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As JSON, a program that tests/runtime/backends/cpu compile, too."""
+    root, found = tmp_path_factory.mktemp("lowered"), []
+
+    def keep(program: dict[str, Any], package: Path, children: object) -> None:
+        found.append(json.dumps(program))
+        package.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower_cpu, "_compile", keep)
+        patch.setattr(lower_cpu, "_copy_library", lambda library, children: library.touch())
+        config = CompileConfig(backend="cpu", max_seq_len=MAX_SEQ_LEN, probe=False)
+        build(save_tiny("opt", root / "model"), None, root / "engine", config)
+    (program,) = found
+    return program
 
 
 @pytest.fixture
-def program(tiny_engine):
-    return read_json(tiny_engine / "target/program.json")
+def program(lowered: str) -> dict[str, Any]:
+    return json.loads(lowered)
 
 
 def test_inductor_has_nothing_to_copy(program) -> None:

@@ -12,16 +12,14 @@ import onnxruntime
 import pytest
 import torch
 
-from specc.artifact.cache_rows import CacheRows
 from specc.errors import EngineError
 from specc.runtime.backends.onnx import program as onnx_program
 from specc.runtime.backends.onnx.program import OnnxProgram, load_onnx
 from specc.speculation.tree import TokenTree
 from tests import models
 from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_tree, tree_pass
-from tests.onnx_models import BothPrograms, Lowered, lowered, model_entry, write_onnx
+from tests.onnx_models import ROWS, BothPrograms, Lowered, lowered, model_entry, write_onnx
 
-ROWS = CacheRows(front=2, slots=models.POSITIONS + 5, scratch=73)
 BLOCKS = 6
 TOLERANCE = 1e-5
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))

@@ -396,10 +396,9 @@ def test_a_gpu_gets_the_compiled_forward(monkeypatch):
     assert "one sequence" in notes[0]
 
 
-@pytest.mark.slow
 def test_a_self_draft_in_place_of_a_draft(pair, device):
     """Steps with a view, whose pass reads fewer bytes than the target's, and dice that accept."""
-    options = ("--context", 200, "--tokens", 24, "--rounds", 2, "--warmup", 0, "--batch-size", 2)
+    options = ("--context", 60, "--tokens", 24, "--rounds", 1, "--warmup", 0)
     chain = ("--draft", "self:window=16,sink=2", "--num-speculative-tokens", 3)
     report = report_of("--synthetic", "target", *chain, *options, "--synthetic-acceptance", ".9")
     off, chained = report["runs"]
@@ -409,8 +408,8 @@ def test_a_self_draft_in_place_of_a_draft(pair, device):
     assert step["acceptance_length"] == pytest.approx(step["expected_acceptance_length"], abs=0.5)
     assert {"draft", "verify"} <= set(step["stage_ms"])
     whole = off["step"]["bytes_parts"]["kv_cache"]
-    # three passes of at most 16 + 15 + 16 + 4 rows, beside one of all 200
-    assert whole < step["bytes_parts"]["kv_cache"] < 2 * whole
+    # three passes of at most 16 + 2 + 3 rows, beside one of all that there are, 60 or more
+    assert whole < step["bytes_parts"]["kv_cache"] < 2.1 * whole
 
 
 @pytest.mark.parametrize(
