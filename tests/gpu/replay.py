@@ -27,6 +27,8 @@ SEED = 3
 # the same shapes as those of the step benchmark: what it has compiled is used again
 SHAPES = "llama-3.1-8b/llama-3.2-1b"
 CHAIN, CONTEXT, TOKENS = 5, 1024, 96
+# of more rows than the kernel of a single sequence's chains takes
+TREE = (3, 2, 1, 1)
 # ways of drawing tokens: greedy, filtered, penalized, and each rule of trees
 KINDS = 6
 
@@ -92,7 +94,7 @@ def check_8b(results: Results, device: Device) -> None:
     products.watch(results)
     results.begin("compile")
     graphs, backend = open_device()
-    programs = compile_8b()
+    programs = compile_8b(widths=((1,) * CHAIN, TREE))
     results.begin("draw weights")
     weights = {
         model.entry.name: make_weights(model, graphs.device, seed)
@@ -114,7 +116,10 @@ def check_8b(results: Results, device: Device) -> None:
             results.check(f"{plan}, dependent launches", run)
 
 
-def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
+def compile_8b(
+    acceptance: tuple[float, ...] | None = None,
+    widths: tuple[tuple[int, ...], ...] = ((1,) * CHAIN,),
+) -> Any:
     """Programs of the shapes, as the step benchmark compiles them, with its dice or without."""
     from specc.bench.synthetic.shapes import parse_shapes
     from specc.compiler.in_memory import ShapeOptions, compile_shapes, load_config
@@ -125,7 +130,7 @@ def compile_8b(acceptance: tuple[float, ...] | None = None) -> Any:
     configs = [s.make_config() if s.directory is None else load_config(s.directory) for s in shapes]
     for config in configs:
         config.bos_token_id = config.eos_token_id = None
-    plans = (SpecPlan.from_widths((1,) * CHAIN),)
+    plans = tuple(SpecPlan.from_widths(each) for each in widths)
     options = ShapeOptions(plans, "bfloat16", 1, CONTEXT, TOKENS, "cuda", acceptance)
     return compile_shapes([shape.label for shape in shapes], configs, options, PhaseTimer())
 
