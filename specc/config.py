@@ -61,8 +61,8 @@ class CompileConfig:
             more than all sequences can have.
         max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
             that need more are verified in tiles.
-        backend: `cpu`, `eager`, `cuda` (experimental), `onnx` or `tensorrt`; None is cpu where
-            there is a C++ compiler.
+        backend: `cpu`, `eager`, `cuda`, `onnx` or `tensorrt`; None is cuda where Triton
+            is and a GPU like one that has run it, else cpu where there is a C++ compiler.
         probe: generate a few dozen tokens at the end and report the acceptance.
         compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
             the builder supports, or the one that it finds.

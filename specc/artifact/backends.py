@@ -34,7 +34,8 @@ class BackendFacts:
         native: whether an engine brings a library of C++ operators.
         model_files: fields of `ModelEntry` that name the files of a model beside its program and
             weights.
-        by_default: chosen where the user names none; others have to be asked for.
+        by_default: chosen where the user names none; others have to be asked for, or say of the
+            machine whether they are (`CompilerBackend.is_default`).
         unrun_dtypes: those of `dtypes` that its runtime does not compute in: such an engine's files
             are for other readers.
         takes_views: self-drafts run: caches are in blocks, and programs take block tables of any

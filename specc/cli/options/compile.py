@@ -149,8 +149,9 @@ class CompileOptions:
     backend: str | None = option(
         None,
         "What will run the engine: cpu (code compiled for this machine), eager (compiles in seconds"
-        " and runs several times slower), onnx (onnxruntime), tensorrt or cuda (both experimental)."
-        " The default is cpu where there is a C++ compiler, else eager.",
+        " and runs several times slower), cuda (a GPU, with Triton), onnx (onnxruntime) or tensorrt"
+        " (experimental). The default is cuda where a GPU of compute capability 9.0 and Triton are,"
+        " else cpu where there is a C++ compiler, else eager.",
     )
     compute_capability: str | None = option(
         None,

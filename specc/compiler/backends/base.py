@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specc.artifact.backends import BackendFacts
+from specc.artifact.backends import BackendFacts, facts_of
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry, TensorRTEntry
@@ -92,6 +92,10 @@ class CompilerBackend:
     def name(self) -> str:
         """As `--backend` has it."""
         return self.facts.name
+
+    def is_default(self) -> bool:
+        """Whether a compilation that names no backend may choose it on this machine."""
+        return facts_of(self.name).by_default
 
     def check_machine(self) -> None:
         """Ask, before anything else, whether this machine can compile for it.

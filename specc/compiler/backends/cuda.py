@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
+
 from specc.artifact.backends import facts_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import Phases
+
+# compute capabilities of GPUs that have run engines, with the right output (docs/cuda.md)
+PROVEN = ((9, 0),)
 
 
 class CudaCompiler(CompilerBackend):
@@ -22,6 +29,12 @@ class CudaCompiler(CompilerBackend):
     # what a pass costs besides its tokens (launches, weights) is to be a small part of it: 2048
     # tokens of an 8B model are some 30 TFLOP, against 16 GB of weights
     prefill_chunk = 2048
+
+    def is_default(self) -> bool:
+        """Where a GPU is that has shown it; others compile for it where they are asked to."""
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in PROVEN:
+            return False
+        return importlib.util.find_spec("triton") is not None
 
     def phases(self, max_seq_len: int) -> Phases:
         return cuda_phases(max_seq_len)

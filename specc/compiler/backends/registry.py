@@ -124,11 +124,11 @@ def _check_kind(kind: str, backend: CompilerBackend) -> None:
 
 def _default_backend() -> tuple[CompilerBackend, list[str]]:
     reasons: list[SpeccError] = []
-    for name in backend_names():
-        # never by itself: cuda until a GPU has shown it, and what is for other runtimes
-        if not facts_of(name).by_default:
-            continue
+    # a GPU first
+    for name in sorted(backend_names(), key=lambda name: not facts_of(name).is_on_gpu):
         backend = compiler_backend(name)
+        if not backend.is_default():
+            continue
         try:
             backend.check_machine()
         except SpeccError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.artifact import backends as known
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
@@ -173,6 +175,34 @@ def test_it_is_chosen_by_default_only_if_its_facts_say_so(
     by_default = dataclasses.replace(AbacusBackend.facts, by_default=True)
     monkeypatch.setitem(known._known, "abacus", by_default)
     assert choose_backend(None) == (compiler_backend("abacus"), [])
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_triton", "chosen"),
+    [
+        ((9, 0), True, ("cuda",)),
+        ((9, 0), False, ("cpu", "eager")),
+        ((8, 0), True, ("cpu", "eager")),
+    ],
+)
+def test_a_gpu_is_chosen_where_one_like_it_has_run_engines(
+    capability: tuple[int, int],
+    has_triton: bool,
+    chosen: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SPECC_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if has_triton else None) if name == "triton" else find(name),
+    )
+    assert choose_backend(None)[0].name in chosen
+    monkeypatch.setenv("SPECC_BACKEND", "eager")
+    assert choose_backend(None)[0].name == "eager"
 
 
 def test_a_name_is_taken_once_and_known_before() -> None:
