@@ -1,8 +1,8 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
-Self-drafts, quantized weights, a mixture, a head that reads hidden states, block drafters,
-offloaded weights, lookups and merged trees, in float32. Each is compiled here, run operator by
-operator with the oracles on the CPU, and then in captured steps on the device.
+Self-drafts, quantized weights, a mixture, a head that reads hidden states, offloaded weights,
+lookups and merged trees, in float32. Each is compiled here, run operator by operator with the
+oracles on the CPU, and then in captured steps on the device.
 """
 
 from __future__ import annotations
