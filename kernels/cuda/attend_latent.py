@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda import attend as wide
+from specc.kernels.cuda import attend
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import AttendConfig, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW
@@ -112,7 +112,7 @@ def attend_latent(
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
-    capability, num_sms = wide.machine(q.device)
+    capability, num_sms = attend.machine(q.device)
     tokens = triton.cdiv(num_tokens, num_seqs)
     rows = tokens * num_heads
     c = config(q.dtype, rows, capability)
