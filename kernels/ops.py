@@ -220,14 +220,14 @@ grouped_mm = _define(
 # tree_attention in two: what follows rotary embedding directly, and the rest
 write_kv = _define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start,"
-    " Tensor slot, Tensor block_table) -> ()",
+    " Tensor slot, Tensor block_table, *, bool values_in_keys=False) -> ()",
     reference.write_kv_reference,
     fakes.write_kv,
 )
 attend = _define(
     "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
     " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, *, float scale,"
-    " int window=0, int sink=0) -> Tensor",
+    " int window=0, int sink=0, bool values_in_keys=False) -> Tensor",
     reference.attend_reference,
     fakes.attend,
 )

@@ -83,14 +83,18 @@ def program_to_json(program: Program) -> dict[str, Any]:
 
 def _order_key(program: Program, weight: Weight) -> str | None:
     """Key of the constant that says in which order a quantized weight has its columns, if any."""
-    kept = program.integers.get(weight.parameters[0])
+    # as `quantized_inputs.kept_of`: parts that have not all the same were rounded anew, in their
+    # own order
+    found = {program.integers.get(name) for name in weight.parameters}
+    kept = found.pop() if len(found) == 1 else None
     if kept is None or kept.layout != weight.quantized or (columns := kept.columns) is None:
         return None
-    return next(
+    keys = (
         program.constant_keys.get(name, constant_key(name))
         for name, value in program.constants.items()
         if value.dtype == columns.dtype and torch.equal(value, columns)
     )
+    return next(keys, None)
 
 
 def _dtype(dtype: torch.dtype) -> str:

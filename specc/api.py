@@ -134,7 +134,8 @@ def compile(
             for each token and KV head; of the backends cpu and eager.
         mla_cache: of layers with multi-head latent attention: `latent`, the latent and the shared
             part of keys, once for all heads; `expanded`, keys and values of each head; `auto`, the
-            latent where that takes fewer bytes and the backend computes it (cpu, eager, onnx).
+            latent where that takes fewer bytes and the backend computes it (cpu, cuda, eager,
+            onnx).
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.

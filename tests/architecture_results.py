@@ -52,7 +52,7 @@ pass.
 
 DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash expand keys and values of H heads from one latent c
 of R columns, and add to each key a rotary part that all heads share (MLA, arXiv:2405.04434). On
-`cpu`, `eager` and `onnx` the cache holds c and the shared part, once for all heads. Since
+`cpu`, `cuda`, `eager` and `onnx` the cache holds c and the shared part, once for all heads. Since
 q · (c Wkᵀ) = (q Wk) · c, the compiler multiplies queries by Wk and what attention returns by Wv
 (`passes/rewrite/absorb_latent.py`), and attention runs over one head of keys [c, shared], whose
 first R columns are the values. It finds this by what a graph computes, not by names.
@@ -65,7 +65,8 @@ first R columns are the values. It finds this by what a graph computes, not by n
 | GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
 
 `--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
-takes fewer bytes a token on each rank. vLLM, too, caches latents unless `VLLM_MLA_DISABLE` is set.
+takes fewer bytes a token on each rank, or where the backend knows no values of another width. vLLM,
+too, caches latents unless `VLLM_MLA_DISABLE` is set.
 `specc inspect` shows which one an engine has.
 
 The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
@@ -81,6 +82,14 @@ roundings its rows have: 1e-6 of an output in float32, up to .5 % of the largest
 where near ties may then fall differently. Caches of `expanded` rows have no such choice. Layers
 with a window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and
 short outputs where memory is no matter.
+
+On `cuda` attention over latents is a kernel of its own (`kernels/cuda/attend_latent.py`): the rows
+of its tiles are the tokens of a sequence × all heads, 16 or 32 of them, a latent is read once as
+key and value, and values of more than 256 columns are summed in two halves. Chunks of prompts are
+absorbed as well, 3.4 times the products of expanded ones for DeepSeek; they are not expanded there
+yet. Tiles of 64 rows, which the matrix units of sm_90 take at their full rate, are not built: they
+need more registers than a thread has. No GPU has run it yet. Expanded keys and values are for
+models that have them of one width; where the widths differ, `auto` takes latents of any size.
 
 In ONNX a layer has one cache [B, 1, L, R + r], which its Attention reads as keys and as values;
 the last r columns of what it returns are dropped, so that no row is copied
@@ -113,7 +122,8 @@ OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_att
 | `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
 | `--quantize` | Wk and Wv stay in `--dtype`: they are multiplied head by head |
 | quantized checkpoints | Wk and Wv become `--dtype`, and the command says so |
-| `cuda`, `tensorrt` | expanded; `latent` is refused |
+| `cuda` | latents of 512 columns and 64 that heads share at most; prompts stay absorbed |
+| `tensorrt` | expanded; `latent` is refused |
 | Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
 
 Sums have another order than those of expanded keys: logits of the tiny models differ by less than

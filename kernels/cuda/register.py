@@ -19,7 +19,8 @@ from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
 from specc.kernels.cuda.add_norm_head import add_norm_head
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.add_norm_rope_write import add_norm_rope_write
-from specc.kernels.cuda.attend import attend
+from specc.kernels.cuda.attend import attend as attend_heads
+from specc.kernels.cuda.attend_latent import attend_latent
 from specc.kernels.cuda.block_mass import block_mass
 from specc.kernels.cuda.commit_kv import commit_kv
 from specc.kernels.cuda.draft_children import draft_children
@@ -37,7 +38,49 @@ from specc.kernels.cuda.skinny_linear import skinny_linear
 from specc.kernels.cuda.slab_rows import take_rows, write_rows
 from specc.kernels.cuda.tree_expand import tree_expand
 from specc.kernels.cuda.trees import image_slots, record_tokens, vote_chain
-from specc.kernels.cuda.write_kv import write_kv
+from specc.kernels.cuda.write_kv import write_kv as write_heads
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+    *,
+    values_in_keys: bool = False,
+) -> None:
+    """`specc::write_kv`: of latents, one row of any width for each token."""
+    if values_in_keys:
+        write_rows(k[0], k_cache.squeeze(2), q_start, slot, block_table)
+    else:
+        write_heads(k, v, k_cache, v_cache, q_start, slot, block_table)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+    values_in_keys: bool = False,
+) -> Tensor:
+    """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
+    places = q_start, position, slot, cache_len, ancestors, block_table
+    if values_in_keys:
+        rank = v_cache.shape[3]
+        return attend_latent(q, k_cache, rank, *places, scale=scale, window=window, sink=sink)
+    return attend_heads(q, k_cache, v_cache, *places, scale=scale, window=window, sink=sink)
 
 
 def tree_attention(
@@ -67,7 +110,7 @@ def tree_attention(
     assert sink_logits is None, "no sinks on this device"
     assert not softcap, "no softcap on this device"
     assert slopes is None, "no slopes on this device"
-    assert not most_rows, "no latents on this device"
+    assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend(
         q,

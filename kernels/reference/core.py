@@ -108,10 +108,12 @@ def write_kv_reference(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    *,
+    values_in_keys: bool = False,
 ) -> None:
     """Write the in-flight K and V to the paged cache; arguments as of `tree_attention_reference`.
 
-    Dead tokens write nothing.
+    Dead tokens write nothing. With `values_in_keys` K alone is written, as `attend_reference` says.
     """
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
     flat_v = v_cache.view(-1, *v_cache.shape[2:])
@@ -120,7 +122,8 @@ def write_kv_reference(
         live = slots >= 0
         rows = rows_of_slots(block_table[b], slots[live], k_cache.shape[1])
         flat_k[rows] = store_rows(k[:, first:last][:, live].transpose(0, 1), flat_k.dtype)
-        flat_v[rows] = store_rows(v[:, first:last][:, live].transpose(0, 1), flat_v.dtype)
+        if not values_in_keys:
+            flat_v[rows] = store_rows(v[:, first:last][:, live].transpose(0, 1), flat_v.dtype)
 
 
 def rows_at_once(num_heads: int, length: int) -> int:
@@ -147,16 +150,20 @@ def attend_reference(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     most_rows: int = 0,
+    values_in_keys: bool = False,
 ) -> Tensor:
     """Attend to prefix and tree ancestors, all of them in the cache by now.
 
-    Arguments and result are those of `tree_attention_reference`.
+    Arguments and result are those of `tree_attention_reference`. With `values_in_keys` a value is
+    the first DV columns of its key, and of `v_cache` nothing but that width is read.
     """
+    if values_in_keys:
+        v_cache = k_cache[..., : v_cache.shape[3]]
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     flat_k = k_cache.view(-1, *k_cache.shape[2:])
-    flat_v = v_cache.view(-1, *v_cache.shape[2:])
+    flat_v = v_cache.flatten(0, 1)
     out = q.new_zeros(num_tokens, num_heads, columns_of(v_cache)).transpose(0, 1)
     beside = None if sink_logits is None else sink_logits.view(num_kv_heads, group, 1)
     starts = q_start.tolist()

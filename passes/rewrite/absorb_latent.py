@@ -56,6 +56,10 @@ class AbsorbLatent(Pass):
         choice: see `specc.artifact.mla_cache`, `latent` or `auto`.
         kv_cache_dtype: see `specc.artifact.kv_rows`.
         num_ranks: that share the model. The latent is whole on each of them.
+        most: columns of a latent and of what heads share, beyond which a layer stays as it is;
+            None is any.
+        takes_two_widths: the backend computes values of another width than keys. Where it does not,
+            layers of such are rewritten whatever their rows take.
     Raises:
         ConfigError: `latent` is asked for, and the target has no layer for it.
     Source: DeepSeek-V2, arXiv:2405.04434 §2.1 and appendix C.
@@ -64,9 +68,17 @@ class AbsorbLatent(Pass):
     requires = (attention_is_a_tree,)
     ensures = (attention_is_a_tree,)
 
-    def __init__(self, choice: str, kv_cache_dtype: str, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        choice: str,
+        kv_cache_dtype: str,
+        num_ranks: int = 1,
+        most: tuple[int, int] | None = None,
+        takes_two_widths: bool = True,
+    ) -> None:
         self._choice, self._kv_cache_dtype = choice, kv_cache_dtype
-        self._num_ranks = num_ranks
+        self._num_ranks, self._most = num_ranks, most
+        self._takes_two_widths = takes_two_widths
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
@@ -81,8 +93,11 @@ class AbsorbLatent(Pass):
                     raise NoMatch("its queries or values are not those of one sequence")
                 found = latent_of(program, query, key, value)
                 layer = self._layer_over(program.layers[number], found)
-                if self._choice != LATENT:
-                    self._require_gain(program, number, layer, found)
+                self._require_room(layer)
+                before = program.layers[number]
+                is_able = self._takes_two_widths or before.columns_of_values == before.head_dim
+                if self._choice != LATENT and is_able:
+                    self._require_gain(before, layer, found)
                 _rewrite(program, node, found)
                 program.layers[number] = layer
         program.graph.eliminate_dead_code()
@@ -106,11 +121,18 @@ class AbsorbLatent(Pass):
             values_in_keys=self._kv_cache_dtype != INT8,
         )
 
-    def _require_gain(
-        self, program: Program, number: int, layer: AttentionLayer, found: Latent
-    ) -> None:
+    def _require_room(self, layer: AttentionLayer) -> None:
+        """Raises NoMatch: rows that are wider than attention takes."""
+        columns = layer.value_dim, layer.head_dim - layer.value_dim
+        if self._most and any(own > most for own, most in zip(columns, self._most, strict=True)):
+            raise NoMatch(
+                f"a latent of {columns[0]} columns and {columns[1]} that heads share: its backend"
+                f" takes {self._most[0]} and {self._most[1]} at most"
+            )
+
+    def _require_gain(self, before: AttentionLayer, layer: AttentionLayer, found: Latent) -> None:
         """Raises NoMatch: a token's rows would not be fewer bytes."""
-        before, dtype = program.layers[number], found.latent.meta["val"].dtype
+        dtype = found.latent.meta["val"].dtype
         kind = (dtype, self._kv_cache_dtype)
         # heads are cut for ranks, where their number allows it; the latent is not
         ranks = self._num_ranks if before.num_kv_heads % self._num_ranks == 0 else 1

@@ -11,6 +11,7 @@ from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import attention_is_a_tree
 from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.passes.rewrite.absorb_latent import values_in_keys
 from specc.passes.rewrite.columns import (
     columns,
     columns_of,
@@ -80,6 +81,8 @@ class FuseRopeWrite(Pass):
         for node in program.calls(ops.tree_attention):
             bound = bind_args(node)
             with result.attempt(node.name):
+                if values_in_keys(node):
+                    raise NoMatch("its cache holds latents")
                 q, k = (_match(bound[name], name) for name in ("q", "k"))
                 if (q.cos, q.sin) != (k.cos, k.sin):
                     raise NoMatch("q and k are rotated by different tables")
@@ -111,7 +114,8 @@ class SplitTreeAttention(Pass):
             with program.graph.inserting_before(node):
                 q, k, v = (_side_by_side(bound[name]) for name in ("q", "k", "v"))
                 inputs = [bound[name] for name in _WRITE_INPUTS]
-                emit_call(program.graph, ops.write_kv, k, v, *inputs)
+                options = {"values_in_keys": True} if values_in_keys(node) else {}
+                emit_call(program.graph, ops.write_kv, k, v, *inputs, **options)
             _attend(node, q, bound)
             result.rewrites += 1
         return result
@@ -139,7 +143,11 @@ def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
     assert bound["sink_logits"] is None, "the operator knows no sinks"
     assert not bound["softcap"], "the operator knows no softcap"
     assert bound["slopes"] is None, "the operator knows no slopes"
+    # BackendFacts.expands_prompts
+    assert not bound["most_rows"], "the operator leaves no rows to others"
     options = {name: bound[name] for name in ("scale", "window", "sink")}
+    if values_in_keys(node):
+        options["values_in_keys"] = True
     with node.graph.inserting_before(node):
         attended = emit_call(
             node.graph, ops.attend, q, *(bound[name] for name in _ATTEND_INPUTS), **options

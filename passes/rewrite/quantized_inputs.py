@@ -162,9 +162,10 @@ def _of_own_groups(program: Program, x: fx.Node, order: fx.Node, cut: WeightCut)
     mine = _rank_constant(program, RankConstant(f"own_of_{total}", OWN_ROWS, own, total), order)
     place = emit_call(graph, aten.sub.Tensor, order, first)
     column = emit_call(graph, aten.clamp.default, place, 0, own - 1)
-    is_here = emit_call(graph, aten.eq.Tensor, place, column)
+    is_elsewhere = emit_call(graph, aten.ne.Tensor, place, column)
     spread = emit_call(graph, aten.index_select.default, x, -1, column)
-    masked = emit_call(graph, aten.mul.Tensor, spread, is_here)
+    # not a product with 0, which makes NaN of what is infinite
+    masked = emit_call(graph, aten.masked_fill.Scalar, spread, is_elsewhere, 0.0)
     rows = emit_call(graph, ops.all_reduce, masked)
     return emit_call(graph, aten.index_select.default, rows, -1, mine)
 

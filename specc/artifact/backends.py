@@ -63,6 +63,9 @@ class BackendFacts:
             other's.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
             a time; 0 where products read integers at any number of rows.
+        most_latent: columns of a latent that its attention takes, and of what heads share beside
+            it; None is any.
+        expands_prompts: a pass with many tokens of a sequence may attend to what latents expand to.
     """
 
     name: str
@@ -91,6 +94,8 @@ class BackendFacts:
     cuts_quantized: bool = False
     overlaps: bool = False
     decoded_bytes: int = 0
+    most_latent: tuple[int, int] | None = None
+    expands_prompts: bool = True
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -170,6 +175,7 @@ register(
         takes_ranks=True, attention=NATIVE,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
+        attention_extras=(LATENT_ROWS,), most_latent=(512, 64), expands_prompts=False,
     )
 )  # fmt: skip
 register(

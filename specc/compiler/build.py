@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.backends import LATENT_ROWS, BackendFacts
+from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, BackendFacts
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
@@ -215,6 +215,7 @@ def _compile(
         latent_pass(config, backend.facts),
         backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
         taps,
+        backend.facts.expands_prompts,
     )
     # of modules without a configuration it is not known earlier
     dims = [layer.head_dim for layer in models[0].entry.layers]
@@ -245,7 +246,13 @@ def latent_pass(config: CompileConfig, facts: BackendFacts) -> Callable[[int], P
     computes = LATENT_ROWS in facts.attention_extras
     if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
         return None
-    return functools.partial(AbsorbLatent, config.mla_cache, config.kv_cache_dtype)
+    return functools.partial(
+        AbsorbLatent,
+        config.mla_cache,
+        config.kv_cache_dtype,
+        most=facts.most_latent,
+        takes_two_widths=VALUE_WIDTH in facts.attention_extras,
+    )
 
 
 def plan_engine_memory(

@@ -102,6 +102,7 @@ def compile_models(
     latent: Callable[[int], Pass] | None = None,
     stages_before: str | None = None,
     taps: Taps | None = None,
+    expands_prompts: bool = True,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -119,6 +120,7 @@ def compile_models(
             and values as models compute them.
         stages_before: see `CompilerBackend.phase_of_stages`.
         taps: hidden states that the target keeps for drafts.
+        expands_prompts: where caches hold latents, long prompts may expand them for their own pass.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -150,7 +152,7 @@ def compile_models(
             layout = (*layout, (VOCABULARY, (fits,)))
             if source.kv_window is not None:
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
-        if latent is not None:
+        if latent is not None and expands_prompts:
             layout = (*layout, (PROMPTS, (ExpandPrompts,)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))

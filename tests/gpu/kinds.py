@@ -1,8 +1,8 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
-Self-drafts, quantized weights, a mixture, a head that reads hidden states, offloaded weights,
-lookups and merged trees, in float32. Each is compiled here, run operator by operator with the
-oracles on the CPU, and then in captured steps on the device.
+Self-drafts, quantized weights, a mixture, cached latents, a head that reads hidden states,
+offloaded weights, lookups and merged trees, in float32. Each is compiled here, run operator by
+operator with the oracles on the CPU, and then in captured steps on the device.
 """
 
 from __future__ import annotations
@@ -59,6 +59,14 @@ def _mixture(path: Path, noise: float = 0.0) -> None:
     models.save_tiny("qwen3_moe", path, noise=noise)
 
 
+def _latents(path: Path, noise: float = 0.0) -> None:
+    """DeepSeek V3 with the latent of the published models, of few and small heads."""
+    from tests import models
+
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32}
+    models.save_tiny("deepseek_v3", path, noise=noise, v_head_dim=32, **widths)
+
+
 def _head_target(path: Path) -> None:
     from tests import heads, models
 
@@ -96,6 +104,12 @@ KINDS = {
     "int4": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "int4"}),
     "fp8": Kind((_CHAIN, _TREE), _pair_draft, options={"quantize": "fp8"}),
     "mixture": Kind((_TREE,), partial(_mixture, noise=0.05), _mixture, vocab=96),
+    "mla": Kind(
+        (_CHAIN, _TREE, ((1, 1), ("self_w32_s16",))),
+        partial(_latents, noise=0.05),
+        _latents,
+        vocab=96,
+    ),
     "head": Kind((_CHAIN, _TREE), _head, _head_target, vocab=96),
     # blocks whose layers differ in what their rows see, and logits that tokens before them change
     "block": Kind(

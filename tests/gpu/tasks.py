@@ -34,7 +34,7 @@ STEP_RESULT_S = 120.0
 # of a process that shows whether compute-sanitizer works: without a sign of life it does not
 PROBE_S = 60.0
 # files whose tests compile more than a process gets done in time, and in how many parts they run
-SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3}
+SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3, "test_attend_latent": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
 NOT_ON_A_GPU = ("test_interpreter", "test_budgets")
 SANITIZED = (

@@ -20,6 +20,7 @@ from specc.kernels.cuda import (
     act_and_mul,
     attend,
     attend_few,
+    attend_latent,
     block_mass,
     commit_kv,
     dependent,
@@ -353,11 +354,43 @@ def _attend(
     )  # fmt: skip
 
 
+def _attend_latent_calls() -> Iterator[Any]:
+    # few heads, and those of DeepSeek V3; one token and a chunk of a prompt
+    for dtype in FLOATS:
+        for num_heads, num_tokens in ((16, 1), (128, 1), (16, 512)):
+            for pages in ((1, 4096), (256, 16)):
+                for is_tree in (True, False):
+                    for splits in (1, 5):
+                        yield _attend_latent(dtype, num_heads, num_tokens, pages, is_tree, splits)
+
+
+def _attend_latent(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_tokens: int,
+    pages: tuple[int, int],
+    is_tree: bool,
+    splits: int,
+) -> Tensor:
+    num_pages, block_size = pages
+    cache = _meta(num_pages + 3, block_size, 1, 576, dtype=dtype)
+    position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
+    words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
+    return attend_latent.attend_latent(
+        _meta(num_heads, num_tokens, 576, dtype=dtype), cache, 512,
+        _meta(2, dtype=I32), position, slot,
+        _meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32),
+        scale=0.125,
+        num_splits=splits,
+    )  # fmt: skip
+
+
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
     "attend": _attend_calls,
     "attend_few": _attend_few_calls,
+    "attend_latent": _attend_latent_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,

@@ -58,6 +58,7 @@ SAMPLED_ODD = (
     "sm_120/accept_walk/walk-drafts-bf16-odd",
 )
 
+ATTENTION = ("attend_kernel", "attend_few_kernel", "attend_latent_kernel")
 # products of half precision besides attention
 PRODUCTS = (
     *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
@@ -153,7 +154,7 @@ def test_every_file_with_kernels_is_compiled() -> None:
     assert found == set(aot.MODULES)
     jitted = {
         f"{module}.{name}"
-        for module in (*aot.MODULES, "attend_kernels")
+        for module in (*aot.MODULES, "attend_kernels", "attend_latent_kernels")
         for name, value in vars(importlib.import_module(f"specc.kernels.cuda.{module}")).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }
@@ -211,7 +212,7 @@ def test_products_of_half_precision_use_tensor_cores_and_no_others(
         is_product = item.kernel.__name__ in PRODUCTS and not _is_of_floats(item)
         # one row is multiplied without them
         is_product &= item.constexprs.get("FORM") != few_rows_tiles.VECTOR
-        is_attend = item.kernel.__name__ in ("attend_kernel", "attend_few_kernel")
+        is_attend = item.kernel.__name__ in ATTENTION
         is_half = is_product or (is_attend and _type_of(item) != "fp32")
         assert (table[name].tensor_core > 0) == is_half, name
 

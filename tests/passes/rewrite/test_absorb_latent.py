@@ -125,12 +125,12 @@ class WithSinks(Latent):
         return ops.dense_attention(q, k, v, mask[:, None], self.sinks, scale=0.3, softcap=0.7)
 
 
-def run(kind, choice=AUTO, rows=AS_MODEL, ranks=1):
+def run(kind, choice=AUTO, rows=AS_MODEL, ranks=1, **limits):
     torch.manual_seed(0)
     model = kind().eval()
     program, pipeline = trace_once(model, "target"), Pipeline(PHASES[:3])
     pipeline.run(program)
-    result = AbsorbLatent(choice, rows, ranks).run(program)
+    result = AbsorbLatent(choice, rows, ranks, **limits).run(program)
     return model, program, result
 
 
@@ -287,6 +287,22 @@ def test_auto_takes_what_is_fewer_bytes():
 def test_latent_is_taken_at_any_size():
     _, _, result = run(Latent, LATENT, INT8, ranks=4)
     assert result.rewrites == 1
+
+
+def test_rows_that_are_too_wide_for_a_backend():
+    for most, is_taken in (((RANK, ROPE), True), ((RANK - 1, ROPE), False), ((RANK, 1), False)):
+        _, program, result = run(Latent, most=most)
+        assert (result.rewrites == 1) == is_taken == program.layers[0].values_in_keys
+    assert "6 columns and 2 that heads share: its backend takes 6 and 1" in (
+        result.declined[0].reason
+    )
+
+
+def test_where_two_widths_are_not_known_latents_are_taken_at_any_size():
+    """Keys have 7 columns and values 3; in the last rows of `test_auto_…` nothing is saved."""
+    for takes_two_widths in (True, False):
+        _, _, result = run(Latent, rows=INT8, ranks=4, takes_two_widths=takes_two_widths)
+        assert result.rewrites == (not takes_two_widths)
 
 
 @pytest.mark.parametrize(

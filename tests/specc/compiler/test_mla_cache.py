@@ -277,10 +277,10 @@ def test_what_cannot_be(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(models / "llama", None, tmp_path / "engine", config_for(mla_cache=LATENT))
     assert "--mla-cache latent" in caught.value.found
-    config = config_for(mla_cache=LATENT, backend="cuda")
+    config = config_for(mla_cache=LATENT, backend="tensorrt", decomposable_attention=True)
     with pytest.raises(UnsupportedAttentionError) as refused:
         build(models / "target", None, tmp_path / "engine", config)
-    assert "keys of 28 columns and values of 20, and backend cuda" in refused.value.found
+    assert "keys of 28 columns and values of 20, and backend tensorrt" in refused.value.found
     assert refused.value.do == "compile with --backend cpu"
     # without them, keys and values of two widths are left
     config = config_for(mla_cache=EXPANDED, backend="onnx")

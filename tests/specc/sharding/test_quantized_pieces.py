@@ -174,7 +174,8 @@ def test_columns_in_another_order(tmp_path) -> None:
     written = made.write_checkpoint(checkpoint, tmp_path, form.config, form.writer)
     cut = compiled(written.quantized, tmp_path / "cut", 2)
     plan = check_pieces(compiled(written.quantized, tmp_path / "one", 1), cut, 2)
-    inputs = json.loads((cut / "target" / "program.json").read_text())["inputs"]
+    program = json.loads((cut / "target" / "program.json").read_text())
+    inputs = program["inputs"]
     orders = {x["key"] for x in inputs if x["kind"] == "constant" and COLUMN_ORDER in x["name"]}
     # before attention, its output, the block's two first projections, and its last one
     assert len(orders) == 4
@@ -190,6 +191,12 @@ def test_columns_in_another_order(tmp_path) -> None:
     for layer in range(1, len(layers) + 1):
         want += [(layer, rows["o"]), (layer, total), (layer, rows["down"]), (layer, total)]
     assert sums == want
+    # and put in place by a choice: an infinite value times 0 would be NaN in the others' columns
+    nodes = {x["name"]: x for x in program["graph"]["nodes"]}
+    calls = [x for x in nodes.values() if "all_reduce" in x.get("target", "")]
+    summed = [nodes[x["args"][0]["node"]] for x in calls]
+    chosen = [x for x in summed if x["target"] == "aten.masked_fill.Scalar"]
+    assert len(chosen) == 2 * len(layers)
 
     exact = AutoModelForCausalLM.from_pretrained(written.exact).eval()
     prompts = models.prompts()[-2:]

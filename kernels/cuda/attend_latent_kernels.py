@@ -1,0 +1,367 @@
+"""The kernel of attention over cached latents: `attend_kernel` where values are in their keys.
+
+A row of the cache is [latent, shared], one head for all queries, and its latent is key and value
+both: it is read once. Rows are wide and tiles of queries are high (all heads of a token share the
+cache), so accumulators fill the registers: latents of more than 256 columns are taken in two
+halves, what heads share is a part of its own, and splits are merged some columns at a time.
+
+Source: DeepSeek-V2, arXiv:2405.04434 §2.1; else as `attend_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.attend_kernels import NO_WINDOW, _divide, _is_visible, _node_bits
+from specc.kernels.cuda.attend_latent_merge import merge_columns, store_columns
+from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.attend_work import find_work
+
+
+@triton.jit
+def _load_queries(p_q, o_c, m_row, first, width):
+    """Columns first + o_c of queries, as far as there are `width` of them."""
+    return tl.load(
+        p_q[:, None] + (first + o_c)[None, :],
+        mask=m_row[:, None] & (o_c < width)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _load_columns(p_row, o_c, m_key, first, width, FULL: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Columns first + o_c of rows of the cache; masks are spared where nothing is to be masked."""
+    p = p_row[:, None] + (first + o_c)[None, :]
+    if IS_MASKED:
+        return tl.load(p, mask=m_key[:, None] & (o_c < width)[None, :], other=0.0)
+    elif FULL:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(o_c < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _scores(
+    b_q,  # [BM, BQ], the whole row if BC == BQ
+    p_q,  # [BM]
+    p_row,  # [BN]
+    b_k,  # [BN, BQ], likewise
+    b_s,
+    m_row,
+    m_key,
+    first,
+    WIDTH: tl.constexpr,
+    BQ: tl.constexpr,
+    BC: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Add products of queries and keys in columns first … first + WIDTH - 1 to [BM, BN] scores."""
+    if BC >= BQ:
+        b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="ieee")
+    else:
+        # operands of a whole row would not fit the registers: a few columns at a time
+        for i in tl.static_range(0, BQ, BC):
+            o_c = tl.arange(0, BC)
+            b_part = _load_queries(p_q, o_c, m_row, first + i, WIDTH - i)
+            b_own = _load_columns(
+                p_row, o_c, m_key, first + i, WIDTH - i, WIDTH - i >= BC, IS_MASKED
+            )
+            b_s = tl.dot(b_part, tl.trans(b_own), b_s, input_precision="ieee")
+    return b_s
+
+
+@triton.jit
+def _attend_block(
+    b_acc,  # [BM, BR]
+    b_acc_2,  # [BM, BR], of the second half, if there is one
+    b_l,  # [BM]
+    b_m,  # [BM]
+    b_q,  # [BM, BR]
+    b_q_2,  # likewise
+    b_qs,  # [BM, BS]
+    p_q,  # [BM]
+    k_cache,
+    p_table,
+    p_words,  # [BM]
+    i_key,
+    end,
+    length,
+    m_row,  # [BM]
+    m_live,  # [BM]
+    b_position,  # [BM]
+    window,
+    sink,
+    qk_scale,
+    num_words,
+    num_blocks,
+    block_size,
+    stride_kb,
+    stride_ks,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_TREE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Take keys i_key … i_key + BN - 1 into the running softmax."""
+    o_n = tl.arange(0, BN)
+    o_key = i_key + o_n  # [BN]
+    m_key = o_key < end
+
+    if PAGE == 0:
+        # the whole block lies in one page
+        i_page = i_key // block_size
+        i_row = tl.load(p_table + i_page)
+        # what a broken table names stays inside the cache
+        i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
+        i_slot = (i_key - i_page * block_size).to(tl.int64)
+        p_row = k_cache + i_row * stride_kb + i_slot * stride_ks + o_n * stride_ks
+    else:
+        b_row = tl.load(p_table + o_key // PAGE, mask=m_key, other=0)
+        b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
+        p_row = k_cache + b_row * stride_kb + (o_key % PAGE) * stride_ks  # [BN]
+
+    m_own = m_key
+    m_s = m_key[None, :]
+    if IS_MASKED:
+        b_low = b_position
+        b_high = b_position
+        if IS_TREE:
+            b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
+        m_s = m_s & _is_visible(
+            o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
+            b_high[:, None], window, sink, length, IS_TREE,
+        )  # fmt: skip  # [BM, BN]
+        # rows that nobody sees may be NaN, and 0 · NaN is NaN: they are never read
+        m_own = tl.max((m_s & m_live[:, None]).to(tl.int32), 0) > 0
+    IS_WIDE: tl.constexpr = R > BR
+    b_c = _load_columns(p_row, tl.arange(0, BR), m_own, 0, R, R >= BR, IS_MASKED)  # [BN, BR]
+    b_c_2 = b_c
+    if IS_WIDE:
+        b_c_2 = _load_columns(
+            p_row, tl.arange(0, BR), m_own, BR, R - BR, R == 2 * BR, IS_MASKED
+        )  # fmt: skip
+    b_k = b_c
+    if BC >= BS:
+        b_k = _load_columns(p_row, tl.arange(0, BS), m_own, R, S, S == BS, IS_MASKED)
+    b_s = tl.zeros([b_l.shape[0], BN], tl.float32)
+    b_s = _scores(b_qs, p_q, p_row, b_k, b_s, m_row, m_own, R, S, BS, BC, IS_MASKED)
+    b_s = _scores(b_q, p_q, p_row, b_c, b_s, m_row, m_own, 0, R, BR, BC, IS_MASKED)
+    if IS_WIDE:
+        b_s = _scores(b_q_2, p_q, p_row, b_c_2, b_s, m_row, m_own, BR, R - BR, BR, BC, IS_MASKED)
+    if IS_MASKED:
+        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        # rows that have seen nothing yet: -inf - -inf is NaN
+        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_p = tl.exp2(b_s - b_base[:, None])
+    else:
+        # scaled in the subtraction, as a scale is positive: one instruction for each number
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
+        b_base = b_m_new
+        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
+    b_shrink = tl.exp2(b_m - b_base)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_p = b_p.to(b_c.dtype)
+    b_acc = tl.dot(b_p, b_c, b_acc * b_shrink[:, None], input_precision="ieee")
+    if IS_WIDE:
+        b_acc_2 = tl.dot(b_p, b_c_2, b_acc_2 * b_shrink[:, None], input_precision="ieee")
+    return b_acc, b_acc_2, b_l, b_m_new
+
+
+@triton.jit(
+    do_not_specialize=[
+        "window", "sink", "num_tokens", "num_seqs", "num_heads", "num_words",
+        "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots", "waves",
+        "stride_table", "stride_words",
+    ]
+)  # fmt: skip
+def attend_latent_kernel(
+    q,
+    k_cache,
+    out,
+    partial,  # [parts, BM, R]
+    lse,  # [parts, BM]
+    arrived,  # [parts], zeros before and after
+    q_start,
+    position,
+    slot,
+    cache_len,
+    ancestors,
+    block_table,
+    scale,
+    window,
+    sink,
+    num_tokens,
+    num_seqs,
+    num_heads,
+    num_words,
+    num_blocks,
+    num_pages,
+    block_size,
+    tokens_each,
+    num_splits,
+    slots,
+    waves,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_ks,
+    stride_table,
+    stride_words,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    BB: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_TREE: tl.constexpr,
+):
+    num_programs = tl.num_programs(0)
+    i_program = tl.program_id(0)
+    if not IS_TREE:
+        # the last tokens of a chunk see the most keys: they start first
+        i_program = tl.where(num_splits == 1, num_programs - 1 - i_program, i_program)
+    capacity = num_pages * block_size
+    i_b, i_tile, i_split, splits, i_part = find_work(
+        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, num_heads,
+        window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+    )  # fmt: skip
+    if i_b < 0:
+        return
+    first = i_b * tokens_each
+    last = first + tokens_each
+    if tokens_each == 0:
+        first = tl.maximum(tl.load(q_start + i_b), 0)
+        last = tl.minimum(tl.load(q_start + i_b + 1), num_tokens)
+    # rows after the last sequence are dead tokens of it
+    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
+    length = tl.maximum(tl.load(cache_len + i_b), 0)
+
+    o_r = i_tile * BM + tl.arange(0, BM)
+    o_token = _divide(o_r, num_heads)
+    o_t = first + o_token  # [BM]
+    o_h = o_r - o_token * num_heads
+    m_row = o_t < last_row
+    m_live = tl.load(slot + o_t, mask=o_t < last, other=-1) >= 0
+    b_position = tl.load(position + o_t, mask=o_t < last, other=0).to(tl.int32)
+    p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
+    # queries of dead tokens may be NaN, and stay in their rows
+    b_qs = _load_queries(p_q, tl.arange(0, BS), m_row, R, S)
+    b_q = b_qs
+    b_q_2 = b_qs
+    if BC >= BR:
+        b_q = _load_queries(p_q, tl.arange(0, BR), m_row, 0, R)
+        if R > BR:
+            b_q_2 = _load_queries(p_q, tl.arange(0, BR), m_row, BR, R - BR)
+
+    # keys 0 … likely - 1, and `end` more or less; those from `low` to `full` every row sees
+    likely = tl.minimum(tl.minimum(length, capacity) + (last - first), capacity)
+    low = 0
+    start = 0
+    if window < NO_WINDOW:
+        low = tl.maximum(tl.max(tl.where(m_live, b_position, -1), 0) - window + 1, 0)
+        start = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        start = tl.maximum(start - window + 1, 0)
+        if IS_TREE:
+            start = tl.minimum(start, length)
+    if IS_TREE:
+        full = tl.minimum(length, capacity)
+    else:
+        full = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        full = tl.where(full < 2147483647, tl.minimum(full + 1, capacity), 0)
+
+    # the blocks to visit, numbered 0 … : sinks, then those from `start` on
+    i_start = tl.minimum(start, likely) // BN
+    num_sinks = tl.minimum((tl.minimum(sink, likely) + BN - 1) // BN, i_start)
+    skip = i_start - num_sinks
+    num_visits = (likely + BN - 1) // BN - skip
+    # the last split has blocks that only some rows see: it is one of the shorter ones
+    i_first = (num_visits * i_split + splits - 1) // splits
+    i_last = (num_visits * (i_split + 1) + splits - 1) // splits
+    i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
+    i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
+
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, BR], tl.float32)
+    b_acc_2 = tl.zeros([BM, BR], tl.float32)
+    qk_scale = scale * 1.4426950408889634
+    p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
+    p_words = ancestors + o_t.to(tl.int64) * stride_words
+
+    if IS_TREE:
+        last_slot = -1
+        for i in range(first, last, BB):
+            o_s = i + tl.arange(0, BB)
+            b_slot = tl.load(slot + o_s, mask=o_s < last, other=-1)
+            last_slot = tl.maximum(last_slot, tl.max(b_slot, 0))
+        end = last_slot + 1
+    else:
+        end = tl.max(tl.where(m_live, b_position, -1), 0) + 1
+    end = tl.where(tl.max(m_live.to(tl.int32), 0) > 0, tl.minimum(end, capacity), 0)
+    # the last split has what is more than likely, too
+    num_visits = (end + BN - 1) // BN - skip
+    i_last = tl.where(i_split == splits - 1, num_visits, tl.minimum(i_last, num_visits))
+    i_last = tl.maximum(i_last, i_rest)
+    # what not all rows see lies before the full blocks and after them; it is done first, so that
+    # no masks are kept in registers beside the loop
+    for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
+        i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
+        i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
+        b_acc, b_acc_2, b_l, b_m = _attend_block(
+            b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
+            i_block * BN, end, length, m_row, m_live, b_position, window, sink, qk_scale,
+            num_words, num_blocks, block_size, stride_kb, stride_ks,
+            R, S, BR, BS, BN, BC, PAGE, IS_TREE, True,
+        )  # fmt: skip
+
+    for i in range(i_full, i_rest):
+        b_acc, b_acc_2, b_l, b_m = _attend_block(
+            b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
+            (i + skip) * BN, capacity, length, m_row, m_live, b_position, window, sink, qk_scale,
+            num_words, num_blocks, block_size, stride_kb, stride_ks,
+            R, S, BR, BS, BN, BC, PAGE, IS_TREE, False,
+        )  # fmt: skip
+
+    m_any = m_live & (b_l != 0)
+    b_total = tl.where(m_any, b_l, 1.0)
+    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    p_out = out + (o_t.to(tl.int64) * num_heads + o_h) * R  # [BM]
+    b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
+    b_out_2 = tl.where(m_any[:, None], b_acc_2 / b_total[:, None], 0.0)
+    if splits == 1:
+        store_columns(p_out, b_out, m_row, 0, R)
+        if R > BR:
+            store_columns(p_out, b_out_2, m_row, BR, R)
+        return
+
+    # a part of each split, in their order; of each group, where its first split had its own
+    o_part = (i_part + i_split).to(tl.int64) * BM + tl.arange(0, BM)
+    tl.store(lse + o_part, b_lse, mask=m_row)
+    store_columns(partial + o_part * R, b_out, m_row, 0, R)
+    if R > BR:
+        store_columns(partial + o_part * R, b_out_2, m_row, BR, R)
+    i_leader = i_split // GROUP * GROUP
+    size = tl.minimum(splits - i_leader, GROUP)
+    if not is_last(arrived + i_part + i_leader, size):
+        return
+    merge_columns(
+        partial, lse, p_out, i_part + i_leader, 1, size, m_row, splits <= GROUP, R, BM, BV
+    )
+    if splits > GROUP:
+        num_groups = (splits + GROUP - 1) // GROUP
+        # no group begins with the second split: its counter is free
+        if is_last(arrived + i_part + 1, num_groups):
+            merge_columns(partial, lse, p_out, i_part, GROUP, num_groups, m_row, True, R, BM, BV)

@@ -1,0 +1,174 @@
+"""Attention over latents in Triton against its oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from specc.kernels import ops
+from specc.kernels.cuda import arrivals, attend_latent
+from specc.kernels.cuda.launch import even_tokens
+from specc.kernels.cuda.register import attend, write_kv
+from specc.kernels.cuda.shipped import CAPABILITIES
+from specc.kernels.reference.core import write_kv_reference
+from tests.kernels.cuda.cases_attend import BF16, F16, Case
+from tests.kernels.cuda.cases_attend_latent import (
+    CASES,
+    GPU_CASES,
+    check_attend_latent,
+    check_bad_data,
+    make_latent_call,
+    run,
+)
+from tests.kernels.cuda.test_attend import programs_in
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# the interpreter would take hours for the sizes of real models
+RUN = {**CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_attend_latent(name: str, device: torch.device) -> None:
+    check_attend_latent(RUN[name], device)
+
+
+def test_tiles_of_every_height_are_run() -> None:
+    heights = set()
+    for case in CASES.values():
+        tokens = sum(count for count, _ in case.seqs) + case.tail
+        rows = -(-tokens // len(case.seqs)) * case.heads[0]
+        heights.add((case.dtype, attend_latent.config(case.dtype, rows, 90).block_m))
+    half = {(dtype, height) for dtype in (F16, BF16) for height in (16, 32)}
+    assert heights == half | {(torch.float32, 16)}
+
+
+def test_bad_data_stays_inside(device: torch.device) -> None:
+    check_bad_data(device)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    call = make_latent_call(Case(((2, 5),), heads=(4, 1), sizes=(24, 16)), device)
+    q, k_cache, values, q_start, position, slot, cache_len, ancestors, table = call.args
+    empty = (position[:0], slot[:0], cache_len, ancestors[:0], table)
+    out = attend(q[:, :0], k_cache, values, q_start * 0, *empty, scale=1.0, values_in_keys=True)
+    assert out.shape == (4, 0, 16)
+
+
+SPLIT_CASES = {
+    "one-group": Case(((3, 300), (2, 40)), heads=(4, 1), sizes=(24, 16), splits=6),
+    "groups": Case(((3, 600), (2, 300)), True, F16, (2, 1), (24, 16), splits=9),
+    "wide": Case(((1, 700),), False, F16, (2, 1), (328, 296), splits=10),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_a_replay_gives_the_same_bits_whichever_is_last(name: str, device: torch.device) -> None:
+    """Programs run in another order each time, and find the counters as the first launch did."""
+    case = SPLIT_CASES[name]
+    check_attend_latent(case, device)
+    call = make_latent_call(case, device)
+    outputs = []
+    for order in (range, lambda n: range(n - 1, -1, -1), lambda n: (*range(2, n), 0, 1)):
+        with programs_in(order, device):
+            outputs.append(run(call, case.splits))
+        assert torch.equal(outputs[0], outputs[-1])
+        assert not arrivals.counters(call.args[1], 1).any()
+
+
+@pytest.mark.parametrize("name", ["plain-decode", "sink-beyond-window"])
+def test_even_sequences_need_no_starts(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    call = make_latent_call(case, device)
+    want = run(call, case.splits)
+    call.args = (*call.args[:3], torch.full_like(call.args[3], 1 << 30), *call.args[4:])
+    with even_tokens():
+        found = run(call, case.splits)
+    assert torch.equal(found, want)
+
+
+def test_the_operator_reads_keys_alone(device: torch.device) -> None:
+    """Of the value's cache the width; heads with caches of their own go to their kernel."""
+    case = Case(((3, 20), (2, 9)), heads=(4, 1), sizes=(24, 16))
+    call = make_latent_call(case, device)
+    want = call.reference()
+    q, k_cache, values, *others = call.args
+    lost = torch.full(values.shape, float("nan"), device=device)
+    found = attend(q, k_cache, lost, *others, **call.options)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    options = call.options | {"values_in_keys": False}
+    torch.testing.assert_close(attend(*call.args, **options), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
+def test_rows_are_written_once(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of live tokens, in keys; the value's cache is not touched, nor are other rows."""
+    k = torch.randn(1, 5, 576, device=device).to(dtype)
+    caches = [torch.full((4, 2, 1, size), 7.0, dtype=dtype, device=device) for size in (576, 512)]
+    places = [
+        torch.tensor([0, 2, 5], dtype=torch.int32, device=device),
+        torch.tensor([1, -1, 0, 2, 3], dtype=torch.int32, device=device),
+        torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device),
+    ]
+    want = [cache.clone() for cache in caches]
+    write_kv_reference(k, k[..., :512], *want, *places, values_in_keys=True)
+    write_kv(k, k[..., :512], *caches, *places, values_in_keys=True)
+    for own, other in zip(caches, want, strict=True):
+        assert torch.equal(own, other)
+    assert torch.equal(caches[0][3, 1, 0], k[0, 0])
+    assert bool((caches[1] == 7).all())
+    assert bool((caches[0][3, 0] == 7).all())
+
+
+NAMES = ("q", "k_cache", "values", "q_start", "position", "slot", "cache_len", "ancestors")
+BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "dtypes": ("k_cache", lambda x: x.half(), "float16"),
+    "unsupported-dtype": ("q", lambda x: x.double(), "float64"),
+    "columns": ("q", lambda x: x[..., :20], r"20\)"),
+    "heads": ("k_cache", lambda x: torch.cat([x, x], 2), r"2, 24\)"),
+    "no-shared-part": ("values", lambda x: x.new_empty(1, 1, 1, 24), "24 columns and 0"),
+    "wide-shared-part": ("values", lambda x: x[..., :0], "latents of 0 columns"),
+    "q-start": ("q_start", lambda x: x[:2], r"\(2,\)"),
+    "cache-len": ("cache_len", lambda x: x[:1], r"\(1,\)"),
+    "slot": ("slot", lambda x: x[:2], r"\(2,\)"),
+    "words-dtype": ("ancestors", lambda x: x.int(), "int32"),
+    "no-words": ("ancestors", lambda x: x[:, :0], "words for 0 nodes"),
+    "strides": ("k_cache", lambda x: x.transpose(1, 3).contiguous().transpose(1, 3), "k_cache"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_refuses(broken: str, device: torch.device) -> None:
+    case = Case(((3, 5), (2, 4)), heads=(4, 1), sizes=(24, 16))
+    call = make_latent_call(case, device)
+    name, change, found = BROKEN[broken]
+    place = (*NAMES, "block_table").index(name)
+    changed = change(call.args[place])
+    args = (*call.args[:place], changed, *call.args[place + 1 :])
+    with pytest.raises(ValueError, match=f"found.*{found}.*needed"):
+        attend(*args, **call.options)
+
+
+def test_a_scale_is_positive(device: torch.device) -> None:
+    call = make_latent_call(Case(((2, 5),), heads=(2, 1), sizes=(24, 16)), device)
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="found scale"):
+            attend(*call.args, **(call.options | {"scale": scale}))
+
+
+def test_operators_say_so() -> None:
+    for operator in (ops.attend, ops.write_kv):
+        assert operator._schema.arguments[-1].name == "values_in_keys"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_size_has_a_configuration(capability: int) -> None:
+    for dtype in (BF16, F16, torch.float32):
+        for rows in (1, 16, 17, 32, 5000):
+            found = attend_latent.config(dtype, rows, capability)
+            # a step takes 64 bits of a row's words
+            assert found.block_n in (16, 32, 64)
+    names = [s.name for s in attend_latent.shipped(capability)]
+    assert len(names) == len(set(names)) >= 10
