@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda.attend_config import machine
 from specc.kernels.cuda.dependent import DTYPES
 from specc.kernels.cuda.few_rows_tiles import (
     EMBED_TILES,
@@ -75,12 +76,12 @@ class Product:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """What its kernel may be launched with; none of more rows than it takes."""
+        """What its kernel may be launched with on the current device; none of too many rows."""
         if self.layout:
             return quantized_tiles(self.layout, self.dtype, self.rows)
         tables = {SKINNY: LINEAR_TILES, EMBED: EMBED_TILES}
         tiles = tables.get(self.operator, TILES)[self.dtype]
-        return suited(tiles, self.rows, self.shape[1])
+        return suited(tiles, self.rows, self.shape[1], _capability())
 
     @property
     def can_start_early(self) -> bool:
@@ -111,6 +112,11 @@ class Choice:
         return self.ordinary != (self.dependent and replace(self.dependent, starts_early=True))
 
 
+def _capability() -> int:
+    """Compute capability of the current device, or of the one that the interpreter stands for."""
+    return machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[0]
+
+
 # what was measured in this process, or read from what was measured before; what is not here is the
 # library's
 choices: dict[Product, Choice] = {}
@@ -130,8 +136,9 @@ def _tile_of(product: Product, unknown: Tile | None) -> Tile | None:
         (tile,) = forced
         if isinstance(tile, int):
             return product.tiles[tile] if tile < len(product.tiles) else None
-        is_taken = tile and not product.layout and tile.takes(product.rows, product.shape[1])
-        return tile if is_taken else None
+        if tile is None or product.layout or not tile.takes(product.rows, product.shape[1]):
+            return None
+        return tile if tile.fits(_capability()) else None
     choice = choices.get(product)
     if choice is None:
         return unknown

@@ -25,6 +25,12 @@ import torch
 DOT, JOINED, SWAP, VECTOR = "dot", "joined", "swap", "vector"
 # of a product that is not of a quantized weight
 MAX_ROWS = 16
+# rows that tiles of a form have, unless their names say others
+_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1}
+# bytes of shared memory that a program may have (CUDA programming guide, technical specifications
+# per compute capability), and what it may have on those that are not listed
+_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+LEAST_SHARED = 99 << 10
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Tile:
         starts_early: it is a dependent launch where launches are; else an ordinary one, always.
         form: of the loop.
         block_m: rows of x, at most.
+        shared: bytes of shared memory that the device must give a program, if not all do.
     """
 
     block_n: int
@@ -51,6 +58,7 @@ class Tile:
     starts_early: bool = True
     form: str = DOT
     block_m: int = MAX_ROWS
+    shared: int = LEAST_SHARED
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -65,9 +73,10 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """Of its configurations, for tables: `n32`, `swap-n16`."""
+        """Of its configurations, for tables: `n32`, `swap-n16`, `swap-m16-n64`."""
         form = "" if self.form == DOT else f"{self.form}-"
-        return f"{form}n{self.block_n}"
+        rows = "" if self.block_m == _ROWS[self.form] else f"m{self.block_m}-"
+        return f"{form}{rows}n{self.block_n}"
 
     def copies(self, dtype: torch.dtype) -> int:
         """Copies of a step's gamma that a load has: 4 bytes a thread, fewer are not prefetched."""
@@ -77,16 +86,21 @@ class Tile:
         """Whether its kernel computes a product of so many rows by a weight of so many columns."""
         return num_rows <= self.block_m and (self.form == DOT or columns % self.block_k == 0)
 
+    def fits(self, capability: int) -> bool:
+        """Whether devices of a compute capability (90) have the shared memory it needs."""
+        return self.shared <= _SHARED.get(capability, LEAST_SHARED)
 
-def suited(tiles: Iterable[Tile], num_rows: int, columns: int) -> tuple[Tile, ...]:
+
+def suited(tiles: Iterable[Tile], num_rows: int, columns: int, capability: int) -> tuple[Tile, ...]:
     """Of those that take a product the ones with the fewest rows: others compute more for nothing.
 
     Args:
         tiles: of a kernel.
         num_rows: of x.
         columns: of the weight.
+        capability: of the device.
     """
-    fitting = [tile for tile in tiles if tile.takes(num_rows, columns)]
+    fitting = [t for t in tiles if t.takes(num_rows, columns) and t.fits(capability)]
     least = min((tile.block_m for tile in fitting), default=0)
     return tuple(tile for tile in fitting if tile.block_m == least)
 
@@ -95,8 +109,9 @@ def suited(tiles: Iterable[Tile], num_rows: int, columns: int) -> tuple[Tile, ..
 # 2026-11-26, one row and eight, shapes of 8B and 1B (docs/results/gpu_tiles.json). Time over that
 # of reading the weight, summed up over the six products with a norm, is 9.57 (one row) and 9.71
 # (eight) with the library's, 7.83 and 8.77 with these, 7.71 and 8.72 with the best of each; of the
-# four without a norm 7.49 and 7.51, 5.87 and 6.85, which are the best. Nobody has measured 16 rows:
-# theirs are those of 16 that were best with eight. All fit where there is least shared memory.
+# four without a norm 7.49 and 7.51, 5.87 and 6.85, which are the best. With 16 rows
+# (2026-11-27, docs/results/gpu_products_16.json) the two of 16 are the fastest, or level with it,
+# wherever the library takes 1 % of a layer longer. All fit where there is least shared memory.
 TILES = {
     torch.bfloat16: (
         Tile(4, 512, 2, 4, form=VECTOR, block_m=1),
@@ -113,7 +128,8 @@ TILES = {
 # of those that start with tokens: without a residual Triton 3.6 spills the first of one row on 9.0
 EMBED_TILES = TILES | {torch.bfloat16: TILES[torch.bfloat16][1:]}
 # of products that nothing stands around: of 4096 rows of a weight 32 at a time are a program for
-# nearly every multiprocessor of a large GPU, of 2048 rows 16 are, or 32 in two parts
+# nearly every multiprocessor of a large GPU, of 2048 rows 16 are, or 32 in two parts. With 16 rows
+# the last two, in dependent launches, take 3 to 13 % less than the fastest of all others
 LINEAR_TILES = {
     torch.bfloat16: (
         Tile(8, 512, 4, 4, form=VECTOR, block_m=1),
@@ -123,6 +139,8 @@ LINEAR_TILES = {
         Tile(64, 128, 4, 5, 4, form=SWAP, block_m=8),
         Tile(32, 128, 2, 6, 4, form=SWAP, block_m=8),
         Tile(32, 128, 4, 5), Tile(32, 128, 4, 5, 2), Tile(32, 128, 4, 5, 4),
+        Tile(64, 256, 4, 4, 2, form=SWAP, shared=163 << 10),
+        Tile(64, 256, 4, 4, 4, form=SWAP, shared=163 << 10),
     ),
     torch.float16: (
         Tile(32, 128, 4, 5), Tile(16, 128, 4, 6), Tile(64, 128, 4, 4),

@@ -64,6 +64,7 @@ def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Itera
         _replaced(dependent, "INTERPRETED", False),
         _replaced(KernelInterface, "__getitem__", launch),
         _replaced(attend, "machine", known),
+        _replaced(few_rows, "machine", known),
     ):
         yield
 

@@ -58,7 +58,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias; numbers of splits share a configuration."""
     for dtype in FLOATS:
         pointer = f"*{TYPE_NAMES[dtype]}"
-        unlike = {(tile.name, tile.splits > 1): tile for tile in LINEAR_TILES[dtype]}
+        tiles = [tile for tile in LINEAR_TILES[dtype] if tile.fits(capability)]
+        unlike = {(tile.name, tile.splits > 1): tile for tile in tiles}
         for (tile_name, is_split), tile in unlike.items():
             for has_bias in (False, True):
                 given = dict.fromkeys(("x", "weight", "out"), pointer)

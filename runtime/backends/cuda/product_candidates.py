@@ -32,6 +32,9 @@ _EARLY_LOSS = 0.03
 _REPEATS, _REPLAYS = 3, 5
 # one that takes as much more than the fastest is timed no further
 _TOO_SLOW = 1.3
+# of a single replay, seconds that launching and waiting take at most; and of several the fewest
+# seconds: a product that a model has once takes no longer than a wait
+_WAIT_S, _LEAST_S = 1e-4, 5e-4
 # difference of two results over the size of one: what roundings and another order of a sum leave,
 # and far less than a kernel that is compiled wrongly
 _MOST_OFF = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -130,9 +133,10 @@ def graph_timer(graphs: GraphDevice, watch: Stopwatch | None = None) -> Timer:
             # the first one prepares the graph
             graph.replay()
             first = replays(graph, 1)
-            if first > _TOO_SLOW * best:
+            if first - _WAIT_S > _TOO_SLOW * best:
                 return first
-            return statistics.median(replays(graph, _REPLAYS) for _ in range(_REPEATS))
+            count = max(_REPLAYS, math.ceil(_LEAST_S / first))
+            return statistics.median(replays(graph, count) for _ in range(_REPEATS))
 
     return seconds
 

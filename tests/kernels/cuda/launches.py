@@ -24,6 +24,7 @@ from specc.kernels.cuda import (
     block_mass,
     commit_kv,
     dependent,
+    few_rows,
     leave_step,
     lookup,
     merge,
@@ -130,7 +131,8 @@ def record(module: types.ModuleType, capability: int, monkeypatch: Any) -> list[
     for name, value in list(vars(module).items()):
         if name.endswith("_kernel") and hasattr(value, "arg_names"):
             monkeypatch.setattr(module, name, _Recorder(value, launches))
-    monkeypatch.setattr(attend, "machine", lambda device: (capability, NUM_SMS))
+    for owner in (attend, few_rows):
+        monkeypatch.setattr(owner, "machine", lambda device: (capability, NUM_SMS))
     # with early starts where engines have them
     monkeypatch.setattr(dependent, "INTERPRETED", False)
     for is_dependent in (False, True)[: 1 + (capability >= dependent.LEAST_CAPABILITY)]:

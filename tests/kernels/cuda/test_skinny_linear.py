@@ -8,7 +8,7 @@ import torch
 from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda.few_rows import SKINNY, Choice, Product, forced, tile_for
 from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES
-from specc.kernels.cuda.skinny_linear import skinny_linear
+from specc.kernels.cuda.skinny_linear import shipped, skinny_linear
 from specc.passes import memory
 from tests.kernels.cuda import cases_skinny_linear as cases
 from tests.kernels.cuda.cases_add_norm import BF16, F16, F32
@@ -85,13 +85,32 @@ def test_memory_of_parts_is_planned():
         (2, 4096, {("swap", 128)}),
         (8, 896, {("swap", 128)}),
         (8, 80, {("dot", 128)}),
-        (16, 4096, {("dot", 128)}),
+        (9, 4096, {("dot", 128), ("swap", 256)}),
+        (16, 4096, {("dot", 128), ("swap", 256)}),
+        (16, 896, {("dot", 128)}),
     ],
 )
 def test_tiles_suit_the_rows_and_the_width(num_rows, columns, wanted, device):
     weight = torch.zeros(8, columns, dtype=BF16, device=device)
     tiles = Product.of(SKINNY, num_rows, weight).tiles
     assert {(tile.form, tile.block_k) for tile in tiles} == wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_large"), [(80, True), (86, False), (90, True), (100, True), (120, False)]
+)
+def test_tiles_fit_the_shared_memory(capability, has_large, device, monkeypatch):
+    """What a device cannot launch is neither measured there nor listed as shipped."""
+    monkeypatch.setattr(few_rows, "machine", lambda device: (capability, 8))
+    weight = torch.zeros(8, 4096, dtype=BF16, device=device)
+    tiles = Product.of(SKINNY, 16, weight).tiles
+    assert {tile.form for tile in tiles} == ({"dot", "swap"} if has_large else {"dot"})
+    large = LINEAR_TILES[BF16][-1]
+    assert large.form == "swap"
+    with forced(large):
+        assert tile_for(SKINNY, 16, weight) == (large if has_large else None)
+    names = {item.name for item in shipped(capability)}
+    assert ("bf16-swap-m16-n64-split" in names) == has_large
 
 
 def test_a_forced_tile_that_does_not_take_a_product_is_not_launched(device):

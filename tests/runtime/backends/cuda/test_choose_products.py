@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,11 +372,46 @@ def test_replays_are_timed_on_the_device() -> None:
     assert watch.take() == {}
 
 
-def test_what_is_far_slower_than_the_best_is_replayed_twice() -> None:
-    device = SimulatedDevice()
-    seconds = graph_timer(device)(lambda: torch.zeros(3) + 1, 1e-12)
-    assert seconds > 1e-12
-    assert device.num_waits == 2
+class Clocked:
+    """A device on which time passes by work and by waits for it."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.now, self._wait_s, self.replays = 0.0, wait_s, 0
+
+    def capture(self, run: Any) -> Any:
+        def replay() -> None:
+            self.replays += 1
+            self.now += run()
+
+        return SimpleNamespace(replay=replay)
+
+    def record_event(self) -> Any:
+        def synchronize() -> None:
+            self.now += self._wait_s
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    device = Clocked(wait_s=20e-6)
+    monkeypatch.setattr(candidates_module, "time", SimpleNamespace(perf_counter=lambda: device.now))
+    return device
+
+
+def test_what_is_far_slower_than_the_best_is_replayed_twice(clocked) -> None:
+    """After the replay that prepares the graph one tells."""
+    assert graph_timer(clocked)(lambda: 1.2e-3, 0.8e-3) == pytest.approx(1.2e-3 + 20e-6)
+    assert clocked.replays == 2
+
+
+@pytest.mark.parametrize(("library_s", "tile_s"), [(14e-6, 9e-6), (14e-6, 20e-6), (4e-4, 3e-4)])
+def test_a_wait_is_not_taken_for_a_product(clocked, library_s: float, tile_s: float) -> None:
+    """A product that a model has once takes less time than the wait after one replay."""
+    timer = graph_timer(clocked)
+    best = timer(lambda: library_s, math.inf)
+    assert best == pytest.approx(library_s, rel=0.15)
+    assert timer(lambda: tile_s, best) == pytest.approx(tile_s, rel=0.15)
 
 
 def test_the_best_so_far_is_that_of_this_product(program) -> None:
