@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda import attend_few
+from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import AttendConfig, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
@@ -71,6 +71,14 @@ def attend(
         attend_few.launch(
             few, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
             block_table, scale=scale, page=_page(num_pages, block_size, few.block_n),
+            num_sms=num_sms, num_splits=num_splits,
+        )  # fmt: skip
+        return out.transpose(0, 1)
+    wide = attend_wide.find(q, v_cache, block_table, window, capability)
+    if wide is not None:
+        attend_wide.launch(
+            wide, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
+            block_table, scale=scale, page=_page(num_pages, block_size, wide.block_n),
             num_sms=num_sms, num_splits=num_splits,
         )  # fmt: skip
         return out.transpose(0, 1)

@@ -1,0 +1,169 @@
+"""`specc::attend` for wide tiles on Hopper: when it is taken, its launches, what ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel, merge_wide_kernel
+from specc.kernels.cuda.dependent import INTERPRETED
+from specc.kernels.cuda.launch import is_even, is_inlined
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+
+# rows of a tile: of one group of warps that multiplies, or of two
+TILE_ROWS = (64, 128)
+HEAD_DIMS = (128,)
+DTYPES = (torch.bfloat16, torch.float16)
+# wgmma, and registers that warps hand to each other
+CAPABILITIES = (90,)
+# what engines are built with: dense rows (one page) or pages of 16 rows
+_PAGES = (0, 16)
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Launch parameters.
+
+    Args:
+        block_m: rows of a tile, which has all of a sequence.
+        block_n: keys of a step; 64, the bits that a step takes from ancestor words.
+        stages: key blocks of the ring.
+        min_blocks: key blocks of a split, at least, where there are several.
+        waves: programs of full splits over multiprocessors, at most, where there are several
+            sequences: short ones leave what the splits of others take.
+        merge_rows: rows that a program merges.
+        merge_parts: parts that it merges at a time.
+        merge_warps: warps of such a program.
+    """
+
+    block_m: int
+    block_n: int = 64
+    stages: int = 6
+    min_blocks: int = 2
+    waves: int = 4
+    merge_rows: int = 4
+    merge_parts: int = 16
+    merge_warps: int = 4
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread as the program starts, before warps hand some to each other."""
+        # what the register file holds, in eights; and no more than an instruction can name
+        return min(65536 // (128 + 2 * self.block_m), 248) // 8 * 8
+
+
+_TABLE = {rows: WideConfig(rows) for rows in TILE_ROWS}
+
+
+def _is_able() -> bool:
+    """Whether a launch is one of this process, by Triton's compiler."""
+    return not (INTERPRETED or is_inlined())
+
+
+def find(
+    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
+) -> WideConfig | None:
+    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
+    num_heads, num_tokens, head_dim = q.shape
+    num_seqs, num_pages = block_table.shape
+    group = num_heads // v_cache.shape[2]
+    # all sequences have a tile each
+    is_one_tile = num_seqs == 1 or (is_even() and num_tokens % num_seqs == 0)
+    rows = triton.cdiv(num_tokens, num_seqs) * group
+    suits = (
+        _is_able()
+        and is_one_tile
+        and rows <= TILE_ROWS[-1]
+        and window == 0
+        and q.dtype in DTYPES
+        and head_dim == v_cache.shape[3]
+        and head_dim in HEAD_DIMS
+        and capability in CAPABILITIES
+    )
+    if not suits:
+        return None
+    c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
+    # a key block has whole pages, or lies in one
+    block_size = v_cache.shape[1]
+    is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
+    return c if is_whole or num_pages == 1 else None
+
+
+def launch(
+    c: WideConfig,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    page: int,
+    num_sms: int,
+    num_splits: int | None,
+) -> None:
+    """Launch the kernels with what `find` has found; `out` [Nt, H, D] is written.
+
+    Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
+    of None as many as `num_sms` multiprocessors run at a time, or of several sequences some times
+    as many.
+    """
+    num_heads, num_tokens, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = v_cache.shape
+    num_seqs, num_pages = block_table.shape
+    group = num_heads // num_kv_heads
+    num_tiles = num_seqs * num_kv_heads
+    waves = 1 if num_seqs == 1 else c.waves
+    most = waves * num_sms // num_tiles if num_splits is None else num_splits
+    max_splits = max(1, min(most, triton.cdiv(num_pages * block_size, c.block_n)))
+    partial = q.new_empty(num_tiles, max_splits, c.block_m, head_dim, dtype=torch.float32)
+    lse = q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
+    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
+    attend_wide_kernel[(num_kv_heads, max_splits, num_seqs)](
+        q, k_cache, v_cache, partial, lse,
+        q_start, position, slot, cache_len,
+        q_start if ancestors is None else ancestors,
+        block_table, scale,
+        num_tokens, num_seqs, num_heads, group,
+        0 if ancestors is None else ancestors.shape[1],
+        num_blocks, num_pages, block_size, tokens_each, max_splits,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        0 if ancestors is None else ancestors.stride(0),
+        D=head_dim,
+        BM=c.block_m,
+        BN=c.block_n,
+        STAGES=c.stages,
+        MIN_BLOCKS=c.min_blocks,
+        PAGE=page,
+        IS_TREE=ancestors is not None,
+        IS_DEPENDENT=False,
+        IS_NEXT_EARLY=not INTERPRETED,
+        num_warps=4,
+        maxnreg=c.max_registers,
+    )  # fmt: skip
+    rows = triton.cdiv(num_tokens, num_seqs) * group
+    merge_wide_kernel[(triton.cdiv(rows, c.merge_rows), num_kv_heads, num_seqs)](
+        out, partial, lse, q_start,
+        num_tokens, num_seqs, num_heads, group, tokens_each, max_splits,
+        D=head_dim,
+        BM=c.block_m,
+        BR=c.merge_rows,
+        BP=c.merge_parts,
+        IS_EARLY=not INTERPRETED,
+        IS_NEXT_EARLY=False,
+        num_warps=c.merge_warps,
+        maxnreg=128,
+        **({} if INTERPRETED else {"launch_pdl": True}),
+    )  # fmt: skip
