@@ -9,8 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda import dependent
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel, merge_wide_kernel
-from specc.kernels.cuda.dependent import INTERPRETED
+from specc.kernels.cuda.dependent import SUFFIX
 from specc.kernels.cuda.launch import is_even, is_inlined
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
@@ -22,6 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITIES = (90,)
 # what engines are built with: dense rows (one page) or pages of 16 rows
 _PAGES = (0, 16)
+# left to itself, ptxas gives a thread so few that one program more fits, and spills
+_MERGE_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ _TABLE = {rows: WideConfig(rows) for rows in TILE_ROWS}
 
 def _is_able() -> bool:
     """Whether a launch is one of this process, by Triton's compiler."""
-    return not (INTERPRETED or is_inlined())
+    return not (dependent.INTERPRETED or is_inlined())
 
 
 def find(
@@ -148,12 +151,12 @@ def launch(
         MIN_BLOCKS=c.min_blocks,
         PAGE=page,
         IS_TREE=ancestors is not None,
-        IS_DEPENDENT=False,
-        IS_NEXT_EARLY=not INTERPRETED,
         num_warps=4,
         maxnreg=c.max_registers,
     )  # fmt: skip
     rows = triton.cdiv(num_tokens, num_seqs) * group
+    # launched as what is before it ends, whatever the launches around them are
+    is_early = not dependent.INTERPRETED
     merge_wide_kernel[(triton.cdiv(rows, c.merge_rows), num_kv_heads, num_seqs)](
         out, partial, lse, q_start,
         num_tokens, num_seqs, num_heads, group, tokens_each, max_splits,
@@ -161,9 +164,78 @@ def launch(
         BM=c.block_m,
         BR=c.merge_rows,
         BP=c.merge_parts,
-        IS_EARLY=not INTERPRETED,
-        IS_NEXT_EARLY=False,
+        IS_DEPENDENT=is_early,
         num_warps=c.merge_warps,
-        maxnreg=128,
-        **({} if INTERPRETED else {"launch_pdl": True}),
+        maxnreg=_MERGE_REGISTERS,
+        **({"launch_pdl": True} if is_early else {}),
+    )  # fmt: skip
+
+
+_POINTERS = (
+    "q", "k_cache", "v_cache", "partial", "lse", "q_start", "position", "slot", "cache_len",
+    "ancestors", "block_table",
+)  # fmt: skip
+_DIVISIBLE_STRIDES = (
+    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
+    "stride_vb", "stride_vs", "stride_vh",
+)  # fmt: skip
+_INTEGERS = (
+    "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
+    "block_size", "tokens_each", "max_splits", "stride_table", "stride_words", *_DIVISIBLE_STRIDES,
+)  # fmt: skip
+_MERGE_POINTERS = ("out", "partial", "lse", "q_start")
+_MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability."""
+    if capability not in CAPABILITIES:
+        return
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            for c in _TABLE.values():
+                for page in _PAGES:
+                    for is_tree in (True, False):
+                        yield _shipped(dtype, head_dim, c, page, is_tree)
+                yield _shipped_merge(dtype, head_dim, c)
+
+
+def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
+    name = TYPE_NAMES[dtype]
+    tensors = {"q": name, "k_cache": name, "v_cache": name, "position": "i64"}
+    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
+    return Shipped(
+        f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
+        attend_wide_kernel,
+        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
+        {
+            "D": head_dim, "BM": c.block_m, "BN": c.block_n, "STAGES": c.stages,
+            "MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree,
+        },
+        4,
+        3,
+        (*_POINTERS, *_DIVISIBLE_STRIDES),
+        c.max_registers,
+    )  # fmt: skip
+
+
+def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
+    name = TYPE_NAMES[dtype]
+    tensors = {"out": name, "partial": "fp32", "lse": "fp32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _MERGE_POINTERS}
+    return Shipped(
+        f"merge-{name}-d{head_dim}-rows{c.block_m}{SUFFIX}",
+        merge_wide_kernel,
+        signature | dict.fromkeys(_MERGE_INTEGERS, "i32"),
+        {
+            "D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts,
+            "IS_DEPENDENT": True,
+        },
+        c.merge_warps,
+        3,
+        _MERGE_POINTERS,
+        _MERGE_REGISTERS,
+        is_dependent=True,
+        early=("q_start",),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
+from specc.kernels.cuda.dependent import load_early, wait_for_earlier
 
 NEVER = gl.constexpr(2147483647)
 # rows of the four warps that multiply: of a product of tensor cores
@@ -63,15 +63,10 @@ def _has_bit(o_n, b_low, b_high):
 
 
 @gluon.jit
-def _load_pages(
-    p_table, i_block, o_n, num_pages, block_size, BN: gl.constexpr, PAGE: gl.constexpr
-):
+def _load_pages(p_table, i_block, o_n, num_pages, block_size, BN: gl.constexpr, PAGE: gl.constexpr):
     """Pages of the keys of a block; those after the end of the table are 0."""
-    if PAGE == 0:
-        # the whole block lies in one page
-        o_page = i_block * BN // block_size + o_n * 0
-    else:
-        o_page = (i_block * BN + o_n) // PAGE
+    # the whole block may lie in one page
+    o_page = i_block * BN // block_size + o_n * 0 if PAGE == 0 else (i_block * BN + o_n) // PAGE
     return gl.load(p_table + o_page, mask=o_page < num_pages, other=0)
 
 
@@ -110,9 +105,8 @@ def _copy_keys(
     STAGES: gl.constexpr,
     PAGE: gl.constexpr,
     IS_TREE: gl.constexpr,
-    IS_NEXT_EARLY: gl.constexpr,
 ):
-    """Copy blocks i_first … i_last - 1 into the ring; from i_rest on not every row sees all keys."""
+    """Copy blocks i_first … i_last - 1 into the ring; those from i_rest on not every row sees."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (D // 8), D // 8], [COPY_WARPS, 1], [1, 0]
     )
@@ -133,7 +127,7 @@ def _copy_keys(
         o_key = i * BN + o_n
         m_key = o_key < end
         m_value = m_key
-        if IS_TREE:
+        if IS_TREE:  # noqa: SIM102 (which of the two is there is known to the compiler)
             if i >= i_rest:
                 # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
                 m_own = o_t < last
@@ -158,7 +152,6 @@ def _copy_keys(
         # the barrier hears of it when the copies of a thread have come
         async_copy.mbarrier_arrive(is_full.index(stage), increment_count=False)
         b_page = b_next
-    let_next_start(IS_NEXT_EARLY)
 
 
 @gluon.jit
@@ -171,7 +164,9 @@ def _ask_scores(
     # copies wrote through the one way to shared memory, tensor cores read through another
     fence_async_shared()
     b_s = gl.zeros([ROWS, BN], gl.float32, S)
-    return warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), b_s, use_acc=False, is_async=True)
+    return warpgroup_mma(
+        q_tile, k_ring.index(stage).permute((1, 0)), b_s, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
@@ -193,9 +188,7 @@ def _mask(
     o_key = i_key + o_n
     if IS_TREE:
         b_low, b_high = _node_halves(p_words, m_live, i_key - length, num_words)
-        m_s = _has_bit(
-            gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1)
-        )
+        m_s = _has_bit(gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1))
         m_s = gl.expand_dims(o_key < length, 0) | m_s
     else:
         m_s = gl.expand_dims(o_key, 0) <= gl.expand_dims(b_position, 1)
@@ -203,7 +196,7 @@ def _mask(
 
 
 @gluon.jit
-def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, O: gl.constexpr):
+def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, A: gl.constexpr):
     """Take scores into the running softmax."""
     # scaled in the subtraction, as a scale is positive: one instruction for each number
     b_m_new = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
@@ -212,9 +205,9 @@ def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, O: gl.con
     b_p = gl.exp2(b_s * qk_scale - gl.expand_dims(b_base, 1))
     b_shrink = gl.exp2(b_m - b_base)
     b_l = b_l * b_shrink + gl.sum(b_p, 1)
-    b_shrink = gl.convert_layout(b_shrink, gl.SliceLayout(1, O))
+    b_shrink = gl.convert_layout(b_shrink, gl.SliceLayout(1, A))
     b_acc = b_acc * gl.expand_dims(b_shrink, 1)
-    return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, O, 2)), b_acc, b_l, b_m_new
+    return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, A, 2)), b_acc, b_l, b_m_new
 
 
 @gluon.jit
@@ -257,7 +250,7 @@ def _attend_rows(
 ):
     """Attend with rows 64 · W … of the tile to blocks i_first … i_last - 1 (one at least)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     o_r = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     o_t = first + o_r // group
@@ -282,7 +275,7 @@ def _attend_rows(
 
     b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    b_acc = gl.zeros([ROWS, D], gl.float32, O)
+    b_acc = gl.zeros([ROWS, D], gl.float32, A)
     qk_scale = scale * 1.4426950408889634
     b_s = _ask_scores(q_tile, k_ring, is_full, 0, BN, STAGES, S)
     b_s = warpgroup_mma_wait(0, deps=[b_s])
@@ -295,7 +288,7 @@ def _attend_rows(
             b_s = _mask(
                 b_s, i * BN, end, length, p_words, m_live, b_position, num_words, BN, IS_TREE, S
             )
-        b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, O)
+        b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
         b_sum = warpgroup_mma(b_p, v_ring.index(stage), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=[b_next])
         b_acc = warpgroup_mma_wait(0, deps=[b_sum])
@@ -307,7 +300,7 @@ def _attend_rows(
             b_s, (i_last - 1) * BN, end, length, p_words, m_live, b_position, num_words, BN,
             IS_TREE, S,
         )  # fmt: skip
-    b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, O)
+    b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
     b_acc = warpgroup_mma(b_p, v_ring.index((i_last - 1 - i_first) % STAGES), b_acc, is_async=True)
     b_acc = warpgroup_mma_wait(0, deps=[b_acc])
 
@@ -315,9 +308,9 @@ def _attend_rows(
     b_total = gl.where(m_any, b_l, 1.0)
     b_lse = gl.where(m_any, b_m + gl.log2(b_total), float("-inf"))
     gl.store(lse + (i_tile * BM + o_r) * max_splits + i_split, b_lse, mask=m_row)
-    b_scale = gl.convert_layout(gl.where(m_any, 1.0 / b_total, 0.0), gl.SliceLayout(1, O))
-    o_m = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, O))
-    o_dv = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, O)), 0)
+    b_scale = gl.convert_layout(gl.where(m_any, 1.0 / b_total, 0.0), gl.SliceLayout(1, A))
+    o_m = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
+    o_dv = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
     o_part = (i_tile * max_splits + i_split).to(gl.int64) * BM + o_m
     p_part = gl.expand_dims(partial + o_part * D, 1) + o_dv
     m_part = gl.expand_dims(first + o_m // group < last_row, 1)
@@ -370,14 +363,11 @@ def attend_wide_kernel(
     MIN_BLOCKS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_TREE: gl.constexpr,
-    IS_DEPENDENT: gl.constexpr,
-    IS_NEXT_EARLY: gl.constexpr,
 ):
     i_kv = gl.program_id(0)
     i_split = gl.program_id(1)
     i_b = gl.program_id(2)
     i_tile = i_b * gl.num_programs(0) + i_kv
-    # until the wait below nothing is read but integers that are older than the keys
     first = i_b * tokens_each
     last = first + tokens_each
     if tokens_each == 0:
@@ -407,7 +397,6 @@ def attend_wide_kernel(
     i_last = (num_visits * (i_split + 1) + splits - 1) // splits
     i_last = gl.where(i_split < splits, i_last, i_first)
     i_rest = gl.minimum(gl.maximum(full, i_first), i_last)
-    wait_alone(IS_DEPENDENT)
     if i_first >= i_last:
         # no part of the result: its sum is 0
         o_m = gl.arange(0, BM, gl.BlockedLayout([1], [32], [4], [0]))
@@ -453,7 +442,6 @@ def attend_wide_kernel(
                         i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
                         num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
                         stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
-                        IS_NEXT_EARLY,
                     )),
                 ],
                 [4, COPY_WARPS],
@@ -474,7 +462,6 @@ def attend_wide_kernel(
                         i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
                         num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
                         stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
-                        IS_NEXT_EARLY,
                     )),
                 ],
                 [COPY_WARPS],
@@ -482,7 +469,9 @@ def attend_wide_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits"]
+)
 def merge_wide_kernel(
     out,  # [Nt, H, D]
     partial,  # [B, HK, max_splits, BM, D]
@@ -498,8 +487,7 @@ def merge_wide_kernel(
     BM: tl.constexpr,
     BR: tl.constexpr,
     BP: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-    IS_NEXT_EARLY: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Merge BR rows of a tile, BP parts at a time and always in this order."""
     i_kv = tl.program_id(1)
@@ -519,8 +507,7 @@ def merge_wide_kernel(
     b_m = tl.full([BR], float("-inf"), tl.float32)
     b_l = tl.zeros([BR], tl.float32)
     b_acc = tl.zeros([BR, D], tl.float32)
-    wait_alone(IS_EARLY)
-    let_next_start(IS_NEXT_EARLY)
+    wait_for_earlier(IS_DEPENDENT)
     for i in tl.range(0, max_splits, BP, num_stages=1):
         m_part = m_r[:, None] & (i + o_p < max_splits)[None, :]  # [BR, BP]
         # sums of a row lie side by side: one load of all

@@ -3,8 +3,8 @@
 Triton's interpreter does not know Gluon. Here the source of a module is run as Python, with names
 of Gluon that stand for functions of torch. What the hardware does besides arithmetic is strict:
 copies come when their barrier hears of them and not before (until then what they write is NaN), a
-barrier counts arrivals, as many as it was made for, and a wait that nobody ends is an error. Layouts
-are ignored. Tiles are computed in the types that they have; 64 unsigned bits shift as such.
+barrier counts arrivals, as many as it was made for, and a wait that nobody ends is an error.
+Layouts are ignored. Tiles are computed in the types that they have; 64 unsigned bits shift as such.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Program:
 
 
 class _Group(threading.local):
-    """The group of warps of this thread: its program, its warps, and copies that are on their way."""
+    """The group of warps of this thread: its program, warps, and copies that are on their way."""
 
     program: Program
     warps = 4
@@ -265,7 +265,7 @@ def _fakes() -> dict[str, ModuleType]:
         warpgroup_mma_wait=lambda _, deps: deps[0],
     )  # fmt: skip
     dependent = ModuleType("specc.kernels.cuda.dependent")
-    vars(dependent).update(load_early=_load, wait_alone=_nothing, let_next_start=_nothing)
+    vars(dependent).update(load_early=_load, wait_for_earlier=_nothing)
     return {module.__name__: module for module in (gluon, gl, hopper, dependent)}
 
 
@@ -273,7 +273,8 @@ def emulated(module: ModuleType) -> ModuleType:
     """The module, run again from its source with names that stand for Gluon's."""
     assert module.__file__ is not None
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_emulated", module.__file__)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     fakes = _fakes()
     # an import of a name from a package looks at the package before it looks for a module

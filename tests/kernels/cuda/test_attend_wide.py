@@ -1,4 +1,4 @@
-"""`specc::attend` with wide tiles: its kernels against the oracle, the first one emulated on a CPU."""
+"""`specc::attend` with wide tiles, against the oracle; on a CPU its first kernel is emulated."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def test_other_calls_have_another_kernel(
 
 
 @pytest.mark.parametrize("is_tree", [True, False])
-def test_bad_data_stays_inside(
-    is_tree: bool, launches: list[Any], device: torch.device
-) -> None:
+def test_bad_data_stays_inside(is_tree: bool, launches: list[Any], device: torch.device) -> None:
     """Lengths beyond the table, blocks beyond the cache and starts beyond the tokens."""
     call = make_call(Case(((4, 90),), True, BF16, HEADS, SIZES), device)
     for places, lengths in ((1 << 30, 1 << 29), (-(1 << 30), -5), (1 << 30, 0), (3, 1 << 30)):

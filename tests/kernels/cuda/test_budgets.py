@@ -211,7 +211,11 @@ def test_products_of_half_precision_use_tensor_cores_and_no_others(
         is_product = item.kernel.__name__ in PRODUCTS and not _is_of_floats(item)
         # one row is multiplied without them
         is_product &= item.constexprs.get("FORM") != few_rows_tiles.VECTOR
-        is_attend = item.kernel.__name__ in ("attend_kernel", "attend_few_kernel")
+        is_attend = item.kernel.__name__ in (
+            "attend_kernel",
+            "attend_few_kernel",
+            "attend_wide_kernel",
+        )
         is_half = is_product or (is_attend and _type_of(item) != "fp32")
         assert (table[name].tensor_core > 0) == is_half, name
 
