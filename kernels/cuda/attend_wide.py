@@ -10,13 +10,17 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda import dependent
-from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel, merge_wide_kernel
-from specc.kernels.cuda.dependent import SUFFIX
+from specc.kernels.cuda.attend_config import SHORT_ROWS
+from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
+from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
 from specc.kernels.cuda.launch import is_even, is_inlined
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
 TILE_ROWS = (64, 128)
+# of batches with no more rows a sequence, tiles of 16 rows read keys as fast as memory gives them:
+# 16 sequences over 16k take 254 µs by them, by these 265
+LEAST_ROWS = 17
 HEAD_DIMS = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
 # wgmma, and registers that warps hand to each other
@@ -36,8 +40,6 @@ class WideConfig:
         block_n: keys of a step; 64, the bits that a step takes from ancestor words.
         stages: key blocks of the ring.
         min_blocks: key blocks of a split, at least, where there are several.
-        waves: programs of full splits over multiprocessors, at most, where there are several
-            sequences: short ones leave what the splits of others take.
         merge_rows: rows that a program merges.
         merge_parts: parts that it merges at a time.
         merge_warps: warps of such a program.
@@ -47,7 +49,6 @@ class WideConfig:
     block_n: int = 64
     stages: int = 6
     min_blocks: int = 2
-    waves: int = 4
     merge_rows: int = 4
     merge_parts: int = 16
     merge_warps: int = 4
@@ -80,7 +81,7 @@ def find(
     suits = (
         _is_able()
         and is_one_tile
-        and rows <= TILE_ROWS[-1]
+        and LEAST_ROWS <= rows <= TILE_ROWS[-1]
         and window == 0
         and q.dtype in DTYPES
         and head_dim == v_cache.shape[3]
@@ -94,6 +95,22 @@ def find(
     block_size = v_cache.shape[1]
     is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
     return c if is_whole or num_pages == 1 else None
+
+
+def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
+    """Splits of every tile, at most, of which `num_sms` multiprocessors run one program each.
+
+    One wave of programs for one sequence, and for several whose caches hold few keys: 8 of 5 nodes
+    over 1k take 17.1 µs with 2 splits and 29.0 with the 8 of four waves, 16 of 22 nodes 39.5 with
+    one and 57.7 with 4. Splits here are as many for short sequences as for long ones, so of long
+    caches there are two waves, in which others take what short ones leave. Of sequences that are
+    alike that costs little: 8 of 5 nodes over 32k take 262 µs with 4 splits, 258 with 2 (and 279
+    with 8), 16 of 32 nodes over 16k 335 with 2, 328 with one. More tiles than multiprocessors would
+    leave half of a wave empty: 24 of 5 nodes over 32k take 1004 with one split, 762 with 2.
+    """
+    if num_seqs == 1 or capacity <= SHORT_ROWS:
+        return max(1, num_sms // num_tiles)
+    return max(2 if num_tiles < 2 * num_sms else 1, 2 * num_sms // num_tiles)
 
 
 def launch(
@@ -117,17 +134,16 @@ def launch(
     """Launch the kernels with what `find` has found; `out` [Nt, H, D] is written.
 
     Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
-    of None as many as `num_sms` multiprocessors run at a time, or of several sequences some times
-    as many.
+    of None as many as `splits_of` says.
     """
     num_heads, num_tokens, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = v_cache.shape
     num_seqs, num_pages = block_table.shape
     group = num_heads // num_kv_heads
     num_tiles = num_seqs * num_kv_heads
-    waves = 1 if num_seqs == 1 else c.waves
-    most = waves * num_sms // num_tiles if num_splits is None else num_splits
-    max_splits = max(1, min(most, triton.cdiv(num_pages * block_size, c.block_n)))
+    capacity = num_pages * block_size
+    most = num_splits or splits_of(num_tiles, num_seqs, num_sms, capacity)
+    max_splits = max(1, min(most, triton.cdiv(capacity, c.block_n)))
     partial = q.new_empty(num_tiles, max_splits, c.block_m, head_dim, dtype=torch.float32)
     lse = q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
     tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
@@ -155,8 +171,6 @@ def launch(
         maxnreg=c.max_registers,
     )  # fmt: skip
     rows = triton.cdiv(num_tokens, num_seqs) * group
-    # launched as what is before it ends, whatever the launches around them are
-    is_early = not dependent.INTERPRETED
     merge_wide_kernel[(triton.cdiv(rows, c.merge_rows), num_kv_heads, num_seqs)](
         out, partial, lse, q_start,
         num_tokens, num_seqs, num_heads, group, tokens_each, max_splits,
@@ -164,10 +178,8 @@ def launch(
         BM=c.block_m,
         BR=c.merge_rows,
         BP=c.merge_parts,
-        IS_DEPENDENT=is_early,
         num_warps=c.merge_warps,
         maxnreg=_MERGE_REGISTERS,
-        **({"launch_pdl": True} if is_early else {}),
     )  # fmt: skip
 
 
@@ -225,17 +237,12 @@ def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
     tensors = {"out": name, "partial": "fp32", "lse": "fp32"}
     signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _MERGE_POINTERS}
     return Shipped(
-        f"merge-{name}-d{head_dim}-rows{c.block_m}{SUFFIX}",
+        f"merge-{name}-d{head_dim}-rows{c.block_m}",
         merge_wide_kernel,
         signature | dict.fromkeys(_MERGE_INTEGERS, "i32"),
-        {
-            "D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts,
-            "IS_DEPENDENT": True,
-        },
+        {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts},
         c.merge_warps,
         3,
         _MERGE_POINTERS,
         _MERGE_REGISTERS,
-        is_dependent=True,
-        early=("q_start",),
-    )  # fmt: skip
+    )

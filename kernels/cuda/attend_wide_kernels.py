@@ -1,4 +1,4 @@
-"""The kernels of `specc::attend` for wide tiles on Hopper: 64 or 128 packed rows of a sequence.
+"""The kernel of `specc::attend` for wide tiles on Hopper: 64 or 128 packed rows of a sequence.
 
 Keys are read as fast as the memory gives them only if a multiprocessor always has some on their
 way, and its tensor cores multiply while exponentials are found. One stream of instructions with a
@@ -7,16 +7,11 @@ shared memory, up to its size ahead, and for each 64 rows four others take them 
 wait for the keys that they need and for nobody else, so that one multiplies while the other finds
 exponentials. Written in Gluon, as Triton does not divide such a loop among warps on this device.
 
-Parts of a tile are merged by a second launch, by many programs: the last program of a tile took
-longer for it than for a fifth of the keys.
-
-Source: FlashAttention-3, arXiv:2407.08608 §3.1 (warps that copy, warps that multiply); flash
-decoding: partial softmax over splits of the keys, merged by their log-sum-exp.
+Source: FlashAttention-3, arXiv:2407.08608 §3.1 (warps that copy, warps that multiply).
 """
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specc.kernels.cuda.dependent import load_early, wait_for_earlier
+from specc.kernels.cuda.dependent import load_early
 
 NEVER = gl.constexpr(2147483647)
 # rows of the four warps that multiply: of a product of tensor cores
@@ -158,7 +153,7 @@ def _copy_keys(
 def _ask_scores(
     q_tile, k_ring, is_full, turn, BN: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr
 ):
-    """Products of the rows and the keys of a turn, once these are there; nobody waits for them."""
+    """Ask for products of the rows and the keys of a turn, once these are there."""
     stage = turn % STAGES
     mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
     # copies wrote through the one way to shared memory, tensor cores read through another
@@ -277,32 +272,23 @@ def _attend_rows(
     b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     b_acc = gl.zeros([ROWS, D], gl.float32, A)
     qk_scale = scale * 1.4426950408889634
-    b_s = _ask_scores(q_tile, k_ring, is_full, 0, BN, STAGES, S)
-    b_s = warpgroup_mma_wait(0, deps=[b_s])
-    for i in range(i_first, i_last - 1):
+    # asking for products of the next keys before these exponentials is no faster over 32k, and over
+    # 128k slower, 160.6 µs for 152.7: the other group multiplies meanwhile
+    for i in range(i_first, i_last):
         turn = i - i_first
         stage = turn % STAGES
-        # products of the next keys while the exponentials of these are found
-        b_next = _ask_scores(q_tile, k_ring, is_full, turn + 1, BN, STAGES, S)
+        b_s = _ask_scores(q_tile, k_ring, is_full, turn, BN, STAGES, S)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
         if i >= i_rest:
             b_s = _mask(
                 b_s, i * BN, end, length, p_words, m_live, b_position, num_words, BN, IS_TREE, S
             )
         b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
-        b_sum = warpgroup_mma(b_p, v_ring.index(stage), b_acc, is_async=True)
-        b_s = warpgroup_mma_wait(1, deps=[b_next])
-        b_acc = warpgroup_mma_wait(0, deps=[b_sum])
+        b_acc = warpgroup_mma(b_p, v_ring.index(stage), b_acc, is_async=True)
+        b_acc = warpgroup_mma_wait(0, deps=[b_acc])
         # all four warps have read them
         tl.debug_barrier()
         mbarrier.arrive(is_free.index(stage), count=1)
-    if i_last > i_rest:
-        b_s = _mask(
-            b_s, (i_last - 1) * BN, end, length, p_words, m_live, b_position, num_words, BN,
-            IS_TREE, S,
-        )  # fmt: skip
-    b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
-    b_acc = warpgroup_mma(b_p, v_ring.index((i_last - 1 - i_first) % STAGES), b_acc, is_async=True)
-    b_acc = warpgroup_mma_wait(0, deps=[b_acc])
 
     m_any = m_live & (b_l > 0)
     b_total = gl.where(m_any, b_l, 1.0)
@@ -467,66 +453,3 @@ def attend_wide_kernel(
                 [COPY_WARPS],
                 [88],
             )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits"]
-)
-def merge_wide_kernel(
-    out,  # [Nt, H, D]
-    partial,  # [B, HK, max_splits, BM, D]
-    lse,  # [B, HK, BM, max_splits]
-    q_start,
-    num_tokens,
-    num_seqs,
-    num_heads,
-    group,
-    tokens_each,
-    max_splits,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BR: tl.constexpr,
-    BP: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """Merge BR rows of a tile, BP parts at a time and always in this order."""
-    i_kv = tl.program_id(1)
-    i_b = tl.program_id(2)
-    i_tile = i_b * tl.num_programs(1) + i_kv
-    first = i_b * tokens_each
-    last = first + tokens_each
-    if tokens_each == 0:
-        first = tl.maximum(load_early(q_start + i_b, True, 0), 0)
-        last = tl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
-    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
-    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
-    o_token = o_r // group
-    m_r = (first + o_token < last_row) & (o_r < BM)
-    o_p = tl.arange(0, BP)
-    o_d = tl.arange(0, D)
-    b_m = tl.full([BR], float("-inf"), tl.float32)
-    b_l = tl.zeros([BR], tl.float32)
-    b_acc = tl.zeros([BR, D], tl.float32)
-    wait_for_earlier(IS_DEPENDENT)
-    for i in tl.range(0, max_splits, BP, num_stages=1):
-        m_part = m_r[:, None] & (i + o_p < max_splits)[None, :]  # [BR, BP]
-        # sums of a row lie side by side: one load of all
-        p_lse = lse + ((i_tile * BM + o_r) * max_splits)[:, None] + (i + o_p)[None, :]
-        b_lse = tl.load(p_lse, mask=m_part, other=float("-inf"))
-        # parts that no program has written are loaded, rather than waiting for their sums first
-        o_part = (i_tile * max_splits + i + o_p).to(tl.int64)[None, :] * BM + o_r[:, None]
-        p_part = partial + o_part[:, :, None] * D + o_d[None, None, :]
-        b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)  # [BR, BP, D]
-        b_part = tl.where((b_lse > float("-inf"))[:, :, None], b_part, 0.0)
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
-        # rows that see no key at all: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_weight = tl.exp2(b_lse - b_base[:, None])
-        b_shrink = tl.exp2(b_m - b_base)
-        b_l = b_l * b_shrink + tl.sum(b_weight, 1)
-        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
-        b_m = b_m_new
-    b_out = b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
-    o_out = (first + o_token).to(tl.int64) * num_heads + i_kv * group + o_r - o_token * group
-    p_out = out + o_out[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_r[:, None])

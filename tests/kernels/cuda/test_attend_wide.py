@@ -49,6 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]
 
     monkeypatch.setattr(attend_wide, "launch", counted)
     monkeypatch.setattr(attend_few, "find", lambda *_: None)
+    # small cases
+    monkeypatch.setattr(attend_wide, "LEAST_ROWS", 1)
     if device.type == "cpu":
         monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
         kernel = emulated(attend_wide_kernels).attend_wide_kernel
@@ -90,6 +92,27 @@ def test_other_calls_have_another_kernel(
     call = make_call(OTHERS[name], device)
     module.attend(*call.args, **call.options, num_splits=1)
     assert launches == []
+
+
+def test_few_rows_of_a_batch_have_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
+    cache = torch.empty(40, 16, 2, 128, dtype=BF16)
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    with even_tokens():
+        for tokens, rows in ((4, None), (5, 64), (16, 64), (17, 128), (32, 128), (33, None)):
+            found = attend_wide.find(cache.new_empty(8, 2 * tokens, 128), cache, table, 0, 90)
+            assert (None if found is None else found.block_m) == rows
+
+
+def test_splits() -> None:
+    """One wave of one sequence and of short caches, two of long ones."""
+
+    def splits(batch: int, capacity: int) -> int:
+        return attend_wide.splits_of(8 * batch, batch, 132, capacity)
+
+    assert [splits(1, capacity) for capacity in (1 << 10, 1 << 15)] == [16, 16]
+    assert [splits(batch, 2048) for batch in (2, 8, 16, 24)] == [8, 2, 1, 1]
+    assert [splits(batch, 2049) for batch in (2, 8, 16, 24, 32, 33)] == [16, 4, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("is_tree", [True, False])

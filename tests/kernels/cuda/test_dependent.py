@@ -207,7 +207,7 @@ def test_what_ships(capability: int) -> None:
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
     products.add("skinny_linear")
     ends = {"accept_walk", "rows", "trees", "leave_step"}
-    attends = {"attend", *(["attend_few", "attend_wide"] if capability == 90 else [])}
+    attends = {"attend", *(["attend_few"] if capability == 90 else [])}
     assert has == (products | attends | ends if capability >= 90 else set())
     for item in (item for own in items.values() for item in own):
         assert item.constexprs.get("IS_DEPENDENT", False) == item.is_dependent
