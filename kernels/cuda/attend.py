@@ -14,9 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda import attend_few
+from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.arrivals import counters
-from specc.kernels.cuda.attend_config import AttendConfig, config, machine, plan_work
+from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, config, machine, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.launch import is_even, launcher
@@ -74,15 +74,26 @@ def attend(
             num_sms=num_sms, num_splits=num_splits,
         )  # fmt: skip
         return out.transpose(0, 1)
+    wide = attend_wide.find(q, v_cache, block_table, window, capability)
+    if wide is not None:
+        attend_wide.launch(
+            wide, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
+            block_table, scale=scale, page=_page(num_pages, block_size, wide.block_n),
+            num_sms=num_sms, num_splits=num_splits,
+        )  # fmt: skip
+        return out.transpose(0, 1)
     rows = triton.cdiv(num_tokens, num_seqs) * group
     c = config(q.dtype, max(head_dim, value_dim), rows, capability)
+    # else q_start says
+    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
+    num_tiles = num_seqs * triton.cdiv(rows, c.block_m)
+    most_tiles = num_tiles if tokens_each else num_tokens * group // c.block_m + num_seqs
     work = plan_work(
-        num_seqs * triton.cdiv(rows, c.block_m),
-        num_tokens * group // c.block_m + num_seqs,
-        num_kv_heads, num_seqs, c.programs_per_sm * num_sms,
+        num_tiles, most_tiles, num_kv_heads, num_seqs, c.programs_per_sm * num_sms,
         triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks,
         num_splits=num_splits,
         is_prompt=rows > LARGEST_DECODE,
+        is_short=num_pages * block_size <= SHORT_ROWS,
     )  # fmt: skip
     # absent, in the type they have else: one kernel for both
     partial = lse = q.new_empty(0, dtype=torch.float32)
@@ -94,8 +105,6 @@ def attend(
         arrived = counters(k_cache, num_parts)
     can_start_early = rows <= LARGEST_DEPENDENT and head_dim in _DEPENDENT_HEAD_DIMS
     can_start_early &= head_dim == value_dim
-    # else q_start says
-    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
     launcher(attend_kernel)[(work.num_programs * num_kv_heads,)](
         q, k_cache, v_cache, out, partial, lse, arrived,
         q_start, position, slot, cache_len,

@@ -83,7 +83,12 @@ class Shipped:
                 f"{self.name}: found arguments that differ in {differ}; needed {names}"
             )
         signature = {name: given[name] for name in names}
-        return ASTSource(self.kernel, signature, dict(self.constexprs), self.attrs)
+        source = ASTSource
+        if self.kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            source = GluonASTSource
+        return source(self.kernel, signature, dict(self.constexprs), self.attrs)
 
 
 def with_any_vocab(item: Shipped, **odd: Any) -> Iterator[Shipped]:

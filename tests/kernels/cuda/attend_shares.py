@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
+from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
 from specc.kernels.cuda.attend_merge import GROUP
 from specc.kernels.cuda.attend_work import MERGE_ROWS, START_BLOCKS
 
@@ -42,12 +42,12 @@ def work_of(
 ) -> Work:
     """What the host gives a launch for sequences of as many tokens each."""
     group = heads[0] // heads[1]
-    tiles = -(-tokens * group // c.block_m)
+    num_tiles = len(lengths) * -(-tokens * group // c.block_m)
     return plan_work(
-        len(lengths) * tiles,
-        len(lengths) * tokens * group // c.block_m + len(lengths),
+        num_tiles, num_tiles,
         heads[1], len(lengths), c.programs_per_sm * NUM_SMS,
         -(-capacity // c.block_n) // c.min_blocks,
+        is_short=capacity <= SHORT_ROWS,
     )  # fmt: skip
 
 

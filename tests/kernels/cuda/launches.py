@@ -21,6 +21,7 @@ from specc.kernels.cuda import (
     attend,
     attend_few,
     attend_latent,
+    attend_wide,
     block_mass,
     commit_kv,
     dependent,
@@ -333,6 +334,19 @@ def _attend_few_calls() -> Iterator[Any]:
                             yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 1)
 
 
+def _attend_wide_calls() -> Iterator[Any]:
+    if attend.machine(torch.device("meta"))[0] not in attend_wide.CAPABILITIES:
+        return
+    for dtype in attend_wide.DTYPES:
+        for size in attend_wide.HEAD_DIMS:
+            # rows of one group of warps that multiplies, and of two
+            for num_tokens in (16, 32):
+                for pages in ((1, 4096), (256, 16)):
+                    for is_tree in (True, False):
+                        for splits in (1, 5):
+                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 1)
+
+
 def _attend(
     dtype: torch.dtype,
     size: int,
@@ -393,6 +407,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "attend": _attend_calls,
     "attend_few": _attend_few_calls,
     "attend_latent": _attend_latent_calls,
+    "attend_wide": _attend_wide_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,

@@ -216,6 +216,7 @@ def test_any_batch(seed: int, device: torch.device) -> None:
             sum(tokens) * group // c.block_m + num_seqs,
             num_kv_heads, num_seqs, slots, -(-capacity // c.block_n) // c.min_blocks,
             num_splits=rng.choice([None, None, None, 1, 3]),
+            is_short=capacity < 1000,
         )  # fmt: skip
         check(lengths, tokens, group, capacity, c, work, device)
 
@@ -238,6 +239,21 @@ def test_a_long_sequence_among_short_ones_fills_the_machine() -> None:
     """8 % when each sequence had as many splits as the others."""
     for lengths in (MIXED, MIXED[::-1]):
         assert utilization_of(lengths, 32_768) > 0.7
+
+
+def test_short_caches_have_few_programs_without_work() -> None:
+    """Each of which takes a tenth of what one of 1024 keys takes: there were 72 programs of 16."""
+    lengths = [1024] * 16
+    for tokens, c, programs, splits in (
+        (1, DECODE, 41, 2),
+        (6, AttendConfig(32, 64, 8, 5, 1), 24, 1),
+        (22, AttendConfig(128, 64, 8, 5, 1), 24, 1),
+    ):
+        work = work_of(lengths, tokens, (32, 8), 1040, c)
+        assert work.num_programs == programs
+        found = shares(lengths, [tokens] * 16, 4, 1040, c, work)
+        assert {share.splits for share in found} == {splits}
+    assert work_of(lengths, 1, (32, 8), 2064, DECODE).num_programs > 41
 
 
 def test_many_waves_are_not_split() -> None:

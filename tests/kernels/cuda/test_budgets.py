@@ -58,7 +58,7 @@ SAMPLED_ODD = (
     "sm_120/accept_walk/walk-drafts-bf16-odd",
 )
 
-ATTENTION = ("attend_kernel", "attend_few_kernel", "attend_latent_kernel")
+ATTENTION = ("attend_kernel", "attend_few_kernel", "attend_wide_kernel", "attend_latent_kernel")
 # products of half precision besides attention
 PRODUCTS = (
     *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),

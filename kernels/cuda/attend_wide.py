@@ -1,0 +1,248 @@
+"""`specc::attend` for wide tiles on Hopper: when it is taken, its launches, what ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specc.kernels.cuda import dependent
+from specc.kernels.cuda.attend_config import SHORT_ROWS
+from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
+from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
+from specc.kernels.cuda.launch import is_even, is_inlined
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+
+# rows of a tile: of one group of warps that multiplies, or of two
+TILE_ROWS = (64, 128)
+# of batches with no more rows a sequence, tiles of 16 rows read keys as fast as memory gives them:
+# 16 sequences over 16k take 254 µs by them, by these 265
+LEAST_ROWS = 17
+HEAD_DIMS = (128,)
+DTYPES = (torch.bfloat16, torch.float16)
+# wgmma, and registers that warps hand to each other
+CAPABILITIES = (90,)
+# what engines are built with: dense rows (one page) or pages of 16 rows
+_PAGES = (0, 16)
+# left to itself, ptxas gives a thread so few that one program more fits, and spills
+_MERGE_REGISTERS = 255
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Launch parameters.
+
+    Args:
+        block_m: rows of a tile, which has all of a sequence.
+        block_n: keys of a step; 64, the bits that a step takes from ancestor words.
+        stages: key blocks of the ring.
+        min_blocks: key blocks of a split, at least, where there are several.
+        merge_rows: rows that a program merges.
+        merge_parts: parts that it merges at a time.
+        merge_warps: warps of such a program.
+    """
+
+    block_m: int
+    block_n: int = 64
+    stages: int = 6
+    min_blocks: int = 2
+    merge_rows: int = 4
+    merge_parts: int = 16
+    merge_warps: int = 4
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread as the program starts, before warps hand some to each other."""
+        # what the register file holds, in eights; and no more than an instruction can name
+        return min(65536 // (128 + 2 * self.block_m), 248) // 8 * 8
+
+
+_TABLE = {rows: WideConfig(rows) for rows in TILE_ROWS}
+
+
+def _is_able() -> bool:
+    """Whether a launch is one of this process, by Triton's compiler."""
+    return not (dependent.INTERPRETED or is_inlined())
+
+
+def find(
+    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
+) -> WideConfig | None:
+    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
+    num_heads, num_tokens, head_dim = q.shape
+    num_seqs, num_pages = block_table.shape
+    group = num_heads // v_cache.shape[2]
+    # all sequences have a tile each
+    is_one_tile = num_seqs == 1 or (is_even() and num_tokens % num_seqs == 0)
+    rows = triton.cdiv(num_tokens, num_seqs) * group
+    suits = (
+        _is_able()
+        and is_one_tile
+        and LEAST_ROWS <= rows <= TILE_ROWS[-1]
+        and window == 0
+        and q.dtype in DTYPES
+        and head_dim == v_cache.shape[3]
+        and head_dim in HEAD_DIMS
+        and capability in CAPABILITIES
+    )
+    if not suits:
+        return None
+    c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
+    # a key block has whole pages, or lies in one
+    block_size = v_cache.shape[1]
+    is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
+    return c if is_whole or num_pages == 1 else None
+
+
+def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
+    """Splits of every tile, at most, of which `num_sms` multiprocessors run one program each.
+
+    One wave of programs for one sequence, and for several whose caches hold few keys: 8 of 5 nodes
+    over 1k take 17.1 µs with 2 splits and 29.0 with the 8 of four waves, 16 of 22 nodes 39.5 with
+    one and 57.7 with 4. Splits here are as many for short sequences as for long ones, so of long
+    caches there are two waves, in which others take what short ones leave. Of sequences that are
+    alike that costs little: 8 of 5 nodes over 32k take 262 µs with 4 splits, 258 with 2 (and 279
+    with 8), 16 of 32 nodes over 16k 335 with 2, 328 with one. More tiles than multiprocessors would
+    leave half of a wave empty: 24 of 5 nodes over 32k take 1004 with one split, 762 with 2.
+    """
+    if num_seqs == 1 or capacity <= SHORT_ROWS:
+        return max(1, num_sms // num_tiles)
+    return max(2 if num_tiles < 2 * num_sms else 1, 2 * num_sms // num_tiles)
+
+
+def launch(
+    c: WideConfig,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    q_start: Tensor,
+    position: Tensor,
+    slot: Tensor,
+    cache_len: Tensor,
+    ancestors: Tensor | None,
+    block_table: Tensor,
+    *,
+    scale: float,
+    page: int,
+    num_sms: int,
+    num_splits: int | None,
+) -> None:
+    """Launch the kernels with what `find` has found; `out` [Nt, H, D] is written.
+
+    Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
+    of None as many as `splits_of` says.
+    """
+    num_heads, num_tokens, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, _ = v_cache.shape
+    num_seqs, num_pages = block_table.shape
+    group = num_heads // num_kv_heads
+    num_tiles = num_seqs * num_kv_heads
+    capacity = num_pages * block_size
+    most = num_splits or splits_of(num_tiles, num_seqs, num_sms, capacity)
+    max_splits = max(1, min(most, triton.cdiv(capacity, c.block_n)))
+    partial = q.new_empty(num_tiles, max_splits, c.block_m, head_dim, dtype=torch.float32)
+    lse = q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
+    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
+    attend_wide_kernel[(num_kv_heads, max_splits, num_seqs)](
+        q, k_cache, v_cache, partial, lse,
+        q_start, position, slot, cache_len,
+        q_start if ancestors is None else ancestors,
+        block_table, scale,
+        num_tokens, num_seqs, num_heads, group,
+        0 if ancestors is None else ancestors.shape[1],
+        num_blocks, num_pages, block_size, tokens_each, max_splits,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        0 if ancestors is None else ancestors.stride(0),
+        D=head_dim,
+        BM=c.block_m,
+        BN=c.block_n,
+        STAGES=c.stages,
+        MIN_BLOCKS=c.min_blocks,
+        PAGE=page,
+        IS_TREE=ancestors is not None,
+        num_warps=4,
+        maxnreg=c.max_registers,
+    )  # fmt: skip
+    rows = triton.cdiv(num_tokens, num_seqs) * group
+    merge_wide_kernel[(triton.cdiv(rows, c.merge_rows), num_kv_heads, num_seqs)](
+        out, partial, lse, q_start,
+        num_tokens, num_seqs, num_heads, group, tokens_each, max_splits,
+        D=head_dim,
+        BM=c.block_m,
+        BR=c.merge_rows,
+        BP=c.merge_parts,
+        num_warps=c.merge_warps,
+        maxnreg=_MERGE_REGISTERS,
+    )  # fmt: skip
+
+
+_POINTERS = (
+    "q", "k_cache", "v_cache", "partial", "lse", "q_start", "position", "slot", "cache_len",
+    "ancestors", "block_table",
+)  # fmt: skip
+_DIVISIBLE_STRIDES = (
+    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
+    "stride_vb", "stride_vs", "stride_vh",
+)  # fmt: skip
+_INTEGERS = (
+    "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
+    "block_size", "tokens_each", "max_splits", "stride_table", "stride_words", *_DIVISIBLE_STRIDES,
+)  # fmt: skip
+_MERGE_POINTERS = ("out", "partial", "lse", "q_start")
+_MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")
+
+
+def shipped(capability: int) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability."""
+    if capability not in CAPABILITIES:
+        return
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            for c in _TABLE.values():
+                for page in _PAGES:
+                    for is_tree in (True, False):
+                        yield _shipped(dtype, head_dim, c, page, is_tree)
+                yield _shipped_merge(dtype, head_dim, c)
+
+
+def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
+    name = TYPE_NAMES[dtype]
+    tensors = {"q": name, "k_cache": name, "v_cache": name, "position": "i64"}
+    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
+    return Shipped(
+        f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
+        attend_wide_kernel,
+        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
+        {
+            "D": head_dim, "BM": c.block_m, "BN": c.block_n, "STAGES": c.stages,
+            "MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree,
+        },
+        4,
+        3,
+        (*_POINTERS, *_DIVISIBLE_STRIDES),
+        c.max_registers,
+    )  # fmt: skip
+
+
+def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
+    name = TYPE_NAMES[dtype]
+    tensors = {"out": name, "partial": "fp32", "lse": "fp32"}
+    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _MERGE_POINTERS}
+    return Shipped(
+        f"merge-{name}-d{head_dim}-rows{c.block_m}",
+        merge_wide_kernel,
+        signature | dict.fromkeys(_MERGE_INTEGERS, "i32"),
+        {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts},
+        c.merge_warps,
+        3,
+        _MERGE_POINTERS,
+        _MERGE_REGISTERS,
+    )

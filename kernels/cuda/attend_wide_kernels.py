@@ -1,0 +1,455 @@
+"""The kernel of `specc::attend` for wide tiles on Hopper: 64 or 128 packed rows of a sequence.
+
+Keys are read as fast as the memory gives them only if a multiprocessor always has some on their
+way, and its tensor cores multiply while exponentials are found. One stream of instructions with a
+barrier a step does neither. Here four warps of a program copy keys and values into a ring of
+shared memory, up to its size ahead, and for each 64 rows four others take them from there: they
+wait for the keys that they need and for nobody else, so that one multiplies while the other finds
+exponentials. Written in Gluon, as Triton does not divide such a loop among warps on this device.
+
+Source: FlashAttention-3, arXiv:2407.08608 §3.1 (warps that copy, warps that multiply).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from specc.kernels.cuda.dependent import load_early
+
+NEVER = gl.constexpr(2147483647)
+# rows of the four warps that multiply: of a product of tensor cores
+ROWS = gl.constexpr(64)
+# warps that copy
+COPY_WARPS = gl.constexpr(4)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _node_halves(p_words, m_live, i_node, num_words):
+    """64 bits of each row's ancestor words, from node `i_node` on, which may be negative."""
+    i_word = i_node >> 6
+    i_bit = (i_node & 63).to(gl.uint64)
+    m_low = m_live & (i_word >= 0) & (i_word < num_words)
+    m_high = m_live & (i_word >= -1) & (i_word + 1 < num_words)
+    b_low = gl.load(p_words + i_word, mask=m_low, other=0).to(gl.uint64, bitcast=True)
+    b_high = gl.load(p_words + i_word + 1, mask=m_high, other=0).to(gl.uint64, bitcast=True)
+    # a shift by 64 is undefined: by 1, then by 63 - bit
+    b_bits = (b_low >> i_bit) | ((b_high << 1) << (63 - i_bit))
+    return (b_bits & 0xFFFFFFFF).to(gl.uint32), (b_bits >> 32).to(gl.uint32)
+
+
+@gluon.jit
+def _has_bit(o_n, b_low, b_high):
+    b_half = gl.where(o_n < 32, b_low, b_high)
+    return ((b_half >> (o_n & 31).to(gl.uint32)) & 1) != 0
+
+
+@gluon.jit
+def _load_pages(p_table, i_block, o_n, num_pages, block_size, BN: gl.constexpr, PAGE: gl.constexpr):
+    """Pages of the keys of a block; those after the end of the table are 0."""
+    # the whole block may lie in one page
+    o_page = i_block * BN // block_size + o_n * 0 if PAGE == 0 else (i_block * BN + o_n) // PAGE
+    return gl.load(p_table + o_page, mask=o_page < num_pages, other=0)
+
+
+@gluon.jit
+def _copy_keys(
+    k_ring,
+    v_ring,
+    is_full,
+    is_free,
+    k_cache,
+    v_cache,
+    p_table,
+    ancestors,
+    slot,
+    i_first,
+    i_rest,
+    i_last,
+    end,
+    length,
+    first,
+    last,
+    num_tokens,
+    group,
+    num_words,
+    num_blocks,
+    num_pages,
+    block_size,
+    stride_kb,
+    stride_ks,
+    stride_vb,
+    stride_vs,
+    stride_words,
+    D: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE: gl.constexpr,
+    IS_TREE: gl.constexpr,
+):
+    """Copy blocks i_first … i_last - 1 into the ring; those from i_rest on not every row sees."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // (D // 8), D // 8], [COPY_WARPS, 1], [1, 0]
+    )
+    o_n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    o_d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, LAYOUT)), 0)
+    o_r = gl.arange(0, BM, gl.BlockedLayout([1], [32], [COPY_WARPS], [0]))
+    o_t = first + o_r // group
+    b_page = _load_pages(p_table, i_first, o_n, num_pages, block_size, BN, PAGE)
+    for i in range(i_first, i_last):
+        # the table's entries of the next block, before they are needed
+        b_next = _load_pages(p_table, i + 1, o_n, num_pages, block_size, BN, PAGE)
+        # what a broken table names stays inside the cache
+        b_row = gl.minimum(gl.maximum(b_page, 0), num_blocks - 1).to(gl.int64)
+        if PAGE == 0:
+            o_s = (i * BN % block_size + o_n).to(gl.int64)
+        else:
+            o_s = ((i * BN + o_n) % PAGE).to(gl.int64)
+        o_key = i * BN + o_n
+        m_key = o_key < end
+        m_value = m_key
+        if IS_TREE:  # noqa: SIM102 (which of the two is there is known to the compiler)
+            if i >= i_rest:
+                # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
+                m_own = o_t < last
+                m_live = load_early(slot + o_t, m_own, -1) >= 0
+                b_low, b_high = _node_halves(
+                    ancestors + o_t.to(gl.int64) * stride_words, m_live, i * BN - length, num_words
+                )
+                any_low = gl.reduce(b_low, 0, _or)
+                any_high = gl.reduce(b_high, 0, _or)
+                m_value = m_key & ((o_key < length) | _has_bit(o_n, any_low, any_high))
+        turn = i - i_first
+        stage = turn % STAGES
+        mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
+        p_row = k_cache + (b_row * stride_kb + o_s * stride_ks)
+        async_copy.async_copy_global_to_shared(
+            k_ring.index(stage), gl.expand_dims(p_row, 1) + o_d, mask=gl.expand_dims(m_key, 1)
+        )
+        p_row = v_cache + (b_row * stride_vb + o_s * stride_vs)
+        async_copy.async_copy_global_to_shared(
+            v_ring.index(stage), gl.expand_dims(p_row, 1) + o_d, mask=gl.expand_dims(m_value, 1)
+        )
+        # the barrier hears of it when the copies of a thread have come
+        async_copy.mbarrier_arrive(is_full.index(stage), increment_count=False)
+        b_page = b_next
+
+
+@gluon.jit
+def _ask_scores(
+    q_tile, k_ring, is_full, turn, BN: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr
+):
+    """Ask for products of the rows and the keys of a turn, once these are there."""
+    stage = turn % STAGES
+    mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
+    # copies wrote through the one way to shared memory, tensor cores read through another
+    fence_async_shared()
+    b_s = gl.zeros([ROWS, BN], gl.float32, S)
+    return warpgroup_mma(
+        q_tile, k_ring.index(stage).permute((1, 0)), b_s, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _mask(
+    b_s,
+    i_key,
+    end,
+    length,
+    p_words,
+    m_live,
+    b_position,
+    num_words,
+    BN: gl.constexpr,
+    IS_TREE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """-inf for keys that a row does not see."""
+    o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
+    o_key = i_key + o_n
+    if IS_TREE:
+        b_low, b_high = _node_halves(p_words, m_live, i_key - length, num_words)
+        m_s = _has_bit(gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1))
+        m_s = gl.expand_dims(o_key < length, 0) | m_s
+    else:
+        m_s = gl.expand_dims(o_key, 0) <= gl.expand_dims(b_position, 1)
+    return gl.where(m_s & gl.expand_dims(o_key < end, 0), b_s, float("-inf"))
+
+
+@gluon.jit
+def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, A: gl.constexpr):
+    """Take scores into the running softmax."""
+    # scaled in the subtraction, as a scale is positive: one instruction for each number
+    b_m_new = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
+    # rows that have seen nothing yet: -inf - -inf is NaN
+    b_base = gl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+    b_p = gl.exp2(b_s * qk_scale - gl.expand_dims(b_base, 1))
+    b_shrink = gl.exp2(b_m - b_base)
+    b_l = b_l * b_shrink + gl.sum(b_p, 1)
+    b_shrink = gl.convert_layout(b_shrink, gl.SliceLayout(1, A))
+    b_acc = b_acc * gl.expand_dims(b_shrink, 1)
+    return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, A, 2)), b_acc, b_l, b_m_new
+
+
+@gluon.jit
+def _attend_rows(
+    q,
+    q_tile,
+    k_ring,
+    v_ring,
+    is_full,
+    is_free,
+    partial,
+    lse,
+    ancestors,
+    position,
+    slot,
+    i_first,
+    i_rest,
+    i_last,
+    end,
+    length,
+    scale,
+    first,
+    last,
+    last_row,
+    group,
+    num_words,
+    i_kv,
+    i_tile,
+    i_split,
+    max_splits,
+    stride_qh,
+    stride_qt,
+    stride_words,
+    D: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    IS_TREE: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Attend with rows 64 · W … of the tile to blocks i_first … i_last - 1 (one at least)."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    o_r = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    o_t = first + o_r // group
+    m_row = o_t < last_row
+    m_own = o_t < last
+    m_live = load_early(slot + o_t, m_own, -1) >= 0
+    b_position = o_r
+    if not IS_TREE:
+        b_position = load_early(position + o_t, m_own, 0).to(gl.int32)
+    p_words = ancestors + o_t.to(gl.int64) * stride_words
+
+    o_q = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    o_token = o_q // group
+    o_head = i_kv * group + o_q - o_token * group
+    o_d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, LAYOUT)), 0)
+    p_q = q + ((first + o_token).to(gl.int64) * stride_qt + o_head.to(gl.int64) * stride_qh)
+    # queries of dead tokens may be NaN, and stay in their rows
+    m_q = gl.expand_dims(first + o_token < last_row, 1)
+    q_tile.store(gl.load(gl.expand_dims(p_q, 1) + o_d, mask=m_q, other=0.0))
+    fence_async_shared()
+    tl.debug_barrier()
+
+    b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    b_acc = gl.zeros([ROWS, D], gl.float32, A)
+    qk_scale = scale * 1.4426950408889634
+    # asking for products of the next keys before these exponentials is no faster over 32k, and over
+    # 128k slower, 160.6 µs for 152.7: the other group multiplies meanwhile
+    for i in range(i_first, i_last):
+        turn = i - i_first
+        stage = turn % STAGES
+        b_s = _ask_scores(q_tile, k_ring, is_full, turn, BN, STAGES, S)
+        b_s = warpgroup_mma_wait(0, deps=[b_s])
+        if i >= i_rest:
+            b_s = _mask(
+                b_s, i * BN, end, length, p_words, m_live, b_position, num_words, BN, IS_TREE, S
+            )
+        b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
+        b_acc = warpgroup_mma(b_p, v_ring.index(stage), b_acc, is_async=True)
+        b_acc = warpgroup_mma_wait(0, deps=[b_acc])
+        # all four warps have read them
+        tl.debug_barrier()
+        mbarrier.arrive(is_free.index(stage), count=1)
+
+    m_any = m_live & (b_l > 0)
+    b_total = gl.where(m_any, b_l, 1.0)
+    b_lse = gl.where(m_any, b_m + gl.log2(b_total), float("-inf"))
+    gl.store(lse + (i_tile * BM + o_r) * max_splits + i_split, b_lse, mask=m_row)
+    b_scale = gl.convert_layout(gl.where(m_any, 1.0 / b_total, 0.0), gl.SliceLayout(1, A))
+    o_m = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
+    o_dv = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
+    o_part = (i_tile * max_splits + i_split).to(gl.int64) * BM + o_m
+    p_part = gl.expand_dims(partial + o_part * D, 1) + o_dv
+    m_part = gl.expand_dims(first + o_m // group < last_row, 1)
+    gl.store(p_part, b_acc * gl.expand_dims(b_scale, 1), mask=m_part)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
+        "block_size", "tokens_each", "max_splits", "stride_table", "stride_words",
+    ]
+)  # fmt: skip
+def attend_wide_kernel(
+    q,
+    k_cache,
+    v_cache,
+    partial,  # [B, HK, max_splits, BM, D]
+    lse,  # [B, HK, BM, max_splits]
+    q_start,
+    position,
+    slot,
+    cache_len,
+    ancestors,
+    block_table,
+    scale,
+    num_tokens,
+    num_seqs,
+    num_heads,
+    group,
+    num_words,
+    num_blocks,
+    num_pages,
+    block_size,
+    tokens_each,
+    max_splits,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_table,
+    stride_words,
+    D: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr,
+    IS_TREE: gl.constexpr,
+):
+    i_kv = gl.program_id(0)
+    i_split = gl.program_id(1)
+    i_b = gl.program_id(2)
+    i_tile = i_b * gl.num_programs(0) + i_kv
+    first = i_b * tokens_each
+    last = first + tokens_each
+    if tokens_each == 0:
+        first = gl.maximum(load_early(q_start + i_b, True, 0), 0)
+        last = gl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
+    # rows after the last sequence are dead tokens of it
+    last_row = gl.where(i_b == num_seqs - 1, num_tokens, last)
+    length = gl.maximum(load_early(cache_len + i_b, True, 0), 0)
+    capacity = num_pages * block_size
+    # a token has a row at least
+    o_s = first + gl.arange(0, BM, gl.BlockedLayout([1], [32], [4], [0]))
+    b_slot = load_early(slot + o_s, o_s < last, -1)
+    if IS_TREE:
+        end = gl.max(b_slot, 0) + 1
+        full = gl.minimum(length, capacity)
+    else:
+        b_place = load_early(position + o_s, o_s < last, 0).to(gl.int32)
+        end = gl.max(gl.where(b_slot >= 0, b_place, -1), 0) + 1
+        full = gl.min(gl.where(b_slot >= 0, b_place, NEVER - 1), 0) + 1
+    end = gl.minimum(end, capacity)
+    full = gl.minimum(full, end) // BN
+    num_visits = (end + BN - 1) // BN
+    splits = gl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
+    splits = gl.maximum(splits, 1)
+    # the last split has blocks that only some rows see: it is one of the shorter ones
+    i_first = (num_visits * i_split + splits - 1) // splits
+    i_last = (num_visits * (i_split + 1) + splits - 1) // splits
+    i_last = gl.where(i_split < splits, i_last, i_first)
+    i_rest = gl.minimum(gl.maximum(full, i_first), i_last)
+    if i_first >= i_last:
+        # no part of the result: its sum is 0
+        o_m = gl.arange(0, BM, gl.BlockedLayout([1], [32], [4], [0]))
+        m_row = first + o_m // group < last_row
+        b_lse = gl.full([BM], float("-inf"), gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(lse + (i_tile * BM + o_m) * max_splits + i_split, b_lse, mask=m_row)
+    else:
+        CONSUMERS: gl.constexpr = BM // ROWS
+        dtype: gl.constexpr = q.dtype.element_ty
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+        BARS: gl.constexpr = mbarrier.MBarrierLayout()
+        q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D], SHARED)
+        k_ring = gl.allocate_shared_memory(dtype, [STAGES, BN, D], SHARED)
+        v_ring = gl.allocate_shared_memory(dtype, [STAGES, BN, D], SHARED)
+        is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
+        is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
+        for s in gl.static_range(STAGES):
+            mbarrier.init(is_full.index(s), count=32 * COPY_WARPS)
+            mbarrier.init(is_free.index(s), count=CONSUMERS)
+        tl.debug_barrier()
+        p_k = k_cache + i_kv.to(gl.int64) * stride_kh
+        p_v = v_cache + i_kv.to(gl.int64) * stride_vh
+        p_table = block_table + i_b.to(gl.int64) * stride_table
+        if CONSUMERS == 2:
+            gl.warp_specialize(
+                [
+                    (_attend_rows, (
+                        q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
+                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
+                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
+                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(0),
+                    )),
+                    (_attend_rows, (
+                        q, q_tiles.index(1), k_ring, v_ring, is_full, is_free, partial, lse,
+                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
+                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
+                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(1),
+                    )),
+                    (_copy_keys, (
+                        k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,
+                        i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
+                        num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
+                        stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
+                    )),
+                ],
+                [4, COPY_WARPS],
+                [208, 88],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_attend_rows, (
+                        q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
+                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
+                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
+                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(0),
+                    )),
+                    (_copy_keys, (
+                        k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,
+                        i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
+                        num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
+                        stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
+                    )),
+                ],
+                [COPY_WARPS],
+                [88],
+            )  # fmt: skip

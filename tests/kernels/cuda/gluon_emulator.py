@@ -1,0 +1,318 @@
+"""Run a Gluon kernel for Hopper on a CPU: a group of warps is a thread, a tile is a tensor.
+
+Triton's interpreter does not know Gluon. Here the source of a module is run as Python, with names
+of Gluon that stand for functions of torch. What the hardware does besides arithmetic is strict:
+copies come when their barrier hears of them and not before (until then what they write is NaN), a
+barrier counts arrivals, as many as it was made for, and a wait that nobody ends is an error.
+Layouts are ignored. Tiles are computed in the types that they have; 64 unsigned bits shift as such.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what a wait takes if nothing is wrong is far less
+PATIENCE_S = 20.0
+_NAN = float("nan")
+
+
+class Tile(torch.Tensor):
+    """Registers of a group of warps."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        if dtype == "uint64":
+            return self.as_subclass(Unsigned)
+        if dtype == "uint32":
+            dtype = torch.int64
+        return torch.Tensor.to(self, dtype).as_subclass(Tile)
+
+
+class Unsigned(Tile):
+    """64 bits that shift right without their sign."""
+
+    def __rshift__(self, count: Any) -> Any:
+        count = torch.as_tensor(count)
+        kept = torch.where(count == 0, -1, ~(torch.tensor(-1) << (64 - count)))
+        return (torch.Tensor.__rshift__(self, count) & kept).as_subclass(Unsigned)
+
+
+def tile(x: Any) -> Any:
+    return x if isinstance(x, Tile) else torch.as_tensor(x).as_subclass(Tile)
+
+
+class Pointer:
+    """Elements of a flat tensor."""
+
+    def __init__(self, flat: Tensor, offset: Any = 0) -> None:
+        self.flat, self.offset = flat, tile(offset)
+        self.dtype = SimpleNamespace(element_ty=flat.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.flat, self.offset + other)
+
+
+@dataclass
+class Shared:
+    """Shared memory of a program."""
+
+    data: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(*order))
+
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x)
+
+
+class Barrier:
+    """Counts arrivals; a phase ends with as many as it was made for."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.phase = 0
+        self.changed = threading.Condition()
+
+    def arrive(self, count: int) -> None:
+        with self.changed:
+            self.pending -= count
+            if self.pending < 0:
+                raise RuntimeError("found more arrivals than a phase has")
+            if self.pending == 0:
+                self.phase += 1
+                self.pending = self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        def is_over() -> bool:
+            return self.phase & 1 != int(parity) or bool(_group.program.failed)
+
+        with self.changed:
+            is_there = self.changed.wait_for(is_over, timeout=PATIENCE_S)
+        if not is_there or _group.program.failed:
+            raise RuntimeError("found a wait that nobody ends")
+
+
+class Barriers:
+    """Several of them, in shared memory."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+@dataclass
+class Program:
+    index: tuple[int, ...]
+    grid: tuple[int, ...]
+    failed: list[BaseException] = field(default_factory=list)
+
+
+class _Group(threading.local):
+    """The group of warps of this thread: its program, warps, and copies that are on their way."""
+
+    program: Program
+    warps = 4
+    copies: list[tuple[Shared, Pointer, Any]]
+
+
+_group = _Group()
+
+
+def _load(p: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
+    mask = True if mask is None else mask
+    mask, offset = torch.broadcast_tensors(tile(mask), p.offset)
+    if not p.flat.numel():
+        return tile(torch.full(offset.shape, other, dtype=p.flat.dtype))
+    found = p.flat[torch.where(mask, offset, 0).long()]
+    return tile(torch.where(mask, found, torch.tensor(other, dtype=found.dtype)))
+
+
+def _store(p: Pointer, x: Any, mask: Any = True) -> None:
+    mask, offset, x = torch.broadcast_tensors(tile(mask), p.offset, tile(x))
+    p.flat[offset[mask].long()] = x[mask].to(p.flat.dtype)
+
+
+def _copy(shared: Shared, p: Pointer, mask: Any = None, **_: Any) -> None:
+    shared.data.fill_(_NAN)
+    _group.copies.append((shared, p, mask))
+
+
+def _arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
+    if increment_count:
+        raise NotImplementedError("found increment_count; needed barriers that expect all threads")
+    for shared, p, mask in _group.copies:
+        shared.data.copy_(_load(p, mask, 0.0))
+    _group.copies = []
+    barrier.arrive(32 * _group.warps)
+
+
+def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    product = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
+    return tile(acc + product if use_acc else product)
+
+
+def _specialize(functions: Any, warps: list[int], registers: list[int]) -> None:
+    program = _group.program
+
+    def run(function: Callable[..., Any], args: Any, count: int) -> None:
+        _group.program, _group.warps, _group.copies = program, count, []
+        try:
+            function(*args)
+            if _group.copies:
+                raise RuntimeError("found copies that no barrier hears of")
+        except BaseException as error:
+            program.failed.append(error)
+
+    groups = zip(functions, [4, *warps], strict=True)
+    threads = [threading.Thread(target=run, args=(*part, count)) for part, count in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if program.failed:
+        raise program.failed[0]
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    is_barrier = dtype == torch.int64
+    return Barriers(shape[0]) if is_barrier else Shared(torch.full(tuple(shape), _NAN, dtype=dtype))
+
+
+def _initialise(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def _reduce(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
+    parts = x.unbind(axis)
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total, part)
+    return total
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _of_two(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: tile(function(tile(a), tile(b)))
+
+
+def _unsqueezed(x: Any, axis: int) -> Any:
+    if isinstance(x, Pointer):
+        return Pointer(x.flat, x.offset.unsqueeze(axis))
+    return x.unsqueeze(axis)
+
+
+def _language() -> ModuleType:
+    gl = ModuleType("triton.experimental.gluon.language")
+    vars(gl).update(
+        constexpr=lambda x: x, static_range=range,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64, uint32="uint32",
+        uint64="uint64",
+        BlockedLayout=_nothing, SliceLayout=_nothing, NVMMADistributedLayout=_nothing,
+        DotOperandLayout=_nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        convert_layout=lambda x, *_: x,
+        program_id=lambda axis: tile(_group.program.index[axis]),
+        num_programs=lambda axis: tile(_group.program.grid[axis]),
+        arange=lambda begin, end, _: tile(torch.arange(begin, end)),
+        zeros=lambda shape, dtype, _: tile(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, x, dtype, _: tile(torch.full(shape, x, dtype=dtype)),
+        expand_dims=_unsqueezed,
+        where=lambda m, a, b: tile(torch.where(tile(m), tile(a), tile(b))),
+        maximum=_of_two(torch.maximum), minimum=_of_two(torch.minimum),
+        max=lambda x, axis: tile(x.amax(axis)), min=lambda x, axis: tile(x.amin(axis)),
+        sum=lambda x, axis: tile(x.sum(axis)), reduce=_reduce,
+        exp2=torch.exp2, log2=torch.log2,
+        load=_load, store=_store,
+        allocate_shared_memory=_allocate, warp_specialize=_specialize,
+    )  # fmt: skip
+    return gl
+
+
+def _fakes() -> dict[str, ModuleType]:
+    gl = _language()
+    gluon = ModuleType("triton.experimental.gluon")
+    hopper = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+    vars(gluon).update(jit=lambda f=None, **_: f or (lambda g: g), language=gl)
+    vars(hopper).update(
+        async_copy=SimpleNamespace(
+            async_copy_global_to_shared=_copy, mbarrier_arrive=_arrive_after_copies
+        ),
+        mbarrier=SimpleNamespace(
+            init=_initialise, wait=lambda barrier, parity: barrier.wait(parity),
+            arrive=lambda barrier, count: barrier.arrive(count), MBarrierLayout=_nothing,
+        ),
+        fence_async_shared=_nothing,
+        warpgroup_mma=_multiply,
+        warpgroup_mma_wait=lambda _, deps: deps[0],
+    )  # fmt: skip
+    dependent = ModuleType("specc.kernels.cuda.dependent")
+    vars(dependent).update(load_early=_load, wait_for_earlier=_nothing)
+    return {module.__name__: module for module in (gluon, gl, hopper, dependent)}
+
+
+def emulated(module: ModuleType) -> ModuleType:
+    """The module, run again from its source with names that stand for Gluon's."""
+    assert module.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_emulated", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    fakes = _fakes()
+    # an import of a name from a package looks at the package before it looks for a module
+    parent = ModuleType("triton.experimental")
+    vars(parent).update(gluon=fakes["triton.experimental.gluon"])
+    fakes[parent.__name__] = parent
+    before = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        spec.loader.exec_module(copy)
+    finally:
+        for name, kept in before.items():
+            if kept is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = kept
+    vars(copy)["tl"] = SimpleNamespace(debug_barrier=_nothing)
+    return copy
+
+
+class Launcher:
+    """A kernel of such a module, launched as Triton's are: `kernel[grid](*args, **constexprs)`."""
+
+    def __init__(self, kernel: Callable[..., Any], options: tuple[str, ...] = ()) -> None:
+        self.kernel, self.options = kernel, ("num_warps", "num_stages", "maxnreg", *options)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **given: Any) -> None:
+            constexprs = {k: v for k, v in given.items() if k not in self.options}
+            arguments = [_flat(x) if isinstance(x, Tensor) else x for x in args]
+            for index in itertools.product(*map(range, grid)):
+                _group.program = Program(index, grid)
+                self.kernel(*arguments, **constexprs)
+
+        return launch
+
+
+def _flat(x: Tensor) -> Pointer:
+    """All memory from the first element of a tensor on."""
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return Pointer(x.as_strided((size,), (1,)))

@@ -1,0 +1,134 @@
+"""`specc::attend` with wide tiles, against the oracle; on a CPU its first kernel is emulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specc.kernels.cuda import attend as module
+from specc.kernels.cuda import attend_few, attend_wide, attend_wide_kernels
+from specc.kernels.cuda.launch import even_tokens
+from tests.kernels.cuda.cases_attend import BAD_BLOCKS, BF16, F16, Case, check_attend, make_call
+from tests.kernels.cuda.gluon_emulator import Launcher, emulated
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+HEADS, SIZES = (8, 2), (128, 128)
+CASES = {
+    "tree-of-32": Case(((32, 130),), True, BF16, HEADS, SIZES, splits=2),
+    "ring-goes-round": Case(((20, 700),), True, BF16, (4, 1), SIZES, splits=1),
+    "one-block-a-split": Case(((9, 250),), True, F16, HEADS, SIZES, splits=40),
+    "nodes-in-two-blocks": Case(((17, 100),), True, BF16, HEADS, SIZES, splits=3),
+    "heads-of-3": Case(((11, 150),), True, F16, (6, 2), SIZES, splits=2),
+    "dead-tokens": Case(((15, 70),), True, BF16, HEADS, SIZES, splits=2, dead=(0, 3), tail=1),
+    "dead-sequence": Case(((2, 70),), True, BF16, HEADS, SIZES, splits=2, dead=(0, 1)),
+    "causal": Case(((17, 60),), False, BF16, (4, 1), SIZES, splits=2, dead=(6,)),
+    "dense": Case(((16, 90),), True, BF16, HEADS, SIZES, 0, splits=2),
+    "pages-of-128": Case(((12, 290),), True, BF16, HEADS, SIZES, 128, splits=2),
+    "region-of-blocks": Case(((4, 5),), True, BF16, (4, 2), SIZES, first_node=150, splits=2),
+    "empty": Case(((5, 0),), True, BF16, HEADS, SIZES, splits=2),
+}
+EVEN = {
+    "batch": Case(((5, 130), (5, 0), (5, 70)), True, BF16, HEADS, SIZES, splits=2),
+    "batch-causal": Case(((2, 127), (2, 62)), False, BF16, (8, 1), SIZES, splits=2),
+    "batch-dead": Case(((3, 70), (3, 9)), True, F16, HEADS, SIZES, splits=3, dead=(1, 3, 4, 5)),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]:
+    """Calls that were launched by these kernels; on a CPU the first one is emulated."""
+    found: list[Any] = []
+    launch = attend_wide.launch
+
+    def counted(*args: Any, **options: Any) -> None:
+        found.append(args[0])
+        launch(*args, **options)
+
+    monkeypatch.setattr(attend_wide, "launch", counted)
+    monkeypatch.setattr(attend_few, "find", lambda *_: None)
+    # small cases
+    monkeypatch.setattr(attend_wide, "LEAST_ROWS", 1)
+    if device.type == "cpu":
+        monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
+        kernel = emulated(attend_wide_kernels).attend_wide_kernel
+        monkeypatch.setattr(attend_wide, "attend_wide_kernel", Launcher(kernel))
+    elif torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("not the kernel of this device")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attend(name: str, launches: list[Any], device: torch.device) -> None:
+    check_attend(CASES[name], device)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_sequences_of_equally_many_tokens(
+    name: str, launches: list[Any], device: torch.device
+) -> None:
+    with even_tokens():
+        check_attend(EVEN[name], device)
+    assert len(launches) == 1
+
+
+OTHERS = {
+    "sequences-that-may-be-uneven": Case(((2, 20), (2, 9)), True, BF16, HEADS, SIZES),
+    "window": Case(((3, 40),), True, BF16, HEADS, SIZES, window=9),
+    "rows": Case(((33, 20),), True, BF16, HEADS, SIZES),
+    "odd-pages": Case(((3, 20),), True, BF16, HEADS, SIZES, block_size=24),
+    "head-size": Case(((3, 20),), True, BF16, HEADS, (64, 64)),
+    "float32": Case(((3, 20),), True, torch.float32, HEADS, SIZES),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_have_another_kernel(
+    name: str, launches: list[Any], device: torch.device
+) -> None:
+    call = make_call(OTHERS[name], device)
+    module.attend(*call.args, **call.options, num_splits=1)
+    assert launches == []
+
+
+def test_few_rows_of_a_batch_have_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
+    cache = torch.empty(40, 16, 2, 128, dtype=BF16)
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    with even_tokens():
+        for tokens, rows in ((4, None), (5, 64), (16, 64), (17, 128), (32, 128), (33, None)):
+            found = attend_wide.find(cache.new_empty(8, 2 * tokens, 128), cache, table, 0, 90)
+            assert (None if found is None else found.block_m) == rows
+
+
+def test_splits() -> None:
+    """One wave of one sequence and of short caches, two of long ones."""
+
+    def splits(batch: int, capacity: int) -> int:
+        return attend_wide.splits_of(8 * batch, batch, 132, capacity)
+
+    assert [splits(1, capacity) for capacity in (1 << 10, 1 << 15)] == [16, 16]
+    assert [splits(batch, 2048) for batch in (2, 8, 16, 24)] == [8, 2, 1, 1]
+    assert [splits(batch, 2049) for batch in (2, 8, 16, 24, 32, 33)] == [16, 4, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_bad_data_stays_inside(is_tree: bool, launches: list[Any], device: torch.device) -> None:
+    """Lengths beyond the table, blocks beyond the cache and starts beyond the tokens."""
+    call = make_call(Case(((4, 90),), True, BF16, HEADS, SIZES), device)
+    for places, lengths in ((1 << 30, 1 << 29), (-(1 << 30), -5), (1 << 30, 0), (3, 1 << 30)):
+        args = list(call.args)
+        args[7] = args[7] if is_tree else None
+        args[4] = torch.full_like(args[4], places)
+        args[5] = torch.full_like(args[5], places)
+        args[6] = torch.full_like(args[6], lengths)
+        args[8] = torch.tensor([BAD_BLOCKS * 9], dtype=torch.int32, device=device)
+        args[8] = args[8][:, : call.args[8].shape[1]]
+        module.attend(*args, **call.options, num_splits=2)
+    args = list(call.args)
+    args[3] = torch.tensor([-7, 99], dtype=torch.int32, device=device)
+    module.attend(*args, **call.options, num_splits=2)
+    assert len(launches) == 5
