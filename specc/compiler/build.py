@@ -126,7 +126,7 @@ def build(
     config.dtypes_of(len(draft_models))
     config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
-    backend, told = choose_backend(config.backend)
+    backend, told = choose_backend(config.backend, config)
     check_options(config, backend)
     check_views(plans, config, backend.facts)
     check_kv_windows(config, len(draft_models), backend.facts)

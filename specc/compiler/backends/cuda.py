@@ -32,9 +32,13 @@ class CudaCompiler(CompilerBackend):
 
     def is_default(self) -> bool:
         """Where a GPU is that has shown it; others compile for it where they are asked to."""
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in PROVEN:
+        if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
             return False
-        return importlib.util.find_spec("triton") is not None
+        try:
+            return torch.cuda.get_device_capability() in PROVEN
+        except RuntimeError:
+            # a GPU that CUDA cannot use: a forked process, or a driver that fails
+            return False
 
     def phases(self, max_seq_len: int) -> Phases:
         return cuda_phases(max_seq_len)

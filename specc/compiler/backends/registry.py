@@ -61,19 +61,23 @@ def compiler_backend(name: str) -> CompilerBackend:
     return backend
 
 
-def choose_backend(wanted: str | None) -> tuple[CompilerBackend, list[str]]:
+def choose_backend(
+    wanted: str | None, config: CompileConfig | None = None
+) -> tuple[CompilerBackend, list[str]]:
     """The backend of an engine, and warnings.
 
     Args:
         wanted: by name; None asks the environment, then takes the first of those that are chosen
             by default and can compile here.
+        config: options that one which is chosen by default has to take; None are those that every
+            backend takes.
     Raises:
         ConfigError: no backend has this name.
         SpeccError: the one that is asked for cannot compile here.
     """
     name = wanted or os.environ.get(_VARIABLE) or None
     if name is None:
-        return _default_backend()
+        return _default_backend(config)
     backend = find_backend(name)
     if backend is None:
         raise _unknown(name, "--backend " if wanted else f"{_VARIABLE}=")
@@ -122,7 +126,7 @@ def _check_kind(kind: str, backend: CompilerBackend) -> None:
     )
 
 
-def _default_backend() -> tuple[CompilerBackend, list[str]]:
+def _default_backend(config: CompileConfig | None) -> tuple[CompilerBackend, list[str]]:
     reasons: list[SpeccError] = []
     # a GPU first
     for name in sorted(backend_names(), key=lambda name: not facts_of(name).is_on_gpu):
@@ -131,6 +135,9 @@ def _default_backend() -> tuple[CompilerBackend, list[str]]:
             continue
         try:
             backend.check_machine()
+            # what the one of a GPU does not take, those of the processor may
+            if config is not None and backend.facts.is_on_gpu:
+                check_options(config, backend)
         except SpeccError as error:
             reasons.append(error)
         else:

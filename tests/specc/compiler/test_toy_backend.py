@@ -171,6 +171,7 @@ def test_it_is_chosen_by_default_only_if_its_facts_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SPECC_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_backend(None)[0].name in ("cpu", "eager")
     by_default = dataclasses.replace(AbacusBackend.facts, by_default=True)
     monkeypatch.setitem(known._known, "abacus", by_default)
@@ -200,9 +201,24 @@ def test_a_gpu_is_chosen_where_one_like_it_has_run_engines(
         "find_spec",
         lambda name: (object() if has_triton else None) if name == "triton" else find(name),
     )
-    assert choose_backend(None)[0].name in chosen
+    plain = CompileConfig(plans=())
+    assert choose_backend(None, plain)[0].name in chosen
+    other, warnings = choose_backend(None, dataclasses.replace(plain, kv_cache_dtype="int8"))
+    assert other.name in ("cpu", "eager")
+    assert any("--kv-cache-dtype with backend cuda" in x for x in warnings) == (chosen == ("cuda",))
     monkeypatch.setenv("SPECC_BACKEND", "eager")
     assert choose_backend(None)[0].name == "eager"
+
+
+def test_a_gpu_that_cuda_cannot_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.delenv("SPECC_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert choose_backend(None)[0].name in ("cpu", "eager")
 
 
 def test_a_name_is_taken_once_and_known_before() -> None:
