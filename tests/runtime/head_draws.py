@@ -26,6 +26,8 @@ from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
+from tests.head_reference import Reference, hidden_states
+from tests.heads import Case
 from tests.kernels.distribution import (
     FALSE_ALARM,
     NUM_TOKENS,
@@ -310,6 +312,32 @@ def _tried(p: Tensor, q: Tensor, count: int, replaces: bool) -> Tensor:
                 found = _tried(left, after / after.sum(), count - 1, replaces)
                 accepted = accepted + chance * found
     return accepted
+
+
+def fitted(case: Case, tensors: dict[str, Tensor], target: Any) -> dict[str, Tensor]:
+    """Tensors of a head that proposes what its target likes, as far as its features tell.
+
+    Its head is that of least squares, over all short outputs, to the target's logits of the kept
+    ids.
+
+    Args:
+        case: an EAGLE-3.1 head, which hands on what its head reads.
+        tensors: of a random one.
+        target: of transformers.
+    """
+    reference = Reference(case, tensors, target.get_input_embeddings().weight.detach())
+    kept = torch.arange(case.rows) + tensors["d2t"]
+    rows, wanted = [], []
+    for line in itertools.product(range(VOCAB), repeat=NUM_TOKENS):
+        tokens = [*PROMPT, *line]
+        with torch.no_grad():
+            logits = target(torch.tensor([tokens])).logits[0, len(PROMPT) - 1 :, kept]
+        taps = hidden_states(target, tokens[:-1], case.boundaries)
+        rows.append(reference.run(reference.project(taps), tokens[1:])[0][len(PROMPT) - 2 :])
+        wanted.append(logits - logits.mean(dim=1, keepdim=True))
+    x, y = torch.cat(rows), torch.cat(wanted)
+    found = torch.linalg.solve(x.T @ x + torch.eye(x.shape[1]), x.T @ y)
+    return tensors | {"lm_head.weight": found.T.contiguous()}
 
 
 def collect_draws(path: Path, num_cases: int) -> Iterator[list[dict[str, Any]]]:

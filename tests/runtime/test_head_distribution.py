@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specc.config import CompileConfig
@@ -37,6 +38,7 @@ from tests.runtime.head_draws import (
     accepted_by,
     collect_draws,
     draw,
+    fitted,
     row_of,
 )
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
@@ -53,6 +55,9 @@ HEADS = {
         config={"norm_output": True, "eagle_aux_hidden_state_layer_ids": list(PLACES)},
     )
 }
+# likes what the target does: whatever it reads in place of what it has to, it proposes worse tokens
+FITTED = "eagle3-fitted"
+HEADS[FITTED] = HEADS["eagle3"]
 BLOCKS = {
     "dflash": replace(
         BLOCK_CASES["z-lab"],
@@ -64,7 +69,7 @@ BLOCKS = {
     "dspark": replace(BLOCK_CASES["dspark-speculators"], rows=4, vocab=VOCAB, boundaries=PLACES),
 }
 MTP = "glm4_moe"
-KINDS = (*HEADS, "mtp", *BLOCKS)
+KINDS = ("eagle3", "mtp", *BLOCKS)
 PLANS = (CHAIN, TREE, DYNAMIC)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -109,18 +114,36 @@ def checkpoint(zoo: Zoo) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def engine_of(zoo: Zoo, checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
+def target_of(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    from transformers import AutoModelForCausalLM
+
+    def make(kind: str) -> Any:
+        path = checkpoint(kind)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine_of(
+    zoo: Zoo, checkpoint: Callable[[str], Path], target_of: Callable[[str], Any]
+) -> Callable[..., Engine]:
+    def write(kind: str, path: Path) -> object:
+        if kind in BLOCKS:
+            return write_block(path, BLOCKS[kind])
+        write_head(path, HEADS[kind])
+        if kind == FITTED:
+            tensors = tensors_of(kind, target_of(kind))
+            save_file(tensors, path / "model.safetensors")
+        return path
+
     def make(kind: str, backend: str = "cpu", **limits: Any) -> Engine:
         target, config = checkpoint(kind), config_of(backend=backend)
         if kind == "mtp":
             build = {"builder": with_module, "key": ("mtp",)}
             heads: Any = ()
         else:
-            build, own = {}, HEADS.get(kind)
-            heads = zoo.once(
-                f"drawn-{kind}",
-                lambda path: write_head(path, own) if own else write_block(path, BLOCKS[kind]),
-            )
+            build, heads = {}, zoo.once(f"drawn-{kind}", lambda path: write(kind, path))
         return load(
             zoo.once(
                 f"drawn-{kind}-{backend}",
@@ -133,19 +156,22 @@ def engine_of(zoo: Zoo, checkpoint: Callable[[str], Path]) -> Callable[..., Engi
 
 
 @pytest.fixture(scope="module")
-def exact_of(zoo: Zoo, checkpoint: Callable[[str], Path]) -> Callable[[str], Exact]:
-    from transformers import AutoModelForCausalLM
-
+def exact_of(target_of: Callable[[str], Any]) -> Callable[[str], Exact]:
     known: dict[str, Exact] = {}
 
     def make(kind: str) -> Exact:
         if kind not in known:
-            path = checkpoint(kind)
-            target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            target = target_of(kind)
             known[kind] = Exact(target, head_of(kind, target))
         return known[kind]
 
     return make
+
+
+def tensors_of(kind: str, target: Any) -> dict[str, Tensor]:
+    """Of a head's checkpoint."""
+    tensors = draw_head(HEADS[kind])
+    return fitted(HEADS[kind], tensors, target) if kind == FITTED else tensors
 
 
 def head_of(kind: str, target: Any) -> Head:
@@ -165,7 +191,7 @@ def head_of(kind: str, target: Any) -> Head:
     if kind == "mtp":
         reference = MtpReference(target, MTP)
     else:
-        reference = Reference(HEADS[kind], draw_head(HEADS[kind]), embedding)
+        reference = Reference(HEADS[kind], tensors_of(kind, target), embedding)
 
     def logits_of_rows(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
         taps = hidden_states(target, tokens[:-1], reference.case.boundaries)
@@ -201,7 +227,7 @@ def check(
 
 
 # the first is of the default tier; of the others, what a mutant changes is seen
-FEW = [("eagle3", 64), *((kind, 640) for kind in KINDS)]
+FEW = [("eagle3", 64), *((kind, 640) for kind in (FITTED, *KINDS))]
 
 
 @pytest.mark.parametrize(
