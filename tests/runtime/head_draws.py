@@ -77,13 +77,11 @@ class Drawn:
         tokens: [n, NUM_OUTPUT].
         steps: (output tokens before it, most that it could accept, how many it did) → how often.
         accepted_per_step: draft tokens, of all steps with a tree.
-        num_preemptions: of requests that had to give way.
     """
 
     tokens: Tensor
     steps: Counter[tuple[tuple[int, ...], int, int]]
     accepted_per_step: float
-    num_preemptions: int
 
 
 def draw(engine: Engine, plan: SpecPlan, rule: Rule, num: int, first_seed: int) -> Drawn:
@@ -127,7 +125,7 @@ def draw(engine: Engine, plan: SpecPlan, rule: Rule, num: int, first_seed: int) 
         tokens += [request.output_token_ids for request in requests]
     stats = core.scheduler.stats
     rate = stats.num_accepted_tokens / max(stats.num_spec_steps, 1)
-    return Drawn(torch.tensor(tokens), steps, rate, stats.num_preemptions)
+    return Drawn(torch.tensor(tokens), steps, rate)
 
 
 class Exact:
