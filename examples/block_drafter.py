@@ -8,12 +8,11 @@ one that it predicts, by a product of low rank (arXiv:2602.06036; deepspec/model
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from head_files import save_draft
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -246,20 +245,10 @@ def save_drafter(
         num_target_layers: n.
         directory: is made where there is none.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    layer = drafter.config
     config = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
-        **{
-            key: getattr(layer, key)
-            for key in (
-                "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
-                "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id", "layer_types",
-            )
-        },
-        "rope_theta": layer.rope_parameters["rope_theta"],
+        "layer_types": drafter.config.layer_types,
         "block_size": drafter.block_size,
         "mask_token_id": drafter.mask_token_id,
         # of layers, after which hidden states are read
@@ -268,13 +257,5 @@ def save_drafter(
         "markov_head_type": "vanilla",
         "markov_rank": drafter.markov_head.markov_w1.embedding_dim,
         "enable_confidence_head": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    tensors = {key: value.bfloat16().contiguous() for key, value in drafter.state_dict().items()}
-    text = json.dumps(config, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    file = directory / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
-    # the library lets its owner alone read it
-    file.chmod(0o644)
+    }
+    save_draft(drafter, drafter.config, config, directory)

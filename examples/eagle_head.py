@@ -10,14 +10,13 @@ i - d of depth 0, which know the target, then row i - d + 1 of depth 1 and so on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from head_files import save_draft
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -213,34 +212,16 @@ def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> No
             for lists that count otherwise.
         directory: is made where there is none.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    layer = head.config
+    count, vocab_size = len(head.kept), head.config.vocab_size
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **{
-            key: getattr(layer, key)
-            for key in (
-                "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
-                "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id",
-            )
-        },
-        "rope_theta": layer.rope_parameters["rope_theta"],
-        "draft_vocab_size": len(head.kept),
+        "draft_vocab_size": count,
         "target_hidden_size": head.target_width,
         "eagle_aux_hidden_state_layer_ids": list(boundaries),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    tensors = {name: value.bfloat16().contiguous() for name, value in head.state_dict().items()}
-    if len(head.kept) < layer.vocab_size:
-        tensors["d2t"] = head.kept - torch.arange(len(head.kept))
-        tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool)
-        tensors["t2d"][head.kept] = True
-    text = json.dumps(config, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    file = directory / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
-    # the library lets its owner alone read it
-    file.chmod(0o644)
+    }
+    maps = {}
+    if count < vocab_size:
+        is_kept = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, head.kept, True)
+        maps = {"d2t": head.kept - torch.arange(count), "t2d": is_kept}
+    save_draft(head, head.config, config, directory, maps)

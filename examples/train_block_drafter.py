@@ -14,12 +14,10 @@ whole distribution at its place; along greedy texts the target's first choice co
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # matrices this small gain nothing from a second thread, and lose where cores are shared
@@ -27,15 +25,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-import transformers
 from block_drafter import BlockDrafter, build_drafter, save_drafter
+from head_files import load_weights, round_weights
 from head_loss import SoftCrossEntropy
-from head_texts import Texts, load_texts, save_texts
-from pair_data import encode_stream, training_files
-from pair_parts import Optimizer, Schedule, autocast, facts_of_training, write_json
-from safetensors.torch import load_file
+from head_texts import Texts
+from head_training import PAIR, PROMPTS, add_options, find_texts, greedy_texts, run
+from pair_parts import Optimizer, Schedule, autocast
 from torch import Tensor
-from train_eagle_head import PAIR, POOL_BATCH, PROMPTS, greedy_texts, make_shelves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPORT_EVERY = 20
@@ -229,14 +225,7 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
     """Train and save a drafter; returns how, and how well it does."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    if args.texts and args.texts.is_file():
-        shelves = load_texts(args.texts)
-    else:
-        stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
-        newline = tokenizer("\n")["input_ids"][-1]
-        shelves = make_shelves(args, target, stream, newline)
-        if args.texts:
-            save_texts(shelves, args.texts)
+    shelves = find_texts(args, target, tokenizer)
     drafter = build_drafter(
         target,
         len(args.boundaries),
@@ -251,8 +240,7 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
         args.rank,
     )
     if args.start:
-        weights = load_file(args.start / "model.safetensors")
-        drafter.load_state_dict({name: weights[name].float() for name in drafter.state_dict()})
+        load_weights(drafter, args.start)
     size = sum(x.numel() for x in drafter.parameters())
     tokens = [texts.tokens.numel() for texts in shelves]
     print(f"{size:,} parameters, {sum(tokens):,} tokens", flush=True)
@@ -280,8 +268,7 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - begin
     keep()
     drafter.eval()
-    for parameter in drafter.parameters():
-        parameter.data = parameter.data.bfloat16().float()  # as it is saved
+    round_weights(drafter)
     texts = {
         name: greedy_texts(target, tokenizer, path, args.boundaries)
         for name, path in PROMPTS.items()
@@ -312,52 +299,15 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--target", type=Path, default=PAIR / "target")
-    add("--out", type=Path, default=PAIR / "block", help="directory of the drafter")
-    add("--start", type=Path, help="a drafter of the same sizes to go on with")
-    add("--texts", type=Path, help="file that keeps the texts, or has them from an earlier run")
-    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, of either kind")
-    add("--windows", type=int, default=1024, help="windows of the corpus")
-    add("--minutes", type=float, default=40.0, help="minutes of training, at most")
-    add("--steps", type=int, default=10**6, help="steps of training, at most")
-    add("--boundaries", type=int, nargs="+", default=[2, 5, 7], help="b: what enters layer b")
+    add = add_options(parser, PAIR / "block", 40.0, 20261126)
     add("--block-size", type=int, default=5, help="B: tokens of a block")
     add("--rank", type=int, default=32, help="of what is added for the token before")
     add("--anchors", type=int, default=48, help="blocks of a text")
     add("--decay", type=float, default=0.9, help="weight of a row relative to the last")
-    add("--first-weight", type=float, default=1.0, help="of the target's choice, greedy texts")
-    add("--missed-weight", type=float, default=0.3, help="of rows that a chain does not reach")
-    add(
-        "--shares",
-        type=float,
-        nargs=3,
-        default=[1.0, 1.0, 1.0],
-        help="how often a token of greedy texts, sampled ones and the corpus is drawn",
-    )
     add("--layers", type=int, default=2)
     add("--inner", type=int, default=256, help="columns of the MLP")
-    add("--heads", type=int, default=2)
-    add("--kv-heads", type=int, default=1)
-    add("--head-dim", type=int, default=64)
     add("--batch", type=int, default=8, help="texts of a training step")
-    add("--muon-rate", type=float, default=0.02, help="peak learning rate of the matrices")
-    add("--adam-rate", type=float, default=4e-3, help="peak learning rate of the rest")
-    add("--seed", type=int, default=20261126)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    facts = facts_of_training("train_block_drafter.py", args.seed)
-    facts["transformers"] = transformers.__version__
-    if args.start:
-        # of a run that was ended, weights alone are there
-        before = args.start / "eval.json"
-        facts["start"] = (
-            json.loads(before.read_text(encoding="utf-8")) if before.is_file() else str(args.start)
-        )
-    facts |= make_drafter(args)
-    write_json(args.out / "eval.json", facts)
-    print(facts, flush=True)
+    run("train_block_drafter.py", parser.parse_args(), make_drafter)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,9 @@ are the head's first choice where the text before them is given.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # matrices this small gain nothing from a second thread, and lose where cores are shared
@@ -33,23 +31,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
-import transformers
 from eagle_head import EagleHead, build_head, save_head
+from head_files import load_weights, round_weights
 from head_loss import SoftCrossEntropy
-from head_texts import Texts, continue_texts, load_texts, read_texts, save_texts
-from pair_data import encode_stream, read_prompts, training_files
-from pair_parts import Optimizer, Schedule, autocast, facts_of_training, write_json
-from pair_policy import draw_prompts
-from safetensors.torch import load_file
+from head_texts import Texts
+from head_training import PAIR, PROMPTS, add_options, find_texts, greedy_texts, run
+from pair_parts import Optimizer, Schedule, autocast
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PAIR = Path(__file__).resolve().parent / "pair"
-PROMPTS = {"held out": PAIR / "prompts.jsonl", "unused": PAIR / "prompts_unused.jsonl"}
-CONTINUATION = 160  # tokens that the target adds to a prompt
-WINDOW = 512  # tokens of a window of the corpus
-POOL_BATCH = 128  # prompts that are continued at once
-NEW_TOKENS = 128  # of an output that is walked along
 REPORT_EVERY = 20
 
 
@@ -214,42 +204,6 @@ def walk(head: EagleHead, texts: list[Texts], depths: int) -> dict[str, Any]:
     }
 
 
-def greedy_texts(
-    target: PreTrainedModel, tokenizer: Any, path: Path, boundaries: list[int]
-) -> list[Texts]:
-    """The target's greedy output after each prompt of a file."""
-    prompts = [tokenizer(entry["prompt"])["input_ids"] for entry in read_prompts(path)]
-    longest = max(map(len, prompts))
-    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    outputs = continue_texts(target, padded, NEW_TOKENS, 0.0, seen)
-    return [
-        # as exact as an engine
-        read_texts(target, row[None, skip:], boundaries, longest - skip, torch.float32)
-        for row, skip in zip(outputs, (longest - len(prompt) for prompt in prompts), strict=True)
-    ]
-
-
-def make_shelves(
-    args: argparse.Namespace, target: PreTrainedModel, stream: Tensor, newline: int
-) -> list[Texts]:
-    """Texts to learn from: greedy ones, sampled ones, and windows of the corpus."""
-    generator = torch.Generator().manual_seed(args.seed + 1)
-    torch.manual_seed(args.seed + 2)
-    begin, shelves = time.monotonic(), []
-    for temperature in (0.0, 1.0):
-        pool = []
-        for number in range(args.pool_batches):
-            prompts = draw_prompts(stream, newline, POOL_BATCH, generator)
-            pool.append(continue_texts(target, prompts, CONTINUATION, temperature))
-            print(f"texts: {number + 1}, {time.monotonic() - begin:.0f} s", flush=True)
-        context = pool[0].shape[1] - CONTINUATION
-        shelves.append(read_texts(target, torch.cat(pool), args.boundaries, context))
-    starts = torch.randint(len(stream) - WINDOW, (args.windows,), generator=generator)
-    windows = torch.stack([stream[start : start + WINDOW] for start in starts])
-    return [*shelves, read_texts(target, windows, args.boundaries, WINDOW)]
-
-
 def kept_ids(shelves: list[Texts], count: int, vocab_size: int) -> Tensor:
     """The ids that the texts have most of, ascending."""
     found = torch.cat([texts.tokens.flatten() for texts in shelves])
@@ -261,14 +215,7 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
     """Train and save a head; returns how, and how well it does."""
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    if args.texts and args.texts.is_file():
-        shelves = load_texts(args.texts)
-    else:
-        stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
-        newline = tokenizer("\n")["input_ids"][-1]
-        shelves = make_shelves(args, target, stream, newline)
-        if args.texts:
-            save_texts(shelves, args.texts)
+    shelves = find_texts(args, target, tokenizer)
     head = build_head(
         target,
         len(args.boundaries),
@@ -281,8 +228,7 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
         kept_ids(shelves, args.draft_vocab_size, target.config.vocab_size),
     )
     if args.start:
-        weights = load_file(args.start / "model.safetensors")
-        head.load_state_dict({name: weights[name].float() for name in head.state_dict()})
+        load_weights(head, args.start)
     size = sum(x.numel() for x in head.parameters())
     tokens = [texts.tokens.numel() for texts in shelves]
     print(f"{size:,} parameters, {sum(tokens):,} tokens", flush=True)
@@ -297,8 +243,7 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - begin
     save_head(head, args.boundaries, args.out)
     head.eval()
-    for parameter in head.parameters():
-        parameter.data = parameter.data.bfloat16().float()  # as it is saved
+    round_weights(head)
     walked = {
         name: walk(head, greedy_texts(target, tokenizer, path, args.boundaries), args.depths)
         for name, path in PROMPTS.items()
@@ -323,47 +268,14 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--target", type=Path, default=PAIR / "target")
-    add("--out", type=Path, default=PAIR / "eagle", help="directory of the head")
-    add("--start", type=Path, help="a head of the same sizes to go on with")
-    add("--texts", type=Path, help="file that keeps the texts, or has them from an earlier run")
-    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, of either kind")
-    add("--windows", type=int, default=1024, help="windows of the corpus")
-    add("--minutes", type=float, default=20.0, help="minutes of training, at most")
-    add("--steps", type=int, default=10**6, help="steps of training, at most")
-    add("--boundaries", type=int, nargs="+", default=[2, 5, 7], help="b: what enters layer b")
+    add = add_options(parser, PAIR / "eagle", 20.0, 20261127)
     add("--depths", type=int, default=4, help="that the head is unrolled over")
     add("--decay", type=float, default=1.0, help="weight of a depth relative to the last")
-    add("--first-weight", type=float, default=1.0, help="of the target's choice, greedy texts")
-    add("--missed-weight", type=float, default=0.3, help="of rows that a chain does not reach")
-    add(
-        "--shares",
-        type=float,
-        nargs=3,
-        default=[1.0, 1.0, 1.0],
-        help="how often a token of greedy texts, sampled ones and the corpus is drawn",
-    )
     add("--width", type=int, default=128)
     add("--inner", type=int, default=384, help="columns of the MLP")
-    add("--heads", type=int, default=2)
-    add("--kv-heads", type=int, default=1)
-    add("--head-dim", type=int, default=64)
     add("--draft-vocab-size", type=int, default=2048, help="ids that the head proposes")
     add("--batch-tokens", type=int, default=2048, help="of a training step")
-    add("--muon-rate", type=float, default=0.02, help="peak learning rate of the matrices")
-    add("--adam-rate", type=float, default=4e-3, help="peak learning rate of the rest")
-    add("--seed", type=int, default=20261127)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(args.seed)
-    facts = facts_of_training("train_eagle_head.py", args.seed)
-    facts["transformers"] = transformers.__version__
-    if args.start:
-        facts["start"] = json.loads((args.start / "eval.json").read_text(encoding="utf-8"))
-    facts |= make_head(args)
-    write_json(args.out / "eval.json", facts)
-    print(facts, flush=True)
+    run("train_eagle_head.py", parser.parse_args(), make_head)
 
 
 if __name__ == "__main__":

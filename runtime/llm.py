@@ -214,7 +214,7 @@ class LLM:
             chat_template: file with another template.
             add_generation_prompt: end prompts where the assistant's answer begins.
             tools: that the model may call, as OpenAI's API has them, for all conversations; calls
-                are a part of the text.
+                are a part of the text, see `specc.read_message`.
             chat_template_kwargs: further variables of the template.
             options: of `generate`.
         Returns:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specc.runtime.outputs.request_output import RequestOutput as RequestOutput
     from specc.sampling.params import SamplingParams as SamplingParams
     from specc.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
+    from specc.server.parsers.whole_message import read_message as read_message
     from specc.speculation.tree import TokenTree as TokenTree
 
 # lazy (PEP 562): specc is both the bottom and the top of the import graph, and a deployed engine
@@ -38,6 +39,7 @@ _EXPORTS = {
     "EngineArgs": "specc.runtime.engine_args",
     "LLM": "specc.runtime.llm",
     "TokenTree": "specc.speculation.tree",
+    "read_message": "specc.server.parsers.whole_message",
 }
 __all__ = [
     "LLM",
@@ -52,6 +54,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TokenTree",
     "compile",
+    "read_message",
     "reshard",
 ]
 

@@ -25,6 +25,7 @@ class BlockCase:
         size: B.
         width: d.
         rows: Vd.
+        vocab: V.
         boundaries: that its taps are, in order.
         config: keys at the top of config.json.
         nested: keys of `dflash_config`.
@@ -44,6 +45,7 @@ class BlockCase:
     size: int = 5
     width: int = WIDTH
     rows: int = VOCAB
+    vocab: int = VOCAB
     boundaries: tuple[int, ...] = (2, 5)
     config: dict[str, Any] = field(default_factory=dict)
     nested: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class BlockCase:
     @property
     def is_partial(self) -> bool:
         """It adds something to logits of some of the target's ids alone."""
-        return self.rank > 0 and self.rows < VOCAB
+        return self.rank > 0 and self.rows < self.vocab
 
     def sees_up_to_itself(self, layer: int) -> bool:
         """Whether rows of a block see no later one there."""
@@ -198,7 +200,7 @@ def config_of(case: BlockCase) -> dict[str, Any]:
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000.0,
-        "vocab_size": VOCAB,
+        "vocab_size": case.vocab,
         **case.layer,
     }
     if case.kind == "dspark":
@@ -254,9 +256,9 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
             own |= {f"{key}.bias": own[f"{key}.weight"][:1] for key in case.biases}
         shapes |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
     if case.has_own_ends:
-        shapes |= {"embed_tokens.weight": (VOCAB, d), "lm_head.weight": (case.rows, d)}
+        shapes |= {"embed_tokens.weight": (case.vocab, d), "lm_head.weight": (case.rows, d)}
     if case.rank:
-        shapes["markov_head.markov_w1.weight"] = (VOCAB, case.rank)
+        shapes["markov_head.markov_w1.weight"] = (case.vocab, case.rank)
         shapes["markov_head.markov_w2.weight"] = (case.rows, case.rank)
     if case.has_confidence:
         shapes |= {"confidence_head.proj.weight": (1, d + case.rank)}
@@ -268,8 +270,8 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
         # what is added for the token before counts as much as the rest
         scale = 0.7 if "markov" in key else 0.25
         tensors[key] = 1.0 + 0.4 * values if "norm" in key else scale * values
-    if case.rows < VOCAB:
-        kept = torch.randperm(VOCAB, generator=generator)[: case.rows].sort().values
+    if case.rows < case.vocab:
+        kept = torch.randperm(case.vocab, generator=generator)[: case.rows].sort().values
         tensors["d2t"] = kept - torch.arange(case.rows)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True)
+        tensors["t2d"] = torch.zeros(case.vocab, dtype=torch.bool).index_fill(0, kept, True)
     return tensors

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.block_heads import MASK, BlockCase
-from tests.heads import HEADS, KV_HEADS, VOCAB
+from tests.heads import HEADS, KV_HEADS
 
 
 class BlockReference:
@@ -87,7 +87,7 @@ class BlockReference:
             up = self.linear(f"layers.{layer}.mlp.up_proj", normed)
             x = x + self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
         own = self.norm("norm", x) @ self.w["lm_head.weight"].T
-        logits = torch.full((len(own), VOCAB), float("-inf"))
+        logits = torch.full((len(own), self.case.vocab), float("-inf"))
         logits[:, self.ids] = own
         return logits
 

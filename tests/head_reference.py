@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.heads import HEADS, KV_HEADS, LAYERS, VOCAB, Case
+from tests.heads import HEADS, KV_HEADS, LAYERS, Case
 
 
 class Reference:
@@ -81,7 +81,7 @@ class Reference:
             y = y + self.linear(f"layers.{i}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
         last = self.norm("norm", y)
         own = last @ self.w["lm_head.weight"].T
-        logits = torch.full((len(own), VOCAB), float("-inf"))
+        logits = torch.full((len(own), self.case.vocab), float("-inf"))
         logits[:, torch.arange(self.case.rows) + self.w.get("d2t", torch.zeros(()).long())] = own
         return (last if config.get("norm_output") else y), logits
 

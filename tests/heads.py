@@ -28,6 +28,7 @@ class Case:
         layout: `SafeAILab`, `speculators`, `DeepSpec` or `NVIDIA`.
         width: d.
         rows: Vd.
+        vocab: V.
         boundaries: that its taps are, in order.
         config: keys at the top of config.json, flags among them.
         layer: keys that describe its layers.
@@ -39,6 +40,7 @@ class Case:
     layout: str
     width: int = WIDTH
     rows: int = 60
+    vocab: int = VOCAB
     boundaries: tuple[int, ...] = (2, 4, 5)
     config: dict[str, Any] = field(default_factory=dict)
     layer: dict[str, Any] = field(default_factory=dict)
@@ -127,7 +129,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000.0,
-        "vocab_size": VOCAB,
+        "vocab_size": case.vocab,
         **case.layer,
     }
     if case.layout == "speculators":
@@ -164,17 +166,17 @@ def draw_tensors(case: Case, seed: int = 0) -> dict[str, Tensor]:
         prefix = "" if key == "fc" else ("midlayer." if case.layout == "SafeAILab" else "layers.0.")
         shapes[f"{prefix}{key}.bias"] = weight[:1]
     if case.layout in ("speculators", "DeepSpec") or case.width != WIDTH:
-        shapes["embed_tokens.weight"] = (VOCAB, case.width)
+        shapes["embed_tokens.weight"] = (case.vocab, case.width)
     shapes["lm_head.weight"] = (case.rows, case.width)
     generator = torch.Generator().manual_seed(40 + seed)
     tensors = {
         key: _draw(key, shape, torch.randn(shape, generator=generator))
         for key, shape in shapes.items()
     }
-    if case.rows < VOCAB:
-        kept = torch.randperm(VOCAB, generator=generator)[: case.rows].sort().values
+    if case.rows < case.vocab:
+        kept = torch.randperm(case.vocab, generator=generator)[: case.rows].sort().values
         tensors["d2t"] = kept - torch.arange(case.rows)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True)
+        tensors["t2d"] = torch.zeros(case.vocab, dtype=torch.bool).index_fill(0, kept, True)
     return tensors
 
 

@@ -32,25 +32,30 @@ _NAMES = {
 _PATTERN = {"DeepSeek": rf"^model\.layers\.{LAYERS}\.", "Qwen3-Next": r"^mtp\."}
 
 
-def sizes_of(name: str, num_layers: int = LAYERS) -> dict[str, Any]:
+def sizes_of(name: str, num_layers: int = LAYERS, vocab: int = VOCAB) -> dict[str, Any]:
     """Fields of a tiny configuration."""
-    found: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": num_layers}
+    found: dict[str, Any] = {"vocab_size": vocab, "num_hidden_layers": num_layers}
     if name == "qwen3_next":
         found["layer_types"] = ["full_attention"] * num_layers
     return found
 
 
-def write_target(name: str, directory: Path, has_own_ends: bool = False) -> Path:
+def write_target(
+    name: str, directory: Path, has_own_ends: bool = False, vocab: int = VOCAB
+) -> Path:
     """A tiny target with an MTP module.
 
     Args:
         name: of `FORMS`.
         directory: to make.
         has_own_ends: the module has an embedding and a head of its own.
+        vocab: V.
     """
-    models.save_tiny(name, directory, **sizes_of(name))
+    models.save_tiny(name, directory, **sizes_of(name, vocab=vocab))
     with TemporaryDirectory() as other:
-        deeper = models.save_tiny(name, Path(other) / "deeper", 3, **sizes_of(name, LAYERS + 1))
+        deeper = models.save_tiny(
+            name, Path(other) / "deeper", 3, **sizes_of(name, LAYERS + 1, vocab)
+        )
         layer = load_file(deeper / "model.safetensors")
     first = f"model.layers.{LAYERS}."
     block = f"{first}" if FORMS[name] == "DeepSeek" else "mtp.layers.0."
@@ -71,8 +76,8 @@ def write_target(name: str, directory: Path, has_own_ends: bool = False) -> Path
     tensors |= {f"{key}.weight": mean + 0.4 * draw(WIDTH) for key in (enorm, hnorm, norm)}
     tensors[f"{project}.weight"] = 0.25 * draw(WIDTH, 2 * WIDTH)
     if has_own_ends:
-        tensors[f"{first}embed_tokens.weight"] = 0.3 * draw(VOCAB, WIDTH)
-        tensors[f"{first}shared_head.head.weight"] = 0.3 * draw(VOCAB, WIDTH)
+        tensors[f"{first}embed_tokens.weight"] = 0.3 * draw(vocab, WIDTH)
+        tensors[f"{first}shared_head.head.weight"] = 0.3 * draw(vocab, WIDTH)
     change_tensors(directory, lambda own: own | tensors)
     if FORMS[name] == "DeepSeek":
         change_config(directory, num_nextn_predict_layers=1)

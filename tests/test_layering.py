@@ -132,7 +132,7 @@ LAZY = {
     "specc.errors": set(),
     "specc.option": {"specc.errors"},
     "specc.system.machine": {"specc.errors"},
-    "specc.server.parsers.names": set(),
+    "specc.server.parsers.names": {"specc.errors"},
     "specc.triton.tensors": set(),
     "specc.bench.peers.names": {"specc.errors"},
     "specc.__init__": {"specc.version"},

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
-from specc.server.parsers.names import (
-    HARMONY_CALLS,
-    HARMONY_THINKS,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-)
+from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS, agreed_parsers
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 # strings that may end an output, and their characters together: each is looked for at every token
@@ -322,19 +316,8 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
-        _check_name("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
-        if self.tool_call_parser == HARMONY_CALLS and self.reasoning_parser is None:
-            # one form, and vLLM reads all of it, too, for this option
-            object.__setattr__(self, "reasoning_parser", HARMONY_THINKS)
-        is_harmony = self.reasoning_parser == HARMONY_THINKS
-        if self.tool_call_parser and is_harmony != (self.tool_call_parser == HARMONY_CALLS):
-            raise ConfigError(
-                f"reasoning_parser={self.reasoning_parser!r} with"
-                f" tool_call_parser={self.tool_call_parser!r}",
-                f"{HARMONY_THINKS!r} with {HARMONY_CALLS!r}, parts of one form, or neither",
-                "choose both of one form",
-            )
+        _, thinks = agreed_parsers(self.tool_call_parser, self.reasoning_parser)
+        object.__setattr__(self, "reasoning_parser", thinks)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError(
                 "enable_auto_tool_choice without tool_call_parser",
@@ -352,8 +335,3 @@ class ServeConfig:
                 "keys that a header can hold",
                 "choose another one",
             )
-
-
-def _check_name(field: str, value: str | None, known: Iterable[str]) -> None:
-    if value is not None and value not in known:
-        raise ConfigError(f"{field}={value!r}", f"one of {', '.join(known)}", "choose one of them")

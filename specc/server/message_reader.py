@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from specc.server.config import ServeConfig
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS
+from specc.server.parsers.whole_message import message_parser
 from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse, has_structure
 
@@ -44,14 +45,8 @@ class MessageReader:
 
     def parser(self) -> MessageParser:
         """For one output."""
-        thinks, form = self._thinks, self._use.form
-        ends = (form.interrupts,) if form and form.interrupts else ()
-        tools = self._use.tools if form and form.is_in_messages else {}
-        reasoning = thinks.parser(self._prompt, ends, tools) if thinks else None
-        calls = self._use.parser()
-        if form is None:
-            return MessageParser(reasoning, calls)
-        return MessageParser(reasoning, calls, self._use.max_calls, form.make_id)
+        use = self._use
+        return message_parser(use.form, self._thinks, use.tools, self._prompt, use.max_calls)
 
     def message(self, whole: Delta) -> dict[str, Any]:
         """Fields of a message: null is a content that is not there, beside something else."""

@@ -10,8 +10,7 @@ from specc.server.config import ServeConfig
 from specc.server.errors import bad_request
 from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
 from specc.server.parsers.bodies import CallArray, CallObject, NamedArguments
-from specc.server.parsers.calls import CallFormat, CallParser
-from specc.server.parsers.events import Parser
+from specc.server.parsers.calls import CallFormat
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.protocol import ChatRequest
@@ -36,12 +35,6 @@ class ToolUse:
     max_calls: int | None = None
     grammar: StructuredOutputsParams | None = None
     is_named: bool = False
-
-    def parser(self) -> Parser | None:
-        """Of the text of one output; None where no call is a part of it."""
-        if self.form is None or self.form.is_in_messages:
-            return None
-        return CallParser(self.form, self.tools)
 
     def finish_reason(self, reason: str, message: MessageParser) -> str:
         """Why an output has ended, as OpenAI's API says it.

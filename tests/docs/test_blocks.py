@@ -60,6 +60,14 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert indented == []
 
 
+def text_of(script: Path) -> str:
+    """Of a script and of the modules beside it that it takes names from: some have options."""
+    text = script.read_text(encoding="utf-8")
+    found = [script.with_name(f"{name}.py") for name in re.findall(r"(?m)^from (\w+) import", text)]
+    others = [path.read_text(encoding="utf-8") for path in found if path.is_file()]
+    return "\n".join([text, *others])
+
+
 @pytest.mark.parametrize("block", shell_blocks(), ids=lambda block: block.name)
 def test_commands_and_options_exist(block: Block) -> None:
     """Of blocks, too, that no test runs."""
@@ -69,7 +77,7 @@ def test_commands_and_options_exist(block: Block) -> None:
             assert words[1] in TARGETS
         elif program.startswith("python"):
             script = next(word for word in words if word.endswith(".py"))
-            text = (ROOT / script).read_text(encoding="utf-8")
+            text = text_of(ROOT / script)
             assert all(f'"{option}"' in text for option in words if option.startswith("--"))
         elif program == "specc":
             options = options_of(words[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,23 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specc.compiler.build import build
-from specc.config import CompileConfig
 from specc.passes.frontend.heads.head_spec import TargetFacts
 from specc.passes.frontend.heads.recognise import recognise
-from specc.runtime.engine import Engine
-from specc.runtime.llm import LLM
-from specc.sampling.params import SamplingParams
-from specc.speculation.plans import SpecPlan
-from tests import models
+from tests.examples.head_examples import check_walk, imported, tiny_target
 from tests.head_reference import Reference, hidden_states
 from tests.heads import HEADS, KV_HEADS, LAYERS, VOCAB, WIDTH, Case
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = (
-    "train_eagle_head", "eagle_head", "head_texts", "pair_data", "pair_eval", "pair_parts",
-    "pair_policy",
-)  # fmt: skip
 BOUNDARIES, DEPTHS = (2, 4, 5), 3
 NARROW, SIZE = 24, 8
 ROWS = 60
@@ -46,29 +34,13 @@ CASE = Case(
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    """The example; it and the modules beside it are no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.syspath_prepend(str(EXAMPLES))
-        for name in SCRIPTS:
-            patch.delitem(sys.modules, name, raising=False)
-        yield importlib.import_module("train_eagle_head")
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
+    with imported("train_eagle_head") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return models.build_model(
-        "llama",
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    ).eval()
+    return tiny_target()
 
 
 def built(target: Any, rows: int = ROWS) -> Any:
@@ -205,27 +177,8 @@ def test_a_trained_head_drafts_in_an_engine_as_its_walk_says(
     assert script.losses(head, output, texts, goal, True)[0].item() < 0.7 * before
 
     script.save_head(head, BOUNDARIES, tmp_path / "head")
-    for value in head.parameters():
-        value.data = value.data.bfloat16().float()
+    sys.modules["head_files"].round_weights(head)
     exact = sys.modules["head_texts"].read_texts(target, tokens, BOUNDARIES, 4, torch.float32)
     walked = script.walk(head, [exact.rows(torch.tensor([row])) for row in range(8)], DEPTHS)
     assert walked["acceptance_length"] > 1.2
-    target.save_pretrained(tmp_path / "target")
-    models.byte_tokenizer().save(str(tmp_path / "target" / "tokenizer.json"))
-    plan = SpecPlan.from_widths((1,) * DEPTHS)
-    config = CompileConfig(
-        plans=(plan,), max_batch_size=8, max_seq_len=64, backend="eager", probe=False
-    )
-    build(tmp_path / "target", tmp_path / "head", tmp_path / "engine", config)
-    engine, found = Engine.load(tmp_path / "engine"), {}
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    for name in ("off", plan.name):
-        llm = LLM(engine, plan=name)
-        found[name] = [
-            list(output.outputs[0].token_ids) for output in llm.generate(prompts.tolist(), params)
-        ]
-    assert found["off"] == found[plan.name] == tokens[:, 4:].tolist()
-    stats = llm.get_metrics()
-    assert stats.num_steps == walked["steps"]
-    assert stats.accepted_per_depth == pytest.approx(walked["accepted_at_depth"], abs=1e-3)
-    assert stats.mean_acceptance_length == pytest.approx(walked["acceptance_length"], abs=1e-3)
+    check_walk(target, tmp_path / "head", prompts, tokens[:, 4:], walked, tmp_path)

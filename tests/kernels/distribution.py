@@ -311,7 +311,7 @@ def compare(tokens: Tensor, probs: Tensor, accepted_per_step: float) -> Outcome:
         total_variation=float((counts / n - probs).abs().sum()) / 2,
         variation_bound=spread + math.sqrt(-math.log(FALSE_ALARM) / (2 * n)),
         chi_square=chi_square,
-        chi_square_bound=_chi_square_bound(freedom),
+        chi_square_bound=chi_square_bound(freedom),
         num_draws=n,
         accepted_per_step=accepted_per_step,
     )
@@ -330,7 +330,7 @@ def _chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((counts - expected).square() / expected).sum()), len(expected) - 1
 
 
-def _chi_square_bound(freedom: int) -> float:
+def chi_square_bound(freedom: int) -> float:
     """Wilson and Hilferty's approximation."""
     if freedom == 0:
         return 1e-9

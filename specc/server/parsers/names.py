@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from specc.errors import ConfigError
+
 REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "kimi_k2", "mimo", "minimax_m2",
     "mistral", "olmo3", "openai_gptoss", "qwen3", "seed_oss", "step3", "step3p5",
@@ -15,3 +17,36 @@ TOOL_CALL_PARSERS = (
 )  # fmt: skip
 # of one form, which has both
 HARMONY_THINKS, HARMONY_CALLS = "openai_gptoss", "openai"
+
+
+def agreed_parsers(
+    tool_call_parser: str | None, reasoning_parser: str | None
+) -> tuple[str | None, str | None]:
+    """The names of both, of which one may follow from the other.
+
+    Args:
+        tool_call_parser: what tells calls of tools from content; None is none.
+        reasoning_parser: what tells thinking from it; likewise.
+    Raises:
+        ConfigError: no such name, or two that do not go together.
+    """
+    names = (
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+        ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
+    )
+    for option, value, known in names:
+        if value is not None and value not in known:
+            raise ConfigError(
+                f"{option}={value!r}", f"one of {', '.join(known)}", "choose one of them"
+            )
+    if tool_call_parser == HARMONY_CALLS and reasoning_parser is None:
+        # one form, and vLLM reads all of it, too, for this option
+        reasoning_parser = HARMONY_THINKS
+    is_harmony = reasoning_parser == HARMONY_THINKS
+    if tool_call_parser and is_harmony != (tool_call_parser == HARMONY_CALLS):
+        raise ConfigError(
+            f"reasoning_parser={reasoning_parser!r} with tool_call_parser={tool_call_parser!r}",
+            f"{HARMONY_THINKS!r} with {HARMONY_CALLS!r}, parts of one form, or neither",
+            "choose both of one form",
+        )
+    return tool_call_parser, reasoning_parser

@@ -1,0 +1,137 @@
+"""What the trainers of drafts that read hidden states share: options, texts and a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from head_texts import Texts, continue_texts, load_texts, read_texts, save_texts
+from pair_data import encode_stream, read_prompts, training_files
+from pair_parts import facts_of_training, write_json
+from pair_policy import draw_prompts
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PAIR = Path(__file__).resolve().parent / "pair"
+PROMPTS = {"held out": PAIR / "prompts.jsonl", "unused": PAIR / "prompts_unused.jsonl"}
+CONTINUATION = 160  # tokens that the target adds to a prompt
+WINDOW = 512  # tokens of a window of the corpus
+POOL_BATCH = 128  # prompts that are continued at once
+NEW_TOKENS = 128  # of an output that is walked along
+
+
+def add_options(
+    parser: argparse.ArgumentParser, out: Path, minutes: float, seed: int
+) -> Callable[..., Any]:
+    """Options of both trainers; returns what adds another one.
+
+    Args:
+        parser: of a command line.
+        out: where the draft is written, unless the command says otherwise.
+        minutes: of training, likewise.
+        seed: of all that is drawn, likewise.
+    """
+    add = parser.add_argument
+    add("--target", type=Path, default=PAIR / "target")
+    add("--out", type=Path, default=out, help="directory that is written")
+    add("--start", type=Path, help="one of the same sizes to go on with")
+    add("--texts", type=Path, help="file that keeps the texts, or has them from an earlier run")
+    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, of either kind")
+    add("--windows", type=int, default=1024, help="windows of the corpus")
+    add("--minutes", type=float, default=minutes, help="minutes of training, at most")
+    add("--steps", type=int, default=10**6, help="steps of training, at most")
+    add("--boundaries", type=int, nargs="+", default=[2, 5, 7], help="b: what enters layer b")
+    add("--first-weight", type=float, default=1.0, help="of the target's choice, greedy texts")
+    add("--missed-weight", type=float, default=0.3, help="of rows that a chain does not reach")
+    add(
+        "--shares",
+        type=float,
+        nargs=3,
+        default=[1.0, 1.0, 1.0],
+        help="how often a token of greedy texts, sampled ones and the corpus is drawn",
+    )
+    add("--heads", type=int, default=2)
+    add("--kv-heads", type=int, default=1)
+    add("--head-dim", type=int, default=64)
+    add("--muon-rate", type=float, default=0.02, help="peak learning rate of the matrices")
+    add("--adam-rate", type=float, default=4e-3, help="peak learning rate of the rest")
+    add("--seed", type=int, default=seed)
+    return add
+
+
+def run(
+    script: str, args: argparse.Namespace, make: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
+    """Train, and write beside the weights how.
+
+    Args:
+        script: its name.
+        args: of the command line.
+        make: trains and saves; returns facts.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    facts = facts_of_training(script, args.seed)
+    facts["transformers"] = transformers.__version__
+    if args.start:
+        # of a run that was ended, weights alone are there
+        before = args.start / "eval.json"
+        facts["start"] = (
+            json.loads(before.read_text(encoding="utf-8")) if before.is_file() else str(args.start)
+        )
+    facts |= make(args)
+    write_json(args.out / "eval.json", facts)
+    print(facts, flush=True)
+
+
+def find_texts(args: argparse.Namespace, target: PreTrainedModel, tokenizer: Any) -> list[Texts]:
+    """Texts to learn from, of an earlier run or made now."""
+    if args.texts and args.texts.is_file():
+        return load_texts(args.texts)
+    stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
+    shelves = make_shelves(args, target, stream, tokenizer("\n")["input_ids"][-1])
+    if args.texts:
+        save_texts(shelves, args.texts)
+    return shelves
+
+
+def make_shelves(
+    args: argparse.Namespace, target: PreTrainedModel, stream: Tensor, newline: int
+) -> list[Texts]:
+    """Texts to learn from: greedy ones, sampled ones, and windows of the corpus."""
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    torch.manual_seed(args.seed + 2)
+    begin, shelves = time.monotonic(), []
+    for temperature in (0.0, 1.0):
+        pool = []
+        for number in range(args.pool_batches):
+            prompts = draw_prompts(stream, newline, POOL_BATCH, generator)
+            pool.append(continue_texts(target, prompts, CONTINUATION, temperature))
+            print(f"texts: {number + 1}, {time.monotonic() - begin:.0f} s", flush=True)
+        context = pool[0].shape[1] - CONTINUATION
+        shelves.append(read_texts(target, torch.cat(pool), args.boundaries, context))
+    starts = torch.randint(len(stream) - WINDOW, (args.windows,), generator=generator)
+    windows = torch.stack([stream[start : start + WINDOW] for start in starts])
+    return [*shelves, read_texts(target, windows, args.boundaries, WINDOW)]
+
+
+def greedy_texts(
+    target: PreTrainedModel, tokenizer: Any, path: Path, boundaries: list[int]
+) -> list[Texts]:
+    """The target's greedy output after each prompt of a file."""
+    prompts = [tokenizer(entry["prompt"])["input_ids"] for entry in read_prompts(path)]
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    outputs = continue_texts(target, padded, NEW_TOKENS, 0.0, seen)
+    return [
+        # as exact as an engine
+        read_texts(target, row[None, skip:], boundaries, longest - skip, torch.float32)
+        for row, skip in zip(outputs, (longest - len(prompt) for prompt in prompts), strict=True)
+    ]

@@ -1,0 +1,301 @@
+"""Engines with a random head of each kind: outputs are the target's, and acceptance is the head's.
+
+The slow tier leaves its figures in build/head_distribution.json.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specc.config import CompileConfig
+from specc.runtime.engine import Engine
+from specc.sampling.rows import Rule
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+from tests.block_heads import BLOCK_CASES, write_block
+from tests.block_heads import draw_tensors as draw_block
+from tests.block_reference import BlockReference
+from tests.head_reference import Reference, hidden_states
+from tests.heads import CASES, WIDTH, write_head
+from tests.heads import draw_tensors as draw_head
+from tests.kernels.distribution import VOCAB
+from tests.lossless import Zoo
+from tests.mtp import MtpReference, write_target
+from tests.runtime.head_draws import (
+    PROMPT,
+    Exact,
+    Head,
+    accepted_by,
+    collect_draws,
+    draw,
+    fitted,
+    row_of,
+)
+from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
+from tests.runtime.test_mtp import with_module
+
+LAYERS, PLACES = 4, (2, 3)
+# kind → a head with logits for some of the target's tokens, where the layout has that
+HEADS = {
+    "eagle3": replace(
+        CASES["speculators-3.1"],
+        rows=4,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        config={"norm_output": True, "eagle_aux_hidden_state_layer_ids": list(PLACES)},
+    )
+}
+# likes what the target does: whatever it reads in place of what it has to, it proposes worse tokens
+FITTED = "eagle3-fitted"
+HEADS[FITTED] = HEADS["eagle3"]
+BLOCKS = {
+    "dflash": replace(
+        BLOCK_CASES["z-lab"],
+        rows=VOCAB,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        config={"num_target_layers": LAYERS, "block_size": 5},
+    ),
+    "dspark": replace(BLOCK_CASES["dspark-speculators"], rows=4, vocab=VOCAB, boundaries=PLACES),
+}
+MTP = "glm4_moe"
+KINDS = ("eagle3", "mtp", *BLOCKS)
+PLANS = (CHAIN, TREE, DYNAMIC)
+BATCH = 64
+NUM_DRAWS = 20_000
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB,
+}  # fmt: skip
+CASES_OF_ALL = [
+    (kind, plan, rule)
+    for kind in KINDS
+    for plan in PLANS
+    for rule in (Rule if plan is not DYNAMIC else (Rule.COUPLED, Rule.DELTA))
+]
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else value.name.lower()
+
+
+def config_of(**changes: Any) -> CompileConfig:
+    """Prompts of a whole batch are read in one pass, so that steps are full."""
+    chunk = BATCH * len(PROMPT)
+    return options(max_batch_size=BATCH, max_seq_len=24, prefill_chunk=chunk, **changes)
+
+
+@pytest.fixture(scope="module")
+def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    path = request.config.rootpath / "build" / "head_distribution.json"
+    yield from collect_draws(path, len(CASES_OF_ALL))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(zoo: Zoo) -> Callable[[str], Path]:
+    """The target of a kind."""
+
+    def make(kind: str) -> Path:
+        if kind == "mtp":
+            return zoo.once("drawn-mtp", lambda path: write_target(MTP, path, vocab=VOCAB))
+        return zoo.once("drawn-target", lambda path: models.save_tiny("llama", path, **SIZES))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def target_of(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    from transformers import AutoModelForCausalLM
+
+    def make(kind: str) -> Any:
+        path = checkpoint(kind)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine_of(
+    zoo: Zoo, checkpoint: Callable[[str], Path], target_of: Callable[[str], Any]
+) -> Callable[..., Engine]:
+    def write(kind: str, path: Path) -> object:
+        if kind in BLOCKS:
+            return write_block(path, BLOCKS[kind])
+        write_head(path, HEADS[kind])
+        if kind == FITTED:
+            tensors = tensors_of(kind, target_of(kind))
+            save_file(tensors, path / "model.safetensors")
+        return path
+
+    def make(kind: str, backend: str = "cpu") -> Engine:
+        target, config = checkpoint(kind), config_of(backend=backend)
+        if kind == "mtp":
+            build = {"builder": with_module, "key": ("mtp",)}
+            heads: Any = ()
+        else:
+            build, heads = {}, zoo.once(f"drawn-{kind}", lambda path: write(kind, path))
+        return load(
+            zoo.once(
+                f"drawn-{kind}-{backend}",
+                lambda path: engines.build(target, heads, path, config, **build),
+            )
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exact_of(target_of: Callable[[str], Any]) -> Callable[[str], Exact]:
+    known: dict[str, Exact] = {}
+
+    def make(kind: str) -> Exact:
+        if kind not in known:
+            target = target_of(kind)
+            known[kind] = Exact(target, head_of(kind, target))
+        return known[kind]
+
+    return make
+
+
+def tensors_of(kind: str, target: Any) -> dict[str, Tensor]:
+    """Of a head's checkpoint."""
+    tensors = draw_head(HEADS[kind])
+    return fitted(HEADS[kind], tensors, target) if kind == FITTED else tensors
+
+
+def head_of(kind: str, target: Any) -> Head:
+    """Logits of a reference of the head: by formulas, or by transformers."""
+    ends = (target.get_input_embeddings(), target.get_output_embeddings())
+    embedding, head = (end.weight.detach() for end in ends)
+    if kind in BLOCKS:
+        block = BlockReference(BLOCKS[kind], draw_block(BLOCKS[kind]), embedding, head)
+        boundaries = block.case.boundaries
+
+        def logits(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+            taps = hidden_states(target, tokens[:-1], boundaries)
+            return block.after(taps, tokens[-1], path)
+
+        return logits
+    reference: Reference | MtpReference
+    if kind == "mtp":
+        reference = MtpReference(target, MTP)
+    else:
+        reference = Reference(HEADS[kind], tensors_of(kind, target), embedding)
+
+    def logits_of_rows(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+        taps = hidden_states(target, tokens[:-1], reference.case.boundaries)
+        return reference.logits(taps, tokens, path)
+
+    return logits_of_rows
+
+
+def check(
+    engine: Engine,
+    exact: Exact,
+    kind: str,
+    plan: SpecPlan,
+    rule: Rule,
+    num: int,
+    depth: int = 3,
+) -> dict[str, Any]:
+    """Draw and compare, of static trees also what is accepted of the first depths; figures."""
+    name = f"{kind}-{plan.name}-{rule.name.lower()}"
+    drawn = draw(engine, plan, rule, num, zlib.crc32(name.encode()) << 20)
+    outcome = exact.outcome(drawn)
+    assert outcome.is_lossless, outcome
+    assert outcome.num_draws == num
+    assert outcome.accepted_per_step > 0.02, "hardly anything was speculated"
+    found = exact.acceptances(drawn, rule, plan.widths[:depth])
+    for one in found:
+        assert one.chi_square < one.bound, one
+    return row_of({"case": name}, outcome, found)
+
+
+# the first is of the default tier; of the others, what a mutant changes is seen
+FEW = [("eagle3", 64), *((kind, 640) for kind in (FITTED, *KINDS))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num"),
+    [
+        pytest.param(
+            *case, marks=() if case is FEW[0] else pytest.mark.slow, id=f"{case[0]}-{case[1]}"
+        )
+        for case in FEW
+    ],
+)
+def test_trees_in_an_interpreted_engine(
+    engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact], kind: str, num: int
+) -> None:
+    depth = 1 if num == FEW[0][1] else 3
+    check(engine_of(kind, "eager"), exact_of(kind), kind, TREE, Rule.MSS, num, depth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "plan", "rule"), CASES_OF_ALL, ids=ids)
+def test_every_case(
+    engine_of: Callable[..., Engine],
+    exact_of: Callable[[str], Exact],
+    figures: list[dict[str, Any]],
+    kind: str,
+    plan: SpecPlan,
+    rule: Rule,
+) -> None:
+    figures.append(check(engine_of(kind), exact_of(kind), kind, plan, rule, NUM_DRAWS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rule", Rule, ids=ids)
+def test_what_is_accepted(rule: Rule, count: int) -> None:
+    """The formulas, beside draws as the rules are described."""
+    generator, num = torch.Generator().manual_seed(4), 40_000
+    p, q = (3 * torch.rand(2, 5, generator=generator, dtype=torch.float64)).softmax(1)
+    q[1] = 0.0
+    q = q / q.sum()
+
+    def noise() -> Tensor:
+        return -torch.empty(num, 5, dtype=torch.float64).exponential_(generator=generator).log()
+
+    def best(scores: Tensor) -> Tensor:
+        return scores.topk(count, dim=1).indices
+
+    shared = noise()
+    drawn = {
+        Rule.COUPLED: lambda: best(q.log() + shared),
+        Rule.DELTA: lambda: best(q.log().expand(num, -1)),
+        Rule.MSS: lambda: torch.stack([(q.log() + noise()).argmax(1) for _ in range(count)], 1),
+        Rule.SWOR: lambda: best(q.log() + noise()),
+    }[rule]()
+    if rule in (Rule.COUPLED, Rule.DELTA):
+        winner = (p.log() + shared).argmax(1)
+        kept = winner[(drawn == winner[:, None]).any(1)]
+    else:
+        uniform = torch.rand(num, count, generator=generator, dtype=torch.float64)
+        kept = tried(p, q, drawn, uniform, rule)
+    found = torch.bincount(kept, minlength=5).double() / num
+    torch.testing.assert_close(found, accepted_by(rule, p, q, count), atol=0.012, rtol=0.0)
+
+
+def tried(p: Tensor, q: Tensor, drawn: Tensor, uniform: Tensor, rule: Rule) -> Tensor:
+    """Tokens that are accepted, of rows of draws; see `Rule`."""
+    left, source = (x.expand(len(drawn), -1) for x in (p, q))
+    open_, accepted = torch.ones(len(drawn)).bool(), []
+    for token, u in zip(drawn.T[..., None], uniform.T[..., None], strict=True):
+        is_kept = (u * source.gather(1, token) <= left.gather(1, token))[:, 0] & open_
+        accepted.append(token[is_kept, 0])
+        open_ = open_ & ~is_kept
+        left = (left - source).clamp(min=0)
+        left = left / left.sum(1, keepdim=True)
+        if rule == Rule.SWOR:
+            source = source.scatter(1, token, 0.0)
+            source = source / source.sum(1, keepdim=True)
+    return torch.cat(accepted)
