@@ -114,11 +114,13 @@ def add_collectives(target: Any, group: Any) -> int:
     """
     import torch
 
+    from specc.kernels import ops
     from specc.runtime.ranks.device_work import give
 
     inner = target._graph
-    linear = torch.ops.aten.linear.default
-    found = inner.graph.find_nodes(op="call_function", target=linear)
+    products = (torch.ops.aten.linear.default, ops.skinny_linear)
+    found = [node for node in inner.graph.nodes if node.target in products]
+    assert found, "no product whose sum ranks would add up"
     for node in found:
         with inner.graph.inserting_after(node):
             total = inner.graph.call_function(torch.ops.specc.all_reduce.default, (node,))
