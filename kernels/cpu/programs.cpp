@@ -5,25 +5,16 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <limits>
 #include <unordered_map>
 
+#include "clock.h"
 #include "failure.h"
 #include "segments.h"
 #include "threads.h"
 
 namespace specc {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-}  // namespace
 
 CompiledProgram::CompiledProgram(const std::string& package)
     : loader_(package, "model", /*run_single_threaded=*/true),

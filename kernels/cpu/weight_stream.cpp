@@ -14,10 +14,10 @@
 #include <mutex>
 #include <thread>
 
+#include "clock.h"
+
 namespace specc {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // One read of the system: what a stopped device is noticed by, and enough that it hardly counts
 // when a thread that was woken waits for its turn.
@@ -25,10 +25,6 @@ constexpr int64_t kReadBytes = int64_t{16} << 20;
 // Threads that read: while one of them waits for its turn, the device has work of the other.
 constexpr int kReaders = 2;
 constexpr int64_t kHugePage = int64_t{2} << 20;
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
 
 int64_t page_end(int64_t byte) {
   return (byte + WeightStream::kPage - 1) / WeightStream::kPage * WeightStream::kPage;

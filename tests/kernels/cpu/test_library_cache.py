@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,35 @@ def test_whatever_a_library_is_made_of_is_in_its_key(runs, tmp_path, monkeypatch
     monkeypatch.setattr(native.torch, "__version__", "9.9.9")
     made.add(native.build(tmp_path / "cache"))
     assert len(made) == 6
+
+
+def included(name: str) -> set[str]:
+    """All that a source includes, also through the headers beside it."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        path = native.SOURCE_DIR / waiting.pop()
+        if path.is_file():
+            named = set(re.findall(r'^#include [<"](.+)[>"]', path.read_text(), re.MULTILINE))
+            waiting += named - found
+            found |= named
+    return found
+
+
+def test_torchs_own_headers_are_read_once():
+    """Reading them takes seconds; the stable interface takes one, the C functions less."""
+    heavy = re.compile(r"ATen/|c10/|torch/(?!csrc/stable/|csrc/inductor/aoti_torch/|headeronly/)")
+    readers = {
+        source.name
+        for source in native._sources()
+        if any(heavy.match(name) for name in included(source.name))
+    }
+    assert readers == {native._CLASSES}
+    text = (native.SOURCE_DIR / native._CLASSES).read_text()
+    assert tuple(re.findall('#include "(.+)"', text)) == native._OF_CLASSES
+    assert native._sources()[0].name == native._CLASSES
+    all_sources = {source.name for source in native.SOURCE_DIR.glob("*.cpp")}
+    assert {source.name for source in native._sources()} == all_sources - set(native._OF_CLASSES)
 
 
 @pytest.mark.slow
