@@ -134,8 +134,9 @@ def compile(
             for each token and KV head; of the backends cpu and eager.
         mla_cache: of layers with multi-head latent attention: `latent`, the latent and the shared
             part of keys, once for all heads; `expanded`, keys and values of each head; `auto`, the
-            latent where that takes fewer bytes and the backend computes it (cpu, cuda, eager,
-            onnx).
+            latent where the backend computes it (cpu, cuda, eager, onnx) and that takes fewer bytes
+            or, on cuda and onnx, keys and values have two widths. On cuda layers of one width stay
+            expanded where a self-draft chooses blocks and latents are too wide to vote on them.
         listen: called as phases begin, advance and end.
     Returns:
         the manifest, what each pass did, and warnings.

@@ -65,8 +65,12 @@ first R columns are the values. It finds this by what a graph computes, not by n
 | GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
 
 `--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
-takes fewer bytes a token on each rank, or where the backend knows no values of another width. vLLM,
-too, caches latents unless `VLLM_MLA_DISABLE` is set.
+takes fewer bytes a token on each rank, or where keys and values have two widths and the backend
+(`cuda`, `onnx`) knows only one. Where a [self-draft](drafts.md#self-drafts) chooses blocks, the
+target's queries vote on them, on `cuda` over rows of at most 256 columns (128 in float32): layers
+of one width that can, as those of GLM-4.7-Flash with keys and values of 256 in half precision, stay
+expanded, since latents of 576 could not. vLLM, too, caches latents unless `VLLM_MLA_DISABLE` is
+set.
 `specc inspect` shows which one an engine has.
 
 The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in

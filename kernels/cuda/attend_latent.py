@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import attend
 from specc.kernels.cuda.arrivals import counters
-from specc.kernels.cuda.attend_config import AttendConfig, plan_work
+from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, plan_work
 from specc.kernels.cuda.attend_kernels import NO_WINDOW
 from specc.kernels.cuda.attend_latent_kernels import attend_latent_kernel
 from specc.kernels.cuda.launch import is_even, launcher
@@ -116,13 +116,16 @@ def attend_latent(
     tokens = triton.cdiv(num_tokens, num_seqs)
     rows = tokens * num_heads
     c = config(q.dtype, rows, capability)
+    # else q_start says
+    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
+    num_tiles = num_seqs * triton.cdiv(rows, c.block_m)
+    most_tiles = num_tiles if tokens_each else num_tokens * num_heads // c.block_m + num_seqs
     work = plan_work(
-        num_seqs * triton.cdiv(rows, c.block_m),
-        num_tokens * num_heads // c.block_m + num_seqs,
-        1, num_seqs, c.programs_per_sm * num_sms,
+        num_tiles, most_tiles, 1, num_seqs, c.programs_per_sm * num_sms,
         triton.cdiv(num_pages * block_size, c.block_n) // c.min_blocks,
         num_splits=num_splits,
         is_prompt=tokens > _LARGEST_TREE,
+        is_short=num_pages * block_size <= SHORT_ROWS,
     )  # fmt: skip
     # absent, in the type they have else: one kernel for both
     partial = lse = q.new_empty(0, dtype=torch.float32)
@@ -131,8 +134,6 @@ def attend_latent(
         lse = q.new_empty(work.num_parts, c.block_m, dtype=torch.float32)
         partial = q.new_empty(work.num_parts, c.block_m, rank, dtype=torch.float32)
         arrived = counters(k_cache, work.num_parts)
-    # else q_start says
-    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
     launcher(attend_latent_kernel)[(work.num_programs,)](
         q, k_cache, out, partial, lse, arrived,
         q_start, position, slot, cache_len,

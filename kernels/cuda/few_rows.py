@@ -113,8 +113,12 @@ class Choice:
 
 
 def _capability() -> int:
-    """Compute capability of the current device, or of the one that the interpreter stands for."""
-    return machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))[0]
+    """Compute capability of the current GPU, or of what stands for one where there is none."""
+    # a weight on a device has initialized CUDA; a device that is simulated has no driver
+    if not torch.cuda.is_initialized():
+        return machine(torch.device("cpu"))[0]
+    # by its number: what is cached of a device without one is what the first to be asked has
+    return machine(torch.device("cuda", torch.cuda.current_device()))[0]
 
 
 # what was measured in this process, or read from what was measured before; what is not here is the

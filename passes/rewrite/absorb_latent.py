@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -60,8 +61,12 @@ class AbsorbLatent(Pass):
             None is any.
         takes_two_widths: the backend computes values of another width than keys. Where it does not,
             layers of such are rewritten whatever their rows take.
+        most_voting: where queries of the target vote on blocks, the widest rows whose queries can,
+            in a type ("bfloat16"); it gives None for any. Layers of one width that can vote, and
+            could not over their latents, stay as they are.
     Raises:
-        ConfigError: `latent` is asked for, and the target has no layer for it.
+        ConfigError: `latent` is asked for, and the target has no layer for it, or one that has to
+            vote and could not.
     Source: DeepSeek-V2, arXiv:2405.04434 §2.1 and appendix C.
     """
 
@@ -75,10 +80,12 @@ class AbsorbLatent(Pass):
         num_ranks: int = 1,
         most: tuple[int, int] | None = None,
         takes_two_widths: bool = True,
+        most_voting: Callable[[str], int | None] | None = None,
     ) -> None:
         self._choice, self._kv_cache_dtype = choice, kv_cache_dtype
         self._num_ranks, self._most = num_ranks, most
         self._takes_two_widths = takes_two_widths
+        self._most_voting = most_voting
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
@@ -96,6 +103,8 @@ class AbsorbLatent(Pass):
                 self._require_room(layer)
                 before = program.layers[number]
                 is_able = self._takes_two_widths or before.columns_of_values == before.head_dim
+                if is_able and program.name == TARGET:
+                    self._require_votes(before, layer, found)
                 if self._choice != LATENT and is_able:
                     self._require_gain(before, layer, found)
                 _rewrite(program, node, found)
@@ -129,6 +138,25 @@ class AbsorbLatent(Pass):
                 f"a latent of {columns[0]} columns and {columns[1]} that heads share: its backend"
                 f" takes {self._most[0]} and {self._most[1]} at most"
             )
+
+    def _require_votes(self, before: AttentionLayer, layer: AttentionLayer, found: Latent) -> None:
+        """Raises NoMatch, or ConfigError: queries could not vote any more."""
+        dtype = str(found.latent.meta["val"].dtype).removeprefix("torch.")
+        most = self._most_voting(dtype) if self._most_voting else None
+        if most is None or not before.head_dim <= most < layer.head_dim:
+            return
+        if self._choice == LATENT:
+            raise ConfigError(
+                f"--mla-cache {LATENT}, a self-draft that chooses blocks, and latents of"
+                f" {layer.head_dim} columns in {dtype}",
+                f"rows of {most} columns or less for the queries that vote, as the"
+                f" {before.head_dim} of expanded keys",
+                "leave out --mla-cache, or choose no blocks",
+            )
+        raise NoMatch(
+            f"a row of {layer.head_dim} columns, and queries that vote on blocks: its backend takes"
+            f" {most} at most"
+        )
 
     def _require_gain(self, before: AttentionLayer, layer: AttentionLayer, found: Latent) -> None:
         """Raises NoMatch: a token's rows would not be fewer bytes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-# latent where that takes fewer bytes and the backend computes it
+# latent where the backend computes it and either that takes fewer bytes or the backend knows no
+# values of another width than keys; expanded where a self-draft chooses blocks and queries could
+# vote over keys, and not over latents
 AUTO = "auto"
 # the latent, and the part of a key that all heads share
 LATENT = "latent"

@@ -41,6 +41,7 @@ from specc.compiler.engine_plans import (
     check_taps,
     check_views,
     check_voters,
+    chosen_blocks,
     engine_plans,
     reached_positions,
     tile_plans,
@@ -212,14 +213,16 @@ def _compile(
         dump,
         *ranks,
         config.kv_cache_dtype,
-        latent_pass(config, backend.facts),
+        latent_pass(config, plans, backend.facts),
         backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
         taps,
         backend.facts.expands_prompts,
     )
     # of modules without a configuration it is not known earlier
-    dims = [layer.head_dim for layer in models[0].entry.layers]
-    check_voters(plans, dims, models[0].entry.dtype, backend.facts)
+    widest = max(models[0].entry.layers, key=lambda layer: layer.head_dim, default=None)
+    if widest is not None:
+        rows = "latents" if widest.values_in_keys else "heads"
+        check_voters(plans, [widest.head_dim], models[0].entry.dtype, backend.facts, rows)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(
         models[0], *sizes, config.quantization, backend.facts.quantizes_experts
@@ -241,7 +244,9 @@ def _compile(
     return engine, records
 
 
-def latent_pass(config: CompileConfig, facts: BackendFacts) -> Callable[[int], Pass] | None:
+def latent_pass(
+    config: CompileConfig, plans: Sequence[SpecPlan], facts: BackendFacts
+) -> Callable[[int], Pass] | None:
     """What has caches hold latents, of a number of ranks; None where that is not to be."""
     computes = LATENT_ROWS in facts.attention_extras
     if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
@@ -252,6 +257,7 @@ def latent_pass(config: CompileConfig, facts: BackendFacts) -> Callable[[int], P
         config.kv_cache_dtype,
         most=facts.most_latent,
         takes_two_widths=VALUE_WIDTH in facts.attention_extras,
+        most_voting=facts.most_voting_dim if chosen_blocks(plans) else None,
     )
 
 

@@ -137,7 +137,11 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
 
 
 def check_voters(
-    plans: Sequence[SpecPlan], head_dims: Sequence[int], dtype: str, backend: BackendFacts
+    plans: Sequence[SpecPlan],
+    head_dims: Sequence[int],
+    dtype: str,
+    backend: BackendFacts,
+    rows: str = "heads",
 ) -> None:
     """Whether the target's queries can vote on blocks, where a draft of some plan chooses them.
 
@@ -146,24 +150,25 @@ def check_voters(
         head_dims: of the target's layers, as far as they are known.
         dtype: of the target.
         backend: of the engine.
+        rows: what is as wide: `heads`, or `latents`.
     Raises:
-        ConfigError: their heads are larger than the backend's operator takes.
+        ConfigError: they are wider than the backend's operator takes.
     """
-    choosing, most = _choosing(plans), backend.most_voting_dim(dtype)
+    choosing, most = chosen_blocks(plans), backend.most_voting_dim(dtype)
     if choosing is None or most is None or not head_dims or max(head_dims) <= most:
         return
     roomy = (x for x in backend.dtypes if max(head_dims) <= (backend.most_voting_dim(x) or 0))
     narrower = next(roomy, None)
     window = View(choosing.window, choosing.sink).option
     raise ConfigError(
-        f"--draft {choosing.option}, and heads of {max(head_dims)} in {dtype}",
-        f"heads of {most} or less: on the backend {backend.name}, larger ones have no room for the"
+        f"--draft {choosing.option}, and {rows} of {max(head_dims)} in {dtype}",
+        f"{rows} of {most} or less: on the backend {backend.name}, wider ones have no room for the"
         " queries that vote",
         f"pass --dtype {narrower}, or --draft {window}" if narrower else f"pass --draft {window}",
     )
 
 
-def _choosing(plans: Sequence[SpecPlan]) -> View | None:
+def chosen_blocks(plans: Sequence[SpecPlan]) -> View | None:
     """The first view of some plans that chooses blocks."""
     return next((view for plan in plans for view in plan.views if view.chosen), None)
 

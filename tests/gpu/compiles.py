@@ -239,13 +239,13 @@ class _Launching(TorchDispatchMode):
 def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
     """What these parts of command A compile on an H200 that has compiled nothing."""
     from specc.bench.synthetic import engine as bench_shapes_engine
-    from specc.kernels.cuda import attend, attend_config
+    from specc.kernels.cuda import attend, attend_config, few_rows
     from specc.runtime.backends.captured import backend as captured_backend
     from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from specc.runtime.backends.cuda import backend as cuda_backend
     from tests.gpu import replay
 
-    for module in (attend, attend_config):
+    for module in (attend, attend_config, few_rows):
         vars(module)["machine"] = lambda device: (90, 132)
     graphs = MetaGraphs()
     captured_backend.cuda_device = lambda: graphs  # type: ignore[assignment,return-value]

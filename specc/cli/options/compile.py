@@ -133,8 +133,10 @@ class CompileOptions:
         "auto",
         "What the KV cache holds of models with multi-head latent attention (DeepSeek V2 and V3):"
         " latent, what keys and values are expanded from, once for all heads, which takes more"
-        " arithmetic a token of context (backends cpu and eager); expanded, keys and values of"
-        " each head; or auto, latent where that takes fewer bytes.",
+        " arithmetic a token of context (backends cpu, cuda, eager and onnx); expanded, keys and"
+        " values of each head; or auto, latent where that takes fewer bytes or, on cuda and onnx,"
+        " keys and values have two widths. On cuda layers of one width stay expanded where a"
+        " self-draft chooses blocks and latents are too wide to vote on them.",
     )
     prefill_chunk: int | None = option(
         None,

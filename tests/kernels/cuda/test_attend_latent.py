@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +88,39 @@ def test_even_sequences_need_no_starts(name: str, device: torch.device) -> None:
     with even_tokens():
         found = run(call, case.splits)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "is_equal", "num_programs"),
+    [
+        # two waves of 132 programs and one for each tile that may be padding; one over short caches
+        (4096, None, False, 2 * 132 + 8),
+        (2048, None, False, 132 + 8),
+        # tokens spread in any way have a tile more in each sequence
+        (4096, 1, False, 32),
+        (4096, 1, True, 16),
+    ],
+)
+def test_no_more_programs_than_may_have_work(
+    monkeypatch: pytest.MonkeyPatch, rows: int, splits: int | None, is_equal: bool,
+    num_programs: int,
+) -> None:  # fmt: skip
+    """16 sequences of one token and 16 heads each, which are 16 tiles, on an H200."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: grids.append(grid)
+
+    monkeypatch.setattr(attend_latent.attend, "machine", lambda device: (90, 132))
+    monkeypatch.setattr(attend_latent, "launcher", lambda kernel: Launcher())
+    q = torch.zeros(16, 16, 24, dtype=BF16)
+    k_cache = torch.zeros(1, rows, 1, 24, dtype=BF16)
+    i32 = torch.arange(17, dtype=torch.int32)
+    args = (i32, i32[:16].long(), i32[:16], i32[:16], None, torch.zeros(16, 1, dtype=torch.int32))
+    with even_tokens() if is_equal else contextlib.nullcontext():
+        attend_latent.attend_latent(q, k_cache, 16, *args, scale=1.0, num_splits=splits)
+    assert grids == [(num_programs,)]
 
 
 def test_the_operator_reads_keys_alone(device: torch.device) -> None:

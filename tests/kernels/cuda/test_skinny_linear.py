@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from specc.kernels.cuda import few_rows, few_rows_tiles
+from specc.kernels.cuda import attend_config, few_rows, few_rows_tiles
 from specc.kernels.cuda.few_rows import SKINNY, Choice, Product, forced, tile_for
 from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES
 from specc.kernels.cuda.skinny_linear import shipped, skinny_linear
@@ -111,6 +114,27 @@ def test_tiles_fit_the_shared_memory(capability, has_large, device, monkeypatch)
         assert tile_for(SKINNY, 16, weight) == (large if has_large else None)
     names = {item.name for item in shipped(capability)}
     assert ("bf16-swap-m16-n64-split" in names) == has_large
+
+
+def test_each_gpu_has_the_tiles_that_it_can_launch(monkeypatch):
+    """In one process, whichever is asked first; and without one what stands for it."""
+    current = []
+    monkeypatch.setattr(few_rows, "machine", functools.cache(attend_config.machine.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(current))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+
+    def properties(device):
+        major = 9 if device.index == 0 else 12
+        return SimpleNamespace(major=major, minor=0, multi_processor_count=132)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    weight = torch.zeros(8, 4096, dtype=BF16)
+    forms = []
+    for index in (None, 0, 1, 0):
+        current += [] if index is None else [index]
+        forms.append({tile.form for tile in Product.of(SKINNY, 16, weight).tiles})
+    assert forms == [{"dot", "swap"}, {"dot", "swap"}, {"dot"}, {"dot", "swap"}]
 
 
 def test_a_forced_tile_that_does_not_take_a_product_is_not_launched(device):

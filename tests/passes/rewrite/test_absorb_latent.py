@@ -305,6 +305,36 @@ def test_where_two_widths_are_not_known_latents_are_taken_at_any_size():
         assert result.rewrites == (not takes_two_widths)
 
 
+def test_queries_that_vote_on_blocks_keep_rows_that_they_can_vote_over():
+    """Keys have 7 columns and a latent with what heads share 8."""
+    asked = []
+
+    def most(columns):
+        return lambda dtype: asked.append(dtype) or columns
+
+    for columns, is_taken in ((6, True), (7, False), (8, True)):
+        _, program, result = run(Latent, most_voting=most(columns))
+        assert (result.rewrites == 1) == is_taken == program.layers[0].values_in_keys, columns
+        assert ["a row of 8 columns" in item.reason for item in result.declined] == (
+            [] if is_taken else [True]
+        )
+    assert set(asked) == {"float32"}
+    # keys and values of two widths, which its backend does not know
+    _, _, result = run(Latent, most_voting=most(7), takes_two_widths=False)
+    assert result.rewrites == 1
+    with pytest.raises(ConfigError) as caught:
+        run(Latent, LATENT, most_voting=most(7))
+    assert caught.value.needed.startswith("rows of 7 columns or less")
+    assert caught.value.do.startswith("leave out --mla-cache")
+
+
+def test_a_draft_does_not_vote():
+    program = trace_once(Latent().eval(), "draft")
+    Pipeline(PHASES[:3]).run(program)
+    program.name = "draft"
+    assert AbsorbLatent(AUTO, AS_MODEL, most_voting=lambda dtype: 7).run(program).rewrites == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [(Tiny, "latent"), pytest.param(WithBias, "has a bias", marks=pytest.mark.slow)],

@@ -269,6 +269,41 @@ def test_stages_have_their_latents(models: Path, tmp_path: Path) -> None:
         led.close()
 
 
+# as GLM-4.7-Flash in half precision: heads can vote on blocks, and latents could not
+ONE_WIDTH = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 124}
+BLOCKS = SpecPlan.from_widths((1, 1), ("self_w32_s4_b32",))
+
+
+@pytest.fixture(scope="module")
+def one_width(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    path: Path = tmp_path_factory.mktemp("one") / "target"
+    save_tiny("minicpm3", path, **ONE_WIDTH, **heads)
+    return path
+
+
+@pytest.mark.slow
+def test_heads_that_vote_stay_expanded(one_width: Path, tmp_path: Path) -> None:
+    for plan, is_latent in ((PLANS[1], True), (BLOCKS, False)):
+        config = config_for(plan, backend="cuda", dtype="float32")
+        manifest = build(one_width, None, tmp_path / plan.name, config).manifest
+        assert {layer.values_in_keys for layer in manifest.models[0].layers} == {is_latent}
+
+
+def test_latents_that_cannot_vote(models: Path, one_width: Path, tmp_path: Path) -> None:
+    """Advice is what helps: expanded keys where their backend knows them and they can vote."""
+    config = config_for(BLOCKS, backend="cuda", dtype="float32", mla_cache=LATENT)
+    with pytest.raises(ConfigError) as caught:
+        build(one_width, None, tmp_path / "engine", config)
+    assert "latents of 132 columns in float32" in caught.value.found
+    assert caught.value.do == "leave out --mla-cache, or choose no blocks"
+    two = save_tiny("minicpm3", tmp_path / "two", **ONE_WIDTH | {"v_head_dim": 16})
+    with pytest.raises(ConfigError) as caught:
+        build(two, None, tmp_path / "engine", config_for(BLOCKS, backend="cuda", dtype="float32"))
+    assert caught.value.found.endswith("and latents of 132 in float32")
+    assert caught.value.do == "pass --dtype bfloat16, or --draft self:window=32,sink=4"
+
+
 def test_what_cannot_be(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         config_for(mla_cache="absorbed")
