@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -44,12 +45,23 @@ def expected_tokens(
 
     found = tokens_of(LLM(Engine.load(engine, backend="eager"), plan="off"), prompts, num_tokens)
     kept.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found), encoding="utf-8")
+    _write(file, json.dumps(found))
     return found
 
 
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all: kinds that share an engine read and write it at once."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, file)
+
+
 def _name(engine: Path, prompts: Sequence[list[int]], num_tokens: int) -> str:
-    content = hashlib.sha256(json.dumps([list(prompts), num_tokens]).encode())
+    import torch
+
+    # versions of torch sum in other orders
+    given = [list(prompts), num_tokens, str(torch.__version__)]
+    content = hashlib.sha256(json.dumps(given).encode())
     for path in (*(engine / name for name in READ), *_code()):
         content.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return content.hexdigest()[:24]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.gpu import expected
 
@@ -55,6 +58,29 @@ def test_tokens_are_kept_until_something_changes(tmp_path, engine, oracle, monke
     assert tokens()[0] == [6, 6]
     monkeypatch.setattr(expected, "_code", lambda: [Path(expected.__file__)])
     assert tokens()[0] == [7, 7]
+
+
+def test_another_version_of_torch_rounds_otherwise(tmp_path, engine, oracle, monkeypatch):
+    kept = tmp_path / "kept"
+    expected.expected_tokens(engine, PROMPTS, 2, kept)
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    expected.expected_tokens(engine, PROMPTS, 2, kept)
+    assert len(oracle) == len([*kept.iterdir()]) == 2
+
+
+def test_no_reader_sees_half_a_file(tmp_path, engine, oracle, monkeypatch):
+    """Kinds that share an engine keep the same file, and run at once."""
+    kept, placed = tmp_path / "kept", []
+
+    def replace(source: Path, target: Path) -> None:
+        placed.append((json.loads(Path(source).read_text()), Path(target).exists()))
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert expected.expected_tokens(engine, PROMPTS, 2, kept) == [[1, 1], [7]]
+    assert placed == [([[1, 1], [7]], False)]
+    # nothing is left beside it
+    assert [file.suffix for file in kept.iterdir()] == [".json"]
 
 
 def test_the_code_that_counts_is_there():
