@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu import expected
+from tests.gpu import expected, kinds
 
 PROMPTS = [[3, 4], [5]]
 
@@ -29,7 +29,6 @@ def oracle(monkeypatch, engine):
     """The engines that were loaded; the third output is of the first one, and so on."""
     from specc.runtime import llm
     from specc.runtime.engine import Engine
-    from tests.gpu import kinds
 
     loaded = []
 
@@ -58,6 +57,25 @@ def test_tokens_are_kept_until_something_changes(tmp_path, engine, oracle, monke
     assert tokens()[0] == [6, 6]
     monkeypatch.setattr(expected, "_code", lambda: [Path(expected.__file__)])
     assert tokens()[0] == [7, 7]
+
+
+def test_accepted_drafts_are_kept_until_something_changes(tmp_path, engine, oracle, monkeypatch):
+    """Those of a plan, whose step and draft models count, too."""
+    monkeypatch.setattr(kinds, "accepted_of", lambda plan: [len(oracle), 0])
+
+    def accepted(plan="chain-2"):
+        return expected.expected_accepted(engine, plan, PROMPTS, 2, tmp_path / "kept")
+
+    files = [f"steps/{plan}.json" for plan in ("chain-2", "chain-3")]
+    files += [name.replace("*", "0") for name in expected.DRAFTS]
+    for name in files:
+        (engine / name).parent.mkdir(exist_ok=True)
+        (engine / name).write_text(name)
+    assert accepted() == accepted() == [1, 0]
+    assert accepted("chain-3") == [2, 0]
+    for count, name in enumerate([files[0], *files[2:]], 3):
+        (engine / name).write_text("other")
+        assert accepted() == [count, 0]
 
 
 def test_another_version_of_torch_rounds_otherwise(tmp_path, engine, oracle, monkeypatch):
