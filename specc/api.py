@@ -106,8 +106,9 @@ def compile(
         tokenizer: directory or tokenizer.json, where the target is a module.
         force: replace an existing engine.
         dump_graphs: directory that gets each program's graph after each phase.
-        backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; None is
-            cpu where there is a C++ compiler.
+        backend: `cpu`, code compiled for this machine; `eager`, torch operator by operator; `cuda`,
+            `onnx` or `tensorrt`; None is cuda where a GPU of compute capability 9.0 and Triton
+            are, else cpu where there is a C++ compiler, else eager.
         compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
             the builder supports, or the one that it finds.
         decomposable_attention: let TensorRT take attention apart where it has no fused kernel.

@@ -11,6 +11,7 @@ from torch import fx
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import is_off_meta_device
 from specc.passes.program import Program, bind_args
+from specc.passes.rewrite.columns import same_shape
 
 aten = torch.ops.aten
 _RESHAPES = (aten.reshape.default, aten.view.default)
@@ -35,6 +36,9 @@ class DropSentinelMasks(Pass):
             if (compared := _compared_ids(mask)) is None:
                 continue
             ids, num_experts = compared
+            # a mask of more rows repeats what it hides
+            if not same_shape(source.meta["val"], node.meta["val"]):
+                continue
             # of other integers it says something else
             if (count := _places(ids)) is None:
                 continue

@@ -25,7 +25,7 @@ class TabulateRotary(Pass):
     whichever other positions are in the pass.
 
     Args:
-        num_positions: positions 0 … num_positions - 1 are served.
+        num_positions: rows of passes are at positions 0 … num_positions - 1.
     """
 
     def __init__(self, num_positions: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, SpecPlan, is_lookup
-from specc.speculation.tree import TokenTree
+from specc.speculation.tree import WORD_BITS, TokenTree
 
 
 def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
@@ -55,6 +55,19 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
     made["merge_start"] = _int32([0, *accumulate(tree.num_nodes for tree in trees.values())])
     made["vote_start"] = _int32([i * plan.num_nodes for i in range(len(trees) + 2)])
     return made
+
+
+def earlier_constants(plan: SpecPlan) -> dict[str, Tensor]:
+    """Name → value of those that engines compiled before may have in another form.
+
+    Rows of a block had bits for its own rows alone. Those of the context have none set.
+    """
+    return {
+        f"{block.draft}_rows_seen": block.rows_seen(plan.max_depth + 1)[
+            :, : -(-block.size // WORD_BITS)
+        ]
+        for block in plan.blocks
+    }
 
 
 def _levels(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
-from specc.runtime.backends.plan_constants import plan_constants
+from specc.runtime.backends.plan_constants import earlier_constants, plan_constants
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import MAX_NODES
 
@@ -34,6 +34,7 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
     if not isinstance(entries, Mapping):
         raise EngineError(f"a step program with constants {entries!r:.40}", "an object", _DO)
     stated = [plan_constants(plan, is_padded) for is_padded in (False, True)]
+    earlier = earlier_constants(plan)
     constants = {}
     for name, entry in entries.items():
         where = f"constant {name} of plan {plan.name}"
@@ -43,7 +44,7 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
             if is_place and value.numel() and not (value.min() >= -1 and value.max() <= _MOST):
                 raise EngineError(f"{where} is {_shown(value)}", f"-1 … {_MOST}", _DO)
             continue
-        expected = [known[name] for known in stated]
+        expected = [known[name] for known in (*stated, earlier) if name in known]
         if not any(_is_same(value, known) for known in expected):
             raise EngineError(f"{where} is {_shown(value)}", f"{_shown(expected[0])}", _DO)
     return constants

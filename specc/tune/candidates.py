@@ -65,7 +65,7 @@ def candidates(
 
     Of each draft model the best tree, the best chain and a dynamic tree, of each lookup the best
     chain. Of self-drafts, whose budgets are a choice, too, the best three of all their trees and
-    chains, and a dynamic tree of the best.
+    chains, and a dynamic tree of the best. No tree of a block drafter is deeper than its blocks.
 
     Args:
         acceptance: draft → table by depth and sibling rank.
@@ -80,7 +80,9 @@ def candidates(
             choice = best_plan(table, seconds[draft], options.max_nodes, LOOKUP_DEPTH)
             _add(found, choice.speculative, draft)
             continue
-        most = options.max_nodes, options.max_depth
+        # a table ends where a block does, but its last row would stand for greater depths
+        block, depth = seconds[draft].block, options.max_depth
+        most = options.max_nodes, depth if block is None else min(depth, block.num_proposed)
         tree = best_plan(table, seconds[draft], *most).speculative
         chain = best_plan([row[:1] for row in table], seconds[draft], *most).speculative
         if is_self_draft(draft):

@@ -1,8 +1,9 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
-Self-drafts, quantized weights, a mixture, cached latents, a head that reads hidden states,
-offloaded weights, lookups and merged trees, in float32. Each is compiled here, run operator by
-operator with the oracles on the CPU, and then in captured steps on the device.
+Self-drafts, quantized weights, a mixture, cached latents, a head that reads hidden states, block
+drafters, offloaded weights, lookups and merged trees, in float32. Each is compiled here, run
+operator by operator with the oracles on the CPU, and then in captured steps on the device. Tokens
+do not depend on what drafts propose: of block drafters, what the target accepts is compared, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.gpu import products
 from tests.gpu.count_compiles import count_compiles
-from tests.gpu.expected import expected_tokens
+from tests.gpu.expected import expected_accepted, expected_tokens
 from tests.gpu.pair import ROOT
 from tests.gpu.replay import compare, require_graphs
 from tests.gpu.results import Device, Results
@@ -39,6 +40,7 @@ class Kind:
         options: of its compilation.
         budget: share of the target's bytes that stay on the device; None is all.
         vocab: of the target.
+        compares_drafts: as many tokens of each depth are accepted as on the CPU.
     """
 
     plans: tuple[tuple[Any, ...], ...]
@@ -47,6 +49,7 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     budget: float | None = None
     vocab: int = 2000
+    compares_drafts: bool = False
 
 
 def _pair_draft(path: Path) -> None:
@@ -117,12 +120,14 @@ KINDS = {
         partial(_block, name="z-lab-mixed"),
         _head_target,
         vocab=96,
+        compares_drafts=True,
     ),
     "dspark": Kind(
         (_CHAIN, _TREE, _DYNAMIC, _MERGED),
         partial(_block, name="dspark-speculators"),
         _head_target,
         vocab=96,
+        compares_drafts=True,
     ),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
 }
@@ -147,6 +152,10 @@ def check(results: Results, device: Device, kind: str) -> None:
         prompts = prompts_of(case)
         results.begin("the same graphs on the CPU")
         wanted = expected_tokens(path, prompts, NUM_TOKENS)
+        accepted = {}
+        for plan in compared_plans(case):
+            results.begin(f"{plan} on the CPU")
+            accepted[plan] = expected_accepted(path, plan, prompts, NUM_TOKENS)
         options: dict[str, Any] = {"capture": CaptureLimits.lazy()}
         if case.budget is not None:
             weights = path / "target" / "weights.safetensors"
@@ -154,7 +163,7 @@ def check(results: Results, device: Device, kind: str) -> None:
         results.begin("load")
         engine = Engine.load(path, **options)
         for plan in engine.plans:
-            run = partial(_generate, engine, plan, prompts, wanted)
+            run = partial(_generate, engine, plan, prompts, wanted, accepted.get(plan))
             results.check(f"{plan}, tokens", run)
             results.note(compiles=count())
         shape = engine.cache.shape
@@ -192,6 +201,11 @@ def compile_kind(case: Kind, root: Path) -> Path:
     return root / "engine"
 
 
+def compared_plans(case: Kind) -> list[str]:
+    """Names of those whose drafts are compared."""
+    return [_plan_of(plan).name for plan in case.plans if case.compares_drafts]
+
+
 def _plan_of(plan: tuple[Any, ...]) -> Any:
     from specc.speculation.plans import MERGE, SUFFIX, DynamicTree, SpecPlan
 
@@ -211,10 +225,19 @@ def tokens_of(llm: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[l
     return [list(o.outputs[0].token_ids) for o in llm.generate(list(prompts), params)]
 
 
+def accepted_of(llm: Any) -> list[int]:
+    """Tokens of depth 1, 2, … that its requests have accepted."""
+    return list(llm.get_metrics().accepted_at_depth)
+
+
 def _generate(
-    engine: Any, plan: str, prompts: Sequence[list[int]], wanted: Sequence[list[int]]
+    engine: Any,
+    plan: str,
+    prompts: Sequence[list[int]],
+    wanted: Sequence[list[int]],
+    accepted: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Raises AssertionError: another token, or a step that ran operator by operator."""
+    """Raises AssertionError: other tokens or drafts, or a step that ran operator by operator."""
     from specc.runtime.llm import LLM
 
     llm = LLM(engine, plan=plan)
@@ -223,8 +246,11 @@ def _generate(
         place = next((k for k, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), None)
         assert place is None, f"prompt {i}, token {place}: {own[place]}, not {other[place]}"
     require_graphs(engine.steps[plan])
-    accepted = llm.get_metrics().mean_acceptance_length
-    return {"tokens": NUM_TOKENS * len(prompts), "mean_acceptance_length": accepted}
+    if accepted is not None:
+        own = accepted_of(llm)
+        assert own == accepted, f"accepted at depth 1, 2, …: {own}, not {accepted}"
+    length = llm.get_metrics().mean_acceptance_length
+    return {"tokens": NUM_TOKENS * len(prompts), "mean_acceptance_length": length}
 
 
 def _is_hosts(draft: str) -> bool:

@@ -210,8 +210,9 @@ class Scheduler:
         # what a machine can do is asked again where that is needed: this may be another one
         needed = {(task.part, task.needs) for task in left}
         waiting = deque(t for t in stage.tasks if t in left or (t.part, t.name) in needed)
-        # as many threads each as the machine has cores, and they wait for each other
-        threads = max(1, (os.cpu_count() or 1) // max(1, min(stage.workers, len(waiting))))
+        # with as many threads each as there are cores here, they wait for each other
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores // max(1, min(stage.workers, len(waiting))))
         count = 0
         while waiting or self._running:
             while len(self._running) < stage.workers:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.gpu import expected
+from tests.gpu import expected, kinds
 
 PROMPTS = [[3, 4], [5]]
 
@@ -26,7 +29,6 @@ def oracle(monkeypatch, engine):
     """The engines that were loaded; the third output is of the first one, and so on."""
     from specc.runtime import llm
     from specc.runtime.engine import Engine
-    from tests.gpu import kinds
 
     loaded = []
 
@@ -55,6 +57,48 @@ def test_tokens_are_kept_until_something_changes(tmp_path, engine, oracle, monke
     assert tokens()[0] == [6, 6]
     monkeypatch.setattr(expected, "_code", lambda: [Path(expected.__file__)])
     assert tokens()[0] == [7, 7]
+
+
+def test_accepted_drafts_are_kept_until_something_changes(tmp_path, engine, oracle, monkeypatch):
+    """Those of a plan, whose step and draft models count, too."""
+    monkeypatch.setattr(kinds, "accepted_of", lambda plan: [len(oracle), 0])
+
+    def accepted(plan="chain-2"):
+        return expected.expected_accepted(engine, plan, PROMPTS, 2, tmp_path / "kept")
+
+    files = [f"steps/{plan}.json" for plan in ("chain-2", "chain-3")]
+    files += [name.replace("*", "0") for name in expected.DRAFTS]
+    for name in files:
+        (engine / name).parent.mkdir(exist_ok=True)
+        (engine / name).write_text(name)
+    assert accepted() == accepted() == [1, 0]
+    assert accepted("chain-3") == [2, 0]
+    for count, name in enumerate([files[0], *files[2:]], 3):
+        (engine / name).write_text("other")
+        assert accepted() == [count, 0]
+
+
+def test_another_version_of_torch_rounds_otherwise(tmp_path, engine, oracle, monkeypatch):
+    kept = tmp_path / "kept"
+    expected.expected_tokens(engine, PROMPTS, 2, kept)
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    expected.expected_tokens(engine, PROMPTS, 2, kept)
+    assert len(oracle) == len([*kept.iterdir()]) == 2
+
+
+def test_no_reader_sees_half_a_file(tmp_path, engine, oracle, monkeypatch):
+    """Kinds that share an engine keep the same file, and run at once."""
+    kept, placed = tmp_path / "kept", []
+
+    def replace(source: Path, target: Path) -> None:
+        placed.append((json.loads(Path(source).read_text()), Path(target).exists()))
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert expected.expected_tokens(engine, PROMPTS, 2, kept) == [[1, 1], [7]]
+    assert placed == [([[1, 1], [7]], False)]
+    # nothing is left beside it
+    assert [file.suffix for file in kept.iterdir()] == [".json"]
 
 
 def test_the_code_that_counts_is_there():

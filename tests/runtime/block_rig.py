@@ -89,7 +89,9 @@ class BlockOracle:
             assert tokens[0] == request.token_ids[-1]
             taps = self.taps(request, request.cache_len)
             for depth, nodes in enumerate(fed):
-                found = values[f"q_{depth}"].view(len(requests), len(nodes), -1)[b]
+                q = values[f"q_{depth}"]
+                # a row for each node, or one for all of them
+                found = q.view(len(requests), -1, q.shape[-1])[b].expand(len(nodes), -1)
                 for row, node in zip(found, nodes, strict=True):
                     path = [tokens[i] for i in path_to(tree, node)]
                     wanted = self.reference.after(taps, tokens[0], path)

@@ -30,7 +30,10 @@ _ENTRIES = 8
 
 
 def cuda_phases(num_positions: int) -> Phases:
-    """The phases, for an engine that serves positions 0 … num_positions - 1."""
+    """The phases, for an engine whose passes have rows at positions 0 … num_positions - 1.
+
+    Rows of a block drafter's pass may lie beyond the last position that the engine serves.
+    """
     return (
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),

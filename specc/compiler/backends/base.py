@@ -134,7 +134,8 @@ class CompilerBackend:
         """Phases of the pipeline after those of every backend; what they leave is written.
 
         Args:
-            max_seq_len: positions that the engine serves.
+            max_seq_len: positions that rows of passes may have: those that the engine serves, and
+                with block drafters the rows of a block beyond the last.
         """
         return ()
 

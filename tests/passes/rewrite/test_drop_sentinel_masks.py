@@ -53,7 +53,10 @@ class Masked(Tiny):
         if self.kind == "positions":
             by_expert = positions[0].repeat(2)
         bound = {"one expert fewer": EXPERTS - 1, "one more": EXPERTS + 1}.get(self.kind, EXPERTS)
-        chosen = rows[order // 2].masked_fill((by_expert >= bound).unsqueeze(-1), 0.0)
+        source = rows[order // 2]
+        if self.kind == "of one row":
+            source = rows[:1]
+        chosen = source.masked_fill((by_expert >= bound).unsqueeze(-1), 0.0)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0])
         return chosen[inverse].view(-1, 2, self.width).sum(1)[None]
@@ -68,6 +71,8 @@ class Masked(Tiny):
         ("places of the sort", 0),
         ("sums", 0),
         ("positions", 0),
+        # a mask has rows that what it hides has not
+        ("of one row", 0),
     ],
 )
 def test_only_what_hides_nothing_is_dropped(kind, dropped):

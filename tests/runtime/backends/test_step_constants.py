@@ -83,6 +83,24 @@ def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
         assert torch.equal(value, step.constants[name]), name
 
 
+def test_rows_of_blocks_in_fewer_words():
+    """Engines compiled before have a bit for each row of a block alone: the others are zeros."""
+    block = BlockDraft(60, 0, is_causal=True)
+    plan = SpecPlan("narrow", (1,) * 8).with_heads((), {"draft_0": block})
+    program = program_of(plan)
+    entry = program["constants"]["draft_0_rows_seen"]
+    assert {len(words) for words in entry["values"]} == {2}
+    entry["values"] = [words[:1] for words in entry["values"]]
+    found = step_constants(program, plan)["draft_0_rows_seen"]
+    assert found.tolist() == entry["values"]
+    for row in (0, 9, -1):
+        values = [list(words) for words in entry["values"]]
+        values[row][0] ^= 1 << 5
+        changed = {**program["constants"], "draft_0_rows_seen": {**entry, "values": values}}
+        with pytest.raises(EngineError, match="constant draft_0_rows_seen of plan narrow"):
+            step_constants({**program, "constants": changed}, plan)
+
+
 HOSTILE = (
     -(2**70), -(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 64, 2**31 - 1, 2**31, 2**63 - 1, 2**70,
     1.5, float("nan"), "1", None, True, [], [1], {},

@@ -26,6 +26,7 @@ from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.tune.acceptance import STRIDE, Trajectory
 from specc.tune.block_acceptance import block_acceptance, block_chains
+from specc.tune.candidates import candidates
 from specc.tune.options import TuneOptions
 from specc.tune.run import _Readers, tune
 from tests import models
@@ -146,6 +147,24 @@ def test_what_a_block_cannot_offer_is_left_out() -> None:
     assert [plan.name for plan in readers.takes({fits: 1.0, large: None})] == [fits.name]
     (kept,) = readers.takes({fits: 1.0})
     assert kept.blocks[0].draft == "draft_0"
+
+
+def test_no_plan_is_deeper_than_a_block() -> None:
+    """The last row of acceptance stands for greater depths, too, and passes propose no more."""
+    block = BlockDraft(5, 0, draft="draft_0")
+    latency = LatencyTable(
+        PassSeconds({1: 10.0, 64: 10.5}, {1: 0.0}, "target"),
+        {"draft_0": PassSeconds({1: 0.5, 64: 0.6}, {1: 0.0}, "draft_0")},
+    )
+    acceptance = {"draft_0": [[rate, 0.05] for rate in (0.8, 0.75, 0.7, 0.65)]}
+    seconds = {"draft_0": StepSeconds(latency, "draft_0", 1, 0.0, block)}
+    found = candidates(acceptance, seconds, [], TuneOptions())
+    plans = list(_Readers([], {"draft_0": block}).takes(found))
+    # the best tree, the best chain and a best-first one, as deep as may be
+    assert [plan.max_depth for plan in plans] == [block.num_proposed] * 3
+    assert [bool(plan.dynamic) for plan in plans] == [False, False, True]
+    shallow = candidates(acceptance, seconds, [], TuneOptions(max_depth=2))
+    assert {plan.max_depth for plan in shallow} == {2}
 
 
 def test_an_engine_without_a_plan_of_its_drafter(compiled: Callable[[str], Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
-from specc.passes.pipeline import PHASES, Pipeline
+from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import bind_args, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_graph import verify_graph
@@ -37,22 +38,32 @@ BLOCK, BLOCKS = 4, 6
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 
 
-def program_of(source: ModelSource) -> Any:
+def program_of(source: ModelSource, more: Phases = ()) -> Any:
     rows = head_rows(source.head, torch.float32)
     program = trace(source.module, "draft_0", rows=rows)
-    Pipeline((*PHASES, ("features", feature_passes(source.head)))).run(program)
+    Pipeline((*PHASES, ("features", feature_passes(source.head)), *more)).run(program)
     return program
 
 
 @pytest.mark.parametrize("name", only(("z-lab", "z-lab-mixed", "speculators-mixed"), BLOCK_CASES))
 def test_a_pass_over_context_and_block(name, target, tmp_path):
+    check_pass(name, target, tmp_path)
+
+
+@pytest.mark.parametrize("name", only(("z-lab-mixed",), BLOCK_CASES))
+def test_a_pass_of_the_program_for_a_gpu(name, target, tmp_path):
+    """The graph that is captured; its kernels are the oracles here."""
+    check_pass(name, target, tmp_path, cuda_phases(130))
+
+
+def check_pass(name: str, target: Any, tmp_path: Path, more: Phases = ()) -> None:
     """Two sequences; of the context a part is there, and a part comes with the block."""
     case = BLOCK_CASES[name]
     tensors = write_block(tmp_path, case)
     spec = recognise(tmp_path, TARGET)
     given = ModelSource.load("target", target, torch.float32)
     source = head_source(spec, given, torch.float32)
-    module, program = filled(BlockHead(spec).eval(), source), program_of(source)
+    module, program = filled(BlockHead(spec).eval(), source), program_of(source, more)
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     reference = BlockReference(case, tensors, *(end.weight.detach() for end in ends))
     generator = torch.Generator().manual_seed(1)
@@ -106,8 +117,8 @@ def test_a_word_for_every_token_on_a_gpu(target, tmp_path):
     """What a program says itself of rows that layers see has as many words as a pass may need."""
     write_block(tmp_path, BLOCK_CASES["z-lab-mixed"])
     given = ModelSource.load("target", target, torch.float32)
-    program = program_of(head_source(recognise(tmp_path, TARGET), given, torch.float32))
-    Pipeline(cuda_phases(130)).run(program)
+    source = head_source(recognise(tmp_path, TARGET), given, torch.float32)
+    program = program_of(source, cuda_phases(130))
     words = [bind_args(call)["ancestors"] for call in program.calls(ops.attend)]
     assert words[-1] is program.placeholder("ancestors")
     assert [node.meta["val"].shape[1] for node in words[:-1]] == [3] * (len(words) - 1)

@@ -93,6 +93,27 @@ def test_rows_of_captured_steps(name: str, plan: SpecPlan, engine_of: Make, devi
     assert found == outputs(EngineCore(plain, "off"), oracle, device)
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    only(
+        ["dspark-speculators-tree"],
+        [
+            pytest.param(name, plan, id=f"{name}-{kind}")
+            for name in CASES
+            for kind, plan in (("chain", CHAIN), ("tree", TREE))
+        ],
+    ),
+)
+def test_logits_of_captured_steps(name: str, plan: SpecPlan, engine_of: Make, device: Any) -> None:
+    """What children of every node are drawn from; rows do not depend on what is proposed."""
+    path, oracle = engine_of(name)
+    core = EngineCore(load(path, capture=CaptureLimits.lazy()), plan.name)
+    oracle.check_trees(core, plan)
+    outputs(core, oracle, device, num_tokens=6)
+    assert core.engine.steps[plan.name].is_captured(1)
+    assert oracle.num_nodes > 10 * (plan.num_nodes - len(plan.tree.leaves))
+
+
 def test_blocks_beyond_the_last_position(engine_of: Make, device: Any) -> None:
     """A sequence ends where the engine's positions do; a block is longer than its tree is deep."""
     name = "z-lab-mixed"
