@@ -15,9 +15,9 @@ from specc.kernels import ops
 from specc.passes.program import Program, bind_args, is_view
 
 _FLOAT_BYTES = _INT_BYTES = 4
-# rows of the tiles of attention that are split on a large GPU: 4 waves of programs, 2 of 64 rows,
-# or one of 128, on each of 160 multiprocessors
-_SPLIT_ROWS = 4 * 160 * 128
+# rows of the tiles of attention that are split on a large GPU: 8 programs of up to 128 rows for
+# each of 160 multiprocessors
+_SPLIT_ROWS = 8 * 160 * 128
 # tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
 _NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
 # of latents: bytes of what heads expand to at a time, and rows (kernels/cpu/attend_expanded.cpp)

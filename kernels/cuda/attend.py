@@ -66,19 +66,19 @@ def attend(
 
     capability, num_sms = machine(q.device)
     group = num_heads // num_kv_heads
-    few = attend_few.find(q, v_cache, block_table, window, capability)
-    if few is not None:
-        attend_few.launch(
-            few, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
-            block_table, scale=scale, page=_page(num_pages, block_size, few.block_n),
-            num_sms=num_sms, num_splits=num_splits,
-        )  # fmt: skip
-        return out.transpose(0, 1)
     wide = attend_wide.find(q, v_cache, block_table, window, capability)
     if wide is not None:
         attend_wide.launch(
             wide, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
             block_table, scale=scale, page=_page(num_pages, block_size, wide.block_n),
+            num_sms=num_sms, num_splits=num_splits,
+        )  # fmt: skip
+        return out.transpose(0, 1)
+    few = attend_few.find(q, v_cache, block_table, window, capability)
+    if few is not None:
+        attend_few.launch(
+            few, q, k_cache, v_cache, out, q_start, position, slot, cache_len, ancestors,
+            block_table, scale=scale, page=_page(num_pages, block_size, few.block_n),
             num_sms=num_sms, num_splits=num_splits,
         )  # fmt: skip
         return out.transpose(0, 1)

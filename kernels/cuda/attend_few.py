@@ -16,7 +16,8 @@ from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.launch import is_even, launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
-# rows of a sequence, with those that fill up a token's to a power of two
+# after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
+# that fill up a token's to a power of two
 MOST_ROWS = 32
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -27,6 +27,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITIES = (90,)
 # what engines are built with: dense rows (one page) or pages of 16 rows
 _PAGES = (0, 16)
+# rows of all parts of results, at most; what memory plans count (passes/memory.py)
+MOST_PART_ROWS = 8 * 160 * 128
+# of several long sequences: splits of one, at least, and programs for each multiprocessor
+_LEAST_SPLITS, _WIDEST = 4, 8
 # left to itself, ptxas gives a thread so few that one program more fits, and spills
 _MERGE_REGISTERS = 255
 
@@ -91,6 +95,8 @@ def find(
     if not suits:
         return None
     c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
+    if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:
+        return None
     # a key block has whole pages, or lies in one
     block_size = v_cache.shape[1]
     is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
@@ -98,19 +104,42 @@ def find(
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
-    """Splits of every tile, at most, of which `num_sms` multiprocessors run one program each.
+    """Splits of a tile, on average, of which `num_sms` multiprocessors run one program each.
 
     One wave of programs for one sequence, and for several whose caches hold few keys: 8 of 5 nodes
     over 1k take 17.1 µs with 2 splits and 29.0 with the 8 of four waves, 16 of 22 nodes 39.5 with
-    one and 57.7 with 4. Splits here are as many for short sequences as for long ones, so of long
-    caches there are two waves, in which others take what short ones leave. Of sequences that are
-    alike that costs little: 8 of 5 nodes over 32k take 262 µs with 4 splits, 258 with 2 (and 279
+    one and 57.7 with 4. Of long caches there are two waves, in which others take what short ones
+    leave: 16 sequences of up to 16k take 221 µs, 261 in one wave. Of sequences that are alike that
+    costs little: 8 of 5 nodes over 32k take 262 µs with 4 splits, 258 with 2 (and 279
     with 8), 16 of 32 nodes over 16k 335 with 2, 328 with one. More tiles than multiprocessors would
     leave half of a wave empty: 24 of 5 nodes over 32k take 1004 with one split, 762 with 2.
     """
     if num_seqs == 1 or capacity <= SHORT_ROWS:
         return max(1, num_sms // num_tiles)
     return max(2 if num_tiles < 2 * num_sms else 1, 2 * num_sms // num_tiles)
+
+
+def plan_splits(
+    c: WideConfig,
+    num_tiles: int,
+    num_seqs: int,
+    num_sms: int,
+    capacity: int,
+    num_splits: int | None = None,
+) -> tuple[int, int]:
+    """Splits that a tile has at most, and splits that all sequences share by lengths, or 0.
+
+    Where caches may be long, the device gives each of several sequences as many splits as its keys
+    are worth, and programs of the rest leave. One of 16k among 15 of 512 takes 76 µs, 169 with as
+    many for each and 99 with 4 programs for each multiprocessor; 16 of 16k 346 instead of 332.
+    """
+    most, num_shares = num_splits or splits_of(num_tiles, num_seqs, num_sms, capacity), 0
+    if num_splits is None and num_seqs > 1 and capacity > SHORT_ROWS:
+        num_shares = num_seqs * most
+        most = max(_LEAST_SPLITS, _WIDEST * num_sms // num_tiles)
+    room = MOST_PART_ROWS // (num_tiles * c.block_m)
+    most = min(most, triton.cdiv(capacity, c.block_n), room)
+    return max(1, most), num_shares
 
 
 def launch(
@@ -134,7 +163,7 @@ def launch(
     """Launch the kernels with what `find` has found; `out` [Nt, H, D] is written.
 
     Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
-    of None as many as `splits_of` says.
+    of None as many as `plan_splits` says.
     """
     num_heads, num_tokens, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = v_cache.shape
@@ -142,8 +171,7 @@ def launch(
     group = num_heads // num_kv_heads
     num_tiles = num_seqs * num_kv_heads
     capacity = num_pages * block_size
-    most = num_splits or splits_of(num_tiles, num_seqs, num_sms, capacity)
-    max_splits = max(1, min(most, triton.cdiv(capacity, c.block_n)))
+    max_splits, num_shares = plan_splits(c, num_tiles, num_seqs, num_sms, capacity, num_splits)
     partial = q.new_empty(num_tiles, max_splits, c.block_m, head_dim, dtype=torch.float32)
     lse = q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
     tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
@@ -154,7 +182,7 @@ def launch(
         block_table, scale,
         num_tokens, num_seqs, num_heads, group,
         0 if ancestors is None else ancestors.shape[1],
-        num_blocks, num_pages, block_size, tokens_each, max_splits,
+        num_blocks, num_pages, block_size, tokens_each, max_splits, num_shares,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -193,7 +221,8 @@ _DIVISIBLE_STRIDES = (
 )  # fmt: skip
 _INTEGERS = (
     "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "stride_table", "stride_words", *_DIVISIBLE_STRIDES,
+    "block_size", "tokens_each", "max_splits", "num_shares", "stride_table", "stride_words",
+    *_DIVISIBLE_STRIDES,
 )  # fmt: skip
 _MERGE_POINTERS = ("out", "partial", "lse", "q_start")
 _MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")

@@ -290,7 +290,8 @@ def _attend_rows(
         tl.debug_barrier()
         mbarrier.arrive(is_free.index(stage), count=1)
 
-    m_any = m_live & (b_l > 0)
+    # of NaN, too: what a row sees of it reaches the result
+    m_any = m_live & (b_l != 0)
     b_total = gl.where(m_any, b_l, 1.0)
     b_lse = gl.where(m_any, b_m + gl.log2(b_total), float("-inf"))
     gl.store(lse + (i_tile * BM + o_r) * max_splits + i_split, b_lse, mask=m_row)
@@ -303,10 +304,27 @@ def _attend_rows(
     gl.store(p_part, b_acc * gl.expand_dims(b_scale, 1), mask=m_part)
 
 
+@gluon.jit
+def _share(
+    cache_len, num_visits, num_shares, max_splits, num_seqs, capacity, tokens_each, BN: gl.constexpr
+):
+    """Splits of a sequence of `num_visits` blocks: what it is worth of `num_shares` for all."""
+    total = 0
+    for i in range(0, num_seqs, 128):
+        o_b = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        b_length = load_early(cache_len + o_b, o_b < num_seqs, -1)
+        b_keys = gl.minimum(gl.minimum(b_length, capacity) + tokens_each, capacity)
+        total += gl.sum(gl.where(b_length >= 0, (b_keys + BN - 1) // BN, 0), 0)
+    total = gl.maximum(total, 1)
+    # to the nearest
+    most = (2 * num_visits * num_shares + total) // (2 * total)
+    return gl.minimum(gl.maximum(most, 1), max_splits)
+
+
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
-        "block_size", "tokens_each", "max_splits", "stride_table", "stride_words",
+        "block_size", "tokens_each", "max_splits", "num_shares", "stride_table", "stride_words",
     ]
 )  # fmt: skip
 def attend_wide_kernel(
@@ -332,6 +350,7 @@ def attend_wide_kernel(
     block_size,
     tokens_each,
     max_splits,
+    num_shares,
     stride_qh,
     stride_qt,
     stride_kb,
@@ -376,7 +395,12 @@ def attend_wide_kernel(
     end = gl.minimum(end, capacity)
     full = gl.minimum(full, end) // BN
     num_visits = (end + BN - 1) // BN
-    splits = gl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
+    most = max_splits
+    if num_shares > 0:
+        most = _share(
+            cache_len, num_visits, num_shares, max_splits, num_seqs, capacity, tokens_each, BN
+        )
+    splits = gl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, most)
     splits = gl.maximum(splits, 1)
     # the last split has blocks that only some rows see: it is one of the shorter ones
     i_first = (num_visits * i_split + splits - 1) // splits

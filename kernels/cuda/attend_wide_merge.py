@@ -56,11 +56,15 @@ def merge_wide_kernel(
         # sums of a row lie side by side: one load of all
         p_lse = lse + ((i_tile * BM + o_r) * max_splits)[:, None] + (i + o_p)[None, :]
         b_lse = tl.load(p_lse, mask=m_part, other=float("-inf"))
-        # parts that no program has written are loaded, rather than waiting for their sums first
+        # -inf of parts that no program has written. Those of one sequence are few, and are loaded
+        # rather than waiting for sums first; of several most may be such
+        m_written = b_lse != float("-inf")
+        if num_seqs > 1:
+            m_part = m_part & m_written
         o_part = (i_tile * max_splits + i + o_p).to(tl.int64)[None, :] * BM + o_r[:, None]
         p_part = partial + o_part[:, :, None] * D + o_d[None, None, :]
         b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)  # [BR, BP, D]
-        b_part = tl.where((b_lse > float("-inf"))[:, :, None], b_part, 0.0)
+        b_part = tl.where(m_written[:, :, None], b_part, 0.0)
         b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
         # rows that see no key at all: -inf - -inf is NaN
         b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda import attend as operator
-from specc.kernels.cuda import attend_few
+from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_config import AttendConfig
 from specc.kernels.cuda.attend_few import FewConfig
 from specc.kernels.cuda.launch import dependent_launches, even_tokens
@@ -181,9 +181,11 @@ class Problem:
     def call(self, c: Config, splits: int | None, copy: int) -> Tensor:
         """`attend` with these launch parameters, as a captured step calls it."""
         replace: Any = setattr
-        before, found = operator.config, attend_few.find
+        before, found, wide = operator.config, attend_few.find, attend_wide.find
         replace(operator, "config", lambda *_: c)
         replace(attend_few, "find", lambda *_: c if isinstance(c, FewConfig) else None)
+        # it has no such parameters, and would come first
+        replace(attend_wide, "find", lambda *_: None)
         try:
             with even_tokens():
                 return operator.attend(
@@ -193,6 +195,7 @@ class Problem:
         finally:
             replace(operator, "config", before)
             replace(attend_few, "find", found)
+            replace(attend_wide, "find", wide)
 
 
 def measure(problem: Problem, c: Config, splits: int | None, wanted: Tensor) -> float:

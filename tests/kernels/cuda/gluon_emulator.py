@@ -4,6 +4,7 @@ Triton's interpreter does not know Gluon. Here the source of a module is run as 
 of Gluon that stand for functions of torch. What the hardware does besides arithmetic is strict:
 copies come when their barrier hears of them and not before (until then what they write is NaN), a
 barrier counts arrivals, as many as it was made for, and a wait that nobody ends is an error.
+Elements before or after those of a tensor are one too.
 Layouts are ignored. Tiles are computed in the types that they have; 64 unsigned bits shift as such.
 """
 
@@ -13,6 +14,7 @@ import importlib.util
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -21,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# of a product: warps that copy have time to go too far ahead if nothing holds them
+PRODUCT_S = 0.003
 # what a wait takes if nothing is wrong is far less
 PATIENCE_S = 20.0
 _NAN = float("nan")
@@ -136,9 +140,17 @@ class _Group(threading.local):
 _group = _Group()
 
 
+def _check_inside(p: Pointer, offset: Tensor) -> None:
+    """Refuse what tensors would count from their end, or find in their neighbors."""
+    if offset.numel() and not 0 <= int(offset.min()) <= int(offset.max()) < p.flat.numel():
+        span = f"{int(offset.min())} to {int(offset.max())}"
+        raise IndexError(f"found elements {span}; needed some of {p.flat.numel()}")
+
+
 def _load(p: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
     mask = True if mask is None else mask
     mask, offset = torch.broadcast_tensors(tile(mask), p.offset)
+    _check_inside(p, offset[mask])
     if not p.flat.numel():
         return tile(torch.full(offset.shape, other, dtype=p.flat.dtype))
     found = p.flat[torch.where(mask, offset, 0).long()]
@@ -147,6 +159,7 @@ def _load(p: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
 
 def _store(p: Pointer, x: Any, mask: Any = True) -> None:
     mask, offset, x = torch.broadcast_tensors(tile(mask), p.offset, tile(x))
+    _check_inside(p, offset[mask])
     p.flat[offset[mask].long()] = x[mask].to(p.flat.dtype)
 
 
@@ -165,6 +178,7 @@ def _arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None
 
 
 def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    time.sleep(PRODUCT_S)
     product = (a.data if isinstance(a, Shared) else a).float() @ b.data.float()
     return tile(acc + product if use_acc else product)
 
@@ -313,6 +327,7 @@ class Launcher:
 
 
 def _flat(x: Tensor) -> Pointer:
-    """All memory from the first element of a tensor on."""
-    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    """Memory from the first element of a tensor to its last."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    size = last + 1 if x.numel() else 0
     return Pointer(x.as_strided((size,), (1,)))

@@ -37,7 +37,8 @@ CASES = {
     "pages-of-128": Case(((6, 290),), True, BF16, HEADS, block_size=128, splits=2),
     "region-of-blocks": Case(((4, 5),), True, BF16, (4, 2), first_node=150, splits=2),
     "empty": Case(((5, 0),), True, BF16, HEADS, splits=2),
-    "head-128": Case(((6, 130),), True, F16, HEADS, (128, 128), splits=3),
+    "head-128": Case(((4, 130),), True, F16, HEADS, (128, 128), splits=3),
+    "head-128-of-3": Case(((5, 130),), True, F16, (6, 2), (128, 128), splits=3),
 }
 
 

@@ -8,14 +8,24 @@ import pytest
 import torch
 
 from specc.kernels.cuda import attend as module
-from specc.kernels.cuda import attend_few, attend_wide, attend_wide_kernels
+from specc.kernels.cuda import attend_wide, attend_wide_kernels
 from specc.kernels.cuda.launch import even_tokens
-from tests.kernels.cuda.cases_attend import BAD_BLOCKS, BF16, F16, Case, check_attend, make_call
+from specc.passes import memory
+from tests.kernels.cuda.cases_attend import (
+    BAD_BLOCKS,
+    BF16,
+    F16,
+    NAN,
+    Case,
+    check_attend,
+    make_call,
+)
 from tests.kernels.cuda.gluon_emulator import Launcher, emulated
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 HEADS, SIZES = (8, 2), (128, 128)
+LEAST_ROWS, SHORT_ROWS = attend_wide.LEAST_ROWS, attend_wide.SHORT_ROWS
 CASES = {
     "tree-of-32": Case(((32, 130),), True, BF16, HEADS, SIZES, splits=2),
     "ring-goes-round": Case(((20, 700),), True, BF16, (4, 1), SIZES, splits=1),
@@ -48,9 +58,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]
         launch(*args, **options)
 
     monkeypatch.setattr(attend_wide, "launch", counted)
-    monkeypatch.setattr(attend_few, "find", lambda *_: None)
     # small cases
     monkeypatch.setattr(attend_wide, "LEAST_ROWS", 1)
+    monkeypatch.setattr(attend_wide, "SHORT_ROWS", 64)
     if device.type == "cpu":
         monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
         kernel = emulated(attend_wide_kernels).attend_wide_kernel
@@ -73,6 +83,98 @@ def test_sequences_of_equally_many_tokens(
     with even_tokens():
         check_attend(EVEN[name], device)
     assert len(launches) == 1
+
+
+# sequences, and splits of each where six programs run at a time
+UNEVEN = {
+    "lengths": (
+        Case(((5, 600), (5, 0), (5, 70)), True, BF16, HEADS, SIZES, splits=None),
+        [5, 1, 1],
+    ),
+    "dead": (
+        Case(((2, 250), (2, 400), (2, 0)), True, F16, HEADS, SIZES, dead=(0, 2, 3, 5), splits=None),
+        [2, 0, 1],
+    ),
+    "causal": (Case(((2, 700), (2, 62)), False, BF16, (8, 1), SIZES, splits=None), [6, 1]),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_long_sequences_have_more_splits(
+    name: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    case, splits = UNEVEN[name]
+    sums: list[torch.Tensor] = []
+    kernel = attend_wide.attend_wide_kernel
+
+    class Spied:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                sums.append(args[4])
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(attend_wide, "attend_wide_kernel", Spied())
+    monkeypatch.setattr(module, "machine", lambda _: (90, 6))
+    with even_tokens():
+        check_attend(case, device)
+    assert len(launches) == 1
+    num_kv_heads = case.heads[1]
+    rows = case.seqs[0][0] * case.heads[0] // num_kv_heads
+    has_part = (sums[0][:, :rows] != float("-inf")).any(1).sum(1)
+    assert has_part.tolist() == [n for n in splits for _ in range(num_kv_heads)]
+
+
+def test_nan_that_a_row_sees_reaches_it(launches: list[Any], device: torch.device) -> None:
+    """And no other row, and whichever split it is in."""
+    call = make_call(Case(((3, 200),), True, BF16, HEADS, SIZES), device)
+    for place in (202, 201, 130):
+        keys = call.args[1]
+        block = int(call.args[8][0, place // 16])
+        keys[block, place % 16] = NAN
+        found = module.attend(*call.args, **call.options, num_splits=4)
+        is_nan = call.reference().isnan()
+        assert is_nan.any()
+        assert bool(is_nan.all()) == (place < 200)
+        assert torch.equal(found.isnan(), is_nan)
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(("tokens", "is_wide"), [(4, False), (5, True)])
+def test_a_sequence_of_17_rows_is_wide(
+    tokens: int,
+    is_wide: bool,
+    launches: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    monkeypatch.setattr(attend_wide, "LEAST_ROWS", LEAST_ROWS)
+    check_attend(Case(((tokens, 70),), True, BF16, (4, 1), SIZES), device)
+    assert len(launches) == is_wide
+
+
+def test_parts_are_no_more_than_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
+    assert attend_wide.MOST_PART_ROWS == memory._SPLIT_ROWS
+    cache = torch.empty(1, 16, 8, 128, dtype=BF16, device="meta")
+    taken = []
+    for batch in (1, 2, 16, 24, 40, 64, 100, 160, 161, 256, 320, 321):
+        for tokens in (5, 32):
+            table = torch.empty(batch, 1, dtype=torch.int32, device="meta")
+            q = cache.new_empty(32, batch * tokens, 128)
+            with even_tokens():
+                c = attend_wide.find(q, cache, table, 0, 90)
+            if c is None:
+                continue
+            taken.append((batch, tokens))
+            for capacity in (1024, 1 << 17):
+                for num_splits in (None, 1, 99):
+                    sizes = c, 8 * batch, batch, 132, capacity, num_splits
+                    most, _ = attend_wide.plan_splits(*sizes)
+                    assert most * 8 * batch * c.block_m <= memory._SPLIT_ROWS
+    assert {(160, 32), (320, 5)} < set(taken)
+    assert not {(161, 32), (256, 32), (321, 5)} & set(taken)
 
 
 OTHERS = {
@@ -113,6 +215,17 @@ def test_splits() -> None:
     assert [splits(1, capacity) for capacity in (1 << 10, 1 << 15)] == [16, 16]
     assert [splits(batch, 2048) for batch in (2, 8, 16, 24)] == [8, 2, 1, 1]
     assert [splits(batch, 2049) for batch in (2, 8, 16, 24, 32, 33)] == [16, 4, 2, 2, 2, 1]
+
+    def plan(batch: int, capacity: int, num_splits: int | None = None) -> tuple[int, int]:
+        c = attend_wide.WideConfig(128)
+        return attend_wide.plan_splits(c, 8 * batch, batch, 132, capacity, num_splits)
+
+    # what sequences share, and what one may have
+    assert [plan(batch, SHORT_ROWS) for batch in (1, 8)] == [(16, 0), (2, 0)]
+    assert [plan(batch, 1 << 15) for batch in (1, 8, 16, 33)] == [
+        (16, 0), (16, 32), (8, 32), (4, 33),
+    ]  # fmt: skip
+    assert plan(8, 1 << 15, 3) == (3, 0)
 
 
 @pytest.mark.parametrize("is_tree", [True, False])
