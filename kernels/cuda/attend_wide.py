@@ -21,6 +21,10 @@ TILE_ROWS = (64, 128)
 # of batches with no more rows a sequence, tiles of 16 rows read keys as fast as memory gives them:
 # 16 sequences over 16k take 254 µs by them, by these 265
 LEAST_ROWS = 17
+# a single sequence of so few rows over so few keys is for `attend_few`, whose one launch may start
+# before the one before it ends: five nodes over 1k take 10.1 µs there and here 9.2 in two launches
+# of which none may; over 2k 15.1 and 10.0
+FEW_ROWS, FEW_KEYS = 32, 1536
 HEAD_DIMS = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
 # wgmma, and registers that warps hand to each other
@@ -92,7 +96,8 @@ def find(
         and head_dim in HEAD_DIMS
         and capability in CAPABILITIES
     )
-    if not suits:
+    is_small = num_seqs == 1 and rows <= FEW_ROWS and num_pages * v_cache.shape[1] <= FEW_KEYS
+    if not suits or is_small:
         return None
     c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
     if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:

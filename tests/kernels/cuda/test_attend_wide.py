@@ -61,6 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]
     # small cases
     monkeypatch.setattr(attend_wide, "LEAST_ROWS", 1)
     monkeypatch.setattr(attend_wide, "SHORT_ROWS", 64)
+    monkeypatch.setattr(attend_wide, "FEW_KEYS", 0)
     if device.type == "cpu":
         monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
         kernel = emulated(attend_wide_kernels).attend_wide_kernel
@@ -204,6 +205,15 @@ def test_few_rows_of_a_batch_have_another_kernel(monkeypatch: pytest.MonkeyPatch
         for tokens, rows in ((4, None), (5, 64), (16, 64), (17, 128), (32, 128), (33, None)):
             found = attend_wide.find(cache.new_empty(8, 2 * tokens, 128), cache, table, 0, 90)
             assert (None if found is None else found.block_m) == rows
+
+
+def test_few_rows_over_few_keys_have_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
+    cache = torch.empty(100, 16, 2, 128, dtype=BF16)
+    for tokens, pages, rows in ((8, 96, None), (8, 97, 64), (9, 96, 64), (5, 97, 64), (5, 3, None)):
+        table = torch.zeros(1, pages, dtype=torch.int32)
+        found = attend_wide.find(cache.new_empty(8, tokens, 128), cache, table, 0, 90)
+        assert (None if found is None else found.block_m) == rows
 
 
 def test_splits() -> None:
