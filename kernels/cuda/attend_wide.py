@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda import dependent
+from specc.kernels.cuda import attend_few, dependent
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
 from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
@@ -21,10 +21,10 @@ TILE_ROWS = (64, 128)
 # of batches with no more rows a sequence, tiles of 16 rows read keys as fast as memory gives them:
 # 16 sequences over 16k take 254 µs by them, by these 265
 LEAST_ROWS = 17
-# a single sequence of so few rows over so few keys is for `attend_few`, whose one launch may start
-# before the one before it ends: five nodes over 1k take 10.1 µs there and here 9.2 in two launches
-# of which none may; over 2k 15.1 and 10.0
-FEW_ROWS, FEW_KEYS = 32, 1536
+# what `attend_few` takes over so few keys is left to it, whose one launch may start before the one
+# before it ends: five nodes over 1k take 10.1 µs there and here 9.2 in two launches of which none
+# may; over 2k 15.1 and 10.0
+FEW_KEYS = 1536
 HEAD_DIMS = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
 # wgmma, and registers that warps hand to each other
@@ -96,8 +96,10 @@ def find(
         and head_dim in HEAD_DIMS
         and capability in CAPABILITIES
     )
-    is_small = num_seqs == 1 and rows <= FEW_ROWS and num_pages * v_cache.shape[1] <= FEW_KEYS
-    if not suits or is_small:
+    is_small = num_pages * v_cache.shape[1] <= FEW_KEYS
+    if not suits or (
+        is_small and attend_few.find(q, v_cache, block_table, window, capability) is not None
+    ):
         return None
     c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
     if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:

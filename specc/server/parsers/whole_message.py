@@ -53,7 +53,8 @@ class Message:
         content: None where there is something else and no text.
         reasoning: thinking; None where there is none.
         tool_calls: in the order of the text.
-        is_whole: no call was cut: the arguments of each are JSON.
+        is_whole: no call was cut within its arguments, which are JSON then. One that was cut before
+            them is content.
     """
 
     content: str | None
@@ -78,7 +79,7 @@ def read_message(
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
-    prompt: str = "",
+    prompt: str | None = None,
 ) -> Message:
     """Tell thinking, content and calls of tools apart in an output, as the server does.
 
@@ -92,6 +93,7 @@ def read_message(
         reasoning_parser: how it marks its thinking: a name of `--reasoning-parser`; None leaves
             thinking in the content.
         prompt: that the output follows; its end says whether an output begins inside of thinking.
+            None, as that of an output to token ids is, has no such end.
     Returns:
         the message.
     Raises:
@@ -107,7 +109,7 @@ def read_message(
         )
     calls, thinks = agreed_parsers(tool_call_parser, reasoning_parser)
     form = CALL_FORMATS[calls] if calls and known else None
-    parser = message_parser(form, FORMATS[thinks] if thinks else None, known, prompt)
+    parser = message_parser(form, FORMATS[thinks] if thinks else None, known, prompt or "")
     found = parser.feed(text, is_last=True)
     made = tuple(
         ToolCall(call.id or "", FunctionCall(call.name or "", call.arguments))
@@ -147,11 +149,15 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Name → schema of the arguments; None takes none."""
     known: dict[str, Any] = {}
     # what is no list has no element that is a tool
-    for tool in [tools] if isinstance(tools, (str, Mapping)) else tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str)
+    given: Sequence[Any] = tools if is_list else [None]
+    for tool in given:
+        is_function = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+        function = tool.get("function") if is_function else None
         fields = function if isinstance(function, Mapping) else {}
-        name = fields.get("name")
-        if not isinstance(name, str) or name in known or tool is tools:
+        name, parameters = fields.get("name"), fields.get("parameters", {})
+        is_one = isinstance(name, str) and isinstance(parameters, Mapping | None)
+        if not is_one or name in known:
             raise RequestError(
                 "tools= of another form", f"a list of {_TOOL}, each name once", "describe them so"
             )

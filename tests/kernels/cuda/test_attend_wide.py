@@ -210,9 +210,13 @@ def test_few_rows_of_a_batch_have_another_kernel(monkeypatch: pytest.MonkeyPatch
 def test_few_rows_over_few_keys_have_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
     cache = torch.empty(100, 16, 2, 128, dtype=BF16)
-    for tokens, pages, rows in ((8, 96, None), (8, 97, 64), (9, 96, 64), (5, 97, 64), (5, 3, None)):
+    # heads of a KV head, tokens, pages; five heads are padded to eight by the kernel of few rows
+    for group, tokens, pages, rows in (
+        (4, 8, 96, None), (4, 8, 97, 64), (4, 9, 96, 64), (4, 5, 97, 64), (4, 5, 3, None),
+        (5, 4, 96, None), (5, 5, 96, 64), (5, 6, 97, 64),
+    ):  # fmt: skip
         table = torch.zeros(1, pages, dtype=torch.int32)
-        found = attend_wide.find(cache.new_empty(8, tokens, 128), cache, table, 0, 90)
+        found = attend_wide.find(cache.new_empty(2 * group, tokens, 128), cache, table, 0, 90)
         assert (None if found is None else found.block_m) == rows
 
 

@@ -104,6 +104,19 @@ def test_ids_are_those_of_the_format() -> None:
         ("add", {"tool_call_parser": "hermes"}, RequestError, "tools= of another form"),
         ([{"name": "add"}], {"tool_call_parser": "hermes"}, RequestError, "of another form"),
         (TOOLS + TOOLS, {"tool_call_parser": "hermes"}, RequestError, "each name once"),
+        (5, {"tool_call_parser": "hermes"}, RequestError, "tools= of another form"),
+        (
+            [{"type": "function", "function": {"name": "add", "parameters": 5}}],
+            {"tool_call_parser": "qwen3_coder"},
+            RequestError,
+            "tools= of another form",
+        ),
+        (
+            [{"type": "retrieval", "function": {"name": "add"}}],
+            {"tool_call_parser": "hermes"},
+            RequestError,
+            "tools= of another form",
+        ),
     ],
 )
 def test_what_is_refused(tools: Any, options: Any, error: Any, words: str) -> None:
@@ -111,3 +124,14 @@ def test_what_is_refused(tools: Any, options: Any, error: Any, words: str) -> No
         read_message("a", tools, **options)
     assert words in f"{caught.value.found} {caught.value.needed}"
     assert caught.value.do
+
+
+def test_an_output_to_token_ids_has_no_prompt() -> None:
+    said = read_message("hm</think>a", reasoning_parser="deepseek_r1", prompt=None)
+    assert (said.content, said.reasoning) == ("a", "hm")
+
+
+def test_a_call_that_is_cut_before_its_arguments_is_content() -> None:
+    cut = '<tool_call>{"name": "add", "argu'
+    said = read_message(cut, TOOLS, tool_call_parser="hermes")
+    assert (said.content, said.tool_calls, said.is_whole) == (cut, (), True)
