@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from specc.kernels.cuda.attend_wide_parts import either, has_bit, load_pages, node_halves, share
 from specc.kernels.cuda.dependent import load_early
 
 NEVER = gl.constexpr(2147483647)
@@ -30,39 +31,6 @@ NEVER = gl.constexpr(2147483647)
 ROWS = gl.constexpr(64)
 # warps that copy
 COPY_WARPS = gl.constexpr(4)
-
-
-@gluon.jit
-def _or(a, b):
-    return a | b
-
-
-@gluon.jit
-def _node_halves(p_words, m_live, i_node, num_words):
-    """64 bits of each row's ancestor words, from node `i_node` on, which may be negative."""
-    i_word = i_node >> 6
-    i_bit = (i_node & 63).to(gl.uint64)
-    m_low = m_live & (i_word >= 0) & (i_word < num_words)
-    m_high = m_live & (i_word >= -1) & (i_word + 1 < num_words)
-    b_low = gl.load(p_words + i_word, mask=m_low, other=0).to(gl.uint64, bitcast=True)
-    b_high = gl.load(p_words + i_word + 1, mask=m_high, other=0).to(gl.uint64, bitcast=True)
-    # a shift by 64 is undefined: by 1, then by 63 - bit
-    b_bits = (b_low >> i_bit) | ((b_high << 1) << (63 - i_bit))
-    return (b_bits & 0xFFFFFFFF).to(gl.uint32), (b_bits >> 32).to(gl.uint32)
-
-
-@gluon.jit
-def _has_bit(o_n, b_low, b_high):
-    b_half = gl.where(o_n < 32, b_low, b_high)
-    return ((b_half >> (o_n & 31).to(gl.uint32)) & 1) != 0
-
-
-@gluon.jit
-def _load_pages(p_table, i_block, o_n, num_pages, block_size, BN: gl.constexpr, PAGE: gl.constexpr):
-    """Pages of the keys of a block; those after the end of the table are 0."""
-    # the whole block may lie in one page
-    o_page = i_block * BN // block_size + o_n * 0 if PAGE == 0 else (i_block * BN + o_n) // PAGE
-    return gl.load(p_table + o_page, mask=o_page < num_pages, other=0)
 
 
 @gluon.jit
@@ -109,10 +77,10 @@ def _copy_keys(
     o_d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, LAYOUT)), 0)
     o_r = gl.arange(0, BM, gl.BlockedLayout([1], [32], [COPY_WARPS], [0]))
     o_t = first + o_r // group
-    b_page = _load_pages(p_table, i_first, o_n, num_pages, block_size, BN, PAGE)
+    b_page = load_pages(p_table, i_first, o_n, num_pages, block_size, BN, PAGE)
     for i in range(i_first, i_last):
         # the table's entries of the next block, before they are needed
-        b_next = _load_pages(p_table, i + 1, o_n, num_pages, block_size, BN, PAGE)
+        b_next = load_pages(p_table, i + 1, o_n, num_pages, block_size, BN, PAGE)
         # what a broken table names stays inside the cache
         b_row = gl.minimum(gl.maximum(b_page, 0), num_blocks - 1).to(gl.int64)
         if PAGE == 0:
@@ -127,12 +95,12 @@ def _copy_keys(
                 # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
                 m_own = o_t < last
                 m_live = load_early(slot + o_t, m_own, -1) >= 0
-                b_low, b_high = _node_halves(
+                b_low, b_high = node_halves(
                     ancestors + o_t.to(gl.int64) * stride_words, m_live, i * BN - length, num_words
                 )
-                any_low = gl.reduce(b_low, 0, _or)
-                any_high = gl.reduce(b_high, 0, _or)
-                m_value = m_key & ((o_key < length) | _has_bit(o_n, any_low, any_high))
+                any_low = gl.reduce(b_low, 0, either)
+                any_high = gl.reduce(b_high, 0, either)
+                m_value = m_key & ((o_key < length) | has_bit(o_n, any_low, any_high))
         turn = i - i_first
         stage = turn % STAGES
         mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
@@ -182,8 +150,8 @@ def _mask(
     o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
     o_key = i_key + o_n
     if IS_TREE:
-        b_low, b_high = _node_halves(p_words, m_live, i_key - length, num_words)
-        m_s = _has_bit(gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1))
+        b_low, b_high = node_halves(p_words, m_live, i_key - length, num_words)
+        m_s = has_bit(gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1))
         m_s = gl.expand_dims(o_key < length, 0) | m_s
     else:
         m_s = gl.expand_dims(o_key, 0) <= gl.expand_dims(b_position, 1)
@@ -304,23 +272,6 @@ def _attend_rows(
     gl.store(p_part, b_acc * gl.expand_dims(b_scale, 1), mask=m_part)
 
 
-@gluon.jit
-def _share(
-    cache_len, num_visits, num_shares, max_splits, num_seqs, capacity, tokens_each, BN: gl.constexpr
-):
-    """Splits of a sequence of `num_visits` blocks: what it is worth of `num_shares` for all."""
-    total = 0
-    for i in range(0, num_seqs, 128):
-        o_b = i + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-        b_length = load_early(cache_len + o_b, o_b < num_seqs, -1)
-        b_keys = gl.minimum(gl.minimum(b_length, capacity) + tokens_each, capacity)
-        total += gl.sum(gl.where(b_length >= 0, (b_keys + BN - 1) // BN, 0), 0)
-    total = gl.maximum(total, 1)
-    # to the nearest
-    most = (2 * num_visits * num_shares + total) // (2 * total)
-    return gl.minimum(gl.maximum(most, 1), max_splits)
-
-
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
@@ -397,7 +348,7 @@ def attend_wide_kernel(
     num_visits = (end + BN - 1) // BN
     most = max_splits
     if num_shares > 0:
-        most = _share(
+        most = share(
             cache_len, num_visits, num_shares, max_splits, num_seqs, capacity, tokens_each, BN
         )
     splits = gl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, most)

@@ -156,8 +156,8 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         function = tool.get("function") if is_function else None
         fields = function if isinstance(function, Mapping) else {}
         name, parameters = fields.get("name"), fields.get("parameters", {})
-        is_one = isinstance(name, str) and isinstance(parameters, Mapping | None)
-        if not is_one or name in known:
+        is_one = isinstance(parameters, Mapping | None)
+        if not isinstance(name, str) or name in known or not is_one:
             raise RequestError(
                 "tools= of another form", f"a list of {_TOOL}, each name once", "describe them so"
             )

@@ -283,22 +283,24 @@ def _fakes() -> dict[str, ModuleType]:
     return {module.__name__: module for module in (gluon, gl, hopper, dependent)}
 
 
-def emulated(module: ModuleType) -> ModuleType:
-    """The module, run again from its source with names that stand for Gluon's."""
-    assert module.__file__ is not None
-    spec = importlib.util.spec_from_file_location(f"{module.__name__}_emulated", module.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
+def emulated(module: ModuleType, *parts: ModuleType) -> ModuleType:
+    """The module, run again from its source with names that stand for Gluon's.
+
+    Args:
+        module: of a kernel.
+        parts: modules that it imports functions of kernels from; none of the others'.
+    """
     fakes = _fakes()
     # an import of a name from a package looks at the package before it looks for a module
     parent = ModuleType("triton.experimental")
     vars(parent).update(gluon=fakes["triton.experimental.gluon"])
     fakes[parent.__name__] = parent
-    before = {name: sys.modules.get(name) for name in fakes}
+    before = {name: sys.modules.get(name) for name in (*fakes, *(part.__name__ for part in parts))}
     sys.modules.update(fakes)
     try:
-        spec.loader.exec_module(copy)
+        for part in parts:
+            sys.modules[part.__name__] = _run_again(part)
+        copy = _run_again(module)
     finally:
         for name, kept in before.items():
             if kept is None:
@@ -306,6 +308,16 @@ def emulated(module: ModuleType) -> ModuleType:
             else:
                 sys.modules[name] = kept
     vars(copy)["tl"] = SimpleNamespace(debug_barrier=_nothing)
+    return copy
+
+
+def _run_again(module: ModuleType) -> ModuleType:
+    assert module.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_emulated", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
     return copy
 
 
