@@ -92,8 +92,9 @@ of its tiles are the tokens of a sequence × all heads, 16 or 32 of them, a late
 key and value, and values of more than 256 columns are summed in two halves. Chunks of prompts are
 absorbed as well, 3.4 times the products of expanded ones for DeepSeek; they are not expanded there
 yet. Tiles of 64 rows, which the matrix units of sm_90 take at their full rate, are not built: they
-need more registers than a thread has. No GPU has run it yet. Expanded keys and values are for
-models that have them of one width; where the widths differ, `auto` takes latents of any size.
+need more registers than a thread has. An H200 has run it, on a tiny model (the oracles' tokens);
+its speed is not measured. Expanded keys and values are for models that have them of one width;
+where the widths differ, `auto` takes latents of any size.
 
 In ONNX a layer has one cache [B, 1, L, R + r], which its Attention reads as keys and as values;
 the last r columns of what it returns are dropped, so that no row is copied

@@ -16,7 +16,7 @@ from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from tests import engines
 from tests.command_line import invoke
-from tests.docs.first_screen import CUT, PICTURE, ROOT, commands, cut, draw, shown
+from tests.docs.first_screen import COLUMNS, CUT, PICTURE, ROOT, commands, cut, draw, shown
 
 SCREEN = "\n".join(
     [
@@ -55,6 +55,8 @@ def test_the_commands_print_what_the_picture_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Word for word, figures too; the engine is one that compiles no code, and kept."""
+    # whatever the terminal is that the tests run in
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
 
     def build(target: Path, drafts: Any, output: Path, config: CompileConfig, **_: Any) -> Any:
         engines.build(Path(target), [Path(x) for x in drafts], output, config, is_probed=True)
