@@ -131,6 +131,20 @@ def test_drafts_that_obey_have_more_tokens_a_step(rig) -> None:
     assert counters["num_accepted_tokens"] > 1.5 * others["num_accepted_tokens"]
 
 
+def test_what_alone_may_follow_is_proposed(rig) -> None:
+    """Models of random weights agree on a text that leaves no choice."""
+    text = "nothing else but this one"
+    params = SamplingParams(
+        max_tokens=30, structured_outputs=StructuredOutputsParams(choice=[text])
+    )
+    llm = LLM(rig.captured, "chain-3")
+    (output,) = llm.generate("hello", params)
+    assert output.outputs[0].text == text
+    # the prompt yields the first; each step four, until EOS
+    num_tokens = len(output.outputs[0].token_ids)
+    assert llm.get_metrics().num_spec_steps == -(-(num_tokens - 1) // 4)
+
+
 def test_batches_without_grammars_stay_one_graph(rig, monkeypatch) -> None:
     """Before one with a grammar, and after it; and a grammar masks none of the others' drafts."""
     step = rig.captured.steps["chain-3"]
