@@ -220,14 +220,17 @@ def test_collectives_of_one_rank(environment, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["simulated", rehearsal.APART])
-def test_drafts_that_obey_a_grammar(environment, tmp_path, device):
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("simulated", "float32"), (rehearsal.APART, "float32"), ("simulated", "bfloat16")],
+)
+def test_drafts_that_obey_a_grammar(environment, tmp_path, device, dtype):
     """Where tensors of the device are told apart from the host's, too."""
-    task = Task("replay", "grammar", "tests.gpu.grammar:check", result_s=900.0)
+    task = Task("replay", "grammar", "tests.gpu.grammar:check", {"dtype": dtype}, result_s=900.0)
     options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
     stages = {"B": [Stage(900.0, (task,), 1)]}
     own = environment | {"TRITON_INTERPRET": "1"}
-    status = check.run(options, rehearsal.FACTS, own, device, stages, SCALE)
+    status = check.run(options, rehearsal.FACTS, own, device, stages)
     found = json.loads((tmp_path / "report.json").read_text())["parts"]["replay"]["grammar"]
     assert status == 0, found
     values = [result["value"] for result in found["results"].values()]
