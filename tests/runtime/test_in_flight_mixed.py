@@ -209,6 +209,10 @@ READERS = [
 ]
 
 
+# steps of several plans come in an iteration, one of which waits for its masks
+READER_SEEDS = [pytest.param(range(7, 8), id="few"), SEEDS[1]]
+
+
 @contextlib.contextmanager
 def lost_halves() -> Iterator[list[bool]]:
     """Of each step that waited for its masks: whether another one had taken its place."""
@@ -225,7 +229,7 @@ def lost_halves() -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize(("policy", "share", "least"), every(6, READERS, 5))
-@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("seeds", READER_SEEDS)
 def test_requests_that_read_logits_are_ahead_too(rig, alone, policy, share, least, seeds) -> None:
     """Log probabilities, masks and controls come and go beside requests without."""
     solo, _ = alone
