@@ -18,7 +18,6 @@ from specc.speculation.plan_names import MERGE as MERGE
 from specc.speculation.plan_names import SUFFIX as SUFFIX
 from specc.speculation.plan_names import VOTE as VOTE
 from specc.speculation.plan_names import is_lookup as is_lookup
-from specc.speculation.plan_names import lookup_ngram as lookup_ngram
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View

@@ -23,7 +23,8 @@ from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
-from specc.speculation.plans import SUFFIX, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import SUFFIX
 from specc.speculation.self_drafts import SelfDraft
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
