@@ -24,7 +24,8 @@ from specc.passes.step.step_graph import (
     int32,
     slots_name,
 )
-from specc.speculation.plans import MERGE, SUFFIX, SpecPlan, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import MERGE, SUFFIX, SpecPlan
 from specc.speculation.tree import TokenTree
 
 aten = torch.ops.aten

@@ -7,6 +7,7 @@ the token that came.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch import Tensor
 from specc.runtime.engine import Engine
 from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
 from specc.tune.acceptance import (
-    STRIDE,
     Trajectory,
     acceptance_of,
     blocks_of_a_sequence,
     causal_pass,
     chunks_of,
-    ranks_of,
+    ranks_of_chains,
+    roots_of,
 )
 
 
@@ -40,12 +41,8 @@ def block_acceptance(
         depth: levels at most.
     """
     depth = min(depth, block.num_proposed)
-    chains = [
-        chain
-        for trajectory in trajectories
-        for chain in block_chains(engine, block, trajectory, width, depth)
-    ]
-    return acceptance_of(chains, width, depth)
+    chains = (block_chains(engine, block, own, width, depth) for own in trajectories)
+    return acceptance_of(itertools.chain.from_iterable(chains), width, depth)
 
 
 @torch.inference_mode()
@@ -62,8 +59,7 @@ def block_chains(
         depth: levels at most, no more than a block proposes.
     """
     tokens, last = trajectory.token_ids, len(trajectory.token_ids) - 1
-    # the first token of an output comes without a tree
-    roots = range(max(1, trajectory.num_prompt), last, STRIDE)
+    roots = roots_of(trajectory)
     drafter: Any = engine.drafts[int(block.draft.removeprefix("draft_"))]
     logits: list[Tensor] = []
     with blocks_of_a_sequence(engine) as table:
@@ -80,11 +76,7 @@ def block_chains(
             found = _block_pass(engine, drafter, block, tokens[read : root + 1], root, table)
             logits.append(_after(block, drafter.weights, found[: len(fed)], fed))
             read = root
-    if not logits:
-        return []
-    places = [torch.arange(root, min(root + depth, last), dtype=torch.int64) for root in roots]
-    ranks = ranks_of(engine, torch.cat(logits), trajectory.request, torch.cat(places), width)
-    return [[ranks.pop(0) for _ in chain] for chain in places]
+    return ranks_of_chains(engine, logits, trajectory, roots, width, depth)
 
 
 def _block_pass(
