@@ -38,6 +38,7 @@ class BlockCase:
         biases: projections of the first layer that have one.
         kind: `dflash` or `dspark`.
         rank: r, of what DSpark adds for the token before.
+        bias_kind: how that depends on more than this token.
         has_confidence: it has a head that nothing reads.
     """
 
@@ -58,6 +59,7 @@ class BlockCase:
     biases: tuple[str, ...] = ()
     kind: str = "dflash"
     rank: int = 0
+    bias_kind: str = "vanilla"
     has_confidence: bool = False
 
     @property
@@ -167,6 +169,29 @@ BLOCK_CASES = {
         kind="dspark",
         rank=5,
     ),
+    "dspark-gated": BlockCase(
+        "DeepSpec",
+        config={"num_target_layers": LAYERS, "block_size": 4},
+        size=4,
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+        bias_kind="gated",
+    ),
+    "dspark-rnn": BlockCase(
+        "speculators",
+        size=4,
+        width=24,
+        rows=60,
+        config={"block_size": 4, "target_hidden_size": WIDTH},
+        layer={"head_dim": 8},
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=5,
+        bias_kind="rnn",
+    ),
     # tokens from the first mask on, and nothing added
     "dspark-plain": BlockCase(
         "speculators",
@@ -205,7 +230,7 @@ def config_of(case: BlockCase) -> dict[str, Any]:
     }
     if case.kind == "dspark":
         spark = {"markov_rank": case.rank, "enable_confidence_head": case.has_confidence}
-        spark |= {"markov_head_type": "vanilla", "confidence_head_with_markov": case.rank > 0}
+        spark |= {"markov_head_type": case.bias_kind, "confidence_head_with_markov": case.rank > 0}
     else:
         spark = {}
     ids = [boundary - 1 for boundary in case.boundaries]
@@ -260,6 +285,12 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     if case.rank:
         shapes["markov_head.markov_w1.weight"] = (case.vocab, case.rank)
         shapes["markov_head.markov_w2.weight"] = (case.rows, case.rank)
+    if case.bias_kind == "gated":
+        shapes["markov_head.gate_proj.weight"] = (case.rank, d + case.rank)
+        shapes["markov_head.gate_proj.bias"] = (case.rank,)
+    if case.bias_kind == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * case.rank, 2 * case.rank + d)
+        shapes["markov_head.joint_proj.bias"] = (3 * case.rank,)
     if case.has_confidence:
         shapes |= {"confidence_head.proj.weight": (1, d + case.rank)}
         shapes |= {"confidence_head.proj.bias": (1,)}

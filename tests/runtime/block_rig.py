@@ -114,8 +114,13 @@ class BlockOracle:
             request = requests[b]
             assert int(cache_len[b]) == request.cache_len == len(request.token_ids) - 1
             taps = self.taps(request, request.cache_len)
-            wanted = self.reference.proposed(taps, request.token_ids[-1])
-            torch.testing.assert_close(torch.stack(rows), wanted[:depth], **CLOSE)
+            wanted = self.reference.proposed(taps, request.token_ids[-1])[:depth]
+            if self.reference.case.bias_kind != "vanilla":
+                # hidden states come after the logits
+                first = 0 if self.reference.case.from_anchor else 1
+                hidden = self.reference.hidden(taps, request.token_ids[-1])[first:]
+                wanted = torch.cat([wanted, hidden[:depth]], 1)
+            torch.testing.assert_close(torch.stack(rows), wanted, **CLOSE)
             self.num_passes += 1
 
 

@@ -20,7 +20,7 @@ from specc.errors import ConfigError, EngineError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import BIAS_TENSORS
+from specc.speculation.block_drafts import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
@@ -134,7 +134,9 @@ def outputs(engine: Engine, plan: str) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("name", ["dspark-deepspec", "dspark-speculators"])
+@pytest.mark.parametrize(
+    "name", ["dspark-deepspec", "dspark-speculators", "dspark-gated", "dspark-rnn"]
+)
 @pytest.mark.parametrize(
     "plan", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=lambda plan: plan.name
 )
@@ -155,7 +157,13 @@ def test_logits_of_every_node(
     assert oracle.num_nodes > 10 * (plan.num_nodes - len(plan.tree.leaves))
 
 
-OF_KINDS = [NAME, "dspark-deepspec", "dspark-speculators"]
+OF_KINDS = [
+    NAME,
+    "dspark-deepspec",
+    "dspark-speculators",
+    pytest.param("dspark-gated", marks=pytest.mark.slow),
+    "dspark-rnn",
+]
 
 
 @pytest.mark.parametrize("name", OF_KINDS)
@@ -187,7 +195,7 @@ def test_drafters_of_every_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators"])
+@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators", "dspark-rnn"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 def test_compiled_programs(
@@ -275,14 +283,16 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
 
 
 def test_what_steps_read_is_counted(compiled: Callable[..., Path]) -> None:
-    """Of DSpark: two weights that no program has, and which of their rows are which ids."""
-    path = compiled("dspark-speculators")
+    """Of DSpark: weights that no program has, and which of their rows are which ids."""
+    path = compiled("dspark-rnn")
     manifest = Engine.load(path).manifest
     assert manifest is not None
     stored = load_file(path / manifest.weights_file(manifest.models[1], None))
-    assert {*BIAS_TENSORS.values()} < stored.keys()
+    assert {*BIAS_TENSORS.values(), *JOINT_TENSORS[RNN].values()} < stored.keys()
     assert manifest.memory_plan["draft_0"].weights == sum(x.nbytes for x in stored.values())
-    assert "logits depend on the token before" in "\n".join(head_lines(manifest))
+    assert manifest.models[1].vocab_size == VOCAB
+    told = "\n".join(head_lines(manifest))
+    assert "logits depend on all tokens of the block before" in told
 
 
 def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
@@ -331,7 +341,7 @@ def test_a_head_that_reads_other_places(zoo: Zoo, target: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [NAME, "dspark-deepspec"])
+@pytest.mark.parametrize("name", [NAME, "dspark-deepspec", "dspark-rnn"])
 def test_trees_in_tiles(
     name: str, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:

@@ -40,7 +40,14 @@ from specc.passes.frontend.heads.head_spec import (
 )
 from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.rotary import check_former
-from specc.speculation.block_drafts import BIAS_TENSORS, MOST_ROWS, BlockDraft
+from specc.speculation.block_drafts import (
+    BIAS_KINDS,
+    BIAS_TENSORS,
+    MOST_ROWS,
+    VANILLA,
+    BlockDraft,
+    joint_shapes,
+)
 
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
@@ -64,8 +71,6 @@ _PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
 }
-# how logits depend on the token before: what specc computes
-_BIASES = ("vanilla",)
 _CONFIDENCE = "confidence_head.proj"
 _MASK_FILE = "mask_embedding.pt"
 
@@ -117,6 +122,8 @@ class BlockConfig:
         if self.rank:
             found[BIAS_TENSORS["bias_in"]] = (target.vocab_size, self.rank)
             found[BIAS_TENSORS["bias_out"]] = (num_rows, self.rank)
+            kind, width = self.block.bias_kind, int(self.layers.hidden_size)
+            found |= joint_shapes(kind, self.rank, width)
         if self.confidence_columns:
             found[f"{_CONFIDENCE}.weight"] = (1, self.confidence_columns)
             found[f"{_CONFIDENCE}.bias"] = (1,)
@@ -179,8 +186,10 @@ def read_block_config(
     ids = id_list(values, key, name)
     if ids is None:
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
-    rank = _rank(values, name) if kind == DSPARK else 0
+    rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
     block = _block(values, own, kind, layout, windows, name)
+    reads_hidden = 0 if bias == VANILLA else int(layers.hidden_size)
+    block = replace(block, is_biased=rank > 0, bias_kind=bias, hidden_columns=reads_hidden)
     columns = 0
     if kind == DSPARK and _flag(values, ("enable_confidence_head",), name):
         reads_token = _flag(values, ("confidence_head_with_markov",), name)
@@ -190,7 +199,7 @@ def read_block_config(
         )
     return BlockConfig(
         layers=layers,
-        block=replace(block, is_biased=rank > 0),
+        block=block,
         windows=windows,
         is_anchored=layout == SPECULATORS,
         rank=rank,
@@ -206,18 +215,20 @@ def read_block_config(
     )
 
 
-def _rank(values: Mapping[str, Any], name: str) -> int:
-    """Of the product that is added to logits for the token before; 0 is none."""
+def _bias(values: Mapping[str, Any], name: str) -> tuple[int, str]:
+    """Rank of the product that is added to logits for tokens before, 0 is none; and its kind."""
     if values.get("markov_rank") in (None, 0):
-        return 0
-    if (kind := values.get("markov_head_type", _BIASES[0])) not in _BIASES:
+        return 0, VANILLA
+    kind = values.get("markov_head_type", VANILLA)
+    # trainers read it in small letters
+    kind = kind.lower() if isinstance(kind, str) else kind
+    if kind not in BIAS_KINDS:
         raise HeadError(
-            f"{name}: config.json: markov_head_type is {kind!r:.40}, which reads more than the"
-            " token before",
-            " or ".join(_BIASES),
+            f"{name}: config.json: markov_head_type is {kind!r:.40}",
+            " or ".join(BIAS_KINDS),
             _OTHER_DRAFT,
         )
-    return read_number(values, "markov_rank", name) or 0
+    return read_number(values, "markov_rank", name) or 0, kind
 
 
 def _check_plain(

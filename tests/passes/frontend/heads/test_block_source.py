@@ -46,6 +46,8 @@ def test_what_files_say(name, tmp_path):
     causal = case.is_causal and not case.is_mixed
     wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
     wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
+    hidden = 0 if case.bias_kind == "vanilla" else case.width
+    wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=hidden)
     assert (spec.block, spec.rank) == (wanted, case.rank)
     assert any("its confidence head is not read" in x for x in spec.warnings) == case.has_confidence
     assert (spec.windows, spec.is_anchored) == (case.windows, case.is_anchored)
@@ -109,8 +111,10 @@ def top(**values):
         ("speculators", top(draft_vocab_size=50), "50 in config.json, 60 in lm_head.weight"),
         ("speculators", top(markov_rank=4), "DSpark"),
         ("speculators", top(dspark_block_size=7), "DSpark of DeepSeek V4"),
-        ("dspark-deepspec", top(markov_head_type="gated"), "markov_head_type is 'gated'"),
-        ("dspark-deepspec", top(markov_head_type="rnn"), "markov_head_type is 'rnn'"),
+        ("dspark-deepspec", top(markov_head_type="fir"), "markov_head_type is 'fir'"),
+        ("dspark-deepspec", top(markov_head_type="gated"), "gate_proj.bias are not in"),
+        ("dspark-gated", top(markov_head_type="rnn"), "joint_proj.bias are not in"),
+        ("dspark-gated", top(markov_head_type="vanilla"), "2 tensors that its configuration"),
         ("dspark-deepspec", top(markov_rank="6"), "markov_rank is '6'"),
         ("dspark-deepspec", top(markov_rank=5), "markov_w1.weight is [96, 6]"),
         ("dspark-deepspec", top(markov_rank=0), "confidence_head.proj.weight is [1, 38]"),

@@ -29,7 +29,10 @@ SIZES = {
     "vocab_size": VOCAB,
 }  # fmt: skip
 # a block whose rows see each other, ones whose layers differ, and logits that tokens change
-CASES = ("z-lab", "z-lab-mixed", "speculators-mixed", "dspark-deepspec", "dspark-speculators")
+CASES = (
+    "z-lab", "z-lab-mixed", "speculators-mixed", "dspark-deepspec", "dspark-speculators",
+    "dspark-gated", "dspark-rnn",
+)  # fmt: skip
 MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 SLOW = pytest.mark.slow
