@@ -21,7 +21,7 @@ class BlockCase:
     """A drafter to write.
 
     Args:
-        layout: `z-lab`, `speculators` or `DeepSpec`.
+        layout: `z-lab`, `speculators`, `DeepSpec` or `SpecForge`.
         size: B.
         width: d.
         rows: Vd.
@@ -40,6 +40,7 @@ class BlockCase:
         rank: r, of what DSpark adds for the token before.
         bias_kind: how that depends on more than this token.
         has_confidence: it has a head that nothing reads.
+        confidence_reads_token: that head reads the token before, too.
     """
 
     layout: str
@@ -61,6 +62,7 @@ class BlockCase:
     rank: int = 0
     bias_kind: str = "vanilla"
     has_confidence: bool = False
+    confidence_reads_token: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -94,7 +96,7 @@ class BlockCase:
     @property
     def has_own_ends(self) -> bool:
         """Whether embedding and head are its own."""
-        return self.layout != "z-lab"
+        return self.layout not in ("z-lab", "SpecForge")
 
 
 _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
@@ -179,6 +181,20 @@ BLOCK_CASES = {
         rank=6,
         bias_kind="gated",
     ),
+    # a confidence head that reads no token, of which only its weight in the loss tells
+    "dspark-specforge": BlockCase(
+        "SpecForge",
+        config={"num_target_layers": LAYERS, "block_size": 4},
+        nested={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0},
+        size=4,
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+        bias_kind="gated",
+        has_confidence=True,
+        confidence_reads_token=False,
+    ),
     "dspark-rnn": BlockCase(
         "speculators",
         size=4,
@@ -234,6 +250,11 @@ def config_of(case: BlockCase) -> dict[str, Any]:
     else:
         spark = {}
     ids = [boundary - 1 for boundary in case.boundaries]
+    if case.layout == "SpecForge":
+        own = {"target_layer_ids": ids, "mask_token_id": MASK, "markov_rank": case.rank}
+        own |= {"markov_head_type": case.bias_kind, **case.nested}
+        named = {"architectures": ["DSparkDraftModel"], "dflash_config": own}
+        return {**named, **layer, **case.config}
     if case.layout == "DeepSpec":
         own = {"target_layer_ids": ids, "mask_token_id": MASK, "num_anchors": 8}
         return {"architectures": ["Qwen3DSparkModel"], **layer, **own, **spark, **case.config}
@@ -292,7 +313,8 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
         shapes["markov_head.joint_proj.weight"] = (3 * case.rank, 2 * case.rank + d)
         shapes["markov_head.joint_proj.bias"] = (3 * case.rank,)
     if case.has_confidence:
-        shapes |= {"confidence_head.proj.weight": (1, d + case.rank)}
+        columns = d + (case.rank if case.confidence_reads_token else 0)
+        shapes |= {"confidence_head.proj.weight": (1, columns)}
         shapes |= {"confidence_head.proj.bias": (1,)}
     generator = torch.Generator().manual_seed(70 + seed)
     tensors = {}

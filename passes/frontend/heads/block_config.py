@@ -2,7 +2,7 @@
 
 Keys are at the top of config.json or in `dflash_config`, which counts first. What is read where:
 
-| | z-lab, DeepSpec | speculators |
+| | z-lab, DeepSpec, SpecForge | speculators |
 |---|---|---|
 | layers | top | `transformer_layer_config` |
 | taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
@@ -11,8 +11,14 @@ Keys are at the top of config.json or in `dflash_config`, which counts first. Wh
 | | | `sliding_window_non_causal` |
 | a window ends at | each row | the anchor, for all rows of a block |
 
+DSpark's confidence head is there where `enable_confidence_head` says so. Where it says nothing, it
+is in files of speculators, and in those of SpecForge if `confidence_head_alpha` is above 0; whether
+it reads the token before, `confidence_head_with_markov`, is true and false there.
+
 Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
 attention.py, models/dspark; deepseek-ai/DeepSpec deepspec/modeling/dspark;
+sgl-project/SpecForge specforge/modeling/draft/dspark.py, and for what rows predict
+specforge/algorithms/common/dflash_family_model.py;
 vllm-project/vllm models/qwen3_dflash.py.
 """
 
@@ -33,6 +39,7 @@ from specc.passes.frontend.heads.head_config import (
 )
 from specc.passes.frontend.heads.head_spec import (
     DSPARK,
+    SPECFORGE,
     SPECULATORS,
     HeadSwitches,
     RopeFacts,
@@ -43,7 +50,9 @@ from specc.passes.frontend.rotary import check_former
 from specc.speculation.block_drafts import (
     BIAS_KINDS,
     BIAS_TENSORS,
+    GATED,
     MOST_ROWS,
+    RNN,
     VANILLA,
     BlockDraft,
     joint_shapes,
@@ -70,6 +79,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 _PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
+}
+# of DSpark alone
+_PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
+    "projector_type": ("dspark",),
+    "dspark_backbone_conv_enabled": (False,),
 }
 _CONFIDENCE = "confidence_head.proj"
 _MASK_FILE = "mask_embedding.pt"
@@ -169,7 +183,7 @@ def read_block_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    more = {} if kind == DSPARK else _PLAIN_DFLASH
+    more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
     _check_plain({**own, **values}, {**_PLAIN, **more}, name)
     check_former(dict(own), name)
     if own.get("model_type") != "qwen3":
@@ -190,9 +204,16 @@ def read_block_config(
     block = _block(values, own, kind, layout, windows, name)
     reads_hidden = 0 if bias == VANILLA else int(layers.hidden_size)
     block = replace(block, is_biased=rank > 0, bias_kind=bias, hidden_columns=reads_hidden)
+    if bias == RNN and not block.from_anchor:
+        raise HeadError(
+            f"{name}: config.json: markov_head_type {RNN!r}, and sample_from_anchor false: its"
+            " trainer begins with the state that the anchor's row leaves, and no reader is known"
+            " that says what a drafter begins with",
+            f"sample_from_anchor true, or {VANILLA} or {GATED}",
+            _OTHER_DRAFT,
+        )
     columns = 0
-    if kind == DSPARK and _flag(values, ("enable_confidence_head",), name):
-        reads_token = _flag(values, ("confidence_head_with_markov",), name)
+    if kind == DSPARK and (reads_token := _confidence(values, layout, name)) is not None:
         columns = int(layers.hidden_size) + (rank if reads_token else 0)
         warnings.append(
             "its confidence head is not read: how many tokens a step drafts does not depend on it"
@@ -229,6 +250,17 @@ def _bias(values: Mapping[str, Any], name: str) -> tuple[int, str]:
             _OTHER_DRAFT,
         )
     return read_number(values, "markov_rank", name) or 0, kind
+
+
+def _confidence(values: Mapping[str, Any], layout: str, name: str) -> bool | None:
+    """Whether its confidence head reads the token before; None where it has none."""
+    is_there = _flag(values, ("enable_confidence_head",), name)
+    if is_there is None and layout == SPECFORGE:
+        is_there = bool(values.get("confidence_head_alpha"))
+    if not (layout == SPECULATORS if is_there is None else is_there):
+        return None
+    reads_token = _flag(values, ("confidence_head_with_markov",), name)
+    return layout == SPECULATORS if reads_token is None else reads_token
 
 
 def _check_plain(

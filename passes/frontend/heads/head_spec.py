@@ -16,7 +16,7 @@ EAGLE3, MTP = "eagle3", "mtp"
 DFLASH, DSPARK = BLOCK_KINDS
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
-ZLAB = "z-lab"
+ZLAB, SPECFORGE = "z-lab", "SpecForge"
 
 # parameters of a head that may be its target's
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -118,8 +118,8 @@ class HeadSpec:
 
     Args:
         kind: `EAGLE3`, `MTP`, `DFLASH` or `DSPARK`.
-        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`; for MTP
-            see `mtp_spec`.
+        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`,
+            `SPECFORGE`; for MTP see `mtp_spec`.
         directory: of the checkpoint.
         target: that it fits.
         config: of transformers, of its layers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +121,10 @@ def top(**values):
         ("dspark-deepspec", top(markov_rank=0), "confidence_head.proj.weight is [1, 38]"),
         ("dspark-deepspec", top(enable_confidence_head=1), "enable_confidence_head is 1"),
         ("dspark-deepspec", top(selector_rank=8), "DFlash2"),
+        ("dspark-specforge", nested(projector_type="domino"), "projector_type is 'domino'"),
+        ("dspark-specforge", nested(dspark_backbone_conv_enabled=True), "backbone_conv_enabled is"),
+        ("dspark-specforge", nested(confidence_head_alpha=0.0), "2 tensors that"),
+        ("dspark-rnn", top(sample_from_anchor=False), "the state that the anchor's row leaves"),
         ("dspark-deepspec", top(num_target_layers=9), "a target of 9 layers; the target has 8"),
     ],
 )  # fmt: skip
@@ -152,6 +157,36 @@ def test_configurations_that_do_not_fit(name, change, found, tmp_path):
 def test_tensors_that_do_not_fit(name, tensors, found, tmp_path):
     with pytest.raises(HeadError, match=found):
         recognise(changed(tmp_path, name, tensors=tensors), TARGET)
+
+
+def test_early_names_of_heads(tmp_path):
+    """Of SpecForge's first drafters; both at once are too many."""
+
+    def early(found, keeps=False):
+        for key in [key for key in found if key.startswith(("markov_head", "confidence_head"))]:
+            value = found[key] if keeps else found.pop(key)
+            found[f"logit_head.{key}"] = value.clone()
+
+    spec = recognise(changed(tmp_path / "one", "dspark-specforge", tensors=early), TARGET)
+    key = "markov_head.gate_proj.bias"
+    assert spec.tensors[key] == f"logit_head.{key}"
+    both = changed(tmp_path / "both", "dspark-specforge", tensors=partial(early, keeps=True))
+    with pytest.raises(HeadError, match=r"6 tensors that .* logit_head\."):
+        recognise(both, TARGET)
+
+
+def test_what_files_of_speculators_leave_out(tmp_path):
+    """A confidence head is there, and reads the token before, unless files say otherwise."""
+
+    def drop(config):
+        del config["enable_confidence_head"], config["confidence_head_with_markov"]
+
+    def add(found):
+        found["confidence_head.proj.weight"] = torch.ones(1, 24 + 5)
+        found["confidence_head.proj.bias"] = torch.ones(1)
+
+    path = changed(tmp_path, "dspark-speculators", drop, add)
+    assert any("confidence head" in text for text in recognise(path, TARGET).warnings)
 
 
 def test_an_embedding_of_masks_beside_the_table(tmp_path):
