@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specc.compiler.assumptions import check_assumptions, switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.checks import (
     Candidate,
@@ -86,7 +87,9 @@ class CheckedModels:
         Raises:
             SpeccError: found / needed / do.
         """
-        candidates = open_models(target, drafts, config.rope_length, config.weight_only)
+        switches = switches_of(config, len(drafts))
+        candidates = open_models(target, drafts, config.rope_length, config.weight_only, switches)
+        check_assumptions(candidates, config)
         check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)

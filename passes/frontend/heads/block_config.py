@@ -201,7 +201,7 @@ def read_block_config(
     if ids is None:
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
     rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
-    block = _block(values, own, kind, layout, windows, name)
+    block = _block(values, own, kind, layout, windows, switches, name)
     reads_hidden = 0 if bias == VANILLA else int(layers.hidden_size)
     block = replace(block, is_biased=rank > 0, bias_kind=bias, hidden_columns=reads_hidden)
     if bias == RNN and not block.from_anchor:
@@ -279,6 +279,7 @@ def _block(
     kind: str,
     layout: str,
     windows: tuple[int, ...],
+    switches: HeadSwitches,
     name: str,
 ) -> BlockDraft:
     size, mask = read_number(values, "block_size", name), values.get("mask_token_id")
@@ -286,14 +287,16 @@ def _block(
         raise HeadError(f"{name}: config.json: no block_size", "its tokens", _DO)
     if type(mask) is not int or mask < 0:
         raise HeadError(f"{name}: config.json: mask_token_id is {mask!r:.40}", "a token id", _DO)
-    from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
+    from_anchor = switches.sample_from_anchor
+    if from_anchor is None:
+        from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
     if from_anchor is None:
         from_anchor = kind == DSPARK or None
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
             "sample_from_anchor, true or false",
-            "write what it was trained with into its config.json",
+            "pass --draft-assume sample_from_anchor=false, or true: what it was trained with",
         )
     kinds = _are_causal(values, own, layout, windows, name)
     causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)
