@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,13 @@ def test_a_long_prompt_in_one_pass(engine_of: Make, device: Any, triton_kernels:
     prompt = [token for text in prompts_of(BLOCK) for token in text] * 2
     serve(core, oracle, [prompt[:90]], num_tokens=4)
     assert oracle.num_rows > 90
+
+
+@SLOW
+@pytest.mark.parametrize(("chunk", "pads"), [(7, False), (100, True)])
+def test_words_follow_the_chunk(chunk: int, pads: bool, engine_of: Make) -> None:
+    """Not the length of sequences: a word has a bit for every token of a short pass."""
+    sizes = {"prefill_chunk": chunk, "max_seq_len": 200, "plans": (TREE,)}
+    path, _ = engine_of("z-lab-mixed", f"chunk-{chunk}", **sizes)
+    graph = json.loads((path / "draft-0" / "program.json").read_text())["graph"]
+    assert any("constant_pad" in node.get("target", "") for node in graph["nodes"]) == pads
