@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specc.speculation.block_drafts import OF_ROW, OF_TOKEN
 from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
 
 MASK = 5
@@ -39,7 +40,7 @@ class BlockCase:
         kind: `dflash` or `dspark`.
         rank: r, of what DSpark adds for the token before.
         bias_kind: how that depends on more than this token.
-        has_confidence: it has a head that nothing reads.
+        has_confidence: it has a head that says how likely tokens are accepted.
         confidence_reads_token: that head reads the token before, too.
     """
 
@@ -88,6 +89,18 @@ class BlockCase:
     def is_partial(self) -> bool:
         """It adds something to logits of some of the target's ids alone."""
         return self.rank > 0 and self.rows < self.vocab
+
+    @property
+    def confidence(self) -> str:
+        """What that head reads, where steps ask it."""
+        if not self.has_confidence or not self.rank:
+            return ""
+        return OF_TOKEN if self.confidence_reads_token else OF_ROW
+
+    @property
+    def hidden_columns(self) -> int:
+        """Of hidden states after its logits."""
+        return self.width if self.confidence or self.bias_kind != "vanilla" else 0
 
     def sees_up_to_itself(self, layer: int) -> bool:
         """Whether rows of a block see no later one there."""

@@ -69,6 +69,15 @@ class BlockReference:
             logits[self.ids] += self.w["markov_head.markov_w2.weight"] @ known
         return logits
 
+    def confidence(self, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
+        """[] how likely the token after a path of drafted ones is accepted."""
+        first = 0 if self.case.from_anchor else 1
+        read = self.hidden(taps, anchor)[first + len(path)]
+        if self.case.confidence_reads_token:
+            known = self.w["markov_head.markov_w1.weight"][path[-1] if path else anchor]
+            read = torch.cat([read, known])
+        return self.linear("confidence_head.proj", read)[0].sigmoid()
+
     def unrolled(self, state: Tensor, token: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """What a token leaves to those after it, and what W2 takes, [r] both."""
         e = self.w["markov_head.markov_w1.weight"][token]

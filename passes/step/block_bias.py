@@ -8,8 +8,10 @@ token of a node of depth k, and e = W1[t], logits of the node's children are
     rnn:     U_k + W2 · tanh(o),  with (f, c, o) = J · [s; e; h_k] + j in thirds,
              and the node leaves its children s' = σ(f) * s + (1 - σ(f)) * tanh(c)
 
-where s is what its parent left, 0 of the root. So a state belongs to a path, not to a depth.
-Sources: deepseek-ai/DeepSpec deepspec/modeling/dspark/markov_head.py; the same in
+where s is what its parent left, 0 of the root. So a state belongs to a path, not to a depth. Where
+a drafter has a head for that, it also says how likely the target accepts what comes after the node:
+σ(w · h_k + b), or σ(w · [h_k; e] + b).
+Sources: deepseek-ai/DeepSpec deepspec/modeling/dspark/markov_head.py and qwen3/modeling.py; also
 vllm-project/speculators models/dspark/markov_head.py and sgl-project/SpecForge
 specforge/modeling/draft/dspark_heads.py.
 """
@@ -23,7 +25,15 @@ from torch import fx
 
 from specc.passes.step.block_pass import block_levels
 from specc.passes.step.step_graph import StepGraph
-from specc.speculation.block_drafts import BIAS_TENSORS, GATED, RNN, BlockDraft
+from specc.speculation.block_drafts import (
+    BIAS_TENSORS,
+    CONFIDENCE_TENSORS,
+    GATED,
+    OF_TOKEN,
+    RNN,
+    BlockDraft,
+)
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
@@ -37,10 +47,14 @@ class BlockBias:
         block: the drafter.
         levels: what its pass has made of each depth, [B, V] or [B, V + d]: hidden states come after
             the logits where the drafter reads them.
+        asks_confidence: how likely children are accepted is computed along with their logits.
     """
 
     block: BlockDraft
     levels: tuple[fx.Node, ...]
+    asks_confidence: bool = False
+    # of the nodes that were asked about, [B, count]
+    confidence: list[fx.Node] = field(default_factory=list)
     # depth that is asked about, what nodes above it left, [B * count, r], and what its own leave
     _depth: int = 0
     _above: fx.Node | None = None
@@ -52,7 +66,8 @@ class BlockBias:
         """Of a plan's drafter, after its pass."""
         block = plan.block_of(draft)
         assert block is not None
-        return cls(block, tuple(block_levels(g, plan, draft)))
+        asks = bool(block.confidence) and can_cut(plan)
+        return cls(block, tuple(block_levels(g, plan, draft)), asks)
 
     @property
     def has_states(self) -> bool:
@@ -81,6 +96,9 @@ class BlockBias:
         base, hidden = self._level(g, count, depth)
         bias_in, bias_out, columns = (f"{self.block.draft}_{name}" for name in BIAS_TENSORS)
         known = g.call(aten.embedding.default, g[bias_in], g.flat(tokens))
+        if self.asks_confidence:
+            assert hidden is not None
+            self.confidence.append(self._confidence(g, hidden, known, count))
         if self.block.bias_kind == GATED:
             assert hidden is not None
             gate = g.call(aten.sigmoid.default, self._joint(g, hidden, known))
@@ -105,6 +123,12 @@ class BlockBias:
             return level, None
         base = g.call(aten.slice.Tensor, level, 1, 0, -width)
         return base, g.last(level, width)
+
+    def _confidence(self, g: StepGraph, hidden: fx.Node, known: fx.Node, count: int) -> fx.Node:
+        weight, offset = (g[f"{self.block.draft}_{name}"] for name in CONFIDENCE_TENSORS)
+        read = g.cat(hidden, known) if self.block.confidence == OF_TOKEN else hidden
+        found = g.call(aten.sigmoid.default, g.call(aten.linear.default, read, weight, offset))
+        return g.reshape(found, g.batch, count)
 
     def _joint(self, g: StepGraph, *values: fx.Node) -> fx.Node:
         weight, offset = (f"{self.block.draft}_{x}" for x in ("bias_joint", "bias_offset"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ JOINT_TENSORS = {
         "bias_offset": "markov_head.joint_proj.bias",
     },
 }
+# what a head reads that estimates how likely the target accepts the next token: the hidden state of
+# the row that proposes it, and W1 of the token before
+OF_ROW, OF_TOKEN = "row", "row and token"
+CONFIDENCE_TENSORS = {
+    "confidence": "confidence_head.proj.weight",
+    "confidence_offset": "confidence_head.proj.bias",
+}
 # for people
 _DEPENDS = {
     VANILLA: "logits depend on the token before",
@@ -60,6 +67,8 @@ class BlockDraft:
             product of low rank that is added to them (DSpark): a tree is drawn level by level.
         is_partial: it has logits of some of the target's ids alone.
         bias_kind: what is added, where it is biased; one of `BIAS_KINDS`.
+        confidence: what its head reads that estimates acceptance, `OF_ROW` or `OF_TOKEN`; empty
+            where none is read.
         hidden_columns: d of hidden states that the drafter's program puts out after the logits of
             each row; 0 where nothing reads them.
         draft: name of the drafter, in a plan.
@@ -75,6 +84,7 @@ class BlockDraft:
     draft: str = ""
     bias_kind: str = VANILLA
     hidden_columns: int = 0
+    confidence: str = ""
 
     @property
     def first_row(self) -> int:
@@ -91,7 +101,18 @@ class BlockDraft:
         """Name in the environment of a step → in the weight file, of what its logits depend on."""
         names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
         keys = {x: BIAS_TENSORS[x] for x in names} | JOINT_TENSORS.get(self.bias_kind, {})
+        keys |= CONFIDENCE_TENSORS if self.confidence else {}
         return {f"{self.draft}_{x}": key for x, key in keys.items() if self.is_biased}
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether steps compute with hidden states of its rows."""
+        return self.bias_kind != VANILLA or bool(self.confidence)
+
+    def without_confidence(self) -> BlockDraft:
+        """The same, whose estimates of acceptance nothing reads."""
+        hidden = 0 if self.bias_kind == VANILLA else self.hidden_columns
+        return replace(self, confidence="", hidden_columns=hidden)
 
     def rows_seen(self, before: int) -> Tensor:
         """Which rows of a block each row of a pass sees, as bits of words.
@@ -128,6 +149,7 @@ class BlockDraft:
             layers = ", ".join(map(str, self.causal_layers))
             sees += f" (in layers {layers} up to itself)"
         biased = f"; {_DEPENDS[self.bias_kind]}" if self.is_biased else ""
+        biased += "; says how likely each token is accepted" if self.confidence else ""
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
             f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
@@ -148,7 +170,9 @@ class BlockDraft:
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
         is_named = isinstance(block.draft, str) and block.bias_kind in BIAS_KINDS
-        is_named = is_named and (block.hidden_columns > 0) == (block.bias_kind != VANILLA)
+        is_named = is_named and (block.hidden_columns > 0) == block.reads_hidden
+        is_named = is_named and block.confidence in ("", OF_ROW, OF_TOKEN)
+        is_named = is_named and (block.is_biased or not block.reads_hidden)
         if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
             raise _invalid(data)
         return block

@@ -129,10 +129,9 @@ def _after(block: BlockDraft, weights: Any, rows: Tensor, tokens: Sequence[int])
     if not block.is_biased:
         return rows
     known = F.embedding(torch.tensor(tokens, device=rows.device), weights[BIAS_TENSORS["bias_in"]])
-    logits = rows
+    logits, hidden = rows.tensor_split([rows.shape[1] - block.hidden_columns], 1)
     if block.bias_kind != VANILLA:
         weight, offset = (weights[key] for key in JOINT_TENSORS[block.bias_kind].values())
-        logits, hidden = rows.tensor_split([rows.shape[1] - block.hidden_columns], 1)
         if block.bias_kind == GATED:
             known = F.linear(torch.cat([hidden, known], 1), weight, offset).sigmoid() * known
         else:

@@ -50,8 +50,11 @@ from specc.passes.frontend.rotary import check_former
 from specc.speculation.block_drafts import (
     BIAS_KINDS,
     BIAS_TENSORS,
+    CONFIDENCE_TENSORS,
     GATED,
     MOST_ROWS,
+    OF_ROW,
+    OF_TOKEN,
     RNN,
     VANILLA,
     BlockDraft,
@@ -85,7 +88,6 @@ _PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dspark",),
     "dspark_backbone_conv_enabled": (False,),
 }
-_CONFIDENCE = "confidence_head.proj"
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -139,8 +141,8 @@ class BlockConfig:
             kind, width = self.block.bias_kind, int(self.layers.hidden_size)
             found |= joint_shapes(kind, self.rank, width)
         if self.confidence_columns:
-            found[f"{_CONFIDENCE}.weight"] = (1, self.confidence_columns)
-            found[f"{_CONFIDENCE}.bias"] = (1,)
+            weight, offset = CONFIDENCE_TENSORS.values()
+            found |= {weight: (1, self.confidence_columns), offset: (1,)}
         return found
 
 
@@ -202,8 +204,10 @@ def read_block_config(
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
     rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
     block = _block(values, own, kind, layout, windows, switches, name)
-    reads_hidden = 0 if bias == VANILLA else int(layers.hidden_size)
-    block = replace(block, is_biased=rank > 0, bias_kind=bias, hidden_columns=reads_hidden)
+    reads_token = _confidence(values, layout, name) if kind == DSPARK else None
+    confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
+    block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
+    block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
     if bias == RNN and not block.from_anchor:
         raise HeadError(
             f"{name}: config.json: markov_head_type {RNN!r}, and sample_from_anchor false: its"
@@ -213,10 +217,11 @@ def read_block_config(
             _OTHER_DRAFT,
         )
     columns = 0
-    if kind == DSPARK and (reads_token := _confidence(values, layout, name)) is not None:
+    if reads_token is not None:
         columns = int(layers.hidden_size) + (rank if reads_token else 0)
+    if reads_token is not None and not confidence:
         warnings.append(
-            "its confidence head is not read: how many tokens a step drafts does not depend on it"
+            "its confidence head is not read: all nodes of a depth have the same children"
         )
     return BlockConfig(
         layers=layers,

@@ -12,7 +12,16 @@ from torch import Tensor
 from specc.kernels.reference.accept import draft_children_reference
 from specc.passes.frontend.heads.block_config import joint_shapes
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import GATED, JOINT_TENSORS, RNN, BlockDraft
+from specc.speculation.block_drafts import (
+    CONFIDENCE_TENSORS,
+    GATED,
+    JOINT_TENSORS,
+    OF_ROW,
+    OF_TOKEN,
+    RNN,
+    VANILLA,
+    BlockDraft,
+)
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.passes.step.reading_models import VOCAB
@@ -129,3 +138,39 @@ def test_trees_that_are_data(tile: int | None, block: BlockDraft) -> None:
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             paths.append([*paths[parent], token])
         assert sorted(paths[1:]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("tree", [TokenTree.chain(4), UNEVEN], ids=["chain", "uneven"])
+@pytest.mark.parametrize("kind", [VANILLA, RNN])
+@pytest.mark.parametrize("read", [OF_ROW, OF_TOKEN])
+def test_how_likely_nodes_are_accepted(read: str, kind: str, tree: TokenTree) -> None:
+    """From the row that proposes their children and, where it is read, their own token."""
+    block = replace(BIASED, bias_kind=kind, hidden_columns=WIDTH, confidence=read)
+    columns = WIDTH + (RANK if read == OF_TOKEN else 0)
+    weight, offset = drawn(1, columns, seed=20), drawn(1, seed=21)
+    own = dict(zip(CONFIDENCE_TENSORS.values(), (weight, offset), strict=True))
+    plan = SpecPlan.from_tree(tree).with_heads((), {"draft_0": block})
+    _, made, _ = run(plan, (9, 2), weights={**weights_of(block), **own})
+    rows = drawn(tree.max_depth * BATCH, VOCAB + WIDTH, seed=4).view(tree.max_depth, BATCH, -1)
+    fed = [node for node in range(tree.num_nodes) if node not in tree.leaves]
+    for b in range(BATCH):
+        wanted = []
+        for node in fed:
+            values = rows[tree.depths[node], b, VOCAB:]
+            if read == OF_TOKEN:
+                values = torch.cat([values, IN[made["tokens"][b, node]]])
+            wanted.append(torch.sigmoid(weight[0] @ values + offset[0]))
+        torch.testing.assert_close(made["confidence"][b], torch.stack(wanted))
+
+
+def test_confidence_of_trees_that_are_verified_whole() -> None:
+    """Nobody asks for it: those that are data, and those in tiles."""
+    block = replace(BIASED, hidden_columns=WIDTH, confidence=OF_ROW)
+    own = dict(zip(CONFIDENCE_TENSORS.values(), (drawn(1, WIDTH), drawn(1)), strict=True))
+    weights = {**WEIGHTS, **own}
+    plans = [plan_of(DynamicTree(8, 3, 3), block), replace(plan_of((3, 2), block), tile=2)]
+    for plan in plans:
+        _, made, _ = run(plan, (9, 2), weights=weights)
+        assert "confidence" not in made
+    _, made, _ = run(plan_of((3, 2), block), (9, 2), weights=weights)
+    assert made["confidence"].shape == (BATCH, 1 + 3)

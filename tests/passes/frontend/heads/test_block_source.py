@@ -18,7 +18,7 @@ from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, HeadSwitches,
 from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.heads.tap_ids import ENTERING
 from specc.passes.frontend.model_source import ModelSource
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import OF_TOKEN, BlockDraft
 from tests.block_heads import BLOCK_CASES, MASK, write_block
 from tests.heads import LAYERS, VOCAB, WIDTH
 
@@ -47,10 +47,11 @@ def test_what_files_say(name, tmp_path):
     causal = case.is_causal and not case.is_mixed
     wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
     wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
-    hidden = 0 if case.bias_kind == "vanilla" else case.width
-    wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=hidden)
+    wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=case.hidden_columns)
+    wanted = replace(wanted, confidence=case.confidence)
     assert (spec.block, spec.rank) == (wanted, case.rank)
-    assert any("its confidence head is not read" in x for x in spec.warnings) == case.has_confidence
+    is_lost = case.has_confidence and not case.confidence
+    assert any("its confidence head is not read" in x for x in spec.warnings) == is_lost
     assert (spec.windows, spec.is_anchored) == (case.windows, case.is_anchored)
     last = case.num_layers - 1
     assert spec.window_of(last) == case.windows[last] + bool(
@@ -186,7 +187,7 @@ def test_what_files_of_speculators_leave_out(tmp_path):
         found["confidence_head.proj.bias"] = torch.ones(1)
 
     path = changed(tmp_path, "dspark-speculators", drop, add)
-    assert any("confidence head" in text for text in recognise(path, TARGET).warnings)
+    assert recognise(path, TARGET).block.confidence == OF_TOKEN
 
 
 def test_an_embedding_of_masks_beside_the_table(tmp_path):
@@ -200,7 +201,8 @@ def test_what_steps_read(tmp_path):
     """Of DSpark, beside the program: two weights, and which of their rows are which ids."""
     write_block(tmp_path / "all", BLOCK_CASES["dspark-deepspec"])
     weights, tables = step_weights(recognise(tmp_path / "all", TARGET), torch.float32)
-    assert [weight.shape for weight in weights.values()] == [(VOCAB, 6), (VOCAB, 6)]
+    shapes = [weight.shape for weight in weights.values()]
+    assert shapes == [(VOCAB, 6), (VOCAB, 6), (1, WIDTH + 6), (1,)]
     assert not tables
     tensors = write_block(tmp_path / "some", BLOCK_CASES["dspark-speculators"])
     spec = recognise(tmp_path / "some", TARGET)
