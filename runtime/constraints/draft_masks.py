@@ -50,7 +50,7 @@ class DraftMasks:
 
         Args:
             inputs: of the draft's program, as of `ModelProgram.forward`.
-            logits: [R, V], which stay as they are.
+            logits: [R, V], or [R, V + d] with hidden states after them; they stay as they are.
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
@@ -70,7 +70,10 @@ class DraftMasks:
         for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
             if grammar is not None:
                 masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
-        return mask_rows(logits, masks, revives=True)
+        width = next((x.vocab_size for x in self._grammars if x is not None), logits.shape[1])
+        masked = mask_rows(logits[:, :width], masks, revives=True)
+        # what some drafters put out after their logits stays
+        return masked if masked.shape == logits.shape else torch.cat([masked, logits[:, width:]], 1)
 
 
 def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:

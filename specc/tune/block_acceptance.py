@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specc.runtime.engine import Engine
-from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
+from specc.speculation.block_drafts import BIAS_TENSORS, GATED, JOINT_TENSORS, VANILLA, BlockDraft
 from specc.tune.acceptance import (
     Trajectory,
     acceptance_of,
@@ -87,7 +87,7 @@ def _block_pass(
     root: int,
     table: Tensor,
 ) -> Tensor:
-    """Logits of every depth, [D, V], which depend on no token after the root.
+    """Logits of every depth, [D, V], which depend on no token after the root; see `block_levels`.
 
     Args:
         engine: whose drafter it is.
@@ -116,14 +116,29 @@ def _block_pass(
     return found
 
 
-def _after(block: BlockDraft, weights: Any, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits [n, V] of rows after these tokens; see `biased_logits` in `passes/step`."""
+def _after(block: BlockDraft, weights: Any, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits [n, V] of rows after these tokens; see `passes/step/block_bias.py`."""
     if not block.is_biased:
-        return logits
-    known = F.embedding(
-        torch.tensor(tokens, device=logits.device), weights[BIAS_TENSORS["bias_in"]]
-    )
+        return rows
+    known = F.embedding(torch.tensor(tokens, device=rows.device), weights[BIAS_TENSORS["bias_in"]])
+    logits, hidden = rows.tensor_split([rows.shape[1] - block.hidden_columns], 1)
+    if block.bias_kind != VANILLA:
+        weight, offset = (weights[key] for key in JOINT_TENSORS[block.bias_kind].values())
+        if block.bias_kind == GATED:
+            known = F.linear(torch.cat([hidden, known], 1), weight, offset).sigmoid() * known
+        else:
+            known = _unrolled(known, hidden, weight, offset)
     bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
     if block.is_partial:
         bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
     return logits + bias
+
+
+def _unrolled(known: Tensor, hidden: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """[n, r] of a drafter with a state, which goes from token to token."""
+    state, found = torch.zeros_like(known[0]), []
+    for own, row in zip(known, hidden, strict=True):
+        gate, candidate, output = F.linear(torch.cat([state, own, row]), weight, offset).chunk(3)
+        state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
+        found.append(output.tanh())
+    return torch.stack(found)

@@ -310,11 +310,15 @@ def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) ->
     assert torch.equal(found, wanted)
 
 
-def test_the_first_depth_of_a_block_obeys(grammars) -> None:
-    """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn."""
+@pytest.mark.parametrize("more", [0, 3])
+def test_the_first_depth_of_a_block_obeys(grammars, more: int) -> None:
+    """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn.
+
+    So do hidden states, where they come after the logits.
+    """
     first = byte_tokenizer().encode("abc").ids
     own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
-    logits = torch.arange(4 * VOCAB).view(4, VOCAB).float()
+    logits = torch.arange(4.0 * (VOCAB + more)).view(4, VOCAB + more)
     # a row of the context, the root and two masks, twice; one depth after the other
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
@@ -327,5 +331,5 @@ def test_the_first_depth_of_a_block_obeys(grammars) -> None:
     found = DraftMasks(own)(inputs, logits)
     allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)
     wanted = logits.clone()
-    wanted[1, ~allowed] = -torch.inf
+    wanted[1, :VOCAB][~allowed] = -torch.inf
     assert torch.equal(found, wanted)
