@@ -60,9 +60,12 @@ class DraftMasks:
 
         Args:
             inputs: of the draft's program, as of `ModelProgram.forward`.
-            logits: [R, V], which stay as they are.
+            logits: [R, V], or [R, V + d] with hidden states after them; they stay as they are.
         """
-        return mask_rows(logits, self.rows(inputs), revives=True)
+        width = next((x.vocab_size for x in self._grammars if x is not None), logits.shape[1])
+        masked = mask_rows(logits[:, :width], self.rows(inputs), revives=True)
+        # what some drafters put out after their logits stays
+        return masked if masked.shape == logits.shape else torch.cat([masked, logits[:, width:]], 1)
 
     def rows(self, inputs: Sequence[Tensor | None]) -> dict[int, bytes]:
         """Row of a pass's logits → its mask; rows of dead nodes, and of others, are left out.

@@ -45,6 +45,7 @@ from specc.compiler.engine_plans import (
     engine_plans,
     reached_positions,
     tile_plans,
+    tokens_of_passes,
 )
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
@@ -201,7 +202,7 @@ def _compile(
                 for kind in (RequireAttention, RequireLayouts)
             ),
         ),
-        *backend.phases(lowered_for),
+        *backend.phases(lowered_for, tokens_of_passes(plans, limits.prefill_chunk)),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(

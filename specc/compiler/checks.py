@@ -18,6 +18,7 @@ from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.artifact.weights import MemoryReader
+from specc.compiler.assumptions import with_assumptions
 from specc.config import AUTO, DTYPES, CompileConfig
 from specc.errors import (
     ConfigError,
@@ -28,9 +29,9 @@ from specc.errors import (
     WeightError,
 )
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.head_spec import HeadSpec, TargetFacts
+from specc.passes.frontend.heads.head_spec import HeadSpec, HeadSwitches, TargetFacts
 from specc.passes.frontend.heads.mtp_spec import MTP_DRAFT, recognise_mtp
-from specc.passes.frontend.heads.recognise import recognise
+from specc.passes.frontend.heads.recognise import AS_TRAINED, recognise
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
 from specc.speculation.plans import OFF
@@ -112,20 +113,29 @@ class Candidate:
         target: Candidate,
         rope_length: int | None = None,
         is_weight_only: bool = False,
+        switches: HeadSwitches = AS_TRAINED,
     ) -> Candidate:
         """Read a draft, which may be a head of its target; arguments and errors as of `open`.
 
+        Args:
+            name: `draft_0`, ….
+            model: what the user passed.
+            target: that it drafts for.
+            rope_length: see `open`.
+            is_weight_only: likewise.
+            switches: what to take for what files of a head leave open.
         Raises:
             HeadError: a draft of hidden states that does not fit this target, or is not known.
+            ConfigError: switches that this kind of head does not ask.
         """
         if isinstance(model, nn.Module) or not str(model).strip():
             return cls.open(name, model, rope_length, is_weight_only)
         if str(model) == MTP_DRAFT:
             with errors_of(name):
-                return cls._open_mtp(name, target, is_weight_only)
+                return cls._open_mtp(name, target, is_weight_only, switches)
         with errors_of(name):
             directory = hf_model.resolve_directory(model)
-            head = _head_of(directory, target)
+            head = _head_of(directory, target, switches)
             if head is None:
                 return cls.open(name, model, rope_length, is_weight_only)
             with SafetensorsReader(directory) as reader:
@@ -133,7 +143,9 @@ class Candidate:
             return cls(name, model, directory, head.config, dtype, None, None, head)
 
     @classmethod
-    def _open_mtp(cls, name: str, target: Candidate, is_weight_only: bool) -> Candidate:
+    def _open_mtp(
+        cls, name: str, target: Candidate, is_weight_only: bool, switches: HeadSwitches
+    ) -> Candidate:
         """The MTP module of the target."""
         if target.directory is None:
             raise HeadError(
@@ -149,7 +161,8 @@ class Candidate:
             )
         with open_checkpoint(target.directory, target.config, is_weight_only) as reader:
             facts = TargetFacts.of_config(_label(target), target.config)
-            head = recognise_mtp(target.config, reader, target.directory, facts)
+            found = recognise_mtp(target.config, reader, target.directory, facts, switches)
+        head = with_assumptions(found, switches)
         given = (target.directory, head.config, target.checkpoint_dtype)
         return cls(name, MTP_DRAFT, *given, target.rope_length, target.scheme, head)
 
@@ -170,16 +183,18 @@ def open_models(
     drafts: Sequence[ModelLike],
     rope_length: int | None = None,
     is_weight_only: bool = False,
+    switches: Sequence[HeadSwitches] = (),
 ) -> list[Candidate]:
-    """The target and its drafts; see `Candidate`."""
+    """The target and its drafts, with the switches of each; see `Candidate`."""
     opened = [Candidate.open("target", target, rope_length, is_weight_only)]
     for number, draft in enumerate(drafts):
         sizes = (opened[0], rope_length, is_weight_only)
-        opened.append(Candidate.open_draft(f"draft_{number}", draft, *sizes))
+        own = switches[number] if switches else AS_TRAINED
+        opened.append(Candidate.open_draft(f"draft_{number}", draft, *sizes, own))
     return opened
 
 
-def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
+def _head_of(directory: Path, target: Candidate, switches: HeadSwitches) -> HeadSpec | None:
     """The head in a directory; None where it is an ordinary model.
 
     Raises:
@@ -189,7 +204,7 @@ def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
     facts = TargetFacts.of_config(name, target.config)
     is_known = min(facts.width, facts.num_layers, facts.vocab_size) > 0
     try:
-        found = recognise(directory, facts)
+        found = recognise(directory, facts, switches)
     except HeadError as error:
         if is_known:
             raise
@@ -199,7 +214,7 @@ def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
             "hidden_size, num_hidden_layers and vocab_size",
             "pass the directory of the target",
         ) from error
-    return found
+    return None if found is None else with_assumptions(found, switches)
 
 
 def _label(model: Candidate) -> str:

@@ -109,7 +109,7 @@ def compare(
     Raises:
         AssertionError: another token, or a step that ran operator by operator.
     """
-    from specc.runtime.backends.captured.captured_step import CaptureWarning
+    from specc.runtime.backends.captured.captures import CaptureWarning
     from specc.runtime.llm import LLM
     from specc.sampling.params import SamplingParams
     from tests.near_ties import forgive_near_ties

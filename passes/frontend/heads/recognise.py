@@ -34,12 +34,13 @@ from specc.passes.frontend.heads.vocabulary_map import num_rows_of, read_target_
 from specc.system.json_file import read_json
 
 _DO = "pass the head of this target, or download it again"
-_AS_TRAINED = HeadSwitches()
+# what files say, and else what their own trainers take
+AS_TRAINED = HeadSwitches()
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 def recognise(
-    directory: Path, target: TargetFacts, switches: HeadSwitches = _AS_TRAINED
+    directory: Path, target: TargetFacts, switches: HeadSwitches = AS_TRAINED
 ) -> EagleSpec | BlockSpec | None:
     """What head or block drafter a directory holds.
 

@@ -99,7 +99,8 @@ class ExtendedStep(BoundStep):
         self._batch = batch
         self._draft: MaskedDraft | None = None
         if kind.masks_drafts:
-            self._draft = MaskedDraft(graphs, batch, plan.name, self._stages[0])
+            stage, vocab_size = self._stages[0], kind.masks_drafts
+            self._draft = MaskedDraft(graphs, batch, plan.name, stage, vocab_size)
 
     @property
     def parts(self) -> list[Callable[[], None]]:

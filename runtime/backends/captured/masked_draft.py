@@ -47,12 +47,16 @@ class MaskedDraft:
         batch: B.
         plan: name, for errors.
         stage: that drafts.
+        vocab_size: V; what some drafters put out after their logits stays.
     """
 
-    def __init__(self, graphs: GraphDevice, batch: int, plan: str, stage: BoundStage) -> None:
+    def __init__(
+        self, graphs: GraphDevice, batch: int, plan: str, stage: BoundStage, vocab_size: int
+    ) -> None:
         self._stage = stage
         self._passes = [
-            _MaskedPass(graphs, batch, plan, node, stage.constant) for _, node in stage.passes
+            _MaskedPass(graphs, batch, plan, node, stage.constant, vocab_size)
+            for _, node in stage.passes
         ]
         ends = [number + 1 for number, _ in stage.passes]
         self._spans = list(zip([0, *ends], [*ends, stage.num_calls], strict=True))
@@ -115,15 +119,23 @@ class _MaskedPass:
         graphs, batch, plan: as of `MaskedDraft`.
         node: the call.
         constant: nodes whose values are the same at every run.
+        vocab_size: as of `MaskedDraft`.
     """
 
     def __init__(
-        self, graphs: GraphDevice, batch: int, plan: str, node: fx.Node, constant: set[fx.Node]
+        self,
+        graphs: GraphDevice,
+        batch: int,
+        plan: str,
+        node: fx.Node,
+        constant: set[fx.Node],
+        vocab_size: int,
     ) -> None:
         self.node = node
         self._graphs = graphs
         self._batch = batch
         self._plan = plan
+        self._vocab_size = vocab_size
         self._given: list[fx.Node | None] = [
             value if isinstance(value, fx.Node) and place in _READ else None
             for place, value in enumerate(node.args)
@@ -153,11 +165,11 @@ class _MaskedPass:
                 to.copy_(value, non_blocking=True)
 
     def mask(self, logits: Tensor) -> None:
-        """Change the pass's logits [R, V] in place, as its masks say."""
+        """Change the pass's logits [R, V], or [R, V + d], in place, as its masks say."""
         if self._masks is None:
             rows = logits.shape[0] // self._batch
             self._masks = StepMasks(self._graphs, self._batch, rows, False, revives=True)
-        self._masks.apply(logits)
+        self._masks.apply(logits[:, : self._vocab_size])
 
     def expect(self) -> None:
         tokens = self._inputs[0]

@@ -69,17 +69,17 @@ def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> 
 
 
 class Noted(nn.Module):
-    """Keeps what it is called with; its logits are drawn."""
+    """Keeps what it is called with; its logits, and what comes after them, are drawn."""
 
-    def __init__(self, ties: bool) -> None:
+    def __init__(self, ties: bool, width: int = VOCAB) -> None:
         super().__init__()
-        self.ties = ties
+        self.ties, self.width = ties, width
         self.calls: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
         names = (*NAMES[:-1], "logit_rows", "feature_rows")
         self.calls.append(dict(zip(names, inputs, strict=True)))
-        logits = torch.randn(len(inputs[7]), VOCAB, generator=torch.Generator().manual_seed(4))
+        logits = drawn(len(inputs[7]), self.width, seed=4)
         return logits.round() if self.ties else logits
 
 
@@ -92,7 +92,8 @@ def run(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
-    drafter, batch = Noted(ties), len(lengths)
+    drafter = Noted(ties, VOCAB + plan.blocks[0].hidden_columns)
+    batch = len(lengths)
     torch.manual_seed(0)
     values = torch.zeros(batch, len(Value))
     words = torch.zeros(batch, len(Word), dtype=torch.int64)

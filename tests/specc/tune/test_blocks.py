@@ -77,7 +77,13 @@ def drawn(seed: int) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("speculators-mixed", marks=pytest.mark.slow), "dspark-speculators"]
+    "name",
+    [
+        pytest.param("speculators-mixed", marks=pytest.mark.slow),
+        "dspark-speculators",
+        pytest.param("dspark-gated", marks=pytest.mark.slow),
+        pytest.param("dspark-rnn", marks=pytest.mark.slow),
+    ],
 )
 @torch.no_grad()
 def test_chains_are_those_of_steps(

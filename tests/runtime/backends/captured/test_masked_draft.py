@@ -108,7 +108,7 @@ class Toy:
         with torch.inference_mode():
             graph = graph_from_json(stage, modules=drafts)
             bound = BoundStage(graph, self.environment, set(constants), set(self.inputs))
-        self.draft = MaskedDraft(device, BUCKET, plan.name, bound)
+        self.draft = MaskedDraft(device, BUCKET, plan.name, bound, VOCAB)
         with device.active(), torch.inference_mode():
             for piece in self.draft.pieces:
                 piece()
@@ -213,8 +213,23 @@ def test_what_has_not_come_is_no_pass(grammars) -> None:
         toy.draft.fill(0, DraftMasks([*state, None]))
 
 
+class Behind(nn.Module):
+    """A drafter that puts out hidden states after its logits."""
+
+    def __init__(self, draft: nn.Module) -> None:
+        super().__init__()
+        self._draft = [draft]
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        logits = self._draft[0](*inputs)
+        return torch.cat([logits, torch.arange(3.0).expand(len(logits), 3)], 1)
+
+
 def test_the_first_depth_of_a_block_obeys(grammars) -> None:
-    """One pass, whose rows of the block read no hidden states; the others of it stay."""
+    """One pass, whose rows of the block read no hidden states; the others of it stay.
+
+    So do hidden states that come after the logits.
+    """
     names = "tokens", "q_start", "slots", "cache_len", "ancestors", "rows", "features"
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
@@ -227,11 +242,12 @@ def test_the_first_depth_of_a_block_obeys(grammars) -> None:
     given = tokens, tokens, start, slot, length, above, None, row, read
     drawn = graph.call_function(torch.ops.aten.mul.Scalar, (graph.call_module("own", given), 2))
     graph.output({"drawn": drawn})
-    own = Table(0)
+    own = Behind(Table(0))
     stage = fx.GraphModule({"own": own}, graph)
     device, state = SimulatedDevice(), [None, grammars.start(GRAMMARS[0])]
     with torch.inference_mode():
-        draft = MaskedDraft(device, 2, "block", BoundStage(stage, environment, set(), {*names}))
+        bound = BoundStage(stage, environment, set(), {*names})
+        draft = MaskedDraft(device, 2, "block", bound, VOCAB)
         for piece in draft.pieces:
             piece()
         first, rest = (device.capture(piece) for piece in draft.pieces)
