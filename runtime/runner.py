@@ -314,7 +314,7 @@ class Runner:
 
     def _inputs(self, group: StepGroup) -> StepInputs:
         inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
-        masks = DraftMasks.of(group)
+        masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
 
