@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.build import Compilation, build
-from specc.compiler.checks import ModelLike
+from specc.compiler.candidate import ModelLike
 from specc.compiler.reshard import reshard_engine
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.progress import ProgressEvent

@@ -50,10 +50,8 @@ class MaskRules:
         self.is_late = is_read and self._proposals is None
         # the host cannot know what the device will draft
         self.reads_draft = self.is_late and plan.num_nodes > 1
-        # V, where drafts are asked, and somebody has a grammar: what it forbids is not proposed
-        self.masks_drafts = 0
-        if DraftMasks.of(requests, plan) is not None:
-            self.masks_drafts = next(s.grammar.vocab_size for s in requests if s.grammar)
+        # drafts are asked, and somebody has a grammar: what it forbids is not proposed
+        self.masks_drafts = DraftMasks.of(requests, plan) is not None
 
     def draft_masks(self, num_rows: int) -> DraftMasks:
         """Of the passes of the step's drafts, for so many sequences; where `masks_drafts` is set.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -17,9 +16,6 @@ from specc.passes.frontend.heads.head_spec import (
     HeadSwitches,
 )
 from specc.passes.frontend.heads.tap_ids import CONVENTIONS
-
-if TYPE_CHECKING:
-    from specc.compiler.checks import Candidate
 
 # what a draft is taken for of which nothing else is said
 AS_FILES_SAY = "files"
@@ -92,35 +88,3 @@ def with_assumptions(head: HeadSpec, switches: HeadSwitches) -> HeadSpec:
     pairs = ",".join(f"{name}={value}" for name, value in given.items())
     told = f"{pairs} is taken, whatever its files say (--draft-assume)"
     return dataclasses.replace(head, warnings=(*head.warnings, told))
-
-
-def check_assumptions(candidates: Sequence[Candidate], config: CompileConfig) -> None:
-    """Refuse what was said of drafts that are no heads.
-
-    Args:
-        candidates: the target first.
-        config: options; what is said once is of all heads among the drafts.
-    Raises:
-        ConfigError: it is said of an ordinary model.
-    """
-    drafts, given = candidates[1:], config.draft_assume
-    if not given:
-        return
-    texts = config.assumptions_of(len(drafts))
-    plain = [
-        (draft, text)
-        for draft, text in zip(drafts, texts, strict=True)
-        if draft.head is None and text.strip() != AS_FILES_SAY
-    ]
-    if plain and (len(given) > 1 or len(plain) == len(drafts)):
-        draft, text = plain[0]
-        called = f"{draft.name.replace('_', ' ')} ({_called(draft)})"
-        raise ConfigError(
-            f"--draft-assume {text}, and {called}, which is an ordinary model",
-            "a head or a block drafter, whose files leave something open",
-            f"leave it out, or pass --draft-assume {AS_FILES_SAY} for this draft",
-        )
-
-
-def _called(draft: Candidate) -> str:
-    return type(draft.model).__name__ if draft.directory is None else str(draft.model)

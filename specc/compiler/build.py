@@ -24,8 +24,9 @@ from specc.artifact.manifest_entries import (
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
+from specc.compiler.candidate import ModelLike, as_drafts
 from specc.compiler.checked_models import CheckedModels
-from specc.compiler.checks import ModelLike, as_drafts, check_dump
+from specc.compiler.checks import check_dump
 from specc.compiler.compiled_model import compile_models
 from specc.compiler.engine_files import (
     write_configurations,

@@ -9,18 +9,10 @@ from typing import Any
 
 import torch
 
-from specc.compiler.assumptions import check_assumptions, switches_of
+from specc.compiler.assumptions import switches_of
 from specc.compiler.backends.base import CompilerBackend
-from specc.compiler.checks import (
-    Candidate,
-    ModelLike,
-    advice_for,
-    check_lengths,
-    check_logits,
-    choose_dtypes,
-    errors_of,
-    open_models,
-)
+from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, open_models
+from specc.compiler.checks import check_assumptions, check_lengths, check_logits, choose_dtypes
 from specc.compiler.engine_plans import check_voters
 from specc.compiler.heads import check_heads, with_confidence
 from specc.compiler.quantized_models import check_quantized

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.model_entry import ModelEntry
-from specc.compiler.checks import advice_for
+from specc.compiler.candidate import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass

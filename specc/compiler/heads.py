@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specc.artifact.backends import BackendFacts
-from specc.compiler.checks import Candidate
+from specc.compiler.candidate import Candidate
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_spec import BlockSpec

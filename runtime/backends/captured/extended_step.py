@@ -99,8 +99,7 @@ class ExtendedStep(BoundStep):
         self._batch = batch
         self._draft: MaskedDraft | None = None
         if kind.masks_drafts:
-            stage, vocab_size = self._stages[0], kind.masks_drafts
-            self._draft = MaskedDraft(graphs, batch, plan.name, stage, vocab_size)
+            self._draft = MaskedDraft(graphs, batch, plan, self._stages[0])
 
     @property
     def parts(self) -> list[Callable[[], None]]:

@@ -19,6 +19,7 @@ from specc.runtime.backends.captured.bound_step import BoundStage
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks, StepMasks
 from specc.runtime.constraints.draft_masks import DraftMasks
+from specc.speculation.plans import SpecPlan
 
 # no token, not of padding either
 NOTHING = torch.iinfo(torch.int64).min
@@ -45,18 +46,14 @@ class MaskedDraft:
     Args:
         graphs: the device.
         batch: B.
-        plan: name, for errors.
+        plan: of the step.
         stage: that drafts.
-        vocab_size: V; what some drafters put out after their logits stays.
     """
 
-    def __init__(
-        self, graphs: GraphDevice, batch: int, plan: str, stage: BoundStage, vocab_size: int
-    ) -> None:
+    def __init__(self, graphs: GraphDevice, batch: int, plan: SpecPlan, stage: BoundStage) -> None:
         self._stage = stage
         self._passes = [
-            _MaskedPass(graphs, batch, plan, node, stage.constant, vocab_size)
-            for _, node in stage.passes
+            _MaskedPass(graphs, batch, plan, node, stage.constant) for _, node in stage.passes
         ]
         ends = [number + 1 for number, _ in stage.passes]
         self._spans = list(zip([0, *ends], [*ends, stage.num_calls], strict=True))
@@ -119,23 +116,18 @@ class _MaskedPass:
         graphs, batch, plan: as of `MaskedDraft`.
         node: the call.
         constant: nodes whose values are the same at every run.
-        vocab_size: as of `MaskedDraft`.
     """
 
     def __init__(
-        self,
-        graphs: GraphDevice,
-        batch: int,
-        plan: str,
-        node: fx.Node,
-        constant: set[fx.Node],
-        vocab_size: int,
+        self, graphs: GraphDevice, batch: int, plan: SpecPlan, node: fx.Node, constant: set[fx.Node]
     ) -> None:
         self.node = node
         self._graphs = graphs
         self._batch = batch
-        self._plan = plan
-        self._vocab_size = vocab_size
+        self._plan = plan.name
+        block = plan.block_of(str(node.target))
+        # hidden states, which come after the logits of each row
+        self._more_columns = 0 if block is None else block.hidden_columns
         self._given: list[fx.Node | None] = [
             value if isinstance(value, fx.Node) and place in _READ else None
             for place, value in enumerate(node.args)
@@ -165,11 +157,11 @@ class _MaskedPass:
                 to.copy_(value, non_blocking=True)
 
     def mask(self, logits: Tensor) -> None:
-        """Change the pass's logits [R, V], or [R, V + d], in place, as its masks say."""
+        """Change the logits of the pass's [R, V + d] in place, as its masks say."""
         if self._masks is None:
             rows = logits.shape[0] // self._batch
             self._masks = StepMasks(self._graphs, self._batch, rows, False, revives=True)
-        self._masks.apply(logits[:, : self._vocab_size])
+        self._masks.apply(logits[:, : logits.shape[1] - self._more_columns])
 
     def expect(self) -> None:
         tokens = self._inputs[0]

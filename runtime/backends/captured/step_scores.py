@@ -114,8 +114,8 @@ class StepKind(NamedTuple):
         reads_draft: some of these tokens the device drafts.
         is_unfiltered: nothing, and no row needs its filters, or tries proposals one by one: see
             `are_unfiltered`. It is a kind that none of the others goes with.
-        masks_drafts: size V of the vocabulary, where masks change the logits of drafts, too, and
-            come between their passes: the part of the step that drafts is queued in pieces; else 0.
+        masks_drafts: masks change the logits of drafts, too, and come between their passes: the
+            part of the step that drafts is queued in pieces.
     """
 
     is_scored: bool = False
@@ -124,7 +124,7 @@ class StepKind(NamedTuple):
     is_late: bool = False
     reads_draft: bool = False
     is_unfiltered: bool = False
-    masks_drafts: int = 0
+    masks_drafts: bool = False
 
 
 UNFILTERED = StepKind(is_unfiltered=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from specc.compiler.assumptions import check_assumptions, parse_switches, switches_of
-from specc.compiler.checks import Candidate, open_models
+from specc.compiler.assumptions import parse_switches, switches_of
+from specc.compiler.candidate import Candidate, open_models
+from specc.compiler.checks import check_assumptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError, HeadError
 from specc.passes.frontend.heads.head_spec import HeadSwitches

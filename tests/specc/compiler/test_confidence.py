@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from specc.artifact.backends import facts_of
-from specc.compiler.checks import Candidate
+from specc.compiler.candidate import Candidate
 from specc.compiler.heads import with_confidence
 from specc.passes.frontend.heads.block_head import step_weights
 from specc.speculation.block_drafts import CONFIDENCE_TENSORS, OF_ROW, OF_TOKEN

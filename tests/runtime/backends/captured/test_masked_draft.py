@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammars import Grammars
 from specc.sampling.structured import StructuredOutputsParams
+from specc.speculation.block_drafts import RNN, BlockDraft
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.mixed_sampling import mixed_sampling
@@ -108,7 +110,7 @@ class Toy:
         with torch.inference_mode():
             graph = graph_from_json(stage, modules=drafts)
             bound = BoundStage(graph, self.environment, set(constants), set(self.inputs))
-        self.draft = MaskedDraft(device, BUCKET, plan.name, bound, VOCAB)
+        self.draft = MaskedDraft(device, BUCKET, plan, bound)
         with device.active(), torch.inference_mode():
             for piece in self.draft.pieces:
                 piece()
@@ -213,23 +215,27 @@ def test_what_has_not_come_is_no_pass(grammars) -> None:
         toy.draft.fill(0, DraftMasks([*state, None]))
 
 
-class Behind(nn.Module):
-    """A drafter that puts out hidden states after its logits."""
-
-    def __init__(self, draft: nn.Module) -> None:
-        super().__init__()
-        self._draft = [draft]
+class WithHidden(Table):
+    """A draft that puts out hidden states after its logits."""
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        logits = self._draft[0](*inputs)
-        return torch.cat([logits, torch.arange(3.0).expand(len(logits), 3)], 1)
+        logits = super().forward(*inputs)  # type: ignore[arg-type]
+        return torch.cat([logits, logits[:, :HIDDEN].clamp(min=-9) + 1], 1)
 
 
-def test_the_first_depth_of_a_block_obeys(grammars) -> None:
-    """One pass, whose rows of the block read no hidden states; the others of it stay.
+HIDDEN = 5
+PLAIN_BLOCK = BlockDraft(4, 1, draft="draft_0")
+READ_BLOCK = replace(PLAIN_BLOCK, is_biased=True, bias_kind=RNN, hidden_columns=HIDDEN)
 
-    So do hidden states that come after the logits.
-    """
+
+@pytest.mark.parametrize(
+    ("block", "own"),
+    [(PLAIN_BLOCK, Table(0)), (READ_BLOCK, WithHidden(0))],
+    ids=["logits", "logits-and-hidden-states"],
+)
+def test_the_first_depth_of_a_block_obeys(grammars, block, own) -> None:
+    """One pass, whose rows of the block read no hidden states; the others of it stay."""
+    plan = replace(PLANS["chain"], blocks=(block,))
     names = "tokens", "q_start", "slots", "cache_len", "ancestors", "rows", "features"
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
@@ -240,14 +246,12 @@ def test_the_first_depth_of_a_block_obeys(grammars) -> None:
     graph = fx.Graph()
     tokens, start, slot, length, above, row, read = (graph.placeholder(name) for name in names)
     given = tokens, tokens, start, slot, length, above, None, row, read
-    drawn = graph.call_function(torch.ops.aten.mul.Scalar, (graph.call_module("own", given), 2))
+    drawn = graph.call_function(torch.ops.aten.mul.Scalar, (graph.call_module("draft_0", given), 2))
     graph.output({"drawn": drawn})
-    own = Behind(Table(0))
-    stage = fx.GraphModule({"own": own}, graph)
+    stage = fx.GraphModule({"draft_0": own}, graph)
     device, state = SimulatedDevice(), [None, grammars.start(GRAMMARS[0])]
     with torch.inference_mode():
-        bound = BoundStage(stage, environment, set(), {*names})
-        draft = MaskedDraft(device, 2, "block", bound, VOCAB)
+        draft = MaskedDraft(device, 2, plan, BoundStage(stage, environment, set(), {*names}))
         for piece in draft.pieces:
             piece()
         first, rest = (device.capture(piece) for piece in draft.pieces)
