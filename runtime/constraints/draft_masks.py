@@ -27,7 +27,8 @@ class DraftMasks:
     that verification asks for again.
 
     A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
-    comes before them. So the first depth obeys, and what the others propose may be refused.
+    comes before them. So the first depth obeys, and what the others propose may be refused. Medusa
+    heads, too, which make several rows of logits of one that they are fed, the first depth's first.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
@@ -55,6 +56,7 @@ class DraftMasks:
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
         is_block = _is_block(inputs, logit_rows)
+        rows_each = len(logits) // max(1, len(logit_rows))
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
@@ -65,7 +67,7 @@ class DraftMasks:
                 node = slots[place] - cache_len[b]
                 node = 0 if is_block else node
                 self._grown[b].add(node, tokens[place], words)
-                wanted[b][node] = row
+                wanted[b][node] = row * rows_each
         masks: dict[int, bytes] = {}
         for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
             if grammar is not None:
