@@ -18,6 +18,9 @@ PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dis
 # of `make test-full`, as JSON; docs/results/test_full.json is the one that is committed
 RESULTS ?= build/test_full.json
 REPORT := build/test_full.xml
+# PART=2/8: the second of eight parts of `make test-full`; RESULTS holds those of one commit together
+PART ?=
+OF_PART := $(if $(PART),--part $(PART))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +39,8 @@ GPU_PYTHON ?= python3
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
-	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them"
+	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them, PART=2/8"
+	@echo "                is the second of eight parts, whose results FILE.json brings together"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
@@ -62,9 +66,9 @@ test: $(VENV)/.dev
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
-	@rm -f $(REPORT); $(PYTEST) $(PYTEST_ARGS) --junitxml=$(REPORT); status=$$?; \
-		$(BIN)/python -P tests/full_results.py $(REPORT) $(RESULTS) --workers $(WORKERS) \
-		&& exit $$status
+	@rm -f $(REPORT); $(PYTEST) $(PYTEST_ARGS) $(OF_PART) --junitxml=$(REPORT); status=$$?; \
+		PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.full_results $(REPORT) $(RESULTS) \
+		--workers $(WORKERS) $(OF_PART) && exit $$status
 
 # several minutes, the first of them for a build of its own in build/sanitize
 sanitize: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""What the trainers of drafts that read hidden states share: options, texts and a report."""
+"""What the trainers of drafts that read hidden states share: options, lessons and a report."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from head_files import load_weights
+from head_loop import Course
 from head_texts import Texts, continue_texts, load_texts, read_texts, save_texts
 from pair_data import encode_stream, read_prompts, training_files
-from pair_parts import facts_of_training, write_json
+from pair_parts import Schedule, facts_of_training, write_json
 from pair_policy import draw_prompts
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 PAIR = Path(__file__).resolve().parent / "pair"
 PROMPTS = {"held out": PAIR / "prompts.jsonl", "unused": PAIR / "prompts_unused.jsonl"}
@@ -65,6 +68,12 @@ def add_options(
     return add
 
 
+def course_of(args: argparse.Namespace) -> Course:
+    """How the options have a draft taught; its time begins now."""
+    schedule = Schedule(args.steps, args.minutes, decay=0.7)
+    return Course(schedule, (args.muon_rate, args.adam_rate), args.shares, args.seed + 3)
+
+
 def run(
     script: str, args: argparse.Namespace, make: Callable[[argparse.Namespace], dict[str, Any]]
 ) -> None:
@@ -90,15 +99,60 @@ def run(
     print(facts, flush=True)
 
 
-def find_texts(args: argparse.Namespace, target: PreTrainedModel, tokenizer: Any) -> list[Texts]:
-    """Texts to learn from, of an earlier run or made now."""
-    if args.texts and args.texts.is_file():
-        return load_texts(args.texts)
-    stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
-    shelves = make_shelves(args, target, stream, tokenizer("\n")["input_ids"][-1])
-    if args.texts:
-        save_texts(shelves, args.texts)
-    return shelves
+@dataclass(frozen=True)
+class Lessons:
+    """What a draft learns from.
+
+    Args:
+        target: in float32.
+        tokenizer: of it.
+        shelves: greedy texts, sampled ones and windows of the corpus.
+    """
+
+    target: PreTrainedModel
+    tokenizer: Any
+    shelves: list[Texts]
+
+    @classmethod
+    def find(cls, args: argparse.Namespace) -> Lessons:
+        """Those of an earlier run, or made now."""
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+        if args.texts and args.texts.is_file():
+            return cls(target, tokenizer, load_texts(args.texts))
+        stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
+        shelves = make_shelves(args, target, stream, tokenizer("\n")["input_ids"][-1])
+        if args.texts:
+            save_texts(shelves, args.texts)
+        return cls(target, tokenizer, shelves)
+
+    @property
+    def output(self) -> Tensor:
+        """[V, H] bfloat16, the target's head."""
+        return self.target.get_output_embeddings().weight.detach().bfloat16()
+
+    def begin(self, draft: nn.Module, start: Path | None) -> None:
+        """Go on where an earlier run ended, if there is one, and say what is there."""
+        if start:
+            load_weights(draft, start)
+        sizes = self.sizes(draft)
+        count = sum(sizes["tokens_of_texts"].values())
+        print(f"{sizes['parameters']:,} parameters, {count:,} tokens", flush=True)
+
+    def sizes(self, draft: nn.Module) -> dict[str, Any]:
+        """Of a draft and of the texts, for a report."""
+        tokens = [texts.tokens.numel() for texts in self.shelves]
+        return {
+            "parameters": sum(x.numel() for x in draft.parameters()),
+            "tokens_of_texts": dict(zip(("greedy", "sampled", "corpus"), tokens, strict=True)),
+        }
+
+    def greedy(self, boundaries: list[int]) -> dict[str, list[Texts]]:
+        """By file of prompts, the target's greedy output after each."""
+        return {
+            name: greedy_texts(self.target, self.tokenizer, path, boundaries)
+            for name, path in PROMPTS.items()
+        }
 
 
 def make_shelves(

@@ -26,15 +26,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from block_drafter import BlockDrafter, build_drafter, save_drafter
-from head_files import load_weights, round_weights
+from head_files import round_weights
+from head_loop import Chains, Course, teach
 from head_loss import SoftCrossEntropy
 from head_texts import Texts
-from head_training import PAIR, PROMPTS, add_options, find_texts, greedy_texts, run
-from pair_parts import Optimizer, Schedule, autocast
+from head_training import PAIR, Lessons, add_options, course_of, run
+from pair_parts import autocast
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-REPORT_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -130,59 +128,20 @@ def train(
     output: Tensor,
     shelves: list[Texts],
     goal: Goal,
-    schedule: Schedule,
-    rates: tuple[float, float],
-    shares: list[float],
+    course: Course,
     batch: int,
-    seed: int,
     keep: Callable[[], object] = lambda: None,
     keep_every_s: float = 300.0,
 ) -> tuple[int, dict[str, Any]]:
-    """Teach a drafter, in place.
+    """Teach a drafter, in place; steps of `batch` texts. See `teach`."""
 
-    Args:
-        drafter: in float32.
-        output: see `losses`.
-        shelves: texts of one kind each, the greedy ones first.
-        goal: see there.
-        schedule: of the learning rates; it also ends the training.
-        rates: peak learning rates of Muon and of AdamW.
-        shares: how often a token of each kind is drawn, relative to the others.
-        batch: texts of a step.
-        seed: of the order.
-        keep: called now and then, to save what has been learned.
-        keep_every_s: seconds between two calls.
-    Returns:
-        steps, and the figures of the last report.
-    """
-    optimizer = Optimizer(drafter, *rates)
-    generator = torch.Generator().manual_seed(seed)
-    odds = torch.tensor(
-        [share * texts.tokens.numel() for share, texts in zip(shares, shelves, strict=True)]
-    )
-    step, figures, begin = 0, {}, time.monotonic()
-    kept = begin
-    while schedule.progress(step) < 1.0:
-        number = int(torch.multinomial(odds, 1, generator=generator))
-        texts = shelves[number]
-        rows = texts.rows(torch.randint(len(texts), (batch,), generator=generator))
-        anchors = draw_anchors(rows, drafter.block_size, goal.anchors, generator)
-        loss, parts, agreements = losses(drafter, output, rows, anchors, goal, number == 0)
-        loss.backward()
-        optimizer.step(max(0.0, schedule.scale(step)))
-        step += 1
-        # of one kind, so that reports can be compared
-        if number == 0 and step >= figures.get("step", 0) + REPORT_EVERY:
-            figures = {
-                "step": step,
-                "loss_by_row": [round(value, 4) for value in parts.tolist()],
-                "agreement_by_row": [round(value, 4) for value in agreements.tolist()],
-            }
-            print(f"{time.monotonic() - begin:.0f} s, {figures}", flush=True)
-        if time.monotonic() > kept + keep_every_s:
-            keep()
-            kept = time.monotonic()
-    return step, figures
+    def of_rows(
+        texts: Texts, is_greedy: bool, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        anchors = draw_anchors(texts, drafter.block_size, goal.anchors, generator)
+        return losses(drafter, output, texts, anchors, goal, is_greedy)
+
+    return teach(drafter, of_rows, shelves, course, lambda _: batch, "row", keep, keep_every_s)
 
 
 @torch.no_grad()
@@ -194,7 +153,7 @@ def walk(drafter: BlockDrafter, texts: list[Texts], depth: int) -> dict[str, Any
         texts: one row each, greedy after their context.
         depth: of a chain.
     """
-    steps, accepted, reached = 0, 0, torch.zeros(depth)
+    chains = Chains(depth)
     matrix, rows = drafter.head(), torch.arange(depth)
     for text in texts:
         tokens, last = text.tokens[0], text.length - 1
@@ -204,28 +163,14 @@ def walk(drafter: BlockDrafter, texts: list[Texts], depth: int) -> dict[str, Any
         # nothing is drafted for beyond the end
         place = (anchors[:, None] + rows).clamp_max(last - 1)
         found = (drafter.join(known, tokens[place]) @ matrix.T).argmax(-1)
-        is_hit = found == tokens[place + 1]
-        root = text.context
-        while root < last:
-            count = 0
-            # the token after those that are accepted is the target's own, the last one, too
-            while count < min(depth, last - 1 - root) and is_hit[root - text.context, count]:
-                reached[count] += 1
-                count += 1
-            steps, accepted, root = steps + 1, accepted + count, root + count + 1
-    return {
-        "prompts": len(texts),
-        "steps": steps,
-        "acceptance_length": round(1 + accepted / steps, 4),
-        "accepted_at_depth": [round(x, 4) for x in (reached / steps).tolist()],
-    }
+        chains.follow(text, found == tokens[place + 1])
+    return chains.figures()
 
 
 def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
     """Train and save a drafter; returns how, and how well it does."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    shelves = find_texts(args, target, tokenizer)
+    lessons = Lessons.find(args)
+    target, shelves = lessons.target, lessons.shelves
     drafter = build_drafter(
         target,
         len(args.boundaries),
@@ -239,50 +184,27 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
         target.config.eos_token_id,
         args.rank,
     )
-    if args.start:
-        load_weights(drafter, args.start)
-    size = sum(x.numel() for x in drafter.parameters())
-    tokens = [texts.tokens.numel() for texts in shelves]
-    print(f"{size:,} parameters, {sum(tokens):,} tokens", flush=True)
-    output = target.get_output_embeddings().weight.detach().bfloat16()
+    lessons.begin(drafter, args.start)
     goal = Goal(args.anchors, args.decay, args.first_weight, args.missed_weight)
-    schedule = Schedule(args.steps, args.minutes, decay=0.7)
+    course = course_of(args)
     begin = time.monotonic()
-    rates = (args.muon_rate, args.adam_rate)
 
     def keep() -> None:
         save_drafter(drafter, args.boundaries, target.config.num_hidden_layers, args.out)
 
-    steps, figures = train(
-        drafter,
-        output,
-        shelves,
-        goal,
-        schedule,
-        rates,
-        args.shares,
-        args.batch,
-        args.seed + 3,
-        keep,
-    )
+    steps, figures = train(drafter, lessons.output, shelves, goal, course, args.batch, keep)
     seconds = time.monotonic() - begin
     keep()
-    drafter.eval()
-    round_weights(drafter)
-    texts = {
-        name: greedy_texts(target, tokenizer, path, args.boundaries)
-        for name, path in PROMPTS.items()
-    }
+    round_weights(drafter.eval())
     depths = sorted({min(4, args.block_size), args.block_size})
     return {
-        "parameters": size,
-        "tokens_of_texts": dict(zip(("greedy", "sampled", "corpus"), tokens, strict=True)),
+        **lessons.sizes(drafter),
         "settings": {
             **vars(goal),
             "boundaries": args.boundaries,
             "block_size": args.block_size,
             "rank": args.rank,
-            "rates": rates,
+            "rates": course.rates,
             "shares": args.shares,
             "batch": args.batch,
         },
@@ -292,7 +214,7 @@ def make_drafter(args: argparse.Namespace) -> dict[str, Any]:
         "training_texts": figures,
         "greedy_chains": {
             name: {f"depth {depth}": walk(drafter, own, depth) for depth in depths}
-            for name, own in texts.items()
+            for name, own in lessons.greedy(args.boundaries).items()
         },
     }
 

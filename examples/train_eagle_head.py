@@ -32,15 +32,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import torch.nn.functional as F
 from eagle_head import EagleHead, build_head, save_head
-from head_files import load_weights, round_weights
+from head_files import round_weights
+from head_loop import Chains, Course, teach
 from head_loss import SoftCrossEntropy
 from head_texts import Texts
-from head_training import PAIR, PROMPTS, add_options, find_texts, greedy_texts, run
-from pair_parts import Optimizer, Schedule, autocast
+from head_training import PAIR, Lessons, add_options, course_of, run
+from pair_parts import autocast
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-REPORT_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -118,51 +116,17 @@ def train(
     output: Tensor,
     shelves: list[Texts],
     goal: Goal,
-    schedule: Schedule,
-    rates: tuple[float, float],
-    shares: list[float],
+    course: Course,
     batch_tokens: int,
-    seed: int,
 ) -> tuple[int, dict[str, Any]]:
-    """Teach a head, in place.
+    """Teach a head, in place; steps of about `batch_tokens`. See `teach`."""
 
-    Args:
-        head: in float32.
-        output: see `losses`.
-        shelves: texts of one kind each, the greedy ones first.
-        goal: see there.
-        schedule: of the learning rates; it also ends the training.
-        rates: peak learning rates of Muon and of AdamW.
-        shares: how often a token of each kind is drawn, relative to the others.
-        batch_tokens: of a step, about.
-        seed: of the order.
-    Returns:
-        steps, and the figures of the last report.
-    """
-    optimizer = Optimizer(head, *rates)
-    generator = torch.Generator().manual_seed(seed)
-    odds = torch.tensor(
-        [share * texts.tokens.numel() for share, texts in zip(shares, shelves, strict=True)]
+    def of_rows(texts: Texts, is_greedy: bool, _: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        return losses(head, output, texts, goal, is_greedy)
+
+    return teach(
+        head, of_rows, shelves, course, lambda texts: max(1, batch_tokens // texts.length), "depth"
     )
-    step, figures, begin = 0, {}, time.monotonic()
-    while schedule.progress(step) < 1.0:
-        number = int(torch.multinomial(odds, 1, generator=generator))
-        texts = shelves[number]
-        count = max(1, batch_tokens // texts.length)
-        rows = texts.rows(torch.randint(len(texts), (count,), generator=generator))
-        loss, parts, agreements = losses(head, output, rows, goal, number == 0)
-        loss.backward()
-        optimizer.step(max(0.0, schedule.scale(step)))
-        step += 1
-        # of one kind, so that reports can be compared
-        if number == 0 and step >= figures.get("step", 0) + REPORT_EVERY:
-            figures = {
-                "step": step,
-                "loss_by_depth": [round(value, 4) for value in parts.tolist()],
-                "agreement_by_depth": [round(value, 4) for value in agreements.tolist()],
-            }
-            print(f"{time.monotonic() - begin:.0f} s, {figures}", flush=True)
-    return step, figures
 
 
 @torch.no_grad()
@@ -174,33 +138,21 @@ def walk(head: EagleHead, texts: list[Texts], depths: int) -> dict[str, Any]:
         texts: one row each, greedy after their context.
         depths: of a chain.
     """
-    steps, accepted, hits, places = 0, 0, torch.zeros(depths), 0
-    reached = torch.zeros(depths)
+    chains, hits = Chains(depths), torch.zeros(depths)
     for text in texts:
         tokens = text.tokens
         known = head.unroll(text.taps[:, :-2], tokens[:, 1:-1], depths, 0)
-        is_hit = torch.stack(
+        found = torch.stack(
             [head.kept[head.lm_head(x[0]).argmax(-1)] == tokens[0, 2:] for x in known]
         )
-        # the last known token, which the target has not read; its row is one before it
-        root = text.context
-        first = root - 1
-        hits += torch.stack([is_hit[d, first + d :].float().mean() for d in range(depths)])
-        places += 1
-        last = tokens.shape[1] - 1
-        while root < last:
-            count = 0
-            # the token after those that are accepted is the target's own, the last one, too
-            while count < min(depths, last - 1 - root) and is_hit[count, root - 1 + count]:
-                reached[count] += 1
-                count += 1
-            steps, accepted, root = steps + 1, accepted + count, root + count + 1
+        # the row of a root is one before it
+        own = [x[text.context - 1 + depth :] for depth, x in enumerate(found)]
+        hits += torch.stack([x.float().mean() for x in own])
+        # nothing is drafted for beyond the end
+        chains.follow(text, torch.stack([F.pad(x, (0, d)) for d, x in enumerate(own)], 1))
     return {
-        "prompts": len(texts),
-        "steps": steps,
-        "acceptance_length": round(1 + accepted / steps, 4),
-        "accepted_at_depth": [round(x, 4) for x in (reached / steps).tolist()],
-        "agreement_by_depth": [round(x, 4) for x in (hits / places).tolist()],
+        **chains.figures(),
+        "agreement_by_depth": [round(x, 4) for x in (hits / len(texts)).tolist()],
     }
 
 
@@ -213,9 +165,8 @@ def kept_ids(shelves: list[Texts], count: int, vocab_size: int) -> Tensor:
 
 def make_head(args: argparse.Namespace) -> dict[str, Any]:
     """Train and save a head; returns how, and how well it does."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    shelves = find_texts(args, target, tokenizer)
+    lessons = Lessons.find(args)
+    target, shelves = lessons.target, lessons.shelves
     head = build_head(
         target,
         len(args.boundaries),
@@ -227,34 +178,23 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
         max(texts.tokens.shape[1] for texts in shelves),
         kept_ids(shelves, args.draft_vocab_size, target.config.vocab_size),
     )
-    if args.start:
-        load_weights(head, args.start)
-    size = sum(x.numel() for x in head.parameters())
-    tokens = [texts.tokens.numel() for texts in shelves]
-    print(f"{size:,} parameters, {sum(tokens):,} tokens", flush=True)
-    output = target.get_output_embeddings().weight.detach().bfloat16()
+    lessons.begin(head, args.start)
     goal = Goal(args.depths, args.decay, args.first_weight, args.missed_weight)
-    schedule = Schedule(args.steps, args.minutes, decay=0.7)
+    course = course_of(args)
     begin = time.monotonic()
-    rates = (args.muon_rate, args.adam_rate)
-    steps, figures = train(
-        head, output, shelves, goal, schedule, rates, args.shares, args.batch_tokens, args.seed + 3
-    )
+    steps, figures = train(head, lessons.output, shelves, goal, course, args.batch_tokens)
     seconds = time.monotonic() - begin
     save_head(head, args.boundaries, args.out)
-    head.eval()
-    round_weights(head)
+    round_weights(head.eval())
     walked = {
-        name: walk(head, greedy_texts(target, tokenizer, path, args.boundaries), args.depths)
-        for name, path in PROMPTS.items()
+        name: walk(head, own, args.depths) for name, own in lessons.greedy(args.boundaries).items()
     }
     return {
-        "parameters": size,
-        "tokens_of_texts": dict(zip(("greedy", "sampled", "corpus"), tokens, strict=True)),
+        **lessons.sizes(head),
         "settings": {
             **vars(goal),
             "boundaries": args.boundaries,
-            "rates": rates,
+            "rates": course.rates,
             "shares": args.shares,
             "batch_tokens": args.batch_tokens,
         },

@@ -175,6 +175,7 @@ class Program:
         integers: parameter → how the engine holds the integers that its checkpoint has of it.
         row_inputs: of `runtime_inputs`, those that have a row for each token.
         taps: what it writes to its input `features`; None: it has no such input.
+        hidden_columns: of its output, hidden states that come after the logits of each row.
     """
 
     name: str
@@ -192,6 +193,7 @@ class Program:
     integers: dict[str, KeptIntegers] = field(default_factory=dict)
     row_inputs: tuple[str, ...] = ()
     taps: Taps | None = None
+    hidden_columns: int = 0
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -215,6 +217,7 @@ class Program:
             dict(self.integers),
             self.row_inputs,
             self.taps,
+            self.hidden_columns,
         )
 
     @property
@@ -278,7 +281,7 @@ class Program:
         """Columns of the logits, of all ranks together."""
         if self.shard is not None:
             return self.shard.vocab_size
-        return int(self.logits.meta["val"].shape[-1])
+        return int(self.logits.meta["val"].shape[-1]) - self.hidden_columns
 
 
 def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:

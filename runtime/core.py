@@ -13,6 +13,7 @@ from specc.runtime.requests.chat_template import ChatTemplate, load_template
 from specc.runtime.requests.request_maker import RequestMaker
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
+from specc.speculation.live_nodes import says_confidence
 
 _ITERATIONS_BETWEEN_CHECKS = 32
 
@@ -29,10 +30,13 @@ class EngineCore:
         micro_batches: batches of disjoint requests in flight, where the target has stages; None is
             as many as these.
         adapts_verification: how much of its tree the target verifies is chosen for each request.
+        confidence_threshold: least probability of a draft token that is verified, as its drafter
+            says it; 0 verifies all.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
         ConfigError: micro-batches of an engine without stages; adaptive verification where no
-            policy or no pass can do it.
+            policy or no pass can do it, or beside a threshold; a threshold where no drafter says
+            how likely its tokens are, or no pass takes a part of a tree.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class EngineCore:
         max_seq_len: int | None = None,
         micro_batches: int | None = None,
         adapts_verification: bool = False,
+        confidence_threshold: float = 0.0,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -61,6 +66,8 @@ class EngineCore:
         shares_pass = engine.facts.shares_pass and all(
             step.staged is not None for step in engine.steps.values()
         )
+        if confidence_threshold:
+            _check_threshold(confidence_threshold, engine, shares_pass, adapts_verification)
         self.runner = Runner(
             engine.target,
             engine.drafts,
@@ -72,6 +79,7 @@ class EngineCore:
             engine.link,
             engine.drawn,
             engine.staged,
+            confidence_threshold,
         )
         self.scheduler = Scheduler(
             engine.cache,
@@ -101,7 +109,12 @@ class EngineCore:
         num_batches = _batches_of(engine, micro_batches)
         self.in_flight = InFlight(self.scheduler, self.runner, num_batches)
         is_fixed = policy is None and own_policy == "fixed"
-        self.requests = RequestMaker(engine, plan if is_fixed else None, max_seq_len=max_seq_len)
+        self.requests = RequestMaker(
+            engine,
+            plan if is_fixed else None,
+            max_seq_len=max_seq_len,
+            cuts_by_draws=confidence_threshold > 0,
+        )
         self.num_iterations = 0
         # no request may go on
         self.is_closed = False
@@ -130,6 +143,31 @@ class EngineCore:
         if self.num_iterations % _ITERATIONS_BETWEEN_CHECKS == 0:
             self.engine.check_weights()
         return self.in_flight.advance()
+
+
+def _check_threshold(
+    threshold: float, engine: Engine, shares_pass: bool, adapts_verification: bool
+) -> None:
+    """Raises ConfigError: what a threshold of confidence does not go with."""
+    option = f"--confidence-threshold {threshold:g}"
+    if adapts_verification:
+        raise ConfigError(
+            f"{option}, and --adaptive-verification",
+            "one of them: both say how many nodes of a tree are verified",
+            "leave out one of the two",
+        )
+    if not shares_pass or (engine.manifest is not None and engine.manifest.num_ranks > 1):
+        raise ConfigError(
+            f"{option}, and an engine whose steps verify whole trees",
+            "an engine of the backends cpu or eager, in one process",
+            "leave it out, or compile with --backend cpu",
+        )
+    if not any(says_confidence(plan) for plan in engine.plans.values()):
+        raise ConfigError(
+            f"{option}, and an engine of the plans {', '.join(engine.plans)}",
+            "a chain or a static tree of a DSpark drafter that has a confidence head",
+            "leave it out, or compile with such a --draft and --num-speculative-tokens or --tree",
+        )
 
 
 def _refuse_adapting(policy: Policy | None, ranks: int) -> None:

@@ -81,6 +81,14 @@ class EngineArgs:
         " as its own acceptance and the load say (cpu, eager).",
         "--adaptive-verification",
     )
+    confidence_threshold: float = option(
+        0.0,
+        "Verify draft tokens only up to the first that a DSpark drafter itself takes to be accepted"
+        " with less than this probability, of drafters with a confidence head (cpu, eager); 0"
+        " verifies all. Not for the rules mss and swor.",
+        least=0,
+        most=1,
+    )
     max_num_seqs: int | None = option(
         None, "Requests that run together; else as compiled.", least=1
     )
@@ -266,6 +274,7 @@ class EngineArgs:
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
             adapts_verification=self.adapts_verification,
+            confidence_threshold=self.confidence_threshold,
         )
 
     def of_loaded(self, engine: Engine) -> Self:

@@ -38,6 +38,8 @@ from specc.runtime.scheduling.batch import (
 )
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.speculation.feature_drafts import blocks_of, heads_of
+from specc.speculation.live_nodes import says_confidence
+from specc.speculation.plans import SpecPlan
 
 
 class _Own(NamedTuple):
@@ -86,6 +88,7 @@ class Runner:
         link: to the device of the programs; None is the host.
         drawn: for batches whose tokens the target draws; None where it cannot.
         staged: the target, where it has stages: batches are begun before others are done.
+        threshold: see `BegunBatches`; of steps that share a pass.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Runner:
         link: HostLink | DeviceLink | None = None,
         drawn: DrawnPrograms | None = None,
         staged: StagedModel | None = None,
+        threshold: float = 0.0,
     ) -> None:
         self.shares_pass = shares_pass
         # passes of the target that prompts or several plans had together, or without dead nodes
@@ -117,8 +121,9 @@ class Runner:
             blocks_of(step.plan for step in steps.values()),
         )  # fmt: skip
         self._begun = BegunBatches(
-            steps, cache, self._prompts, self._rows, self._votes, self._link, drawn
+            steps, cache, self._prompts, self._rows, self._votes, self._link, drawn, threshold
         )
+        self._threshold = threshold
         self._last_queued: _Last | None = None
 
     def run(self, batch: Batch) -> RunResult:
@@ -268,9 +273,14 @@ class Runner:
             and (
                 len(batch.groups) + bool(batch.prefill) > 1
                 or any(group.live for group in batch.groups)
+                or any(self._may_cut(group.plan) for group in batch.groups)
             )
             and all(self._steps[group.plan.name].plan.tile is None for group in batch.groups)
         )
+
+    def _may_cut(self, plan: SpecPlan) -> bool:
+        """Whether what is drafted may say that not all nodes take part."""
+        return self._threshold > 0 and says_confidence(plan)
 
     def queue_prefill(self, spans: list[Span]) -> PendingEnds:
         """Queue the passes of some prompts; on a device nothing waits for it until the result."""
@@ -304,7 +314,7 @@ class Runner:
 
     def _inputs(self, group: StepGroup) -> StepInputs:
         inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
-        masks = DraftMasks.of(group)
+        masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.build import Compilation, build
-from specc.compiler.checks import ModelLike
+from specc.compiler.candidate import ModelLike
 from specc.compiler.reshard import reshard_engine
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.progress import ProgressEvent
@@ -61,6 +61,7 @@ def compile(
     pipeline_parallel_size: int = 1,
     segments: bool = False,
     draft_kv: str | Sequence[str] = (),
+    draft_assume: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
     weight_only: bool = False,
@@ -126,6 +127,9 @@ def compile(
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`,
             once for all of them or once for each; a draft with a window may have fewer positions
             than max_seq_len.
+        draft_assume: what to take for what files of heads and block drafters leave open,
+            `tap_convention=entering,is_last_normed=true`, or `files`, once for all of them or once
+            for each draft; see `specc compile --help`.
         quantize: `int8`, `int4` or `fp8`: how weights of projections are rounded, of all models;
             None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
@@ -180,6 +184,7 @@ def compile(
         kv_cache_dtype=kv_cache_dtype,
         mla_cache=mla_cache,
         draft_kv=(draft_kv,) if isinstance(draft_kv, str) else tuple(draft_kv),
+        draft_assume=(draft_assume,) if isinstance(draft_assume, str) else tuple(draft_assume),
         quantize=quantize,
         quantize_group=quantize_group,
         weight_only=weight_only,

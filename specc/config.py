@@ -53,6 +53,9 @@ class CompileConfig:
         draft_dtypes: of the draft models: one each, or one for all; none is the target's.
         draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`:
             one each, or one for all; none is full.
+        draft_assume: what to take for what files of heads leave open,
+            `tap_convention=entering,is_last_normed=true`, or `files`: one each, or one for all
+            heads; none is what files and their trainers say. See `specc.compiler.assumptions`.
         max_batch_size: sequences that decode together.
         max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
             at most 4096.
@@ -105,6 +108,7 @@ class CompileConfig:
     policy: str = "fixed"
     draft_dtypes: tuple[str, ...] = ()
     draft_kv: tuple[str, ...] = ()
+    draft_assume: tuple[str, ...] = ()
     max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
     compute_capability: str | None = None
     decomposable_attention: bool = False
@@ -269,6 +273,14 @@ class CompileConfig:
         """
         given = _for_each(self.draft_kv, FULL, num_drafts, "kv", "window")
         return [None, *map(KVWindow.parse, given)]
+
+    def assumptions_of(self, num_drafts: int) -> tuple[str, ...]:
+        """What is taken for each draft model, as `draft_assume` has it.
+
+        Raises:
+            ConfigError: neither one for all drafts nor one each.
+        """
+        return _for_each(self.draft_assume, "files", num_drafts, "assume", "assumption")
 
 
 def _for_each(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specc.speculation.block_drafts import OF_ROW, OF_TOKEN
 from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
 
 MASK = 5
@@ -21,7 +22,7 @@ class BlockCase:
     """A drafter to write.
 
     Args:
-        layout: `z-lab`, `speculators` or `DeepSpec`.
+        layout: `z-lab`, `speculators`, `DeepSpec` or `SpecForge`.
         size: B.
         width: d.
         rows: Vd.
@@ -38,7 +39,9 @@ class BlockCase:
         biases: projections of the first layer that have one.
         kind: `dflash` or `dspark`.
         rank: r, of what DSpark adds for the token before.
-        has_confidence: it has a head that nothing reads.
+        bias_kind: how that depends on more than this token.
+        has_confidence: it has a head that says how likely tokens are accepted.
+        confidence_reads_token: that head reads the token before, too.
     """
 
     layout: str
@@ -58,7 +61,9 @@ class BlockCase:
     biases: tuple[str, ...] = ()
     kind: str = "dflash"
     rank: int = 0
+    bias_kind: str = "vanilla"
     has_confidence: bool = False
+    confidence_reads_token: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -85,6 +90,18 @@ class BlockCase:
         """It adds something to logits of some of the target's ids alone."""
         return self.rank > 0 and self.rows < self.vocab
 
+    @property
+    def confidence(self) -> str:
+        """What that head reads, where steps ask it."""
+        if not self.has_confidence or not self.rank:
+            return ""
+        return OF_TOKEN if self.confidence_reads_token else OF_ROW
+
+    @property
+    def hidden_columns(self) -> int:
+        """Of hidden states after its logits."""
+        return self.width if self.confidence or self.bias_kind != "vanilla" else 0
+
     def sees_up_to_itself(self, layer: int) -> bool:
         """Whether rows of a block see no later one there."""
         return layer in self.causal_layers if self.is_mixed else self.is_causal
@@ -92,7 +109,7 @@ class BlockCase:
     @property
     def has_own_ends(self) -> bool:
         """Whether embedding and head are its own."""
-        return self.layout != "z-lab"
+        return self.layout not in ("z-lab", "SpecForge")
 
 
 _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
@@ -167,6 +184,43 @@ BLOCK_CASES = {
         kind="dspark",
         rank=5,
     ),
+    "dspark-gated": BlockCase(
+        "DeepSpec",
+        config={"num_target_layers": LAYERS, "block_size": 4},
+        size=4,
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+        bias_kind="gated",
+    ),
+    # a confidence head that reads no token, of which only its weight in the loss tells
+    "dspark-specforge": BlockCase(
+        "SpecForge",
+        config={"num_target_layers": LAYERS, "block_size": 4},
+        nested={"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0},
+        size=4,
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+        bias_kind="gated",
+        has_confidence=True,
+        confidence_reads_token=False,
+    ),
+    "dspark-rnn": BlockCase(
+        "speculators",
+        size=4,
+        width=24,
+        rows=60,
+        config={"block_size": 4, "target_hidden_size": WIDTH},
+        layer={"head_dim": 8},
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=5,
+        bias_kind="rnn",
+    ),
     # tokens from the first mask on, and nothing added
     "dspark-plain": BlockCase(
         "speculators",
@@ -205,10 +259,15 @@ def config_of(case: BlockCase) -> dict[str, Any]:
     }
     if case.kind == "dspark":
         spark = {"markov_rank": case.rank, "enable_confidence_head": case.has_confidence}
-        spark |= {"markov_head_type": "vanilla", "confidence_head_with_markov": case.rank > 0}
+        spark |= {"markov_head_type": case.bias_kind, "confidence_head_with_markov": case.rank > 0}
     else:
         spark = {}
     ids = [boundary - 1 for boundary in case.boundaries]
+    if case.layout == "SpecForge":
+        own = {"target_layer_ids": ids, "mask_token_id": MASK, "markov_rank": case.rank}
+        own |= {"markov_head_type": case.bias_kind, **case.nested}
+        named = {"architectures": ["DSparkDraftModel"], "dflash_config": own}
+        return {**named, **layer, **case.config}
     if case.layout == "DeepSpec":
         own = {"target_layer_ids": ids, "mask_token_id": MASK, "num_anchors": 8}
         return {"architectures": ["Qwen3DSparkModel"], **layer, **own, **spark, **case.config}
@@ -260,8 +319,15 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     if case.rank:
         shapes["markov_head.markov_w1.weight"] = (case.vocab, case.rank)
         shapes["markov_head.markov_w2.weight"] = (case.rows, case.rank)
+    if case.bias_kind == "gated":
+        shapes["markov_head.gate_proj.weight"] = (case.rank, d + case.rank)
+        shapes["markov_head.gate_proj.bias"] = (case.rank,)
+    if case.bias_kind == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * case.rank, 2 * case.rank + d)
+        shapes["markov_head.joint_proj.bias"] = (3 * case.rank,)
     if case.has_confidence:
-        shapes |= {"confidence_head.proj.weight": (1, d + case.rank)}
+        columns = d + (case.rank if case.confidence_reads_token else 0)
+        shapes |= {"confidence_head.proj.weight": (1, columns)}
         shapes |= {"confidence_head.proj.bias": (1,)}
     generator = torch.Generator().manual_seed(70 + seed)
     tensors = {}

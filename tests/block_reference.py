@@ -9,7 +9,12 @@ of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, �
 
 Row j sees all rows of its block, or those up to itself; and c_i of all tokens, or of a window w:
 those with i > n + j - w, and of files of speculators those with i ≥ n - w. Of DSpark, the logits
-after a token t are those of its row, and W2 · W1[t].
+after a token t are those of its row, and W2 · m, with h what W projects there, e = W1[t], and s
+what the token before has left, 0 of the anchor:
+
+    vanilla: m = e
+    gated:   m = sigmoid(G [h e] + g) * e
+    rnn:     m = tanh(o), s ← f * s + (1 - f) * tanh(c), [f' c o] = J [s e h] + j, f = sigmoid(f')
 """
 
 from __future__ import annotations
@@ -56,9 +61,35 @@ class BlockReference:
         """[V] logits of the token after a path of drafted ones; see `proposed`."""
         logits = self.proposed(taps, anchor)[len(path)]
         if self.case.rank:
-            known = self.w["markov_head.markov_w1.weight"][path[-1] if path else anchor]
+            first = 0 if self.case.from_anchor else 1
+            hidden = self.hidden(taps, anchor)[first:]
+            state, known = torch.zeros(self.case.rank), torch.zeros(self.case.rank)
+            for h, token in zip(hidden, [anchor, *path], strict=False):
+                state, known = self.unrolled(state, token, h)
             logits[self.ids] += self.w["markov_head.markov_w2.weight"] @ known
         return logits
+
+    def confidence(self, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
+        """[] how likely the token after a path of drafted ones is accepted."""
+        first = 0 if self.case.from_anchor else 1
+        read = self.hidden(taps, anchor)[first + len(path)]
+        if self.case.confidence_reads_token:
+            known = self.w["markov_head.markov_w1.weight"][path[-1] if path else anchor]
+            read = torch.cat([read, known])
+        return self.linear("confidence_head.proj", read)[0].sigmoid()
+
+    def unrolled(self, state: Tensor, token: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        """What a token leaves to those after it, and what W2 takes, [r] both."""
+        e = self.w["markov_head.markov_w1.weight"][token]
+        if self.case.bias_kind == "gated":
+            gate = self.linear("markov_head.gate_proj", torch.cat([h, e]))
+            return state, gate.sigmoid() * e
+        if self.case.bias_kind == "rnn":
+            joint = self.linear("markov_head.joint_proj", torch.cat([state, e, h]))
+            gate, candidate, output = joint.view(3, -1)
+            gate = gate.sigmoid()
+            return gate * state + (1 - gate) * candidate.tanh(), output.tanh()
+        return state, e
 
     @property
     def ids(self) -> Tensor:
@@ -75,6 +106,13 @@ class BlockReference:
 
     def rows(self, taps: Tensor, anchor: int) -> Tensor:
         """[B, V] logits of all rows of a block."""
+        own = self.hidden(taps, anchor) @ self.w["lm_head.weight"].T
+        logits = torch.full((len(own), self.case.vocab), float("-inf"))
+        logits[:, self.ids] = own
+        return logits
+
+    def hidden(self, taps: Tensor, anchor: int) -> Tensor:
+        """[B, d] that logits are projected from."""
         case, n = self.case, len(taps)
         x = self.w["embed_tokens.weight"][[anchor] + [MASK] * (case.size - 1)]
         for layer in range(case.num_layers):
@@ -86,10 +124,7 @@ class BlockReference:
             gate = self.linear(f"layers.{layer}.mlp.gate_proj", normed)
             up = self.linear(f"layers.{layer}.mlp.up_proj", normed)
             x = x + self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
-        own = self.norm("norm", x) @ self.w["lm_head.weight"].T
-        logits = torch.full((len(own), self.case.vocab), float("-inf"))
-        logits[:, self.ids] = own
-        return logits
+        return self.norm("norm", x)
 
     def keys(self, layer: int, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
         name = f"layers.{layer}.self_attn"

@@ -44,11 +44,23 @@ with contextlib.suppress(ModuleNotFoundError):
     settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of workers, which take files in this order (`--no-loadscope-reorder`)."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        from tests.longest_first import longest_first, read_table
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="the tests of part K of N, by files")
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of one part; of workers, which take files in this order (`--no-loadscope-reorder`)."""
+    from tests.longest_first import longest_first, read_table
+
+    if part := config.getoption("part"):
+        from tests.parts import divide
+
+        try:
+            items[:], others = divide(items, part, read_table())
+        except ValueError as error:
+            raise pytest.UsageError(f"--part {error}") from error
+        config.hook.pytest_deselected(items=others)
+    if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = longest_first(items, read_table())
 
 

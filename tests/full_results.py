@@ -1,9 +1,11 @@
 """The result of a whole run of the tests as JSON: machine, versions, counts, seconds, failures.
 
-    python -P tests/full_results.py junit.xml results.json [--workers N]
+    PYTHONPATH=. python -P -m tests.full_results junit.xml results.json [--workers N] [--part K/N]
 
 `make test-full` does it after pytest, whether tests have failed or not; with
-`RESULTS=docs/results/test_full.json` it writes the file that is committed.
+`RESULTS=docs/results/test_full.json` it writes the file that is committed. Of a run in parts
+(`make test-full PART=2/8`, tests/parts.py), results are added to those that the file holds of other
+parts of the same commit; others are put aside.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.system.machine import describe_machine
+from tests.parts import parse_part
 
 ROOT = Path(__file__).resolve().parents[1]
 # what results depend on, beside specc itself
@@ -123,13 +126,57 @@ def _file_of(name: str) -> str:
     return "/".join(parts) + ".py"
 
 
+def united(parts: dict[str, dict[str, Any]], num_parts: int) -> dict[str, Any]:
+    """One summary of the summaries of parts, which have no test in common.
+
+    Returns:
+        What `summary` returns; `parts` as they are; `missing_parts` of 1 to `num_parts`.
+    """
+    runs = list(parts.values())
+    files: Counter[str] = Counter()
+    skips: Counter[str] = Counter()
+    for run in runs:
+        files.update(run["longest_files"])
+        skips.update(run["skips"])
+    return {
+        "started": min(run["started"] for run in runs),
+        "seconds": round(sum(run["seconds"] for run in runs), 1),
+        "counts": {name: sum(run["counts"][name] for run in runs) for name in _SEVERITY},
+        "failures": sorted(
+            (failure for run in runs for failure in run["failures"]), key=lambda x: x["test"]
+        ),
+        "skips": dict(sorted(skips.items())),
+        "longest_files": dict(files.most_common(_LONGEST)),
+        "missing_parts": [k for k in range(1, num_parts + 1) if f"{k}/{num_parts}" not in parts],
+        "parts": {name: parts[name] for name in sorted(parts, key=lambda x: parse_part(x)[0])},
+    }
+
+
+def earlier_parts(path: Path, head: dict[str, Any], num_parts: int) -> dict[str, dict[str, Any]]:
+    """Parts that the file holds of the same run: commit, command and number of parts."""
+    try:
+        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if head["commit"] is None or head["is_changed"] or any(held.get(x) != head[x] for x in _RUN):
+        return {}
+    parts: dict[str, dict[str, Any]] = held.get("parts", {})
+    return parts if all(parse_part(name)[1] == num_parts for name in parts) else {}
+
+
+# what parts of one run have in common
+_RUN = ("command", "commit", "is_changed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--part", metavar="K/N")
     options = parser.parse_args()
     try:
+        num_parts = parse_part(options.part)[1] if options.part else None
         found = summary(options.report)
     except ValueError as error:
         sys.exit(str(error))
@@ -137,10 +184,15 @@ def main() -> None:
     given = os.environ.get("PYTEST_ARGS")
     command = "make test-full" + (f" PYTEST_ARGS={shlex.quote(given)}" if given else "")
     head = {"command": command, "workers": options.workers, **commit()}
+    if num_parts is not None:
+        parts = earlier_parts(options.output, head, num_parts)
+        found = united(parts | {options.part: found}, num_parts)
     result = head | {"machine": describe_machine(), "versions": versions()} | found
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items() if count)
+    if missing := found.get("missing_parts"):
+        counts += f", parts to run: {', '.join(map(str, missing))}"
     print(f"specc: {counts} in {found['seconds'] / 60:.1f} min; {options.output}")
 
 

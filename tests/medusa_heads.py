@@ -32,6 +32,7 @@ class MedusaCase:
         has_bias: of layers.
         has_one: all heads have one projection.
         file: that the tensors are written to.
+        confidence: nothing, as block drafters without a head that estimates acceptance.
     """
 
     layout: str
@@ -46,6 +47,7 @@ class MedusaCase:
     has_bias: bool = True
     has_one: bool = False
     file: str = "model.safetensors"
+    confidence: str = ""
 
 
 MEDUSA_CASES = {

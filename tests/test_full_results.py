@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
-from tests.full_results import ROOT, summary
+from tests.full_results import ROOT, earlier_parts, summary, united
 
 SUITE = """
 import pytest
@@ -52,6 +54,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "report.xml"
 
 
+def _write(report: Path, output: Path, *args: str, **environ: str) -> CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "tests.full_results", str(report), str(output), *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    return subprocess.run(command, env=env, cwd=output.parent, capture_output=True, text=True)
+
+
 def test_every_test_has_one_outcome(report: Path) -> None:
     found = summary(report)
     assert found["counts"] == {
@@ -75,11 +83,8 @@ def test_every_test_has_one_outcome(report: Path) -> None:
 
 
 def test_the_command_writes_it_with_machine_and_versions(report: Path, tmp_path: Path) -> None:
-    output = tmp_path / "new" / "results.json"
-    command = [sys.executable, "-P", str(ROOT / "tests/full_results.py"), str(report), str(output)]
-    command += ["--workers", "2"]
-    environ = {**os.environ, "PYTEST_ARGS": "-k 'not slow'"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    output = tmp_path / "results.json"
+    done = _write(report, output, "--workers", "2", PYTEST_ARGS="-k 'not slow'")
     assert done.returncode == 0, done.stderr
     assert "3 passed, 1 xfailed, 2 skipped, 2 errors, 3 failed" in done.stdout
     written = json.loads(output.read_text())
@@ -98,7 +103,57 @@ def test_a_run_that_came_to_no_test_has_no_result(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no (report|test)"):
             summary(empty)
     output = tmp_path / "results.json"
-    command = [sys.executable, "-P", str(ROOT / "tests/full_results.py"), str(empty), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _write(empty, output)
     assert done.returncode == 1
     assert not output.exists()
+
+
+def _part(passed: int, seconds: float, *failed: str) -> dict[str, Any]:
+    counts = {"passed": passed, "xfailed": 0, "skipped": 1, "errors": 0, "failed": len(failed)}
+    return {
+        "started": f"2026-11-27T0{int(seconds)}:00:00",
+        "seconds": seconds,
+        "counts": counts,
+        "failures": [{"test": test, "outcome": "failed", "message": ""} for test in failed],
+        "skips": {"no GPU": 1},
+        "longest_files": {f"tests/test_{passed}.py": seconds},
+    }
+
+
+def test_parts_become_one_result() -> None:
+    found = united({"3/3": _part(5, 2.0, "z"), "1/3": _part(7, 3.5, "a")}, 3)
+    assert found["counts"] == {"passed": 12, "xfailed": 0, "skipped": 2, "errors": 0, "failed": 2}
+    assert [failure["test"] for failure in found["failures"]] == ["a", "z"]
+    assert (found["started"], found["seconds"]) == ("2026-11-27T02:00:00", 5.5)
+    assert found["longest_files"] == {"tests/test_7.py": 3.5, "tests/test_5.py": 2.0}
+    assert (found["skips"], found["missing_parts"]) == ({"no GPU": 2}, [2])
+    assert list(found["parts"]) == ["1/3", "3/3"]
+
+
+def test_a_part_is_added_to_those_of_the_same_run_alone(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    head = {"command": "make test-full", "commit": "c0ffee", "is_changed": False, "workers": 2}
+    assert earlier_parts(path, head, 3) == {}
+    parts = {"1/3": _part(7, 3.5)}
+    path.write_text(json.dumps(head | united(parts, 3)))
+    assert earlier_parts(path, head | {"workers": 4}, 3) == parts
+    assert earlier_parts(path, head, 4) == {}
+    for other in ({"commit": "beef"}, {"is_changed": True}, {"command": "make test-full -k x"}):
+        assert earlier_parts(path, head | other, 3) == {}
+    # nor to results of changed files, to which other changes may have come since
+    changed = head | {"is_changed": True}
+    path.write_text(json.dumps(changed | united(parts, 3)))
+    assert earlier_parts(path, changed, 3) == {}
+    # a run in one piece has no parts
+    path.write_text(json.dumps(head | _part(7, 3.5)))
+    assert earlier_parts(path, head, 3) == {}
+
+
+def test_the_command_adds_a_part(report: Path, tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    done = _write(report, output, "--part", "2/2")
+    assert done.returncode == 0, done.stderr
+    assert "3 failed, parts to run: 1 in" in done.stdout
+    assert json.loads(output.read_text())["missing_parts"] == [1]
+    done = _write(report, output, "--part", "3/2")
+    assert "'3/2' is no part" in done.stderr

@@ -9,11 +9,19 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.arrivals import counters
+from specc.kernels.cuda.attend_call import (
+    PLACES,
+    SHIPPED_PAGES,
+    STRIDES,
+    AttendCall,
+    are_pages_whole,
+    page_rows,
+    signature,
+)
 from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
-from specc.kernels.cuda.launch import is_even, launcher
+from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
@@ -23,8 +31,6 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # compute capabilities on which it was measured to be faster
 CAPABILITIES = (90,)
-# what engines are built with: dense rows (one page) or pages of 16 rows
-_PAGES = (0, 16)
 
 
 @dataclass(frozen=True)
@@ -96,93 +102,51 @@ def find(
     if not suits:
         return None
     c = config(head_dim, rows)
-    # a key block has whole pages, or lies in one
-    block_size = v_cache.shape[1]
-    is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
-    return c if is_whole or num_pages == 1 else None
+    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
 
 
-def launch(
-    c: FewConfig,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    *,
-    scale: float,
-    page: int,
-    num_sms: int,
-    num_splits: int | None,
-) -> None:
+def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     """Launch the kernel with what `find` has found; `out` [Nt, H, D] is written.
 
-    Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
-    of None as many as `num_sms` multiprocessors hold.
+    A tile has up to `num_splits` splits; of None as many as `num_sms` multiprocessors hold.
     """
-    num_heads, num_tokens, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = v_cache.shape
-    num_pages = block_table.shape[1]
-    group = num_heads // num_kv_heads
-    shift = row_bits(group)
-    num_tiles = triton.cdiv(num_tokens << shift, c.block_m)
+    shift = row_bits(call.group)
+    num_tiles = triton.cdiv(call.num_tokens << shift, c.block_m)
+    num_counters = num_tiles * call.num_kv_heads
     # one for each program that runs at a time, and none without a key block
-    most = min(c.programs_per_sm * num_sms // (num_tiles * num_kv_heads), c.max_splits)
-    most = most if num_splits is None else num_splits
-    max_splits = max(1, min(most, triton.cdiv(num_pages * block_size, c.block_n)))
-    partial = lse = q.new_empty(0, dtype=torch.float32)
-    arrived = q.new_empty(0, dtype=torch.int32)
-    if max_splits > 1:
-        num_parts = num_tiles * num_kv_heads * max_splits
-        lse = q.new_empty(num_parts, c.block_m, dtype=torch.float32)
-        partial = q.new_empty(num_parts, c.block_m, head_dim, dtype=torch.float32)
-        arrived = counters(k_cache, num_tiles * num_kv_heads)
-    launcher(attend_few_kernel)[(num_kv_heads, max_splits, num_tiles)](
-        q, k_cache, v_cache, out, partial, lse, arrived,
-        q_start, position, slot, cache_len,
-        q_start if ancestors is None else ancestors,
-        block_table, scale,
-        num_tokens, num_heads, group, shift,
-        0 if ancestors is None else ancestors.shape[1],
-        num_blocks, num_pages, block_size, num_tokens if is_even() else 0, max_splits,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        0 if ancestors is None else ancestors.stride(0),
-        D=head_dim,
-        BM=c.block_m,
-        BN=c.block_n,
-        BR=c.merge_rows,
-        BP=c.merge_parts,
-        MIN_BLOCKS=c.min_blocks,
-        PAGE=page,
-        IS_TREE=ancestors is not None,
-        **launch_options(q.dtype),
+    most = min(c.programs_per_sm * num_sms // num_counters, c.max_splits)
+    most = most if call.num_splits is None else call.num_splits
+    max_splits = max(1, min(most, triton.cdiv(call.capacity, c.block_n)))
+    num_parts = num_counters * max_splits if max_splits > 1 else 0
+    launcher(attend_few_kernel)[(call.num_kv_heads, max_splits, num_tiles)](
+        call.q, call.k_cache, call.v_cache, out, *call.parts(num_parts, c.block_m, num_counters),
+        *call.places,
+        call.num_tokens, call.num_heads, call.group, shift, *call.sizes, max_splits,
+        *call.strides, call.stride_words,
+        **_sizes(call.head_dim, c),
+        PAGE=call.page(c.block_n),
+        IS_TREE=call.ancestors is not None,
+        **launch_options(call.q.dtype),
         **c.options,
     )  # fmt: skip
 
 
-_POINTERS = (
-    "q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", "q_start", "position", "slot",
-    "cache_len", "ancestors", "block_table",
-)  # fmt: skip
+def _sizes(head_dim: int, c: FewConfig) -> dict[str, int]:
+    return {
+        "D": head_dim, "BM": c.block_m, "BN": c.block_n,
+        "BR": c.merge_rows, "BP": c.merge_parts, "MIN_BLOCKS": c.min_blocks,
+    }  # fmt: skip
+
+
+_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them; of the cache only
 # rows that it does not write
 _EARLY = (
     "q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache",
 )  # fmt: skip
-_DIVISIBLE_STRIDES = (
-    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
-    "stride_vb", "stride_vs", "stride_vh",
-)  # fmt: skip
 _INTEGERS = (
     "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "stride_words", *_DIVISIBLE_STRIDES,
+    "block_size", "tokens_each", "max_splits", "stride_words", *STRIDES,
 )  # fmt: skip
 
 
@@ -193,7 +157,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
-                for page in _PAGES:
+                c = config(head_dim, rows)
+                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
                         item = _shipped(dtype, head_dim, rows, page, is_tree)
                         yield from with_dependent(item, capability, dtype)
@@ -201,21 +166,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _shipped(dtype: torch.dtype, head_dim: int, rows: int, page: int, is_tree: bool) -> Shipped:
     name, c = TYPE_NAMES[dtype], config(head_dim, rows)
-    tensors = {"q": name, "k_cache": name, "v_cache": name, "out": name, "position": "i64"}
-    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
-    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
     return Shipped(
         f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_few_kernel,
-        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
-        {
-            "D": head_dim, "BM": c.block_m, "BN": c.block_n,
-            "BR": c.merge_rows, "BP": c.merge_parts, "MIN_BLOCKS": c.min_blocks,
-            "PAGE": page, "IS_TREE": is_tree,
-        },
+        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
+        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree},
         c.num_warps,
         c.num_stages,
-        (*_POINTERS, *_DIVISIBLE_STRIDES),
+        (*_POINTERS, *STRIDES),
         c.max_registers,
         early=_EARLY,
-    )  # fmt: skip
+    )

@@ -10,6 +10,15 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
+from specc.kernels.cuda.attend_call import (
+    PLACES,
+    SHIPPED_PAGES,
+    STRIDES,
+    AttendCall,
+    are_pages_whole,
+    page_rows,
+    signature,
+)
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
 from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
@@ -29,8 +38,6 @@ HEAD_DIMS = (128,)
 DTYPES = (torch.bfloat16, torch.float16)
 # wgmma, and registers that warps hand to each other
 CAPABILITIES = (90,)
-# what engines are built with: dense rows (one page) or pages of 16 rows
-_PAGES = (0, 16)
 # rows of all parts of results, at most; what memory plans count (passes/memory.py)
 MOST_PART_ROWS = 8 * 160 * 128
 # of several long sequences: splits of one, at least, and programs for each multiprocessor
@@ -104,10 +111,7 @@ def find(
     c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
     if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:
         return None
-    # a key block has whole pages, or lies in one
-    block_size = v_cache.shape[1]
-    is_whole = block_size % c.block_n == 0 or block_size in (16, 32)
-    return c if is_whole or num_pages == 1 else None
+    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
@@ -149,87 +153,53 @@ def plan_splits(
     return max(1, most), num_shares
 
 
-def launch(
-    c: WideConfig,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    *,
-    scale: float,
-    page: int,
-    num_sms: int,
-    num_splits: int | None,
-) -> None:
+def launch(c: WideConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     """Launch the kernels with what `find` has found; `out` [Nt, H, D] is written.
 
-    Rows of a page are `page`, 0 if none ends in a key block. A tile has up to `num_splits` splits;
-    of None as many as `plan_splits` says.
+    A tile has up to `num_splits` splits; of None as many as `plan_splits` says.
     """
-    num_heads, num_tokens, head_dim = q.shape
-    num_blocks, block_size, num_kv_heads, _ = v_cache.shape
-    num_seqs, num_pages = block_table.shape
-    group = num_heads // num_kv_heads
-    num_tiles = num_seqs * num_kv_heads
-    capacity = num_pages * block_size
-    max_splits, num_shares = plan_splits(c, num_tiles, num_seqs, num_sms, capacity, num_splits)
-    partial = q.new_empty(num_tiles, max_splits, c.block_m, head_dim, dtype=torch.float32)
-    lse = q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
-    tokens_each = num_tokens // num_seqs if is_even() and num_tokens % num_seqs == 0 else 0
-    attend_wide_kernel[(num_kv_heads, max_splits, num_seqs)](
-        q, k_cache, v_cache, partial, lse,
-        q_start, position, slot, cache_len,
-        q_start if ancestors is None else ancestors,
-        block_table, scale,
-        num_tokens, num_seqs, num_heads, group,
-        0 if ancestors is None else ancestors.shape[1],
-        num_blocks, num_pages, block_size, tokens_each, max_splits, num_shares,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_table.stride(0),
-        0 if ancestors is None else ancestors.stride(0),
-        D=head_dim,
-        BM=c.block_m,
-        BN=c.block_n,
-        STAGES=c.stages,
-        MIN_BLOCKS=c.min_blocks,
-        PAGE=page,
-        IS_TREE=ancestors is not None,
+    num_tiles = call.num_seqs * call.num_kv_heads
+    max_splits, num_shares = plan_splits(
+        c, num_tiles, call.num_seqs, num_sms, call.capacity, call.num_splits
+    )
+    partial = call.q.new_empty(num_tiles, max_splits, c.block_m, call.head_dim, dtype=torch.float32)
+    lse = call.q.new_empty(num_tiles, c.block_m, max_splits, dtype=torch.float32)
+    numbers = call.num_tokens, call.num_seqs, call.num_heads, call.group
+    attend_wide_kernel[(call.num_kv_heads, max_splits, call.num_seqs)](
+        call.q, call.k_cache, call.v_cache, partial, lse, *call.places,
+        *numbers, *call.sizes, max_splits, num_shares,
+        *call.strides, call.block_table.stride(0), call.stride_words,
+        **_sizes(call.head_dim, c),
+        PAGE=call.page(c.block_n),
+        IS_TREE=call.ancestors is not None,
         num_warps=4,
         maxnreg=c.max_registers,
     )  # fmt: skip
-    rows = triton.cdiv(num_tokens, num_seqs) * group
-    merge_wide_kernel[(triton.cdiv(rows, c.merge_rows), num_kv_heads, num_seqs)](
-        out, partial, lse, q_start,
-        num_tokens, num_seqs, num_heads, group, tokens_each, max_splits,
-        D=head_dim,
-        BM=c.block_m,
-        BR=c.merge_rows,
-        BP=c.merge_parts,
+    num_programs = triton.cdiv(call.mean_rows, c.merge_rows)
+    merge_wide_kernel[(num_programs, call.num_kv_heads, call.num_seqs)](
+        out, partial, lse, call.q_start, *numbers, call.tokens_each, max_splits,
+        **_merge_sizes(call.head_dim, c),
         num_warps=c.merge_warps,
         maxnreg=_MERGE_REGISTERS,
     )  # fmt: skip
 
 
-_POINTERS = (
-    "q", "k_cache", "v_cache", "partial", "lse", "q_start", "position", "slot", "cache_len",
-    "ancestors", "block_table",
-)  # fmt: skip
-_DIVISIBLE_STRIDES = (
-    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
-    "stride_vb", "stride_vs", "stride_vh",
-)  # fmt: skip
+def _sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
+    return {
+        "D": head_dim, "BM": c.block_m, "BN": c.block_n, "STAGES": c.stages,
+        "MIN_BLOCKS": c.min_blocks,
+    }  # fmt: skip
+
+
+def _merge_sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
+    return {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts}
+
+
+_POINTERS = ("q", "k_cache", "v_cache", "partial", "lse", *PLACES)
 _INTEGERS = (
     "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
     "block_size", "tokens_each", "max_splits", "num_shares", "stride_table", "stride_words",
-    *_DIVISIBLE_STRIDES,
+    *STRIDES,
 )  # fmt: skip
 _MERGE_POINTERS = ("out", "partial", "lse", "q_start")
 _MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")
@@ -242,7 +212,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             for c in _TABLE.values():
-                for page in _PAGES:
+                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
                         yield _shipped(dtype, head_dim, c, page, is_tree)
                 yield _shipped_merge(dtype, head_dim, c)
@@ -250,33 +220,24 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
     name = TYPE_NAMES[dtype]
-    tensors = {"q": name, "k_cache": name, "v_cache": name, "position": "i64"}
-    tensors |= {"partial": "fp32", "lse": "fp32", "ancestors": "i64" if is_tree else "i32"}
-    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _POINTERS}
     return Shipped(
         f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_wide_kernel,
-        signature | {"scale": "fp32", **dict.fromkeys(_INTEGERS, "i32")},
-        {
-            "D": head_dim, "BM": c.block_m, "BN": c.block_n, "STAGES": c.stages,
-            "MIN_BLOCKS": c.min_blocks, "PAGE": page, "IS_TREE": is_tree,
-        },
+        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
+        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree},
         4,
         3,
-        (*_POINTERS, *_DIVISIBLE_STRIDES),
+        (*_POINTERS, *STRIDES),
         c.max_registers,
-    )  # fmt: skip
+    )
 
 
 def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    tensors = {"out": name, "partial": "fp32", "lse": "fp32"}
-    signature = {pointer: f"*{tensors.get(pointer, 'i32')}" for pointer in _MERGE_POINTERS}
     return Shipped(
-        f"merge-{name}-d{head_dim}-rows{c.block_m}",
+        f"merge-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}",
         merge_wide_kernel,
-        signature | dict.fromkeys(_MERGE_INTEGERS, "i32"),
-        {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts},
+        signature(_MERGE_POINTERS, _MERGE_INTEGERS, dtype),
+        _merge_sizes(head_dim, c),
         c.merge_warps,
         3,
         _MERGE_POINTERS,

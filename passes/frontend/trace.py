@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
 from specc.passes.frontend.attention_function import registered_attention
+from specc.passes.frontend.buffer_values import buffer_values
 from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import RUNTIME_INPUTS, Program, RowInput, Weight
 
@@ -361,66 +361,6 @@ def _is_stored(spec: InputSpec, exported: ExportedProgram) -> bool:
     if spec.kind is InputKind.BUFFER and spec.persistent:
         return exported.state_dict[spec.target].is_floating_point()
     return spec.kind is InputKind.PARAMETER
-
-
-def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
-    """Values of a model's buffers, also where the model is on the meta device.
-
-    Transformers fills such buffers (rotary frequencies, embedding scales) in `_init_weights`, so
-    that is what runs here, on a shallow copy that holds real buffers and no real weight.
-
-    Raises:
-        UnsupportedGraphError: a buffer has no value.
-    """
-    values: dict[str, Tensor] = {}
-    for owner_path in sorted({path.rpartition(".")[0] for path in paths}):
-        owner = model.get_submodule(owner_path)
-        names = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == owner_path]
-        clone = owner
-        if any(owner.get_buffer(name).is_meta for name in names):
-            clone = copy.copy(owner)
-            clone._buffers = {
-                key: None if value is None else _unset(value)
-                for key, value in owner._buffers.items()
-            }
-            initialize = _initializer(model, owner_path)
-            if initialize is not None:
-                with torch.no_grad():
-                    initialize(clone)
-            unknown = [name for name in names if not _is_set(clone.get_buffer(name))]
-            if unknown:
-                raise UnsupportedGraphError(
-                    f"buffer {owner_path}.{unknown[0]} has no value on the meta device",
-                    "buffers that the model's _init_weights computes",
-                    "pass the loaded module to specc.compile instead of its path",
-                )
-        for name in names:
-            values[f"{owner_path}.{name}" if owner_path else name] = (
-                clone.get_buffer(name).detach().cpu().clone()
-            )
-    return values
-
-
-def _initializer(model: nn.Module, path: str) -> Any:
-    """`_init_weights` of the innermost model around a module, which transformers calls for it."""
-    found, at = getattr(model, "_init_weights", None), model
-    for name in filter(None, path.split(".")):
-        at = at.get_submodule(name)
-        found = getattr(at, "_init_weights", found)
-    return found
-
-
-def _unset(value: Tensor) -> Tensor:
-    fill = float("nan") if value.is_floating_point() else torch.iinfo(torch.int32).min
-    return torch.full_like(value, fill, device="cpu") if value.dtype != torch.bool else value
-
-
-def _is_set(value: Tensor) -> bool:
-    return (
-        value.dtype != torch.bool
-        and not value.is_meta
-        and not torch.equal(value.nan_to_num(), _unset(value).nan_to_num())
-    )
 
 
 def _drop_unused_inputs(program: Program, buffers: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The one pass of a block drafter, and what its logits become after a token."""
+"""The one pass of a block drafter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from specc.passes.step.step_graph import StepGraph
-from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
@@ -14,6 +14,8 @@ aten = torch.ops.aten
 
 def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
     """One pass; returns logits [B, V] of each depth, from the children of the root on.
+
+    Where the drafter reads its rows' hidden states, they come after the logits: [B, V + d].
 
     Medusa heads have a pass of their own, see `_flat_levels`. Rows of other passes are those of the
     context that the last step can have accepted, with the target's hidden states, then the block:
@@ -113,31 +115,3 @@ def _levels(g: StepGraph, logits: fx.Node, depth: int) -> list[fx.Node]:
         g.call(aten.flatten.using_ints, g.part(by_depth, 0, level, level + 1, depth), 0, 1)
         for level in range(depth)
     ]
-
-
-def biased_logits(
-    g: StepGraph, draft: str, base: fx.Node, tokens: fx.Node, count: int, is_partial: bool
-) -> fx.Node:
-    """Logits of the children of nodes of one depth: DSpark's U_k + W2 · W1[token].
-
-    Args:
-        g: the stage.
-        draft: name of the drafter.
-        base: U_k, [B, V] of the depth.
-        tokens: [B, count] of the nodes.
-        count: nodes of a sequence.
-        is_partial: W2 has a row for some of the target's ids; the others stay at -inf.
-    Returns:
-        [B * count, V].
-    """
-    bias_in, bias_out, columns = (f"{draft}_{name}" for name in BIAS_TENSORS)
-    known = g.call(aten.embedding.default, g[bias_in], g.flat(tokens))
-    bias = g.call(aten.linear.default, known, g[bias_out])
-    if is_partial:
-        bias = g.call(aten.constant_pad_nd.default, bias, [0, 1], 0)
-        bias = g.call(aten.index_select.default, bias, 1, g[columns])
-    if count > 1:
-        wide = g.call(aten.unsqueeze.default, base, 1)
-        wide = g.call(aten.expand.default, wide, [-1, count, -1])
-        base = g.call(aten.flatten.using_ints, wide, 0, 1)
-    return g.call(aten.add.Tensor, base, bias)

@@ -52,14 +52,16 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         fed.append(best_candidates)
         num_fed = 1 + level * k
         words = None
-        if not grower.base:
+        if grower.bias is None:
             words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
-        parts = []
+        parts, parents_of = [], _parents(g, grower, best_parents, level, k)
         for first_fed, last_fed in plan.tiles(k):
             size, row = last_fed - first_fed, num_fed - k + first_fed
             rows = None if words is None else g.node_rows(words, row, row + size, num_fed)
             part = g.part(best, 1, first_fed, last_fed, k)
-            above = g.part(best_parents, 1, first_fed, last_fed, k)
+            above = None
+            if parents_of is not None:
+                above = g.part(parents_of, 1, first_fed, last_fed, k)
             logits = feed_level(g, grower, part, rows, row, size, level, above)
             logits = sharpen_sampled(g, plan, logits, level, size)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
@@ -98,6 +100,18 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
         outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)
     return outputs
+
+
+def _parents(g: StepGraph, grower: Grower, rows: fx.Node, level: int, k: int) -> fx.Node | None:
+    """What `feed_level` is to know of the parents of a level's nodes, whose rows [B, k] these are.
+
+    Nodes of a level have rows one after the other, the root row 0.
+    """
+    if grower.bias is None:
+        return rows
+    if level == 1 or not grower.bias.has_states:
+        return None
+    return g.call(aten.sub.Scalar, rows, 1 + (level - 2) * k)
 
 
 def sharpen_sampled(

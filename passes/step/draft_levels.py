@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from specc.passes.step.block_pass import biased_logits, block_levels
+from specc.passes.step.block_bias import BlockBias
 from specc.passes.step.draft_view import DraftView
 from specc.passes.step.step_graph import TARGET, StepGraph, int32
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.sharpness import factor_of
+from specc.speculation.tree import TokenTree
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -30,9 +32,8 @@ class Grower:
         view: of a self-draft that sees a part of it by another block table; else None.
         rows_before: of a head, [B] int32 rows before the one that pairs the target's features of
             the last committed token with the root; else None. Its rows are one behind the target's.
-        base: of a block drafter whose logits depend on the token before, [B, V] of each depth
-            without what depends on it: one pass is all that is asked of its program.
-        is_partial: see `BlockDraft`.
+        bias: of a block drafter whose logits depend on the tokens before: one pass is all that is
+            asked of its program.
     """
 
     draft: str
@@ -41,22 +42,19 @@ class Grower:
     is_target: bool = False
     view: DraftView | None = None
     rows_before: fx.Node | None = None
-    base: tuple[fx.Node, ...] = ()
-    is_partial: bool = False
+    bias: BlockBias | None = None
 
     @property
     def keeps_rows(self) -> bool:
         """Its rows of accepted nodes are moved and kept; those of others are computed again."""
-        return not self.is_target and self.rows_before is None and not self.base
+        return not self.is_target and self.rows_before is None and self.bias is None
 
     @classmethod
     def of(cls, g: StepGraph, plan: SpecPlan, draft: str) -> Grower:
         """Of a plan's draft; what a view sees is computed here, once for all levels."""
         own = SelfDraft.named(draft)
-        if (block := plan.block_of(draft)) is not None:
-            base = tuple(block_levels(g, plan, draft))
-            first = plan.first_level(draft)
-            return cls(draft, draft, first, base=base, is_partial=block.is_partial)
+        if plan.block_of(draft) is not None:
+            return cls(draft, draft, plan.first_level(draft), bias=BlockBias.of(g, plan, draft))
         if draft in plan.heads:
             before = g.call(aten.sub.Tensor, g["cache_len"], 1)
             return cls(draft, draft, plan.first_level(draft), rows_before=before)
@@ -78,8 +76,8 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
     computed from. A head reads the target's features of the token before each of its own, and
     overwrites what it has drafted from features of its own.
     """
-    if grower.base:
-        return _after_tokens(g, grower, g.last(g["last_tokens"], 1), 1, 0)
+    if grower.bias is not None:
+        return grower.bias.logits_after(g, g.last(g["last_tokens"], 1), 1, 0)
     if grower.is_target:
         root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
         ancestors = g.repeat_rows(root, g.batch)
@@ -100,12 +98,6 @@ def first_level(g: StepGraph, grower: Grower) -> fx.Node:
         g.arange(count - 1, total, count, torch.int64),
         *([] if grower.rows_before is None else [_feature_rows(g, slots, is_own=False)]),
     )
-
-
-def _after_tokens(g: StepGraph, grower: Grower, tokens: fx.Node, count: int, depth: int) -> fx.Node:
-    """Logits of the children of nodes of a depth, of a block drafter."""
-    base = grower.base[depth]
-    return biased_logits(g, grower.draft, base, tokens, count, grower.is_partial)
 
 
 def _feature_rows(g: StepGraph, rows: fx.Node, is_own: bool) -> fx.Node:
@@ -135,10 +127,10 @@ def feed_level(
         count: nodes of a sequence.
         depth: of all of them.
         parents: the draft's row of the parent of each node, which heads read: [count] or
-            [B, count] int32.
+            [B, count] int32; of a block drafter see `BlockBias.logits_after`.
     """
-    if grower.base:
-        return _after_tokens(g, grower, tokens, count, depth)
+    if grower.bias is not None:
+        return grower.bias.logits_after(g, tokens, count, depth, parents)
     batch, view = g.batch, grower.view
     if isinstance(first_slot, int):
         nodes = g.arange(first_slot, first_slot + count, 1, torch.int32)
@@ -219,13 +211,15 @@ def draft_tree(
                 picked = [place[node] for node in between]
                 tokens = g.select(levels[-1], f"{name}_fed", picked, len(nodes))
                 rows, slots, above = None, 0, None
-                if not grower.base:
+                if grower.bias is None:
                     rows = g.constant(f"{name}_ancestors", words[between])
                     rows = g.repeat_rows(rows, g.batch)
                     slots = g.constant(f"{name}_nodes", int32(between))
                 if grower.rows_before is not None:
                     parents = int32([tree.parents[node] for node in between])
                     above = g.constant(f"{name}_parents", parents)
+                elif grower.bias is not None and grower.bias.has_states:
+                    above = g.constant(f"{name}_above", places_above(tree, between))
                 logits = feed_level(g, grower, tokens, rows, slots, len(between), depth, above)
                 logits = _rows_of(g, logits, f"{name}_rows", between, fed)
             drawn = sharpen(g, plan, draft, logits, depth)
@@ -241,6 +235,13 @@ def draft_tree(
             made.append(g.select(wide, f"{name}_kept", kept, len(fed) * widest))
         levels.append(g.cat(*made))
     return found, g.cat(*levels)
+
+
+def places_above(tree: TokenTree, nodes: Sequence[int]) -> Tensor:
+    """[n] int64: which of the nodes with children, of the depth above, is the parent of each."""
+    leaves = set(tree.leaves)
+    above = [node for node in tree.levels[tree.depths[nodes[0]] - 1] if node not in leaves]
+    return torch.tensor([above.index(tree.parents[node]) for node in nodes])
 
 
 def _rows_of(

@@ -24,7 +24,8 @@ from specc.passes.step.step_graph import (
     int32,
     slots_name,
 )
-from specc.speculation.plans import MERGE, SUFFIX, SpecPlan, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import MERGE, SUFFIX, SpecPlan
 from specc.speculation.tree import TokenTree
 
 aten = torch.ops.aten
@@ -63,7 +64,9 @@ def draft_stage(
 
     Outputs `tokens` [B, N] and, where the tree is data, `parents` [B, N], `ancestors` [B * N, W],
     `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
-    [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from.
+    [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from. Where a drafter says how
+    likely its tokens are accepted, and the target may verify a part of a tree, `confidence` [B, F]
+    says it of each node with children: of one of them.
     """
     g = StepGraph(
         constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed
@@ -88,19 +91,23 @@ def num_levels(plan: SpecPlan) -> int:
 def _static(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     (draft,) = plan.drafts
     tree = plan.shape
-    logits, tokens, rows = _grown(g, plan, draft, 0)
+    logits, tokens, rows, confidence = _grown(g, plan, draft, 0)
     if draft in plan.models and draft not in plan.recomputed:
         g.constant(slots_name(draft), int32(fed_slots(tree)))
-    return {"tokens": tokens} | _drawn_from(g, plan, logits, rows)
+    made = {"tokens": tokens} | ({"confidence": g.cat(*confidence)} if confidence else {})
+    return made | _drawn_from(g, plan, logits, rows)
 
 
 def _grown(
     g: StepGraph, plan: SpecPlan, draft: str, column: int
-) -> tuple[list[fx.Node], fx.Node, list[int]]:
-    """Logits and tokens of a static tree, and the row of logits that each node was drawn from."""
+) -> tuple[list[fx.Node], fx.Node, list[int], list[fx.Node]]:
+    """Of a static tree: logits, tokens, rows of logits that nodes were drawn from, confidence."""
     if plan.is_product(draft):
-        return *draft_block_tree(g, plan, draft, column), block_q_rows(plan, draft)
-    return *draft_tree(g, Grower.of(g, plan, draft), plan, column), q_rows_of(plan.tree_of(draft))
+        return *draft_block_tree(g, plan, draft, column), block_q_rows(plan, draft), []
+    grower = Grower.of(g, plan, draft)
+    logits, tokens = draft_tree(g, grower, plan, column)
+    confidence = [] if grower.bias is None else grower.bias.confidence
+    return logits, tokens, q_rows_of(plan.tree_of(draft)), confidence
 
 
 def _drawn_from(
@@ -146,7 +153,7 @@ def _propose(g: StepGraph, plan: SpecPlan, draft: str, column: int) -> Proposals
     if draft == SUFFIX:
         tokens, parents = _chain(g, g[PROPOSALS], num_nodes)
         return Proposals(tokens, parents, [-1] * num_nodes)
-    logits, tokens, rows = _grown(g, plan, draft, column)
+    logits, tokens, rows, _ = _grown(g, plan, draft, column)
     constant = g.constant(f"parents_of_{draft}", int32(tree.parents))
     parents = g.expand_rows(constant, num_nodes)
     keeps_rows = draft in plan.models and draft not in plan.recomputed

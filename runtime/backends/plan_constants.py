@@ -86,6 +86,11 @@ def _levels(
             made[f"{name}_ancestors"] = words[between]
             made[f"{name}_nodes"] = _int32(between)
             made[f"{name}_parents"] = _int32([tree.parents[node] for node in between])
+            if depth:
+                # of a block drafter whose nodes leave states: which node of those fed before
+                above = [node for node in tree.levels[depth - 1] if node not in tree.leaves]
+                places = [above.index(tree.parents[node]) for node in between]
+                made[f"{name}_above"] = torch.tensor(places)
             made[f"{name}_rows"] = torch.tensor([between.index(node) for node in fed])
             children = [tree.children(node) for node in fed]
             made[f"{name}_columns"] = _int32([column + own[0] for own in children])

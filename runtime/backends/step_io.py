@@ -39,7 +39,8 @@ class StepInputs(NamedTuple):
         sampling_words: [B, 4] int64.
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
             `chosen_blocks` [B, C] int64 columns of the block table.
-        mask_drafts: changes what drafts find likely; steps that a device replays leave it alone.
+        mask_drafts: changes what drafts find likely; steps that a device replays take it
+            from `StepExtras` instead.
     """
 
     rows: Sequence[Sequence[int]]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_masks import mask_rows, tree_masks
-from specc.runtime.scheduling.batch import StepGroup
+from specc.runtime.scheduling.request import Request
+from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import WORD_BITS
 
 # place of the rows whose hidden states tokens read, see `ModelProgram.forward`
@@ -39,24 +40,46 @@ class DraftMasks:
         self._grown = [_Grown() for _ in grammars]
 
     @classmethod
-    def of(cls, group: StepGroup) -> DraftMasks | None:
-        """For a group of requests; None where no draft is asked, or nobody has a grammar."""
-        if not group.plan.asked:
+    def of(
+        cls, requests: Sequence[Request], plan: SpecPlan, num_rows: int | None = None
+    ) -> DraftMasks | None:
+        """For the requests of a step; None where no draft is asked, or nobody has a grammar.
+
+        Args:
+            requests: of the step.
+            plan: of the step.
+            num_rows: sequences of its passes; those after the requests are padding.
+        """
+        if not plan.asked or all(request.grammar is None for request in requests):
             return None
-        grammars = [request.grammar for request in group.requests]
-        return None if all(grammar is None for grammar in grammars) else cls(grammars)
+        grammars = [None if request.is_finished else request.grammar for request in requests]
+        padding = 0 if num_rows is None else num_rows - len(requests)
+        return cls([*grammars, *[None] * padding])
 
     def __call__(self, inputs: Sequence[Tensor | None], logits: Tensor) -> Tensor:
         """The logits [R, V] of a pass, -inf at what grammars forbid; rows of dead nodes stay.
 
         Args:
             inputs: of the draft's program, as of `ModelProgram.forward`.
-            logits: [R, V], which stay as they are.
+            logits: [R, V], or [R, V + d] with hidden states after them; they stay as they are.
+        """
+        width = next((x.vocab_size for x in self._grammars if x is not None), logits.shape[1])
+        masked = mask_rows(logits[:, :width], self.rows(inputs, len(logits)), revives=True)
+        # what some drafters put out after their logits stays
+        return masked if masked.shape == logits.shape else torch.cat([masked, logits[:, width:]], 1)
+
+    def rows(self, inputs: Sequence[Tensor | None], num_logits: int) -> dict[int, bytes]:
+        """Row of a pass's logits → its mask; rows of dead nodes, and of others, are left out.
+
+        Args:
+            inputs: of the draft's program, as of `ModelProgram.forward`, where the host reads
+                them; positions and block table are not looked at.
+            num_logits: R, rows of the pass's logits.
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
         is_block = _is_block(inputs, logit_rows)
-        rows_each = len(logits) // max(1, len(logit_rows))
+        rows_each = num_logits // max(1, len(logit_rows))
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
@@ -72,7 +95,7 @@ class DraftMasks:
         for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
             if grammar is not None:
                 masks |= {rows[node]: mask for node, mask in grown.masks(grammar, rows).items()}
-        return mask_rows(logits, masks, revives=True)
+        return masks
 
 
 def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:

@@ -37,6 +37,11 @@ class GrammarState:
         self.is_over = False
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._vocab_size
+
+    @property
     def error(self) -> str | None:
         """Why nothing can follow although the output is not complete."""
         if self._matcher.is_error():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks
+from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar_masks import tree_masks
 from specc.runtime.constraints.tree_controls import ends_of, reads_trees
 from specc.runtime.execution.device_link import DeviceLink, HostLink
@@ -49,6 +50,17 @@ class MaskRules:
         self.is_late = is_read and self._proposals is None
         # the host cannot know what the device will draft
         self.reads_draft = self.is_late and plan.num_nodes > 1
+        # drafts are asked, and somebody has a grammar: what it forbids is not proposed
+        self.masks_drafts = DraftMasks.of(requests, plan) is not None
+
+    def draft_masks(self, num_rows: int) -> DraftMasks:
+        """Of the passes of the step's drafts, for so many sequences; where `masks_drafts` is set.
+
+        To be asked for when the step before has ended, as `masks`.
+        """
+        found = DraftMasks.of(self._requests, self._plan, num_rows)
+        assert found is not None, "drafts without masks"
+        return found
 
     def known_trees(self) -> Trees:
         """[B][N] tokens and parents, where `reads_draft` is not set.

@@ -14,7 +14,8 @@ from specc.runtime.backends.step_io import StepResult
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.drafts.vote_weights import VoteWeights, leader
 from specc.runtime.scheduling.request import Request
-from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
 
 
 class HostDrafts:

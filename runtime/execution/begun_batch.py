@@ -19,6 +19,7 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.execution.batch_rows import BatchRows
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
 from specc.runtime.execution.can_draw import drawn_step, drawn_steps
+from specc.runtime.execution.confident_nodes import cut_unlikely
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import DrawnPrograms, Draws, joined, prompt_draws, tree_draws
 from specc.runtime.execution.hooked_step import hooked, logprobs_after
@@ -33,6 +34,7 @@ from specc.runtime.execution.shared_pass import (
 )
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.speculation.live_nodes import says_confidence
 
 
 class _Begun(NamedTuple):
@@ -65,6 +67,8 @@ class BegunBatches:
         votes: on the blocks of requests.
         link: to the device of the programs.
         drawn: for batches whose tokens the target draws; None where it cannot.
+        threshold: least probability of a draft token that is verified, where drafts say it; 0
+            verifies all.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class BegunBatches:
         votes: BlockVotes,
         link: HostLink | DeviceLink,
         drawn: DrawnPrograms | None,
+        threshold: float = 0.0,
     ) -> None:
         self._steps = steps
         self._cache = cache
@@ -84,6 +89,7 @@ class BegunBatches:
         self._votes = votes
         self._link = link
         self._drawn = drawn
+        self._threshold = threshold
 
     def begin_shared(self, batch: Batch) -> PendingBatch:
         """All drafts, and one pass of the target for everyone; then acceptance of each group."""
@@ -99,11 +105,16 @@ class BegunBatches:
                 draws.append(prompt_draws(batch.prefill))
             table = self._cache.block_table([s.request.blocks for s in batch.prefill])
             parts.append(span_tokens(batch.prefill, table))
-        for group, step in zip(batch.groups, steps, strict=True):
+        for place, step in enumerate(steps):
+            group = batch.groups[place]
             begin_s = time.perf_counter()
             self._prompts.catch_up(group)
             inputs = self._inputs(group)
             drafted = step.draft(inputs, self._cache.environment)
+            if self._threshold and says_confidence(group.plan):
+                # what commits the batch, and who learns of it, counts what was verified
+                group = cut_unlikely(group, drafted.values["confidence"], self._threshold)
+                batch.groups[place] = group
             begun.append(_Begun(group, step, inputs, drafted, time.perf_counter() - begin_s))
             parts.append(tree_tokens(group.plan, inputs, drafted, group.live))
             if drawn:
@@ -192,7 +203,7 @@ class BegunBatches:
 
     def _inputs(self, group: StepGroup) -> StepInputs:
         inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
-        masks = DraftMasks.of(group)
+        masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
 

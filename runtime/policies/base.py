@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specc.errors import ConfigError
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
@@ -118,6 +119,23 @@ def check_policy(policy: object) -> None:
             "a subclass of specc.runtime.policies.base.Policy, or a policy's name",
             "derive the class from Policy, whose defaults stand for what it leaves out",
         )
+
+
+def live_nodes_of(policy: Policy, group: StepGroup) -> tuple[int, ...]:
+    """Nodes of each request's tree that the policy has the target verify; none: all of them.
+
+    Raises:
+        ConfigError: the policy answers what no tree of this plan has.
+    """
+    plan, requests = group.plan, group.requests
+    live = tuple(policy.live_nodes(plan, requests)) if can_cut(plan) else ()
+    if live and (len(live) != len(requests) or not 1 <= min(live) <= max(live) <= plan.num_nodes):
+        raise ConfigError(
+            f"live nodes {list(live)} for {len(requests)} requests of plan {plan.name}",
+            f"one number of 1 … {plan.num_nodes} for each of them, or none at all",
+            f"correct live_nodes of {type(policy).__name__}",
+        )
+    return live
 
 
 class FixedPolicy(Policy):

@@ -21,6 +21,7 @@ from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of
 from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
+from specc.speculation.live_nodes import ANY_NODES
 
 __all__ = ["Prompt", "RequestMaker"]
 
@@ -42,6 +43,7 @@ class RequestMaker:
         fixed_plan: the plan of every step; None where a policy chooses.
         clock: seconds, of arrivals.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
+        cuts_by_draws: what is drafted says how much of it is verified.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class RequestMaker:
         fixed_plan: str | None,
         clock: Callable[[], float] = time.perf_counter,
         max_seq_len: int | None = None,
+        cuts_by_draws: bool = False,
     ) -> None:
         self._engine = engine
+        self._cuts_by_draws = cuts_by_draws
         self._max_seq_len = max_seq_len or engine.max_seq_len
         self._fixed_plan = fixed_plan
         self._clock = clock
@@ -291,7 +295,16 @@ class RequestMaker:
     def _check_rule(self, index: int, params: SamplingParams) -> None:
         """Raises RequestError: the rule is not lossless for the trees of the only plan in use."""
         plan = self._engine.plans.get(self._fixed_plan or "")
-        if plan is None or params.is_greedy or not params.speculative or params.rule is None:
+        if params.is_greedy or not params.speculative or params.rule is None:
+            return
+        if self._cuts_by_draws and params.rule_id not in ANY_NODES:
+            raise RequestError(
+                f"prompt {index} with rule={params.rule!r}, and --confidence-threshold: how much of"
+                " a tree is verified then depends on what was drawn",
+                f"a rule that is lossless so: {', '.join(x.name.lower() for x in ANY_NODES)}",
+                "pass one of them, or leave rule out",
+            )
+        if plan is None:
             return
         if params.rule_id not in plan.rules:
             names = ", ".join(rule.name.lower() for rule in plan.rules)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from specc.errors import ConfigError, RequestError
+from specc.errors import RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
-from specc.runtime.policies.base import Policy, check_policy
+from specc.runtime.policies.base import Policy, check_policy, live_nodes_of
 from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
@@ -19,7 +19,6 @@ from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.speculation.feature_drafts import heads_of
-from specc.speculation.live_nodes import can_cut
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -226,23 +225,9 @@ class Scheduler:
         if not self._shares_pass or any(group.plan.tile is not None for group in groups):
             return groups
         return [
-            replace(group, live=live) if (live := self._live_nodes(group)) else group
+            replace(group, live=live) if (live := live_nodes_of(self.policy, group)) else group
             for group in groups
         ]
-
-    def _live_nodes(self, group: StepGroup) -> tuple[int, ...]:
-        """Raises ConfigError: the policy answers what no tree of this plan has."""
-        plan, requests = group.plan, group.requests
-        live = tuple(self.policy.live_nodes(plan, requests)) if can_cut(plan) else ()
-        if live and (
-            len(live) != len(requests) or not 1 <= min(live) <= max(live) <= plan.num_nodes
-        ):
-            raise ConfigError(
-                f"live nodes {list(live)} for {len(requests)} requests of plan {plan.name}",
-                f"one number of 1 … {plan.num_nodes} for each of them, or none at all",
-                f"correct live_nodes of {type(self.policy).__name__}",
-            )
-        return live
 
     def _group(self, plan: SpecPlan, requests: list[Request], ahead: LookAhead) -> StepGroup:
         extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}

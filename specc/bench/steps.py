@@ -16,7 +16,7 @@ import torch
 
 from specc.bench.device import Replay, TimedGraphs
 from specc.bench.rounds import Spread
-from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.step import QueuedStep
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine

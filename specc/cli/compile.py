@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.artifact.backends import facts_of
-from specc.cli import render
+from specc.cli import render, render_plans
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -157,7 +157,7 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
     )
     for plan in manifest.plans:
         default = ", the default" if plan.name == manifest.default_plan else ""
-        console.print(f"plan {plan.name}{default}: {render.describe_plan(plan.plan)}")
+        console.print(f"plan {plan.name}{default}: {render_plans.describe_plan(plan.plan)}")
     if manifest.policy == "best":
         console.print("every sequence takes the model or the lookup, whichever promises more")
     if manifest.probe:

@@ -11,7 +11,7 @@ from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import PROFILE_FILE
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
-from specc.cli import render
+from specc.cli import render, render_plans
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
@@ -132,9 +132,9 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     for plan in manifest.plans:
         default = " (default)" if plan.name == manifest.default_plan else ""
         console.print(render.heading(f"\nplan {plan.name}{default}"))
-        console.print(render.describe_plan(plan.plan))
+        console.print(render_plans.describe_plan(plan.plan))
         if plan.plan.speculates and plan.plan.dynamic is None:
-            console.print(render.draw_tree(plan.plan.largest_tree))
+            console.print(render_plans.draw_tree(plan.plan.largest_tree))
 
 
 def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:
@@ -217,7 +217,7 @@ def _print_profile(console: Console, engine: Path, manifest: Manifest) -> None:
         ) from error
     if lengths:
         console.print(render.heading("\ncontext from which on self-drafts pay (specc tune)"))
-        console.print(render.critical_table(lengths))
+        console.print(render_plans.critical_table(lengths))
 
 
 def _print_files(console: Console, manifest: Manifest, verified: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.table import Table
 
-from specc.cli import render
+from specc.cli import render, render_plans
 from specc.cli.print_table import cell, print_lines, print_table
 from specc.cli.progress import make_listener
 from specc.cli.prompts import plain_prompts
@@ -50,7 +50,7 @@ def run_tune(args: EngineArgs, file: PromptFile, options: TuneOptions, *, as_jso
     if tuning.critical:
         title = "\ncontext from which on self-drafts pay, by the tables"
         console.print(render.heading(title))
-        print_table(console, render.critical_table(tuning.critical))
+        print_table(console, render_plans.critical_table(tuning.critical))
     for batch in tuning.batches:
         console.print(render.heading(f"\nbatch size {batch.batch_size}"))
         print_table(console, _table(batch))

@@ -24,8 +24,9 @@ from specc.artifact.manifest_entries import (
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import check_options, choose_backend
+from specc.compiler.candidate import ModelLike, as_drafts
 from specc.compiler.checked_models import CheckedModels
-from specc.compiler.checks import ModelLike, as_drafts, check_dump
+from specc.compiler.checks import check_dump
 from specc.compiler.compiled_model import compile_models
 from specc.compiler.engine_files import (
     write_configurations,
@@ -45,6 +46,7 @@ from specc.compiler.engine_plans import (
     engine_plans,
     reached_positions,
     tile_plans,
+    tokens_of_passes,
 )
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
@@ -201,7 +203,7 @@ def _compile(
                 for kind in (RequireAttention, RequireLayouts)
             ),
         ),
-        *backend.phases(lowered_for),
+        *backend.phases(lowered_for, tokens_of_passes(plans, limits.prefill_chunk)),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
     models, records = compile_models(

@@ -9,19 +9,12 @@ from typing import Any
 
 import torch
 
+from specc.compiler.assumptions import switches_of
 from specc.compiler.backends.base import CompilerBackend
-from specc.compiler.checks import (
-    Candidate,
-    ModelLike,
-    advice_for,
-    check_lengths,
-    check_logits,
-    choose_dtypes,
-    errors_of,
-    open_models,
-)
+from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, open_models
+from specc.compiler.checks import check_assumptions, check_lengths, check_logits, choose_dtypes
 from specc.compiler.engine_plans import check_voters
-from specc.compiler.heads import check_heads
+from specc.compiler.heads import check_heads, with_confidence
 from specc.compiler.quantized_models import check_quantized
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
@@ -86,7 +79,10 @@ class CheckedModels:
         Raises:
             SpeccError: found / needed / do.
         """
-        candidates = open_models(target, drafts, config.rope_length, config.weight_only)
+        switches = switches_of(config, len(drafts))
+        candidates = open_models(target, drafts, config.rope_length, config.weight_only, switches)
+        check_assumptions(candidates, config)
+        candidates = with_confidence(candidates, backend.facts)
         check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)

@@ -2,236 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
-from specc.artifact.decoders.checkpoint_format import open_checkpoint
-from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
-from specc.artifact.weights import MemoryReader
+from specc.compiler.assumptions import AS_FILES_SAY
+from specc.compiler.candidate import Candidate, advice_for, errors_of, label
 from specc.config import AUTO, DTYPES, CompileConfig
 from specc.errors import (
     ConfigError,
-    HeadError,
-    ModelNotFoundError,
     OutputError,
-    SpeccError,
-    WeightError,
 )
-from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.head_spec import HeadSpec, TargetFacts
-from specc.passes.frontend.heads.mtp_spec import MTP_DRAFT, recognise_mtp
-from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
 from specc.speculation.plans import OFF
-
-# Hugging Face directory or id, or a module
-ModelLike = str | Path | nn.Module
-
-_CHANGE = "change what {name} computes there; README, What is supported, says what can be compiled"
-# beginning of an error's advice → advice for somebody who wrote the module
-_ADVICE_FOR_MODULES = {
-    "choose a model of a supported architecture": _CHANGE,
-    "report the architecture": "change {name}.forward so that torch.export can trace it",
-    "choose a rotary scaling": _CHANGE,
-    "check the model's configuration": "change the numbers of heads in {name}",
-}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A model of which the configuration is read, and no more.
-
-    Args:
-        name: `target` or `draft_0`.
-        model: what the user passed.
-        directory: of the checkpoint; None for a module.
-        config: its configuration, or None.
-        checkpoint_dtype: what most of its weights are stored in.
-        rope_length: of the engine, see `specc.passes.frontend.rotary.constant_length`.
-        scheme: how its checkpoint is quantized; None where it is not.
-        head: what it is, where it reads the target's hidden states.
-    """
-
-    name: str
-    model: ModelLike
-    directory: Path | None
-    config: Any
-    checkpoint_dtype: str
-    rope_length: int | None = None
-    scheme: str | None = None
-    head: HeadSpec | None = None
-
-    @classmethod
-    def open(
-        cls,
-        name: str,
-        model: ModelLike,
-        rope_length: int | None = None,
-        is_weight_only: bool = False,
-    ) -> Candidate:
-        """Read configuration and headers.
-
-        Raises:
-            ModelNotFoundError, NotCausalLMError, UnsupportedRotaryError: see hf_model.
-            WeightError: the checkpoint is malformed, or quantized in a way that is not read.
-        """
-        with errors_of(name):
-            if isinstance(model, nn.Module):
-                config = getattr(model, "config", None)
-                reader: TensorReader = MemoryReader.from_module(model)
-                return cls(name, model, None, config, _stored_dtype(reader), rope_length)
-            if not str(model).strip():
-                raise ModelNotFoundError(
-                    "an empty path of a model",
-                    "a directory with config.json, model.safetensors and tokenizer.json",
-                    "pass its path; an unset variable of a shell is empty, too",
-                )
-            directory = hf_model.resolve_directory(model)
-            config = hf_model.load_config(directory)
-            with open_checkpoint(directory, config, is_weight_only) as reader:
-                scheme = reader.scheme if isinstance(reader, DecodedReader) else None
-                dtype = _stored_dtype(reader)
-                return cls(name, model, directory, config, dtype, rope_length, scheme)
-
-    @classmethod
-    def open_draft(
-        cls,
-        name: str,
-        model: ModelLike,
-        target: Candidate,
-        rope_length: int | None = None,
-        is_weight_only: bool = False,
-    ) -> Candidate:
-        """Read a draft, which may be a head of its target; arguments and errors as of `open`.
-
-        Raises:
-            HeadError: a draft of hidden states that does not fit this target, or is not known.
-        """
-        if isinstance(model, nn.Module) or not str(model).strip():
-            return cls.open(name, model, rope_length, is_weight_only)
-        if str(model) == MTP_DRAFT:
-            with errors_of(name):
-                return cls._open_mtp(name, target, is_weight_only)
-        with errors_of(name):
-            directory = hf_model.resolve_directory(model)
-            head = _head_of(directory, target)
-            if head is None:
-                return cls.open(name, model, rope_length, is_weight_only)
-            with SafetensorsReader(head.files) as reader:
-                dtype = _stored_dtype(reader)
-            return cls(name, model, directory, head.config, dtype, None, None, head)
-
-    @classmethod
-    def _open_mtp(cls, name: str, target: Candidate, is_weight_only: bool) -> Candidate:
-        """The MTP module of the target."""
-        if target.directory is None:
-            raise HeadError(
-                f"--draft {MTP_DRAFT}, and a target that is a module ({_label(target)})",
-                "the directory of a target, whose checkpoint holds an MTP module",
-                "pass the directory, or another draft",
-            )
-        if hf_model.holds_more_than_text(target.directory):
-            raise HeadError(
-                f"--draft {MTP_DRAFT}, and a target that takes images, too ({_label(target)})",
-                "the checkpoint of a language model alone",
-                "choose another --draft",
-            )
-        with open_checkpoint(target.directory, target.config, is_weight_only) as reader:
-            facts = TargetFacts.of_config(_label(target), target.config)
-            head = recognise_mtp(target.config, reader, target.directory, facts)
-        given = (target.directory, head.config, target.checkpoint_dtype)
-        return cls(name, MTP_DRAFT, *given, target.rope_length, target.scheme, head)
-
-    @property
-    def max_position(self) -> int | None:
-        return hf_model.max_position(self.config, self.rope_length)
-
-
-def as_drafts(drafts: ModelLike | Sequence[ModelLike] | None) -> list[ModelLike]:
-    """None, one draft or several as a list."""
-    if drafts is None:
-        return []
-    return [drafts] if isinstance(drafts, (str, Path, nn.Module)) else list(drafts)
-
-
-def open_models(
-    target: ModelLike,
-    drafts: Sequence[ModelLike],
-    rope_length: int | None = None,
-    is_weight_only: bool = False,
-) -> list[Candidate]:
-    """The target and its drafts; see `Candidate`."""
-    opened = [Candidate.open("target", target, rope_length, is_weight_only)]
-    for number, draft in enumerate(drafts):
-        sizes = (opened[0], rope_length, is_weight_only)
-        opened.append(Candidate.open_draft(f"draft_{number}", draft, *sizes))
-    return opened
-
-
-def _head_of(directory: Path, target: Candidate) -> HeadSpec | None:
-    """The head in a directory; None where it is an ordinary model.
-
-    Raises:
-        HeadError: another target's, or a target of which nothing is known.
-    """
-    name = _label(target)
-    facts = TargetFacts.of_config(name, target.config)
-    is_known = min(facts.width, facts.num_layers, facts.vocab_size) > 0
-    try:
-        found = recognise(directory, facts)
-    except HeadError as error:
-        if is_known:
-            raise
-        raise HeadError(
-            f"{directory}: a draft head, and the target {name} has no configuration that says how"
-            " wide and how deep it is",
-            "hidden_size, num_hidden_layers and vocab_size",
-            "pass the directory of the target",
-        ) from error
-    return found
-
-
-def _label(model: Candidate) -> str:
-    return type(model.model).__name__ if model.directory is None else str(model.model)
-
-
-@contextmanager
-def errors_of(name: str) -> Iterator[None]:
-    """Say in an error which draft it is about."""
-    try:
-        yield
-    except SpeccError as error:
-        if name == "target":
-            raise
-        raise type(error)(
-            f"{name.replace('_', ' ')}: {error.found}", error.needed, error.do
-        ) from error
-
-
-@contextmanager
-def advice_for(model: ModelLike) -> Iterator[None]:
-    """Advise the author of a module to change it, where errors send others to another model."""
-    try:
-        yield
-    except SpeccError as error:
-        if not isinstance(model, nn.Module):
-            raise
-        name = type(model).__name__
-        for begin, advice in _ADVICE_FOR_MODULES.items():
-            if error.do.startswith(begin):
-                raise type(error)(error.found, error.needed, advice.format(name=name)) from error
-        raise
 
 
 def choose_dtypes(
@@ -279,10 +65,9 @@ def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> list[st
     for model, rows in zip(models, windows, strict=True):
         if model.head is not None:
             continue
-        label = type(model.model).__name__ if model.directory is None else str(model.model)
         lengths = (config.max_seq_len, config.rope_length)
         with errors_of(model.name), advice_for(model.model):
-            check_rotary(model.config, label, *lengths)
+            check_rotary(model.config, label(model), *lengths)
         if rows is None:
             known[model.name] = model.max_position
         elif model.max_position is not None and rows.window > model.max_position:
@@ -379,14 +164,29 @@ def _automatic(model: Candidate, backend: BackendFacts, warnings: list[str]) -> 
     return dtype
 
 
-def _stored_dtype(reader: TensorReader) -> str:
-    """The floating-point type of most weights by name; empty where there is none."""
-    counts: Counter[torch.dtype] = Counter()
-    # of a quantized checkpoint, what is not: embeddings and norms have the model's own type
-    keys = reader.plain_keys() if isinstance(reader, DecodedReader) else reader.keys()
-    for key in keys:
-        # types that only quantized checkpoints have are refused later, with the tensor's name
-        with suppress(WeightError):
-            counts[reader.dtype(key)] += math.prod(reader.shape(key))
-    floating = Counter({dtype: n for dtype, n in counts.items() if dtype.is_floating_point})
-    return str(floating.most_common(1)[0][0]).removeprefix("torch.") if floating else ""
+def check_assumptions(candidates: Sequence[Candidate], config: CompileConfig) -> None:
+    """Refuse what was said of drafts that are no heads.
+
+    Args:
+        candidates: the target first.
+        config: options; what is said once is of all heads among the drafts.
+    Raises:
+        ConfigError: it is said of an ordinary model.
+    """
+    drafts, given = candidates[1:], config.draft_assume
+    if not given:
+        return
+    texts = config.assumptions_of(len(drafts))
+    plain = [
+        (draft, text)
+        for draft, text in zip(drafts, texts, strict=True)
+        if draft.head is None and text.strip() != AS_FILES_SAY
+    ]
+    if plain and (len(given) > 1 or len(plain) == len(drafts)):
+        draft, text = plain[0]
+        called = f"{draft.name.replace('_', ' ')} ({label(draft)})"
+        raise ConfigError(
+            f"--draft-assume {text}, and {called}, which is an ordinary model",
+            "a head or a block drafter, whose files leave something open",
+            f"leave it out, or pass --draft-assume {AS_FILES_SAY} for this draft",
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.model_entry import ModelEntry
-from specc.compiler.checks import advice_for
+from specc.compiler.candidate import advice_for
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.whole_graph import KeptGraphs
 from specc.passes.base import Pass
@@ -36,6 +36,7 @@ from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
+from specc.passes.rewrite.return_hidden import ReturnHidden
 from specc.passes.rewrite.see_blocks import feature_passes
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.tap_features import TapFeatures
@@ -58,6 +59,7 @@ MLA = "latent"
 VOTES = "votes"
 # what lets a target keep hidden states for drafts, and drafts read them
 TAPS = "taps"
+HIDDEN = "hidden states"
 
 
 @dataclass
@@ -162,6 +164,10 @@ def compile_models(
             layout = (*layout, (VOCABULARY, (fits,)))
             if source.kv_window is not None:
                 layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
+        if isinstance(source.head, BlockSpec) and source.head.block.hidden_columns:
+            # from here on columns of the output are not all ids
+            width = source.head.block.hidden_columns
+            layout = (*layout, (HIDDEN, (partial(ReturnHidden, width),)))
         if latent is not None and expands_prompts:
             layout = (*layout, (PROMPTS, (ExpandPrompts,)))
         if ranks > 1:

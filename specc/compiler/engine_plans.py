@@ -10,7 +10,8 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.memory import logit_row_bytes
 from specc.passes.program import Program
-from specc.passes.step.tiles import tile_plan
+from specc.passes.step.step_graph import TARGET
+from specc.passes.step.tiles import pass_rows, tile_plan
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
@@ -134,6 +135,17 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
         max_seq_len: tokens of a sequence.
     """
     return max_seq_len + max((x.num_written for plan in plans for x in plan.blocks), default=0)
+
+
+def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
+    """Tokens that one sequence brings to a pass of a model, at most.
+
+    Args:
+        plans: of the engine.
+        prefill_chunk: tokens of a pass over prompts.
+    """
+    models = {(plan, model) for plan in plans for model in (TARGET, *plan.models)}
+    return max(prefill_chunk, *(pass_rows(plan, model) for plan, model in models))
 
 
 def check_voters(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from specc.compiler.checks import Candidate
+from specc.artifact.backends import BackendFacts
+from specc.compiler.candidate import Candidate
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_spec import BlockSpec
@@ -62,6 +64,20 @@ def check_heads(
             "a target and heads in one floating-point type",
             "leave out --quantize, or choose another draft",
         )
+
+
+def with_confidence(candidates: Sequence[Candidate], facts: BackendFacts) -> list[Candidate]:
+    """Leave confidence heads out where passes of the target verify whole trees."""
+    return [x if facts.shares_pass else _without_confidence(x, facts.name) for x in candidates]
+
+
+def _without_confidence(candidate: Candidate, backend: str) -> Candidate:
+    head = candidate.head
+    if not isinstance(head, BlockSpec) or not head.block.confidence:
+        return candidate
+    told = f"its confidence head is not read: the backend {backend} verifies whole trees"
+    own = replace(head, block=head.block.without_confidence(), warnings=(*head.warnings, told))
+    return replace(candidate, head=own)
 
 
 def check_no_heads(candidates: Sequence[Candidate], what: str) -> None:

@@ -11,7 +11,7 @@ from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.model_entry import ModelEntry
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.checks import Candidate
+from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError

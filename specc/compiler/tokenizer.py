@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specc.artifact.manifest_entries import TokenizerEntry
-from specc.compiler.checks import Candidate
+from specc.compiler.candidate import Candidate
 from specc.compiler.vocabulary import Vocabulary, match
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model

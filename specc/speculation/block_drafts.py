@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,37 @@ from specc.speculation.tree import MAX_NODES, pack_bits
 
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
+# how logits depend on tokens before, see `passes/step/block_bias.py`
+VANILLA, GATED, RNN = BIAS_KINDS = ("vanilla", "gated", "rnn")
 # what steps call the tensors that make logits depend on the token before: name in the weight file
 BIAS_TENSORS = {
     "bias_in": "markov_head.markov_w1.weight",
     "bias_out": "markov_head.markov_w2.weight",
     "bias_columns": "markov_head.columns",
+}
+# likewise, of those kinds that read hidden states
+JOINT_TENSORS = {
+    GATED: {
+        "bias_joint": "markov_head.gate_proj.weight",
+        "bias_offset": "markov_head.gate_proj.bias",
+    },
+    RNN: {
+        "bias_joint": "markov_head.joint_proj.weight",
+        "bias_offset": "markov_head.joint_proj.bias",
+    },
+}
+# what a head reads that estimates how likely the target accepts the next token: the hidden state of
+# the row that proposes it, and W1 of the token before
+OF_ROW, OF_TOKEN = "row", "row and token"
+CONFIDENCE_TENSORS = {
+    "confidence": "confidence_head.proj.weight",
+    "confidence_offset": "confidence_head.proj.bias",
+}
+# for people
+_DEPENDS = {
+    VANILLA: "logits depend on the token before",
+    GATED: "logits depend on the token before, gated by hidden states",
+    RNN: "logits depend on all tokens of the block before",
 }
 
 
@@ -39,11 +65,16 @@ class BlockDraft:
         is_causal: a row sees the rows of a block up to itself, in all layers; else all of them.
         causal_layers: layers in which a row sees those up to itself where in others it sees all of
             them; the drafter's program says so, see `passes/rewrite/see_blocks.py`.
-        is_biased: logits of a row depend on the token before the one that it proposes, by a
+        is_biased: logits of a row depend on the tokens before the one that it proposes, by a
             product of low rank that is added to them (DSpark): a tree is drawn level by level.
         is_partial: it has logits of some of the target's ids alone.
         is_flat: B heads read one row, each for a depth: head j proposes token j + 1 after the
             anchor. `from_anchor` is set, and no mask is read.
+        bias_kind: what is added, where it is biased; one of `BIAS_KINDS`.
+        confidence: what its head reads that estimates acceptance, `OF_ROW` or `OF_TOKEN`; empty
+            where none is read.
+        hidden_columns: d of hidden states that the drafter's program puts out after the logits of
+            each row; 0 where nothing reads them.
         draft: name of the drafter, in a plan.
     """
 
@@ -56,6 +87,9 @@ class BlockDraft:
     is_partial: bool = False
     is_flat: bool = False
     draft: str = ""
+    bias_kind: str = VANILLA
+    hidden_columns: int = 0
+    confidence: str = ""
 
     @property
     def first_row(self) -> int:
@@ -90,7 +124,19 @@ class BlockDraft:
     def bias_tensors(self) -> dict[str, str]:
         """Name in the environment of a step → in the weight file, of what its logits depend on."""
         names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
-        return {f"{self.draft}_{x}": BIAS_TENSORS[x] for x in names if self.is_biased}
+        keys = {x: BIAS_TENSORS[x] for x in names} | JOINT_TENSORS.get(self.bias_kind, {})
+        keys |= CONFIDENCE_TENSORS if self.confidence else {}
+        return {f"{self.draft}_{x}": key for x, key in keys.items() if self.is_biased}
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether steps compute with hidden states of its rows."""
+        return self.bias_kind != VANILLA or bool(self.confidence)
+
+    def without_confidence(self) -> BlockDraft:
+        """The same, whose estimates of acceptance nothing reads."""
+        hidden = 0 if self.bias_kind == VANILLA else self.hidden_columns
+        return replace(self, confidence="", hidden_columns=hidden)
 
     def rows_seen(self, before: int) -> Tensor:
         """Which rows of a block each row of a pass sees, as bits of words.
@@ -128,7 +174,8 @@ class BlockDraft:
         if self.causal_layers:
             layers = ", ".join(map(str, self.causal_layers))
             sees += f" (in layers {layers} up to itself)"
-        biased = "; logits depend on the token before" if self.is_biased else ""
+        biased = f"; {_DEPENDS[self.bias_kind]}" if self.is_biased else ""
+        biased += "; says how likely each token is accepted" if self.confidence else ""
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
             f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
@@ -144,13 +191,16 @@ class BlockDraft:
             block = cls(**{**data, "causal_layers": tuple(data.get("causal_layers", ()))})
         except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
-        numbers = (block.size, block.mask_token_id, *block.causal_layers)
+        numbers = (block.size, block.mask_token_id, block.hidden_columns, *block.causal_layers)
         flags = (
             block.from_anchor, block.is_causal, block.is_biased, block.is_partial, block.is_flat,
         )  # fmt: skip
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
-        is_named = isinstance(block.draft, str)
+        is_named = isinstance(block.draft, str) and block.bias_kind in BIAS_KINDS
+        is_named = is_named and (block.hidden_columns > 0) == block.reads_hidden
+        is_named = is_named and block.confidence in ("", OF_ROW, OF_TOKEN)
+        is_named = is_named and (block.is_biased or not block.reads_hidden)
         if block.is_flat and (not block.from_anchor or block.is_biased):
             raise _invalid(data)
         if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
@@ -161,6 +211,21 @@ class BlockDraft:
 def flat_drafts(blocks: Sequence[BlockDraft]) -> tuple[str, ...]:
     """Names of those that have no cache."""
     return tuple(block.draft for block in blocks if block.is_flat)
+
+
+def joint_shapes(kind: str, rank: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a kind of bias has besides its two matrices, by name.
+
+    Args:
+        kind: of `BIAS_KINDS`.
+        rank: r.
+        width: d, of hidden states.
+    """
+    if kind not in JOINT_TENSORS:
+        return {}
+    weight, offset = JOINT_TENSORS[kind].values()
+    rows, columns = (rank, width + rank) if kind == GATED else (3 * rank, width + 2 * rank)
+    return {weight: (rows, columns), offset: (rows,)}
 
 
 def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:

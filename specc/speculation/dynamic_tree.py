@@ -52,3 +52,13 @@ class DynamicTree:
     def num_fed(self) -> int:
         """Nodes that the draft reads: the root and the best of every level but the last."""
         return 1 + (self.depth - 1) * self.top_k
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Nodes of depth 1, 2, …, as if every level were full in turn."""
+        first, rest = self.top_k, self.num_nodes - 1 - self.top_k
+        left = [min(first, self.num_nodes - 1)] + [0] * (self.depth - 1)
+        for depth in range(1, self.depth):
+            left[depth] = max(0, min(self.top_k**2, rest))
+            rest -= left[depth]
+        return tuple(left)

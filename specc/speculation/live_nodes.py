@@ -5,17 +5,22 @@ verifies is a number for each request, its live nodes; the others are dead: they
 the target's pass, and no walk enters them. Nodes are numbered level by level, siblings in the order
 in which they were drawn, so the first ones are a tree themselves: the one that a plan with that
 smaller tree would have drawn. The number is chosen before anything of the step is drawn, from what
-earlier steps showed; therefore every rule that is lossless for the plan stays so.
+earlier steps showed; therefore every rule that is lossless for the plan stays so. Where drafts that
+say how likely their tokens are choose it, it looks at what was drawn: that leaves `ANY_NODES`.
 """
 
 from __future__ import annotations
 
 import functools
 
+from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
 
 # token of a dead node: that of no vocabulary
 DEAD = -1
+# rules whose output is the target's own whatever nodes are live, also where their number looks at
+# what the step has drawn; so is that of greedy requests
+ANY_NODES = (Rule.COUPLED, Rule.DELTA)
 
 
 def can_cut(plan: SpecPlan) -> bool:
@@ -25,6 +30,11 @@ def can_cut(plan: SpecPlan) -> bool:
     own.
     """
     return plan.speculates and plan.is_static and plan.tile is None
+
+
+def says_confidence(plan: SpecPlan) -> bool:
+    """Whether drafting tells how likely nodes are accepted, and a part of them can be verified."""
+    return can_cut(plan) and any(block.confidence for block in plan.blocks)
 
 
 @functools.lru_cache(maxsize=256)

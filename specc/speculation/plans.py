@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,11 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth, flat_drafts
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
-from specc.speculation.plan_names import FIRST_DRAFT, prefix_of
+from specc.speculation.plan_names import FIRST_DRAFT, check_drafts, prefix_of
+from specc.speculation.plan_names import MERGE as MERGE
+from specc.speculation.plan_names import SUFFIX as SUFFIX
+from specc.speculation.plan_names import VOTE as VOTE
+from specc.speculation.plan_names import is_lookup as is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import MAX_NODES, TokenTree
 from specc.speculation.views import View
@@ -22,10 +25,6 @@ from specc.speculation.views import View
 if TYPE_CHECKING:
     from specc.sampling.params import SamplingParams
 
-MERGE, VOTE = "merge", "vote"
-# proposals that the host's index makes, for all plans of an engine
-SUFFIX = "suffix"
-_LOOKUP = re.compile(r"lookup-([1-9]\d?)")
 # β of depth 1, 2, … of each draft that is asked
 Sharpness = tuple[tuple[float, ...], ...]
 _SHARPEST = 100.0
@@ -72,36 +71,12 @@ class SpecPlan:
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
         assert sum(shapes) <= 1, "one shape"
-        for name in self.drafts:
-            if not (is_lookup(name) or is_self_draft(name) or re.fullmatch(r"draft_\d+", name)):
-                raise ConfigError(
-                    f"a plan of the draft {name!r}",
-                    "draft_0, draft_1, …, self_wW_sS, self_l0toL, lookup-N or suffix",
-                    "compile the engine again",
-                )
-        if len(set(self.drafts)) < max(1, len(self.drafts)):
-            raise ConfigError(
-                f"a plan of the drafts {', '.join(self.drafts) or '(none)'}",
-                "one or more drafts, each once",
-                "name every draft once",
-            )
+        check_drafts(self.drafts, self.combine, self.dynamic is not None)
         if self.tile is not None and (self.tile < 1 or not self.speculates):
             raise ConfigError(
                 f"plan {self.name} in tiles of {self.tile} nodes",
                 "1 or more nodes, of a plan that speculates",
                 "leave out the tile, or compile with --max-logits-mb",
-            )
-        if self.combine not in ("", MERGE, VOTE) or bool(self.combine) != (len(self.drafts) > 1):
-            raise ConfigError(
-                f"{len(self.drafts)} drafts, combined by {self.combine or 'nothing'!r}",
-                f"one draft, or several and {MERGE} or {VOTE}",
-                "pass --combine merge or --combine vote",
-            )
-        if self.dynamic is not None and (self.combine or is_lookup(self.drafts[0])):
-            raise ConfigError(
-                f"a dynamic tree of {', '.join(self.drafts)}",
-                "one draft model or self-draft, which every level asks anew",
-                "choose a static tree for several drafts and for lookups",
             )
         if list(self.parents) != sorted(self.parents):
             raise TreeError(
@@ -201,14 +176,7 @@ class SpecPlan:
         """
         if self.combine != MERGE:
             return self.tree_of(self.drafts[0])
-        trees = [self.tree_of(draft) for draft in self.drafts]
-        parents, numbers = [-1], [[0] * tree.num_nodes for tree in trees]
-        for depth in range(1, self.max_depth + 1):
-            for tree, number in zip(trees, numbers, strict=True):
-                for node in tree.levels[depth] if depth <= tree.max_depth else ():
-                    number[node] = len(parents)
-                    parents.append(number[tree.parents[node]])
-        return TokenTree(tuple(parents))
+        return TokenTree.side_by_side([self.tree_of(draft) for draft in self.drafts])
 
     @cached_property
     def is_static(self) -> bool:
@@ -346,12 +314,7 @@ class SpecPlan:
     def level_sizes(self) -> tuple[int, ...]:
         """Draft tokens of depth 1, 2, …; of a dynamic tree, as if every level were full in turn."""
         if self.dynamic is not None:
-            first, rest = self.dynamic.top_k, self.dynamic.num_nodes - 1 - self.dynamic.top_k
-            left = [min(first, self.dynamic.num_nodes - 1)] + [0] * (self.dynamic.depth - 1)
-            for depth in range(1, self.dynamic.depth):
-                left[depth] = max(0, min(self.dynamic.top_k**2, rest))
-                rest -= left[depth]
-            return tuple(left)
+            return self.dynamic.level_sizes
         trees = [self.tree_of(draft) for draft in self.drafts]
         trees = trees if self.combine == MERGE else trees[:1]
         return tuple(
@@ -434,17 +397,6 @@ class SpecPlan:
             raise EngineError(
                 f"a plan {data}", "name, shape, drafts", "compile the engine again"
             ) from error
-
-
-def is_lookup(draft: str) -> bool:
-    """Whether a draft looks tokens up, rather than asking a model or the target."""
-    return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
-
-
-def lookup_ngram(draft: str) -> int | None:
-    """N of `lookup-N`; None of other drafts."""
-    match = _LOOKUP.fullmatch(draft)
-    return int(match[1]) if match else None
 
 
 OFF = SpecPlan("off")

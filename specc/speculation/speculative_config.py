@@ -7,21 +7,27 @@ Source: vLLM, vllm/config/speculative.py.
 
 from __future__ import annotations
 
-import ast
 import difflib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from specc.errors import ConfigError, TreeError
+from specc.errors import ConfigError
 from specc.speculation.choose_plans import split_drafts
 from specc.speculation.plans import SUFFIX
+from specc.speculation.speculative_values import (
+    OPTION,
+    check_absent,
+    integer_of,
+    refused,
+    shown,
+    text_of,
+    tree_of,
+)
 from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
-OPTION = "--speculative-config"
 _MODEL, _NGRAM, _EAGLE3, _MTP = "draft_model", "ngram", "eagle3", "mtp"
 _DFLASH, _DSPARK, _MEDUSA = "dflash", "dspark", "medusa"
 # names of vLLM's → what specc calls it
@@ -107,11 +113,11 @@ class SpeculativeConfig:
         """
         values = _known(_parse(given) if isinstance(given, str) else given)
         method = _method_of(values)
-        tree = _tree_of(values)
+        tree = tree_of(values)
         draft = _READERS[method](values, tree)
-        length = _integer(values, "num_speculative_tokens")
+        length = integer_of(values, "num_speculative_tokens")
         if tree is not None and length not in (None, tree.num_draft_tokens):
-            raise _refused(
+            raise refused(
                 f"num_speculative_tokens {length}, and a speculative_token_tree of"
                 f" {tree.num_draft_tokens} tokens",
                 "as many as the tree has, or no num_speculative_tokens",
@@ -121,7 +127,7 @@ class SpeculativeConfig:
             draft,
             tree,
             length if tree is None else None,
-            _integer(values, "draft_tensor_parallel_size"),
+            integer_of(values, "draft_tensor_parallel_size"),
         )
 
     @property
@@ -139,9 +145,9 @@ class SpeculativeConfig:
             if value is None or (isinstance(value, (tuple, list)) and not value):
                 continue
             option = "--" + name.replace("_", "-")
-            shown = value[0] if isinstance(value, (tuple, list)) else value
+            first = value[0] if isinstance(value, (tuple, list)) else value
             raise ConfigError(
-                f"{OPTION} and {option} {_shown(str(shown))}",
+                f"{OPTION} and {option} {shown(str(first))}",
                 "one of the two: both say how to speculate",
                 f"leave out {option}, or say all of it by options of specc",
             )
@@ -170,7 +176,7 @@ def _parse(text: str) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], parse_json(text, exact=True))
     except JsonError as error:
         raise ConfigError(
-            f"{OPTION} {_shown(text)}: no JSON ({error})",
+            f"{OPTION} {shown(text)}: no JSON ({error})",
             "an object of JSON, in quotes of the shell",
             f"""for example {OPTION} '{{"model": "D/", "num_speculative_tokens": 4}}'""",
         ) from error
@@ -179,8 +185,8 @@ def _parse(text: str) -> Mapping[str, Any]:
 def _known(given: Any) -> dict[str, Any]:
     """The keys that specc reads, those that are null left out."""
     if not isinstance(given, Mapping):
-        raise _refused(
-            f"{_shown(given)}, a {type(given).__name__}",
+        raise refused(
+            f"{shown(given)}, a {type(given).__name__}",
             "an object: keys with values",
             'for example {"model": "D/", "num_speculative_tokens": 4}',
         )
@@ -194,11 +200,11 @@ def _known(given: Any) -> dict[str, Any]:
             is_bool = isinstance(value, bool)
             asks = value is not None and not (value is False and isinstance(neutral, bool))
             if asks and (value != neutral or is_bool != isinstance(neutral, bool)):
-                raise _refused(f"{key} {_shown(value)}", f"none of vLLM's {key}", do)
+                raise refused(f"{key} {shown(value)}", f"none of vLLM's {key}", do)
         else:
             close = difflib.get_close_matches(str(key), (*_KEYS, *_OTHER_KEYS), n=1)
-            raise _refused(
-                f"the key {_shown(key)}",
+            raise refused(
+                f"the key {shown(key)}",
                 ", ".join(_KEYS),
                 f"write {close[0]}" if close else "leave it out",
             )
@@ -211,7 +217,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
         if values.get("model") in (_NGRAM, "[ngram]"):
             return _NGRAM
         if "model" not in values:
-            raise _refused(
+            raise refused(
                 "neither method nor model",
                 "a draft model, or a method that needs none",
                 'add "model": "D/", or "method": "ngram"',
@@ -223,8 +229,8 @@ def _method_of(values: Mapping[str, Any]) -> str:
     others = (*_METHODS, *_OTHER_METHODS)
     is_theirs = method in _OTHER_METHODS or str(method).endswith("_mtp")
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
-    raise _refused(
-        f"method {_shown(method)}",
+    raise refused(
+        f"method {shown(method)}",
         f"{_MODEL}, {_EAGLE3}, {_DFLASH}, {_DSPARK}, {_MEDUSA}, {_MTP}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
@@ -233,34 +239,36 @@ def _method_of(values: Mapping[str, Any]) -> str:
 
 
 def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
-    model = _text(values, "model")
+    model = text_of(values, "model")
     if model is None:
-        raise _refused(
+        raise refused(
             f"method {_MODEL} without model", "the directory or id of a draft", 'add "model": "D/"'
         )
     if not model:
-        raise _refused("an empty model", "the directory or id of a draft", "name it")
+        raise refused("an empty model", "the directory or id of a draft", "name it")
     looks_up = not split_drafts([model])[0] and not model.startswith("self:")
     if looks_up and "method" in values:
-        raise _refused(
-            f"method {_MODEL} and model {_shown(model)}",
+        raise refused(
+            f"method {_MODEL} and model {shown(model)}",
             "a draft model, or one of the target's self-drafts",
             f"write method {SUFFIX if model == SUFFIX else _NGRAM}, or leave method out",
         )
     if looks_up:
-        _check_no_ranks(values, f"model {_shown(model)}")
+        _check_no_ranks(values, f"model {shown(model)}")
         _check_chain(tree, model)
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
-        _absent(values, name, f"model {_shown(model)}", f"method {_NGRAM}, which looks tokens up")
+        check_absent(
+            values, name, f"model {shown(model)}", f"method {_NGRAM}, which looks tokens up"
+        )
     return model
 
 
 def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
     """A head, a block drafter or Medusa heads, which the files of its directory say that it is."""
-    model = _text(values, "model")
+    model = text_of(values, "model")
     if not model or model.startswith("self:") or not split_drafts([model])[0]:
-        raise _refused(
-            f"method {method} " + (f"and model {_shown(model)}" if model else "without model"),
+        raise refused(
+            f"method {method} " + (f"and model {shown(model)}" if model else "without model"),
             "the directory or id of a head or block drafter",
             'add "model": "H/"' if not model else "leave method out, or name a head or drafter",
         )
@@ -270,17 +278,17 @@ def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -
 def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     model = values.get("model")
     if model not in (None, _NGRAM, "[ngram]"):
-        raise _refused(
-            f"method {_NGRAM} and model {_shown(model)}",
+        raise refused(
+            f"method {_NGRAM} and model {shown(model)}",
             "one of the two: looked-up tokens need no model",
             "leave out model, or method",
         )
     _check_no_ranks(values, f"method {_NGRAM}")
     _check_chain(tree, f"method {_NGRAM}")
-    least = _integer(values, "prompt_lookup_min")
-    longest = _integer(values, "prompt_lookup_max", _MOST_NGRAM_TOKENS)
+    least = integer_of(values, "prompt_lookup_min")
+    longest = integer_of(values, "prompt_lookup_max", _MOST_NGRAM_TOKENS)
     if least is not None and least > 1:
-        raise _refused(
+        raise refused(
             f"prompt_lookup_min {least}",
             "1: the longest match counts here, however short it is",
             "leave out prompt_lookup_min",
@@ -292,7 +300,9 @@ def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
 def _read_bare(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
     """What needs no name: an index, or the module in the target's checkpoint."""
     for name in ("model", "prompt_lookup_max", "prompt_lookup_min"):
-        _absent(values, name, f"method {method}", "no more than num_speculative_tokens besides")
+        check_absent(
+            values, name, f"method {method}", "no more than num_speculative_tokens besides"
+        )
     _check_no_ranks(values, f"method {method}")
     if method == SUFFIX:
         _check_chain(tree, f"method {SUFFIX}")
@@ -308,8 +318,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any], TokenTree | None], str]] = {
 
 
 def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:
-    if (size := _integer(values, "draft_tensor_parallel_size")) not in (None, 1):
-        raise _refused(
+    if (size := integer_of(values, "draft_tensor_parallel_size")) not in (None, 1):
+        raise refused(
             f"{what} and draft_tensor_parallel_size {size}",
             "a draft model, whose weights ranks can share",
             "leave out draft_tensor_parallel_size",
@@ -318,107 +328,8 @@ def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:
 
 def _check_chain(tree: TokenTree | None, what: str) -> None:
     if tree is not None and len(tree.leaves) > 1:
-        raise _refused(
+        raise refused(
             f"{what} and a speculative_token_tree with branches",
             "a chain: one continuation is looked up",
             "write num_speculative_tokens instead of speculative_token_tree",
         )
-
-
-def _tree_of(values: Mapping[str, Any]) -> TokenTree | None:
-    """The tree of paths: each node is the list of child numbers that lead to it from the root.
-
-    Raises:
-        ConfigError: no list of paths, a path twice, or a node without its parent or elder sibling.
-        TreeError: too many nodes.
-    """
-    given = values.get("speculative_token_tree")
-    if given is None:
-        return None
-    paths = _paths(given)
-    numbers: dict[tuple[int, ...], int] = {(): 0}
-    parents = [-1]
-    for path in paths:
-        # tokens are the draft's best, second best, …: no rank is left out
-        elder = (*path[:-1], path[-1] - 1)
-        for needed in (path[:-1], elder if path[-1] else ()):
-            if needed not in numbers:
-                raise _refused(
-                    f"speculative_token_tree: {path} without {needed}",
-                    "the parent and all elder siblings of every node",
-                    f"add {needed} to the tree",
-                )
-        numbers[path] = len(parents)
-        parents.append(numbers[path[:-1]])
-    tree = TokenTree(tuple(parents))
-    # an expansion is called by its widths
-    widths = [len(tree.children(level[0])) for level in tree.levels[:-1]]
-    if min(widths) < 1:
-        return tree
-    try:
-        expansion = TokenTree.from_widths(widths)
-    except TreeError:
-        return tree
-    return expansion if expansion.parents == tree.parents else tree
-
-
-def _paths(given: Any) -> list[tuple[int, ...]]:
-    """The nodes, level by level."""
-    found = given
-    if isinstance(given, str):
-        try:
-            found = ast.literal_eval(given)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            found = None
-    is_list = isinstance(found, Sequence) and not isinstance(found, str) and len(found) > 0
-    if not is_list or not all(map(_is_path, found)):
-        raise _refused(
-            f"speculative_token_tree {_shown(given)}",
-            "a list of tuples of child numbers, from 0",
-            'for example "[(0,), (1,), (0, 0)]": two first tokens, and one after the first of them',
-        )
-    paths = [tuple(path) for path in found]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise _refused(
-            f"speculative_token_tree: {twice} twice", "every node once", "leave one of them out"
-        )
-    return sorted(paths, key=lambda path: (len(path), path))
-
-
-def _is_path(path: Any) -> bool:
-    return (
-        isinstance(path, (tuple, list))
-        and len(path) > 0
-        and all(type(number) is int and number >= 0 for number in path)
-    )
-
-
-def _integer(values: Mapping[str, Any], key: str, most: int | None = None) -> int | None:
-    value = values.get(key)
-    if value is None or (type(value) is int and 1 <= value <= (most or value)):
-        return value
-    needed = f"an integer of 1 … {most}" if most else "an integer of 1 or more"
-    raise _refused(f"{key} {_shown(value)}", needed, f"correct {key}, or leave it out")
-
-
-def _text(values: Mapping[str, Any], key: str) -> str | None:
-    value = values.get(key)
-    if value is None or isinstance(value, str):
-        return value
-    raise _refused(f"{key} {_shown(value)}", "a string", f"correct {key}")
-
-
-def _absent(values: Mapping[str, Any], key: str, beside: str, needed: str) -> None:
-    if key in values:
-        raise _refused(f"{beside} and {key} {_shown(values[key])}", needed, f"leave out {key}")
-
-
-def _refused(found: str, needed: str, do: str) -> ConfigError:
-    return ConfigError(f"{OPTION}: {found}", needed, do)
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON has it, cut where it is long."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:79] + "…"

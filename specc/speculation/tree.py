@@ -6,6 +6,7 @@ Node 0 is the root, the sequence's last token, which has no K and V row yet. `pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,6 +93,17 @@ class TokenTree:
         if num_speculative_tokens == 0:
             return cls((-1,), ())
         return cls.from_widths((1,) * num_speculative_tokens)
+
+    @classmethod
+    def side_by_side(cls, trees: Sequence[TokenTree]) -> TokenTree:
+        """Trees below one root, level by level, those of the first tree first."""
+        parents, numbers = [-1], [[0] * tree.num_nodes for tree in trees]
+        for depth in range(1, max(tree.max_depth for tree in trees) + 1):
+            for tree, number in zip(trees, numbers, strict=True):
+                for node in tree.levels[depth] if depth <= tree.max_depth else ():
+                    number[node] = len(parents)
+                    parents.append(number[tree.parents[node]])
+        return cls(tuple(parents))
 
     @property
     def num_nodes(self) -> int:

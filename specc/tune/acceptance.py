@@ -23,7 +23,8 @@ from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
-from specc.speculation.plans import SUFFIX, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import SUFFIX
 from specc.speculation.self_drafts import SelfDraft
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
@@ -137,17 +138,7 @@ def chains_over(
             votes = choosing and choice.is_due(root, views)
             again = again[: len(tokens) - 1 - root]
             _target_pass(engine, again, root, table, choice if votes else None)
-    rows = [
-        torch.arange(root, min(root + depth, len(tokens) - 1), dtype=torch.int64) for root in roots
-    ]
-    found: list[list[list[int]]] = []
-    for own in logits:
-        if not own:
-            found.append([])
-            continue
-        ranks = ranks_of(engine, torch.cat(own), trajectory.request, torch.cat(rows), width)
-        found.append([[ranks.pop(0) for _ in chain] for chain in rows])
-    return found
+    return [ranks_of_chains(engine, own, trajectory, roots, width, depth) for own in logits]
 
 
 def lookup_acceptance(
@@ -373,3 +364,37 @@ def ranks_of(
     is_it = children == wanted[:, None]
     ranks = torch.where(is_it.any(dim=1), is_it.int().argmax(dim=1), NONE)
     return ranks.tolist()
+
+
+def roots_of(trajectory: Trajectory) -> range:
+    """Places along an output from which a draft with hidden states is asked for chains.
+
+    The first token of an output comes without a tree.
+    """
+    return range(max(1, trajectory.num_prompt), len(trajectory.token_ids) - 1, STRIDE)
+
+
+def ranks_of_chains(
+    engine: Engine,
+    logits: Sequence[Tensor],
+    trajectory: Trajectory,
+    roots: Sequence[int],
+    width: int,
+    depth: int,
+) -> list[list[int]]:
+    """Ranks of the tokens after each root of an output, [roots][depth or fewer].
+
+    Args:
+        engine: whose operators draw.
+        logits: [n, V] each, of all levels of a root's chain before those of the next.
+        trajectory: the output.
+        roots: ascending places along it.
+        width: children of a node.
+        depth: levels of a chain, of which none is beyond the end.
+    """
+    if not logits:
+        return []
+    last = len(trajectory.token_ids) - 1
+    rows = [torch.arange(root, min(root + depth, last), dtype=torch.int64) for root in roots]
+    ranks = ranks_of(engine, torch.cat(list(logits)), trajectory.request, torch.cat(rows), width)
+    return [[ranks.pop(0) for _ in chain] for chain in rows]

@@ -7,6 +7,7 @@ that depend on the token before (DSpark) are those after the token that came.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specc.runtime.engine import Engine
-from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
+from specc.speculation.block_drafts import BIAS_TENSORS, GATED, JOINT_TENSORS, VANILLA, BlockDraft
 from specc.tune.acceptance import (
-    STRIDE,
     Trajectory,
     acceptance_of,
     blocks_of_a_sequence,
     causal_pass,
     chunks_of,
-    ranks_of,
+    ranks_of_chains,
+    roots_of,
 )
 
 
@@ -40,12 +41,8 @@ def block_acceptance(
         depth: levels at most.
     """
     depth = min(depth, block.num_proposed)
-    chains = [
-        chain
-        for trajectory in trajectories
-        for chain in block_chains(engine, block, trajectory, width, depth)
-    ]
-    return acceptance_of(chains, width, depth)
+    chains = (block_chains(engine, block, own, width, depth) for own in trajectories)
+    return acceptance_of(itertools.chain.from_iterable(chains), width, depth)
 
 
 @torch.inference_mode()
@@ -62,8 +59,7 @@ def block_chains(
         depth: levels at most, no more than a block proposes.
     """
     tokens, last = trajectory.token_ids, len(trajectory.token_ids) - 1
-    # the first token of an output comes without a tree
-    roots = range(max(1, trajectory.num_prompt), last, STRIDE)
+    roots = roots_of(trajectory)
     drafter: Any = engine.drafts[int(block.draft.removeprefix("draft_"))]
     logits: list[Tensor] = []
     with blocks_of_a_sequence(engine) as table:
@@ -83,11 +79,7 @@ def block_chains(
                 found = _block_pass(engine, drafter, block, tokens[read : root + 1], root, table)
             logits.append(_after(block, drafter.weights, found[: len(fed)], fed))
             read = root
-    if not logits:
-        return []
-    places = [torch.arange(root, min(root + depth, last), dtype=torch.int64) for root in roots]
-    ranks = ranks_of(engine, torch.cat(logits), trajectory.request, torch.cat(places), width)
-    return [[ranks.pop(0) for _ in chain] for chain in places]
+    return ranks_of_chains(engine, logits, trajectory, roots, width, depth)
 
 
 def _block_pass(
@@ -98,7 +90,7 @@ def _block_pass(
     root: int,
     table: Tensor,
 ) -> Tensor:
-    """Logits of every depth, [D, V], which depend on no token after the root.
+    """Logits of every depth, [D, V], which depend on no token after the root; see `block_levels`.
 
     Args:
         engine: whose drafter it is.
@@ -146,14 +138,29 @@ def _flat_pass(engine: Engine, drafter: Any, token: int, root: int, table: Tenso
     return found
 
 
-def _after(block: BlockDraft, weights: Any, logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits [n, V] of rows after these tokens; see `biased_logits` in `passes/step`."""
+def _after(block: BlockDraft, weights: Any, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Logits [n, V] of rows after these tokens; see `passes/step/block_bias.py`."""
     if not block.is_biased:
-        return logits
-    known = F.embedding(
-        torch.tensor(tokens, device=logits.device), weights[BIAS_TENSORS["bias_in"]]
-    )
+        return rows
+    known = F.embedding(torch.tensor(tokens, device=rows.device), weights[BIAS_TENSORS["bias_in"]])
+    logits, hidden = rows.tensor_split([rows.shape[1] - block.hidden_columns], 1)
+    if block.bias_kind != VANILLA:
+        weight, offset = (weights[key] for key in JOINT_TENSORS[block.bias_kind].values())
+        if block.bias_kind == GATED:
+            known = F.linear(torch.cat([hidden, known], 1), weight, offset).sigmoid() * known
+        else:
+            known = _unrolled(known, hidden, weight, offset)
     bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
     if block.is_partial:
         bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
     return logits + bias
+
+
+def _unrolled(known: Tensor, hidden: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """[n, r] of a drafter with a state, which goes from token to token."""
+    state, found = torch.zeros_like(known[0]), []
+    for own, row in zip(known, hidden, strict=True):
+        gate, candidate, output = F.linear(torch.cat([state, own, row]), weight, offset).chunk(3)
+        state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
+        found.append(output.tanh())
+    return torch.stack(found)

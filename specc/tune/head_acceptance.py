@@ -8,6 +8,7 @@ over a few of those, and then they are computed again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from specc.runtime.engine import Engine
 from specc.tune.acceptance import (
-    STRIDE,
     Trajectory,
     acceptance_of,
     blocks_of_a_sequence,
     causal_pass,
     chunks_of,
-    ranks_of,
+    ranks_of_chains,
+    roots_of,
 )
 
 
@@ -37,12 +38,8 @@ def head_acceptance(
         width: children of a node at most.
         depth: levels at most.
     """
-    chains = [
-        chain
-        for trajectory in trajectories
-        for chain in head_chains(engine, draft, trajectory, width, depth)
-    ]
-    return acceptance_of(chains, width, depth)
+    chains = (head_chains(engine, draft, own, width, depth) for own in trajectories)
+    return acceptance_of(itertools.chain.from_iterable(chains), width, depth)
 
 
 @torch.inference_mode()
@@ -59,8 +56,8 @@ def head_chains(
         depth: levels at most.
     """
     tokens, last = trajectory.token_ids, len(trajectory.token_ids) - 1
-    # the first token of an output comes without a tree; the row of a root is one before it
-    roots = range(max(1, trajectory.num_prompt), last, STRIDE)
+    # the row of a root is one before it
+    roots = roots_of(trajectory)
     logits: list[Tensor] = []
     with blocks_of_a_sequence(engine) as table:
         for first, chunk in chunks_of(engine, tokens[:-1]):
@@ -76,11 +73,7 @@ def head_chains(
             # the next chain sees these as the target's
             if count > 1:
                 _head_pass(engine, draft, tokens, root, count - 1, table)
-    if not logits:
-        return []
-    rows = [torch.arange(root, min(root + depth, last), dtype=torch.int64) for root in roots]
-    ranks = ranks_of(engine, torch.cat(logits), trajectory.request, torch.cat(rows), width)
-    return [[ranks.pop(0) for _ in chain] for chain in rows]
+    return ranks_of_chains(engine, logits, trajectory, roots, width, depth)
 
 
 def _head_pass(

@@ -1,8 +1,9 @@
-"""The target's own outputs on prompts: what acceptance is measured on."""
+"""Prompts of a length, and the target's own outputs on them: what acceptance is measured on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specc.bench.engine import tokenize
 from specc.errors import ConfigError
@@ -12,8 +13,19 @@ from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from specc.tune.acceptance import Trajectory
-from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
+
+
+class LongPrompts(NamedTuple):
+    """What tuning runs.
+
+    Args:
+        token_ids: of each.
+        is_repeated: a prompt is in it more than once: easier to draft than other text is.
+    """
+
+    token_ids: list[list[int]]
+    is_repeated: bool = False
 
 
 def own_outputs(
@@ -70,6 +82,28 @@ def _prompts(
             "lower --context or --tokens, or compile with a larger --max-seq-len",
         )
     return join_prompts(tokenize(engine, prompts, 1), options.context)
+
+
+def join_prompts(prompts: Sequence[list[int]], context: int) -> LongPrompts:
+    """Prompts of `context` tokens each, as many as there are tokens for; one at least.
+
+    They are joined in the order given, and no two of the results share one. Where all together
+    are shorter, they are repeated.
+
+    Args:
+        prompts: token ids of each, one prompt of one token or more.
+        context: tokens, 1 or more.
+    """
+    found: list[list[int]] = [[]]
+    for prompt in prompts:
+        if len(found[-1]) >= context:
+            found.append([])
+        found[-1] += prompt
+    full = [ids[:context] for ids in found if len(ids) >= context]
+    if full:
+        return LongPrompts(full)
+    (short,) = found
+    return LongPrompts([(short * -(-context // len(short)))[:context]], is_repeated=True)
 
 
 def _trajectories(

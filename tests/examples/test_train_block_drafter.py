@@ -143,11 +143,11 @@ def test_a_trained_drafter_drafts_in_an_engine_as_its_walk_says(
     tokens = sys.modules["head_texts"].continue_texts(target, prompts, 20, 0.0)
     texts, goal = read(tokens, target, 4, torch.bfloat16), script.Goal(8, 1.0, 1.0, 1.0)
     output = target.get_output_embeddings().weight.detach().bfloat16()
-    schedule, kept = script.Schedule(60, 1e6, warmup=1), []
+    schedule, kept = sys.modules["pair_parts"].Schedule(60, 1e6, warmup=1), []
+    course = script.Course(schedule, (0.02, 4e-3), [1.0], 0)
     anchors = script.draw_anchors(texts, SIZE, 8, torch.Generator().manual_seed(1))
     before = script.losses(drafter, output, texts, anchors, goal, True)[0].item()
-    given = (drafter, output, [texts], goal, schedule, (0.02, 4e-3), [1.0], 8, 0)
-    steps, _ = script.train(*given, lambda: kept.append(1), 0.0)
+    steps, _ = script.train(drafter, output, [texts], goal, course, 8, lambda: kept.append(1), 0.0)
     assert (steps, len(kept)) == (60, 60)
     assert script.losses(drafter, output, texts, anchors, goal, True)[0].item() < 0.7 * before
 

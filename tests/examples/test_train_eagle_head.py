@@ -170,9 +170,10 @@ def test_a_trained_head_drafts_in_an_engine_as_its_walk_says(
     texts = read(target, tokens, 4)
     goal = script.Goal(DEPTHS, 1.0, 1.0, 1.0)
     output = target.get_output_embeddings().weight.detach().bfloat16()
-    schedule = script.Schedule(40, 1e6, warmup=1)
+    schedule = sys.modules["pair_parts"].Schedule(40, 1e6, warmup=1)
+    course = script.Course(schedule, (0.02, 4e-3), [1.0], 0)
     before = script.losses(head, output, texts, goal, True)[0].item()
-    steps, _ = script.train(head, output, [texts], goal, schedule, (0.02, 4e-3), [1.0], 200, 0)
+    steps, _ = script.train(head, output, [texts], goal, course, 200)
     assert steps == 40
     assert script.losses(head, output, texts, goal, True)[0].item() < 0.7 * before
 

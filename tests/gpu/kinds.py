@@ -129,6 +129,13 @@ KINDS = {
         vocab=96,
         compares_drafts=True,
     ),
+    "dspark-rnn": Kind(
+        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
+        partial(_block, name="dspark-rnn"),
+        _head_target,
+        vocab=96,
+        compares_drafts=True,
+    ),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
 }
 

@@ -7,7 +7,6 @@ upwards and the other one downwards.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from tests.gpu import products
 from tests.gpu.count_compiles import count_compiles
-from tests.gpu.pair import ROOT, pair_engine
+from tests.gpu.pair import ROOT, pair_engine, pair_prompts
 from tests.gpu.replay import require_graphs
 from tests.gpu.results import Device, Results
 
@@ -36,7 +35,7 @@ def check(results: Results, device: Device, dtype: str) -> None:
     exact = model if dtype == "float32" else load("float32", device)
     with tempfile.TemporaryDirectory() as scratch:
         engine = pair_engine(Path(scratch) / dtype, dtype)
-        prompts = [engine.tokenizer.encode(p).ids for p in _prompts(NUM_PROMPTS)]
+        prompts = [engine.tokenizer.encode(p).ids for p in pair_prompts(NUM_PROMPTS)]
         results.begin("references of transformers")
         references = [_generate(model, ids, NUM_TOKENS, device) for ids in prompts]
 
@@ -110,7 +109,7 @@ def compare(
     Raises:
         AssertionError: another token, or a step that ran operator by operator.
     """
-    from specc.runtime.backends.captured.captured_step import CaptureWarning
+    from specc.runtime.backends.captured.captures import CaptureWarning
     from specc.runtime.llm import LLM
     from specc.sampling.params import SamplingParams
     from tests.near_ties import forgive_near_ties
@@ -175,8 +174,3 @@ def _generate(model: Any, ids: list[int], count: int, device: Device) -> Any:
         )
     logits = torch.stack(result.logits)[:, 0].float().cpu()
     return Reference(result.sequences[0, len(ids) :].tolist(), logits)
-
-
-def _prompts(count: int) -> list[str]:
-    lines = (ROOT / "examples/pair/prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines[:count]]

@@ -1,7 +1,8 @@
-"""The demo pair, compiled for the GPU."""
+"""The demo pair, compiled for the GPU, and its prompts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,9 @@ def pair_engine(path: Path, dtype: str, capture: Any = None) -> Any:
     pair = ROOT / "examples/pair"
     compile_with(str(pair / "target"), str(pair / "draft"), path, config)
     return Engine.load(path, capture=capture)
+
+
+def pair_prompts(count: int) -> list[str]:
+    """Texts that its models were trained on the likes of."""
+    lines = (ROOT / "examples/pair/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:count]]

@@ -166,6 +166,8 @@ def command_a() -> list[Stage]:
         task("replay", "overlap", "replay:check_overlap", {}, 40.0),
         task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
         task("replay", "nccl", "collectives:check_step", {}, 60.0),
+        task("replay", "grammar-float32", "grammar:check", {"dtype": "float32"}, 40.0),
+        task("replay", "grammar-bfloat16", "grammar:check", {"dtype": "bfloat16"}, 40.0),
     ]
     output = [
         task("output", dtype, "output:check", {"dtype": dtype}, 40.0)

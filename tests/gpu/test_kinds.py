@@ -33,6 +33,6 @@ def test_other_drafts_fail(engine):
 
 def test_block_drafters_are_compared():
     compared = {name for name, case in kinds.KINDS.items() if kinds.compared_plans(case)}
-    assert compared == {"block", "dspark"}
+    assert compared == {"block", "dspark", "dspark-rnn"}
     for name in compared:
         assert len(kinds.compared_plans(kinds.KINDS[name])) == 4

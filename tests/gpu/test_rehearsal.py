@@ -219,6 +219,27 @@ def test_collectives_of_one_rank(environment, tmp_path):
     assert {result["state"] for result in found["results"].values()} == {"passed"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("simulated", "float32"), (rehearsal.APART, "float32"), ("simulated", "bfloat16")],
+)
+def test_drafts_that_obey_a_grammar(environment, tmp_path, device, dtype):
+    """Where tensors of the device are told apart from the host's, too."""
+    task = Task("replay", "grammar", "tests.gpu.grammar:check", {"dtype": dtype}, result_s=900.0)
+    options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
+    stages = {"B": [Stage(900.0, (task,), 1)]}
+    own = environment | {"TRITON_INTERPRET": "1"}
+    status = check.run(options, rehearsal.FACTS, own, device, stages)
+    found = json.loads((tmp_path / "report.json").read_text())["parts"]["replay"]["grammar"]
+    assert status == 0, found
+    values = [result["value"] for result in found["results"].values()]
+    # a chain of four, and a tree of three levels
+    assert [value["graphs"] for value in values] == [6, 5]
+    for value in values:
+        assert value["masked"]["tokens_a_step"] > value["unmasked"]["tokens_a_step"]
+
+
 def say_threads(results: Any, device: Any) -> None:
     results.check("threads", lambda: int(os.environ["OMP_NUM_THREADS"]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,25 @@ def test_all_mutants_of_specc_apply():
         except MutantError as error:
             problems.append(str(error))
     assert not problems, "\n".join(problems)
+
+
+def test_no_mutant_of_specc_names_what_is_not_there(tmp_path):
+    """Such a test fails, but by a NameError, which does not count."""
+    root = Path(__file__).parents[2]
+    mutants = [x for x in read_mutants(Path(__file__).parent) if x.file.endswith(".py")]
+    for number, mutant in enumerate(mutants):
+        text = mutant.apply((root / mutant.file).read_text(encoding="utf-8"))
+        (tmp_path / f"{number}.py").write_text(text, encoding="utf-8")
+    found = _undefined(tmp_path)
+    assert not found, "\n".join(f"{mutants[number].name}: {what}" for number, what in found)
+    (tmp_path / "0.py").write_text(CODE.replace("2 * x", "2 * y"), encoding="utf-8")
+    assert _undefined(tmp_path) == [(0, "Undefined name `y`")]
+
+
+def _undefined(directory: Path) -> list[tuple[int, str]]:
+    """Number of a file, and what ruff says of a name in it."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select"]
+    command += ["F821,F823", "--output-format", "json", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return [(int(Path(x["filename"]).stem), x["message"]) for x in json.loads(done.stdout)]

@@ -40,6 +40,8 @@ class BlockOracle:
     num_passes: int = 0
     num_rows: int = 0
     num_nodes: int = 0
+    num_confident: int = 0
+    sees_confidence: bool = False
     _taps: dict[str, Tensor] = field(default_factory=dict)
 
     def watch(self, core: EngineCore) -> None:
@@ -88,6 +90,13 @@ class BlockOracle:
             tokens = values["tokens"][b].tolist()
             assert tokens[0] == request.token_ids[-1]
             taps = self.taps(request, request.cache_len)
+            if self.reference.case.confidence and self.sees_confidence:
+                found = values["confidence"][b].tolist()
+                for node in (node for level in fed for node in level):
+                    path = [tokens[i] for i in path_to(tree, node)]
+                    wanted = self.reference.confidence(taps, tokens[0], path)
+                    assert abs(found.pop(0) - float(wanted)) < 1e-4
+                    self.num_confident += 1
             for depth, nodes in enumerate(fed):
                 q = values[f"q_{depth}"]
                 # a row for each node, or one for all of them
@@ -114,8 +123,13 @@ class BlockOracle:
             request = requests[b]
             assert int(cache_len[b]) == request.cache_len == len(request.token_ids) - 1
             taps = self.taps(request, request.cache_len)
-            wanted = self.reference.proposed(taps, request.token_ids[-1])
-            torch.testing.assert_close(torch.stack(rows), wanted[:depth], **CLOSE)
+            wanted = self.reference.proposed(taps, request.token_ids[-1])[:depth]
+            if logits.shape[1] > wanted.shape[1]:
+                # hidden states come after the logits
+                first = 0 if self.reference.case.from_anchor else 1
+                hidden = self.reference.hidden(taps, request.token_ids[-1])[first:]
+                wanted = torch.cat([wanted, hidden[:depth]], 1)
+            torch.testing.assert_close(torch.stack(rows), wanted, **CLOSE)
             self.num_passes += 1
 
 

@@ -16,11 +16,13 @@ from specc.artifact.manifest import Manifest
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
-from specc.errors import ConfigError, EngineError, SpeccError
+from specc.errors import ConfigError, EngineError, RequestError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.execution import begun_batch
+from specc.runtime.execution.confident_nodes import cut_unlikely
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import BIAS_TENSORS
+from specc.speculation.block_drafts import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
@@ -119,12 +121,14 @@ def test_a_drafter_that_did_not_draft_for_a_while(
     assert oracle.num_passes > 5
 
 
-def outputs(engine: Engine, plan: str) -> list[list[int]]:
-    """Of greedy, drawn and filtered requests beside each other."""
-    core = EngineCore(engine, plan)
-    kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8})
+ALL_KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8})
+
+
+def outputs(core: EngineCore, *kinds: Any) -> list[list[int]]:
+    """Of greedy, drawn and filtered requests beside each other, or of other kinds."""
+    kinds = kinds or ALL_KINDS
     requests = [
-        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % 3]))
+        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % len(kinds)]))
         for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
     ]
     for request in requests:
@@ -134,7 +138,9 @@ def outputs(engine: Engine, plan: str) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("name", ["dspark-deepspec", "dspark-speculators"])
+@pytest.mark.parametrize(
+    "name", ["dspark-deepspec", "dspark-speculators", "dspark-gated", "dspark-rnn"]
+)
 @pytest.mark.parametrize(
     "plan", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=lambda plan: plan.name
 )
@@ -155,7 +161,63 @@ def test_logits_of_every_node(
     assert oracle.num_nodes > 10 * (plan.num_nodes - len(plan.tree.leaves))
 
 
-OF_KINDS = [NAME, "dspark-deepspec", "dspark-speculators"]
+@pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_trees_that_end_where_the_drafter_is_unsure(
+    backend: str, compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many nodes as each request's own draws say, in one batch; outputs are those of off."""
+    label = backend if backend == "eager" else f"{backend}-{BLOCK}"
+    engine = load(compiled("dspark-deepspec", label, backend=backend, block_size=BLOCK))
+    sizes: list[tuple[int, ...]] = []
+
+    def noted(*given: Any) -> Any:
+        group = cut_unlikely(*given)
+        sizes.append(group.live)
+        return group
+
+    monkeypatch.setattr(begun_batch, "cut_unlikely", noted)
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0, "rule": "delta"}, {"temperature": 1.0})
+    core = EngineCore(engine, TREE.name, confidence_threshold=0.52)
+    found = outputs(core, *kinds)
+    assert found == outputs(EngineCore(engine, "off"), *kinds)
+    assert {1, 1 + 2, TREE.num_nodes} <= {live for own in sizes for live in own}
+    assert any(len(set(own)) > 1 for own in sizes)
+    # what counts as drafted is what was verified
+    assert 0 < core.scheduler.stats.num_draft_tokens <= sum(sum(own) - len(own) for own in sizes)
+
+
+def test_what_drafters_say_of_their_tokens(
+    compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
+) -> None:
+    """Of every node, beside a drafter by formulas; and which requests may go by it."""
+    core = EngineCore(load(compiled("dspark-deepspec")), TREE.name)
+    oracle = oracle_of("dspark-deepspec")
+    oracle.sees_confidence = True
+    oracle.check_trees(core, TREE)
+    serve(core, oracle, prompts_of(BLOCK)[:2], num_tokens=4, temperature=1.5)
+    assert oracle.num_confident > 8
+    cutting = EngineCore(core.engine, TREE.name, confidence_threshold=0.5)
+    for rule in ("mss", "swor"):
+        options = SamplingParams(temperature=1.0, rule=rule)
+        with pytest.raises(RequestError, match=f"rule='{rule}', and --confidence-threshold"):
+            cutting.requests.make([1, 2], options)
+        cutting.requests.make([1, 2], SamplingParams(temperature=0.0, rule=rule))
+    with pytest.raises(ConfigError, match=r"0\.5, and --adaptive-verification"):
+        EngineCore(core.engine, TREE.name, confidence_threshold=0.5, adapts_verification=True)
+
+
+def test_drafters_that_do_not_say_how_sure_they_are(compiled: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"threshold 0\.5, and an engine of the plans chain-3, "):
+        EngineCore(load(compiled()), TREE.name, confidence_threshold=0.5)
+
+
+OF_KINDS = [
+    NAME,
+    "dspark-deepspec",
+    "dspark-speculators",
+    pytest.param("dspark-gated", marks=pytest.mark.slow),
+    "dspark-rnn",
+]
 
 
 @pytest.mark.parametrize("name", OF_KINDS)
@@ -164,7 +226,8 @@ def test_outputs_are_those_without_drafts(
     plan: SpecPlan, name: str, compiled: Callable[..., Path]
 ) -> None:
     engine = Engine.load(compiled(name))
-    assert outputs(engine, plan.name) == outputs(engine, "off")
+    found, plain = (outputs(EngineCore(engine, name)) for name in (plan.name, "off"))
+    assert found == plain
 
 
 @pytest.mark.parametrize(
@@ -187,7 +250,7 @@ def test_drafters_of_every_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators"])
+@pytest.mark.parametrize("name", [NAME, "speculators-mixed", "dspark-speculators", "dspark-rnn"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 def test_compiled_programs(
@@ -275,14 +338,16 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
 
 
 def test_what_steps_read_is_counted(compiled: Callable[..., Path]) -> None:
-    """Of DSpark: two weights that no program has, and which of their rows are which ids."""
-    path = compiled("dspark-speculators")
+    """Of DSpark: weights that no program has, and which of their rows are which ids."""
+    path = compiled("dspark-rnn")
     manifest = Engine.load(path).manifest
     assert manifest is not None
     stored = load_file(path / manifest.weights_file(manifest.models[1], None))
-    assert {*BIAS_TENSORS.values()} < stored.keys()
+    assert {*BIAS_TENSORS.values(), *JOINT_TENSORS[RNN].values()} < stored.keys()
     assert manifest.memory_plan["draft_0"].weights == sum(x.nbytes for x in stored.values())
-    assert "logits depend on the token before" in "\n".join(head_lines(manifest))
+    assert manifest.models[1].vocab_size == VOCAB
+    told = "\n".join(head_lines(manifest))
+    assert "logits depend on all tokens of the block before" in told
 
 
 def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
@@ -331,7 +396,7 @@ def test_a_head_that_reads_other_places(zoo: Zoo, target: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [NAME, "dspark-deepspec"])
+@pytest.mark.parametrize("name", [NAME, "dspark-deepspec", "dspark-rnn"])
 def test_trees_in_tiles(
     name: str, compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:

@@ -167,7 +167,7 @@ def test_heads_of_every_layout(
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 2), ids=lambda plan: plan.name)
 def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[..., Path]) -> None:
     engine = Engine.load(compiled())
-    assert outputs(engine, plan.name) == outputs(engine, "off")
+    assert outputs(EngineCore(engine, plan.name)) == outputs(EngineCore(engine, "off"))
 
 
 @pytest.mark.slow
@@ -176,9 +176,9 @@ def test_outputs_are_those_without_drafts(plan: SpecPlan, compiled: Callable[...
 def test_compiled_programs(name: str, block_size: int, compiled: Callable[..., Path]) -> None:
     path = compiled(name, f"cpu-{block_size}", backend="cpu", block_size=block_size)
     engine = Engine.load(path)
-    plain = outputs(engine, "off")
+    plain = outputs(EngineCore(engine, "off"))
     for plan in (CHAIN, TREE, DYNAMIC):
-        assert outputs(engine, plan.name) == plain
+        assert outputs(EngineCore(engine, plan.name)) == plain
 
 
 MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE)

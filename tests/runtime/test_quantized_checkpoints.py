@@ -19,7 +19,7 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.cli.render import weight_lines
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.checks import open_models
+from specc.compiler.candidate import open_models
 from specc.compiler.quantized_models import check_quantized
 from specc.config import CompileConfig
 from specc.errors import ConfigError, WeightError

@@ -17,6 +17,7 @@ from tests.command_line import assert_refused, invoke
 # of each field a value that is not its default, and valid together with the others
 GIVEN = {
     "dtype": "bfloat16", "draft_dtype": "float32", "draft_kv": "window=64,sink=4",
+    "draft_assume": "is_last_normed=true",
     "max_batch_size": 3, "max_seq_len": 96, "block_size": 8, "prefill_chunk": 32,
     "max_logits_mb": 7, "backend": "eager", "compute_capability": "8.9",
     "decomposable_attention": True, "probe": False, "allow_nonfinite_weights": True,
@@ -26,7 +27,7 @@ GIVEN = {
     "mla_cache": "latent",
 }  # fmt: skip
 # fields that have another name, or take several values
-LISTS = {"draft_dtype": "draft_dtypes", "draft_kv": "draft_kv"}
+LISTS = {"draft_dtype": "draft_dtypes", "draft_kv": "draft_kv", "draft_assume": "draft_assume"}
 FOUND_BY_OTHERS = {"plans", "policy"}  # by tree, num_speculative_tokens, combine
 
 

@@ -2,7 +2,7 @@
 
 Keys are at the top of config.json or in `dflash_config`, which counts first. What is read where:
 
-| | z-lab, DeepSpec | speculators |
+| | z-lab, DeepSpec, SpecForge | speculators |
 |---|---|---|
 | layers | top | `transformer_layer_config` |
 | taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
@@ -11,8 +11,14 @@ Keys are at the top of config.json or in `dflash_config`, which counts first. Wh
 | | | `sliding_window_non_causal` |
 | a window ends at | each row | the anchor, for all rows of a block |
 
+DSpark's confidence head is there where `enable_confidence_head` says so. Where it says nothing, it
+is in files of speculators, and in those of SpecForge if `confidence_head_alpha` is above 0; whether
+it reads the token before, `confidence_head_with_markov`, is true and false there.
+
 Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
 attention.py, models/dspark; deepseek-ai/DeepSpec deepspec/modeling/dspark;
+sgl-project/SpecForge specforge/modeling/draft/dspark.py, and for what rows predict
+specforge/algorithms/common/dflash_family_model.py;
 vllm-project/vllm models/qwen3_dflash.py.
 """
 
@@ -33,6 +39,7 @@ from specc.passes.frontend.heads.head_config import (
 )
 from specc.passes.frontend.heads.head_spec import (
     DSPARK,
+    SPECFORGE,
     SPECULATORS,
     HeadSwitches,
     RopeFacts,
@@ -40,7 +47,19 @@ from specc.passes.frontend.heads.head_spec import (
 )
 from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.rotary import check_former
-from specc.speculation.block_drafts import BIAS_TENSORS, MOST_ROWS, BlockDraft
+from specc.speculation.block_drafts import (
+    BIAS_KINDS,
+    BIAS_TENSORS,
+    CONFIDENCE_TENSORS,
+    GATED,
+    MOST_ROWS,
+    OF_ROW,
+    OF_TOKEN,
+    RNN,
+    VANILLA,
+    BlockDraft,
+    joint_shapes,
+)
 
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
@@ -64,9 +83,11 @@ _PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
 }
-# how logits depend on the token before: what specc computes
-_BIASES = ("vanilla",)
-_CONFIDENCE = "confidence_head.proj"
+# of DSpark alone
+_PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
+    "projector_type": ("dspark",),
+    "dspark_backbone_conv_enabled": (False,),
+}
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -117,9 +138,11 @@ class BlockConfig:
         if self.rank:
             found[BIAS_TENSORS["bias_in"]] = (target.vocab_size, self.rank)
             found[BIAS_TENSORS["bias_out"]] = (num_rows, self.rank)
+            kind, width = self.block.bias_kind, int(self.layers.hidden_size)
+            found |= joint_shapes(kind, self.rank, width)
         if self.confidence_columns:
-            found[f"{_CONFIDENCE}.weight"] = (1, self.confidence_columns)
-            found[f"{_CONFIDENCE}.bias"] = (1,)
+            weight, offset = CONFIDENCE_TENSORS.values()
+            found |= {weight: (1, self.confidence_columns), offset: (1,)}
         return found
 
 
@@ -162,7 +185,7 @@ def read_block_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    more = {} if kind == DSPARK else _PLAIN_DFLASH
+    more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
     _check_plain({**own, **values}, {**_PLAIN, **more}, name)
     check_former(dict(own), name)
     if own.get("model_type") != "qwen3":
@@ -179,18 +202,30 @@ def read_block_config(
     ids = id_list(values, key, name)
     if ids is None:
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
-    rank = _rank(values, name) if kind == DSPARK else 0
-    block = _block(values, own, kind, layout, windows, name)
+    rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
+    block = _block(values, own, kind, layout, windows, switches, name)
+    reads_token = _confidence(values, layout, name) if kind == DSPARK else None
+    confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
+    block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
+    block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
+    if bias == RNN and not block.from_anchor:
+        raise HeadError(
+            f"{name}: config.json: markov_head_type {RNN!r}, and sample_from_anchor false: its"
+            " trainer begins with the state that the anchor's row leaves, and no reader is known"
+            " that says what a drafter begins with",
+            f"sample_from_anchor true, or {VANILLA} or {GATED}",
+            _OTHER_DRAFT,
+        )
     columns = 0
-    if kind == DSPARK and _flag(values, ("enable_confidence_head",), name):
-        reads_token = _flag(values, ("confidence_head_with_markov",), name)
+    if reads_token is not None:
         columns = int(layers.hidden_size) + (rank if reads_token else 0)
+    if reads_token is not None and not confidence:
         warnings.append(
-            "its confidence head is not read: how many tokens a step drafts does not depend on it"
+            "its confidence head is not read: all nodes of a depth have the same children"
         )
     return BlockConfig(
         layers=layers,
-        block=replace(block, is_biased=rank > 0),
+        block=block,
         windows=windows,
         is_anchored=layout == SPECULATORS,
         rank=rank,
@@ -206,18 +241,31 @@ def read_block_config(
     )
 
 
-def _rank(values: Mapping[str, Any], name: str) -> int:
-    """Of the product that is added to logits for the token before; 0 is none."""
+def _bias(values: Mapping[str, Any], name: str) -> tuple[int, str]:
+    """Rank of the product that is added to logits for tokens before, 0 is none; and its kind."""
     if values.get("markov_rank") in (None, 0):
-        return 0
-    if (kind := values.get("markov_head_type", _BIASES[0])) not in _BIASES:
+        return 0, VANILLA
+    kind = values.get("markov_head_type", VANILLA)
+    # trainers read it in small letters
+    kind = kind.lower() if isinstance(kind, str) else kind
+    if kind not in BIAS_KINDS:
         raise HeadError(
-            f"{name}: config.json: markov_head_type is {kind!r:.40}, which reads more than the"
-            " token before",
-            " or ".join(_BIASES),
+            f"{name}: config.json: markov_head_type is {kind!r:.40}",
+            " or ".join(BIAS_KINDS),
             _OTHER_DRAFT,
         )
-    return read_number(values, "markov_rank", name) or 0
+    return read_number(values, "markov_rank", name) or 0, kind
+
+
+def _confidence(values: Mapping[str, Any], layout: str, name: str) -> bool | None:
+    """Whether its confidence head reads the token before; None where it has none."""
+    is_there = _flag(values, ("enable_confidence_head",), name)
+    if is_there is None and layout == SPECFORGE:
+        is_there = bool(values.get("confidence_head_alpha"))
+    if not (layout == SPECULATORS if is_there is None else is_there):
+        return None
+    reads_token = _flag(values, ("confidence_head_with_markov",), name)
+    return layout == SPECULATORS if reads_token is None else reads_token
 
 
 def _check_plain(
@@ -236,6 +284,7 @@ def _block(
     kind: str,
     layout: str,
     windows: tuple[int, ...],
+    switches: HeadSwitches,
     name: str,
 ) -> BlockDraft:
     size, mask = read_number(values, "block_size", name), values.get("mask_token_id")
@@ -243,14 +292,16 @@ def _block(
         raise HeadError(f"{name}: config.json: no block_size", "its tokens", _DO)
     if type(mask) is not int or mask < 0:
         raise HeadError(f"{name}: config.json: mask_token_id is {mask!r:.40}", "a token id", _DO)
-    from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
+    from_anchor = switches.sample_from_anchor
+    if from_anchor is None:
+        from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
     if from_anchor is None:
         from_anchor = kind == DSPARK or None
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
             "sample_from_anchor, true or false",
-            "write what it was trained with into its config.json",
+            "pass --draft-assume sample_from_anchor=false, or true: what it was trained with",
         )
     kinds = _are_causal(values, own, layout, windows, name)
     causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)

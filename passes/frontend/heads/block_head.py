@@ -26,7 +26,7 @@ from specc.passes.frontend.heads.head_modules import (
     linear_of,
 )
 from specc.passes.program import Weight
-from specc.speculation.block_drafts import BIAS_TENSORS
+from specc.speculation.block_drafts import BIAS_TENSORS, CONFIDENCE_TENSORS, OF_TOKEN, joint_shapes
 
 
 class BlockHead(nn.Module):
@@ -95,12 +95,18 @@ def step_weights(
         spec: of the drafter.
         dtype: of its weights.
     """
-    if not spec.block.is_biased:
+    block, rank = spec.block, spec.rank
+    if not block.is_biased:
         return {}, {}
-    shapes = {
-        BIAS_TENSORS["bias_in"]: (spec.target.vocab_size, spec.rank),
-        BIAS_TENSORS["bias_out"]: (spec.draft_vocab_size, spec.rank),
+    shapes: dict[str, tuple[int, ...]] = {
+        BIAS_TENSORS["bias_in"]: (spec.target.vocab_size, rank),
+        BIAS_TENSORS["bias_out"]: (spec.draft_vocab_size, rank),
     }
+    shapes |= joint_shapes(block.bias_kind, rank, spec.width)
+    if block.confidence:
+        weight, offset = CONFIDENCE_TENSORS.values()
+        read = spec.width + (rank if block.confidence == OF_TOKEN else 0)
+        shapes |= {weight: (1, read), offset: (1,)}
     columns = columns_of_ids(spec)
     tables = {} if columns is None else {BIAS_TENSORS["bias_columns"]: columns}
     return {key: Weight((key,), dtype, shape) for key, shape in shapes.items()}, tables

@@ -16,7 +16,7 @@ EAGLE3, MTP = "eagle3", "mtp"
 DFLASH, DSPARK, MEDUSA = BLOCK_KINDS
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
-ZLAB = "z-lab"
+ZLAB, SPECFORGE = "z-lab", "SpecForge"
 VLLM, FASTER_DECODING = "vLLM", "FasterDecoding"
 
 # parameters of a head that may be its target's
@@ -74,11 +74,13 @@ class HeadSwitches:
         norm_before_residual: see `HeadFlags`.
         tap_convention: what ids of layers mean, see `tap_ids`.
         is_last_normed: of a tap after the last layer, whether it is taken after the final norm.
+        sample_from_anchor: of a block drafter, see `BlockDraft.from_anchor`.
     """
 
     norm_before_residual: bool | None = None
     tap_convention: str | None = None
     is_last_normed: bool | None = None
+    sample_from_anchor: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class HeadSpec:
 
     Args:
         kind: `EAGLE3`, `MTP`, `DFLASH`, `DSPARK` or `MEDUSA`.
-        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`, `VLLM`,
-            `FASTER_DECODING`; for MTP see `mtp_spec`.
+        layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`,
+            `SPECFORGE`, `VLLM`, `FASTER_DECODING`; for MTP see `mtp_spec`.
         directory: of the checkpoint.
         target: that it fits.
         config: of transformers, of its layers.

@@ -20,6 +20,8 @@ _MIDDLE, _FIRST = "midlayer.", "layers.0."
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 # that older versions of transformers saved, and nothing reads
 _OBSOLETE = re.compile(r"rotary_emb\.inv_freq$")
+# what early drafters of SpecForge have before names of their heads
+_EARLY = "logit_head."
 _MOST_NAMES = 4
 
 
@@ -167,6 +169,8 @@ def match_parameters(
         tensor = parameter
         if parameter.startswith(_FIRST):
             tensor = prefix + parameter.removeprefix(_FIRST)
+        if tensor not in names and _EARLY + tensor in names:
+            tensor = _EARLY + tensor
         if tensor in names:
             check_shape(reader, tensor, shape, name)
             tensors[parameter] = tensor

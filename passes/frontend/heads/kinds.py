@@ -17,6 +17,7 @@ from specc.passes.frontend.heads.head_spec import (
     EAGLE_CONFIG,
     FASTER_DECODING,
     SAFEAILAB,
+    SPECFORGE,
     SPECULATORS,
     VLLM,
     ZLAB,
@@ -31,8 +32,8 @@ _FIRST_LAYERS = ("midlayer.", "layers.0.")
 # of classes, methods and keys of DFlash
 _DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
-# classes of DeepSpec's block drafters, and of those that SpecForge writes likewise
-_DSPARK_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel")
+# classes of DSpark's drafters, and whose they are
+_DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
 _DSPARK = "DSpark"
 # model type, and part of names of classes; keys and tensors that no other model has
 _MEDUSA = "medusa"
@@ -105,10 +106,11 @@ def block_layout_of(
     Arguments and errors as of `layout_of`.
     """
     classes, method = _classes(config), config.get("speculators_model_type")
-    if method == DSPARK or (method is None and any(x in _DSPARK_CLASSES for x in classes)):
+    layouts = [_DSPARK_CLASSES[x] for x in classes if method is None and x in _DSPARK_CLASSES]
+    if method == DSPARK or layouts:
         if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
             raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-        return DSPARK, SPECULATORS if method == DSPARK else DEEPSPEC
+        return DSPARK, layouts[0] if layouts else SPECULATORS
     is_dflash = method == _DFLASH or (
         method is None
         and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))

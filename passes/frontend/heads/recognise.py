@@ -35,12 +35,13 @@ from specc.passes.frontend.heads.vocabulary_map import num_rows_of, read_target_
 from specc.system.json_file import read_json
 
 _DO = "pass the head of this target, or download it again"
-_AS_TRAINED = HeadSwitches()
+# what files say, and else what their own trainers take
+AS_TRAINED = HeadSwitches()
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 def recognise(
-    directory: Path, target: TargetFacts, switches: HeadSwitches = _AS_TRAINED
+    directory: Path, target: TargetFacts, switches: HeadSwitches = AS_TRAINED
 ) -> OwnSpec | None:
     """What head, block drafter or set of Medusa heads a directory holds.
 

@@ -74,7 +74,7 @@ def choose_taps(
             f"{name}: it reads what the last layer returns; nothing says whether that is before"
             " or after the final norm",
             f"layers before {num_layers - 1}, or the word of whoever trained it",
-            "pass a head that reads other layers",
+            "pass --draft-assume is_last_normed=true, or false, or a head that reads other layers",
         )
     return boundaries, reads_last and bool(is_last_normed)
 

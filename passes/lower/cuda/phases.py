@@ -29,11 +29,15 @@ from specc.passes.rewrite.widen_ancestors import WidenAncestors
 _ENTRIES = 8
 
 
-def cuda_phases(num_positions: int) -> Phases:
-    """The phases, for an engine whose passes have rows at positions 0 … num_positions - 1.
+def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
+    """The phases of an engine.
 
-    Rows of a block drafter's pass may lie beyond the last position that the engine serves.
+    Args:
+        num_positions: rows of passes are at positions 0 … num_positions - 1. Those of a block
+            drafter's pass may lie beyond the last position that the engine serves.
+        pass_tokens: that a sequence brings to a pass at most; None is one for each position.
     """
+    most = min(num_positions, pass_tokens or num_positions)
     return (
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
@@ -41,7 +45,7 @@ def cuda_phases(num_positions: int) -> Phases:
         # from here on operators communicate through the caches, in the order of the graph
         (
             "caches",
-            (FuseRopeWrite, SplitTreeAttention, partial(WidenAncestors, num_positions)),
+            (FuseRopeWrite, SplitTreeAttention, partial(WidenAncestors, most)),
         ),
         ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear,)),

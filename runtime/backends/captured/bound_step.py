@@ -54,7 +54,7 @@ class BoundStep:
         self._stages = []
         with torch.inference_mode():
             for graph in stages.values():
-                stage = _BoundStage(graph, self.environment, fixed, set(inputs))
+                stage = BoundStage(graph, self.environment, fixed, set(inputs))
                 fixed |= stage.folded_outputs
                 self._stages.append(stage)
         self.fixed_names = frozenset(fixed)
@@ -158,8 +158,10 @@ class HookValues:
         return torch.tensor(rows, device=value.device)
 
 
-class _BoundStage:
+class BoundStage:
     """One stage: values that are known now, and the calls that are left.
+
+    `run` is `begin`, `run_calls` over all of them, and `leave`.
 
     Args:
         graph: of the stage.
@@ -179,7 +181,8 @@ class _BoundStage:
         self._known: dict[fx.Node, Any] = {}
         self._late: list[fx.Node] = []
         self._calls: list[tuple[fx.Node, Callable[..., Any]]] = []
-        constant: set[fx.Node] = set()
+        # nodes whose values are the same at every run
+        self.constant = constant = set[fx.Node]()
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 if node.target in fixed | inputs:
@@ -207,14 +210,41 @@ class _BoundStage:
         self.folded_outputs = set(known_outputs)
 
     def run(self) -> None:
-        values = self._known | {node: self._environment[node.target] for node in self._late}
-        for node, function in self._calls:
+        """The whole stage: its outputs go to the environment."""
+        values = self.begin()
+        self.run_calls(values, 0, len(self._calls))
+        self.leave(values)
+
+    def begin(self) -> dict[fx.Node, Any]:
+        """What is there before the first call."""
+        return self._known | {node: self._environment[node.target] for node in self._late}
+
+    def run_calls(self, values: dict[fx.Node, Any], first: int, last: int) -> None:
+        """Some of the calls: what they make is added to the values, what is used up leaves them.
+
+        Raises:
+            OperatorError: an operator failed.
+        """
+        for node, function in self._calls[first:last]:
             with even_tokens(is_even_pass(node)):
                 values[node] = _call(node, function, values)
             # of one tile's logits after the other's, no two are alive
             for used in self._last_used[node]:
                 del values[used]
+
+    def leave(self, values: Mapping[fx.Node, Any]) -> None:
+        """Put the outputs into the environment, after the last call."""
         self._environment |= {name: values[node] for name, node in self._outputs.items()}
+
+    @property
+    def passes(self) -> list[tuple[int, fx.Node]]:
+        """The calls of models: number among the calls, and node."""
+        calls = enumerate(node for node, _ in self._calls)
+        return [(number, node) for number, node in calls if node.op == "call_module"]
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
 
 
 def is_even_pass(node: fx.Node) -> bool:

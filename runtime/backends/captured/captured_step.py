@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
-from specc.errors import EngineError
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
+from specc.runtime.backends.captured.captures import LoneGraph, capture_parts, warm_up
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, SideStream
@@ -24,7 +23,6 @@ from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingRe
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, StepKind
-from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
@@ -34,10 +32,6 @@ from specc.runtime.backends.step_io import (
     StepResult,
     StepValues,
 )
-
-
-class CaptureWarning(UserWarning):
-    """A step runs operator by operator, because it could not be captured."""
 
 
 class CapturedStep:
@@ -160,9 +154,10 @@ class CapturedStep:
             bound = self._bind(bucket, kind)
             is_parted = kind.is_late if kind else self.is_split
             parts = bound.parts if is_parted else [bound.run]
-            self._warm_up(parts, bucket)
+            what = f"plan {self.plan.name} for {bucket} requests"
+            warm_up(parts, what)
             begin_s = time.perf_counter()
-            self._bound[key], self._captured[key] = bound, self._try_capture(parts, bucket)
+            self._bound[key], self._captured[key] = bound, capture_parts(self._graphs, parts, what)
             return time.perf_counter() - begin_s
 
     def capture_alone(self, bucket: int, is_dependent: bool) -> Graph:
@@ -178,7 +173,7 @@ class CapturedStep:
         with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
             run = self._bind(bucket).run
             run()
-            return _Alone(self._graphs.capture(run), run)
+            return LoneGraph(self._graphs.capture(run), run)
 
     def submit(
         self,
@@ -360,40 +355,6 @@ class CapturedStep:
             return bucket, UNFILTERED
         return bucket, self.kind or self.is_split
 
-    def _warm_up(self, parts: Sequence[Callable[[], object]], bucket: int) -> None:
-        """Run once: this compiles and allocates what the first run does."""
-        try:
-            for part in parts:
-                part()
-        except OperatorError as error:
-            raise EngineError(
-                f"plan {self.plan.name} for {bucket} requests cannot run: {error}",
-                "a step whose operators run on this device, and memory for them",
-                "lower max_num_seqs if memory ran out; --backend eager runs the engine without"
-                " the kernels",
-            ) from error
-
-    def _try_capture(
-        self, parts: Sequence[Callable[[], object]], bucket: int
-    ) -> list[Graph] | None:
-        graphs: list[Graph] = []
-        try:
-            for part in parts:
-                if graphs:
-                    # its capture has computed nothing, and a device may run what it captures once
-                    # before: what this part reads has to be there
-                    graphs[-1].replay()
-                graphs.append(self._graphs.capture(part))
-            return graphs
-        except OperatorError as error:
-            warnings.warn(
-                f"plan {self.plan.name} for {bucket} requests cannot be captured and runs"
-                f" operator by operator, which is slower: {error}",
-                CaptureWarning,
-                stacklevel=4,
-            )
-            return None
-
     def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep | OverlappedStep:
         if kind and kind != UNFILTERED:
             return ExtendedStep(kind, self._graphs, self.plan, **self._of_rows(0, bucket))
@@ -425,16 +386,6 @@ class CapturedStep:
     def _seen(bound: BoundStep | OverlappedStep, *rows: Any) -> HookValues:
         assert isinstance(bound, BoundStep), "a step whose stages are captured one by one"
         return HookValues(bound, *rows)
-
-
-class _Alone(NamedTuple):
-    """A graph and the step that it was captured from, whose constants it reads at each replay."""
-
-    graph: Graph
-    run: Callable[[], object]
-
-    def replay(self) -> None:
-        self.graph.replay()
 
 
 def _look_at_nothing(values: StepValues) -> None:

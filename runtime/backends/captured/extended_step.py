@@ -8,17 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.errors import EngineError
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.masked_draft import NOTHING, MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_masks import StepMasks
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan
-
-# no token, not of padding either
-_NOTHING = torch.iinfo(torch.int64).min
 
 
 class DraftReader:
@@ -43,7 +40,7 @@ class DraftReader:
 
     def expect(self) -> None:
         """Before the draft is queued: what is there from an older one must not pass for it."""
-        self._tokens.fill_(_NOTHING)
+        self._tokens.fill_(NOTHING)
 
     def leave(self, environment: Mapping[str, Tensor]) -> None:
         """After the draft: copy the trees, and mark where they are there."""
@@ -60,19 +57,15 @@ class DraftReader:
         """
         self._event.synchronize()
         tokens = self._tokens[:batch].tolist()
-        if any(_NOTHING in own for own in tokens):
-            raise EngineError(
-                f"a draft of plan {self._name} that is not there, though its event has come",
-                "events of a graph that are those of its last replay",
-                "report this; requests without grammars and logit controls are not concerned",
-            )
+        if any(NOTHING in own for own in tokens):
+            raise unread_error(self._name)
         if self._parents is None:
             return tokens, [self._own] * batch
         return tokens, self._parents[:batch].tolist()
 
 
 class ExtendedStep(BoundStep):
-    """A step of some kind, see `BoundStep`: one part, or two where masks come late.
+    """A step of some kind, see `BoundStep`: one part, or more where masks come late.
 
     Args:
         kind: what it does besides.
@@ -103,15 +96,26 @@ class ExtendedStep(BoundStep):
         if kind.is_masked:
             self.masks = StepMasks(graphs, batch, plan.num_nodes, kind.has_biases)
         self.reader = DraftReader(graphs, batch, plan) if kind.reads_draft else None
+        self._batch = batch
+        self._draft: MaskedDraft | None = None
+        if kind.masks_drafts:
+            self._draft = MaskedDraft(graphs, batch, plan, self._stages[0])
 
     @property
     def parts(self) -> list[Callable[[], None]]:
-        """Up to verification, and what comes after; one of both where no masks come in between."""
+        """Up to verification, and what comes after; one of both where no masks come in between.
+
+        Where masks change drafts, a part for each pass of them comes before.
+        """
         *early, last = self._stages
+        runs = [stage.run for stage in early]
+        passes: list[Callable[[], None]] = []
+        if self._draft is not None:
+            *passes, runs[0] = self._draft.pieces
 
         def before() -> None:
-            for i, stage in enumerate(early):
-                stage.run()
+            for i, run in enumerate(runs):
+                run()
                 if self.reader is not None and i == 0:
                     self._do("reading the draft", self.reader.leave, self.environment)
 
@@ -133,13 +137,16 @@ class ExtendedStep(BoundStep):
             before()
             after()
 
-        parts = [before, after] if self._is_late else [whole]
+        parts = [*passes, before, after] if self._is_late else [whole]
         return [torch.inference_mode()(part) for part in parts]
 
     def queue(
         self, graphs: Sequence[Callable[[], object]], batch: int, rules: MaskRules | None
     ) -> Callable[[], None] | None:
-        """Queue a run, with masks of some rules; where these are late, all up to verification.
+        """Queue a run, with masks of some rules; where these are late, what needs none of them.
+
+        That is all up to verification, or, where they change drafts, up to the first of their
+        passes.
 
         Args:
             graphs: replays of the parts; none where they were not captured.
@@ -147,7 +154,7 @@ class ExtendedStep(BoundStep):
             rules: `MaskRules` of the step; None where it has none.
         Returns:
             what makes the masks, and queues the rest; None: all is queued. It waits for what the
-            device drafts, where masks follow from that; the device verifies meanwhile.
+            device drafts, where masks follow from that; the device computes passes meanwhile.
         """
         parts = graphs or (self.parts if self._is_late else [self.run])
         masks = self.masks
@@ -160,16 +167,28 @@ class ExtendedStep(BoundStep):
             masks.fill(rules.masks(rules.known_trees(), device))
             parts[0]()
             return None
-        if self.reader is not None:
-            self.reader.expect()
-        parts[0]()
+        *early, last = parts
+        self._queue_early(early, 0)
 
         def rest() -> None:
+            if self._draft is not None and self._draft.num_passes:
+                own = rules.draft_masks(self._batch)
+                for number in range(self._draft.num_passes):
+                    self._draft.fill(number, own)
+                    self._queue_early(early, number + 1)
             trees = rules.known_trees() if self.reader is None else self.reader.read(batch)
             masks.fill(rules.masks(trees, device))
-            parts[1]()
+            last()
 
         return rest
+
+    def _queue_early(self, early: Sequence[Callable[[], object]], number: int) -> None:
+        """Queue one of the parts before the masks of verification."""
+        if self._draft is not None:
+            self._draft.expect(number)
+        if self.reader is not None and number == len(early) - 1:
+            self.reader.expect()
+        early[number]()
 
     def _do(self, what: str, work: Callable[..., Any], *args: Any) -> None:
         """Raises OperatorError: an operator in it failed."""

@@ -55,13 +55,23 @@ class StepMasks:
         batch: B.
         num_nodes: N of a tree.
         has_biases: some requests have controls; without, memory and time for biases are saved.
+        revives: where the logits have nothing but -inf for what a mask allows, as those of a draft
+            that lacks these tokens, all that is allowed is equally likely. Without biases.
     """
 
-    def __init__(self, graphs: GraphDevice, batch: int, num_nodes: int, has_biases: bool) -> None:
+    def __init__(
+        self,
+        graphs: GraphDevice,
+        batch: int,
+        num_nodes: int,
+        has_biases: bool,
+        revives: bool = False,
+    ) -> None:
         self._graphs = graphs
         self._batch = batch
         self._num_rows = batch * num_nodes
         self._has_biases = has_biases
+        self._revives = revives
         self._vocab_size = 0
         # bytes before the bits: index of each row, and whether sequences are controlled
         self._head = -(-4 * (self._num_rows + batch) // _ALIGNMENT) * _ALIGNMENT
@@ -109,7 +119,10 @@ class StepMasks:
             allowed = ((bits[:, :, None] >> self._shifts) & 1).flatten(1)[:, : self._vocab_size]
             is_forbidden = (allowed == 0) & is_masked
             if not self._has_biases:
-                logits[rows].masked_fill_(is_forbidden, -torch.inf)
+                own_logits = logits[rows].masked_fill_(is_forbidden, -torch.inf)
+                if self._revives:
+                    is_dead = own_logits.amax(dim=-1, keepdim=True) == -torch.inf
+                    own_logits.masked_fill_(is_dead & is_masked & ~is_forbidden, 0.0)
                 continue
             # a bias is not rounded before it is added
             changed = logits[rows].float() + self._biases[own]

@@ -114,6 +114,8 @@ class StepKind(NamedTuple):
         reads_draft: some of these tokens the device drafts.
         is_unfiltered: nothing, and no row needs its filters, or tries proposals one by one: see
             `are_unfiltered`. It is a kind that none of the others goes with.
+        masks_drafts: masks change the logits of drafts, too, and come between their passes: the
+            part of the step that drafts is queued in pieces.
     """
 
     is_scored: bool = False
@@ -122,6 +124,7 @@ class StepKind(NamedTuple):
     is_late: bool = False
     reads_draft: bool = False
     is_unfiltered: bool = False
+    masks_drafts: bool = False
 
 
 UNFILTERED = StepKind(is_unfiltered=True)
@@ -144,4 +147,6 @@ class StepExtras(NamedTuple):
         if masks is None:
             return StepKind(self.is_scored)
         late = masks.is_late, masks.reads_draft
-        return StepKind(self.is_scored, True, masks.has_biases, *late)
+        return StepKind(
+            self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts
+        )

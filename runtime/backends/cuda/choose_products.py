@@ -21,8 +21,14 @@ from torch import Tensor, fx
 
 from specc.errors import FaultError
 from specc.runtime.backends.captured.graph_device import GraphDevice
-from specc.runtime.backends.cuda.linear_calls import NAME as LINEAR
-from specc.runtime.backends.cuda.linear_calls import LinearCall, linear_call
+from specc.runtime.backends.cuda.product_calls import (
+    LINEAR,
+    QUANTIZED,
+    LinearCall,
+    QuantizedCall,
+    linear_call,
+    quantized_call,
+)
 from specc.runtime.backends.cuda.product_candidates import (
     LIBRARY,
     Candidate,
@@ -33,8 +39,6 @@ from specc.runtime.backends.cuda.product_candidates import (
     graph_timer,
     measure,
 )
-from specc.runtime.backends.cuda.quantized_calls import NAME as QUANTIZED
-from specc.runtime.backends.cuda.quantized_calls import QuantizedCall, quantized_call
 
 # those that end with rotation and cache write, and all
 _WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")

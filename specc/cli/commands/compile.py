@@ -57,6 +57,7 @@ def compile_(
       specc compile --target T/ --draft D/ --max-seq-len 8192 --draft-kv window=512 -o engine/
       specc compile --target T/ --draft D1/ --draft D2/ --combine merge --tree 2,1,1 -o engine/
       specc compile --target T/ --draft self:window=512 --kv-cache-dtype int8 -o engine/
+      specc compile --target T/ --draft mtp --draft-assume is_last_normed=false -o engine/
       specc compile --target T/ --draft D/ --draft suffix --combine best -o engine/
       specc compile --target T/ --draft lookup:3 -o engine/
       specc compile --target T/ --draft self:window=512 --num-speculative-tokens 3 -o engine/

@@ -24,6 +24,7 @@ def run(
             "plan",
             "policy",
             "adapts_verification",
+            "confidence_threshold",
             "verify",
             "num_threads",
             "backend",

@@ -22,6 +22,7 @@ def serve(
             "plan",
             "policy",
             "adapts_verification",
+            "confidence_threshold",
             "max_num_seqs",
             "kv_cache_tokens",
             "shares_prefixes",

@@ -83,6 +83,18 @@ class CompileOptions:
         "--draft-kv",
         metavar="window=W",
     )
+    draft_assume: tuple[str, ...] = option(
+        (),
+        "What to take for what files of EAGLE-3 heads, MTP modules and block drafters leave open,"
+        " or say in a way that not all of their readers share: tap_convention=entering|after (what"
+        " ids of the target's layers mean), is_last_normed=true|false (of a hidden state after the"
+        " last layer, whether it has gone through the final norm), norm_before_residual=true|false"
+        " (EAGLE-3), sample_from_anchor=true|false (block drafters: the newest token's row proposes"
+        " the next one); several with commas, or files. The default is what the files say, or else"
+        " what their own trainer does. Once for all of them, or once for each draft.",
+        "--draft-assume",
+        metavar="NAME=VALUE",
+    )
     quantize: str | None = option(
         None,
         "Store the weights of projections in 8 or 4 bits, which a step reads that much faster:"

@@ -130,12 +130,13 @@ class CompilerBackend:
             SpeccError: a combination that it cannot compile here.
         """
 
-    def phases(self, max_seq_len: int) -> Phases:
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         """Phases of the pipeline after those of every backend; what they leave is written.
 
         Args:
             max_seq_len: positions that rows of passes may have: those that the engine serves, and
                 with block drafters the rows of a block beyond the last.
+            pass_tokens: that a sequence brings to a pass at most; None is one for each position.
         """
         return ()
 

@@ -25,7 +25,7 @@ class CpuCompiler(CompilerBackend):
         if (missing := lower_cpu.missing_compiler()) is not None:
             raise missing
 
-    def phases(self, max_seq_len: int) -> Phases:
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         return lower_cpu.LAYOUT_PHASES
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:

@@ -40,8 +40,8 @@ class CudaCompiler(CompilerBackend):
             # a GPU that CUDA cannot use: a forked process, or a driver that fails
             return False
 
-    def phases(self, max_seq_len: int) -> Phases:
-        return cuda_phases(max_seq_len)
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
+        return cuda_phases(max_seq_len, pass_tokens)
 
 
 BACKEND = CudaCompiler()

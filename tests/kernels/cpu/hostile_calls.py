@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.cpu.engine_calls import BUILDERS, DTYPES, Arguments
+from tests.kernels.cpu.call_parts import DTYPES, Arguments
+from tests.kernels.cpu.engine_calls import BUILDERS
 
 _INTS = (
     -(2**63), 1 - 2**63, -(2**62), -(2**31) - 1, -(2**31), 1 - 2**31, -65, -2, -1, 0, 1, 2, 7,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -219,11 +220,25 @@ def make_call(case: Case, device: torch.device) -> Call:
     return Call(args, options)
 
 
+def run(call: Call, splits: int | None) -> Tensor:
+    return attend(*call.args, **call.options, num_splits=splits)
+
+
 def check_attend(case: Case, device: torch.device) -> None:
     """Compare a case with the oracle; raises AssertionError."""
-    call = make_call(case, device)
+    check_call(case, make_call(case, device), run)
+
+
+def check_call(case: Case, call: Call, run: Callable[[Call, int | None], Tensor]) -> None:
+    """Compare a call of a case with the oracle; raises AssertionError.
+
+    Args:
+        case: whose type and splits it has.
+        call: of it.
+        run: calls an operator so, with a number of splits.
+    """
     before = [x.clone() for x in call.args[:3]]
-    out = attend(*call.args, **call.options, num_splits=case.splits)
+    out = run(call, case.splits)
     want = call.reference()
     assert out.dtype == case.dtype
     assert out.shape == want.shape
@@ -237,25 +252,57 @@ def check_attend(case: Case, device: torch.device) -> None:
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
 
 
+# three sequences, of which `check_bad_call` breaks all but the second
+BAD_CASE = Case(((2, 40), (3, 30), (2, 20)), True, F16, (2, 1), (16, 16), splits=2)
+
+
 def check_bad_data(device: torch.device) -> None:
+    """`attend` over broken lengths and blocks."""
+    check_bad_call(make_call(BAD_CASE, device), run)
+
+
+def check_bad_call(call: Call, run: Callable[[Call, int | None], Tensor]) -> None:
     """Lengths beyond the table and blocks beyond the cache stay inside of the tensors.
 
     The second sequence is sound, and its result is not touched by that of the others.
+
+    Args:
+        call: of `BAD_CASE`, or of one with other heads.
+        run: as of `check_call`.
     """
-    case = Case(((2, 40), (3, 30), (2, 20)), True, F16, (2, 1), (16, 16), splits=2)
     for is_tree in (True, False):
-        call = make_call(case, device)
         args = list(call.args)
         args[7] = args[7] if is_tree else None
-        want = attend(*args, **call.options, num_splits=2)
+        want = run(replace(call, args=tuple(args)), 2)
         args[8] = args[8].clone()
         args[8][0] = torch.tensor([BAD_BLOCKS[0], BAD_BLOCKS[1]] * 9)[: args[8].shape[1]]
         args[4], args[5], args[6] = (x.clone() for x in args[4:7])
         args[4][5:] = 1 << 30
         args[5][5:] = 1 << 30
         args[6][2] = 1 << 29
-        got = attend(*args, **call.options, num_splits=2)
+        got = run(replace(call, args=tuple(args)), 2)
         torch.testing.assert_close(got[:, 2:5], want[:, 2:5], rtol=0, atol=0)
+
+
+def run_broken(call: Call, is_tree: bool) -> None:
+    """Call `attend` with lengths beyond the table, blocks beyond the cache and starts elsewhere.
+
+    Args:
+        call: of one sequence.
+        is_tree: with its ancestors, or without any.
+    """
+    whole = list(call.args)
+    whole[7] = whole[7] if is_tree else None
+    for places, lengths in ((1 << 30, 1 << 29), (-(1 << 30), -5), (1 << 30, 0), (3, 1 << 30)):
+        args = whole[:]
+        args[4] = torch.full_like(args[4], places)
+        args[5] = torch.full_like(args[5], places)
+        args[6] = torch.full_like(args[6], lengths)
+        args[8] = torch.tensor([BAD_BLOCKS * 9], dtype=torch.int32, device=args[8].device)
+        args[8] = args[8][:, : call.args[8].shape[1]]
+        run(replace(call, args=tuple(args)), 2)
+    whole[3] = torch.tensor([-7, 99], dtype=torch.int32, device=whole[3].device)
+    run(replace(call, args=tuple(whole)), 2)
 
 
 def _signed(bits: int) -> int:

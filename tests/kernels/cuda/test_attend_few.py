@@ -11,7 +11,7 @@ import torch
 from specc.kernels.cuda import arrivals, attend_few, attend_few_kernels
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda.launch import even_tokens
-from tests.kernels.cuda.cases_attend import BAD_BLOCKS, BF16, F16, Case, check_attend, make_call
+from tests.kernels.cuda.cases_attend import BF16, F16, Case, check_attend, make_call, run_broken
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -114,20 +114,7 @@ def test_even_tokens_need_no_starts(device: torch.device) -> None:
 
 @pytest.mark.parametrize("is_tree", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bad_data_stays_inside(is_tree: bool, device: torch.device) -> None:
-    """Lengths beyond the table, blocks beyond the cache and starts beyond the tokens."""
-    call = make_call(Case(((4, 90),), True, BF16, HEADS), device)
-    for places, lengths in ((1 << 30, 1 << 29), (-(1 << 30), -5), (1 << 30, 0), (3, 1 << 30)):
-        args = list(call.args)
-        args[7] = args[7] if is_tree else None
-        args[4] = torch.full_like(args[4], places)
-        args[5] = torch.full_like(args[5], places)
-        args[6] = torch.full_like(args[6], lengths)
-        args[8] = torch.tensor([BAD_BLOCKS * 9], dtype=torch.int32, device=device)
-        args[8] = args[8][:, : call.args[8].shape[1]]
-        module.attend(*args, **call.options, num_splits=2)
-    args = list(call.args)
-    args[3] = torch.tensor([-7, 99], dtype=torch.int32, device=device)
-    module.attend(*args, **call.options, num_splits=2)
+    run_broken(make_call(Case(((4, 90),), True, BF16, HEADS), device), is_tree)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the wait is made in the interpreter")

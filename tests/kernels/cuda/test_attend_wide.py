@@ -12,13 +12,13 @@ from specc.kernels.cuda import attend_wide, attend_wide_kernels, attend_wide_par
 from specc.kernels.cuda.launch import even_tokens
 from specc.passes import memory
 from tests.kernels.cuda.cases_attend import (
-    BAD_BLOCKS,
     BF16,
     F16,
     NAN,
     Case,
     check_attend,
     make_call,
+    run_broken,
 )
 from tests.kernels.cuda.gluon_emulator import Launcher, emulated
 
@@ -246,18 +246,5 @@ def test_splits() -> None:
 
 @pytest.mark.parametrize("is_tree", [True, False])
 def test_bad_data_stays_inside(is_tree: bool, launches: list[Any], device: torch.device) -> None:
-    """Lengths beyond the table, blocks beyond the cache and starts beyond the tokens."""
-    call = make_call(Case(((4, 90),), True, BF16, HEADS, SIZES), device)
-    for places, lengths in ((1 << 30, 1 << 29), (-(1 << 30), -5), (1 << 30, 0), (3, 1 << 30)):
-        args = list(call.args)
-        args[7] = args[7] if is_tree else None
-        args[4] = torch.full_like(args[4], places)
-        args[5] = torch.full_like(args[5], places)
-        args[6] = torch.full_like(args[6], lengths)
-        args[8] = torch.tensor([BAD_BLOCKS * 9], dtype=torch.int32, device=device)
-        args[8] = args[8][:, : call.args[8].shape[1]]
-        module.attend(*args, **call.options, num_splits=2)
-    args = list(call.args)
-    args[3] = torch.tensor([-7, 99], dtype=torch.int32, device=device)
-    module.attend(*args, **call.options, num_splits=2)
+    run_broken(make_call(Case(((4, 90),), True, BF16, HEADS, SIZES), device), is_tree)
     assert len(launches) == 5

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from specc.errors import NotCausalLMError, UnsupportedGraphError
-from specc.passes.frontend.trace import buffer_values, trace
+from specc.passes.frontend.buffer_values import buffer_values
+from specc.passes.frontend.trace import trace
 from specc.passes.program import RUNTIME_INPUTS
 from tests.passes.modules import (
     Tiny,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specc.kernels.reference.accept import draft_children_reference
 from specc.sampling.rows import MIN_TEMPERATURE, Value
-from specc.speculation.plans import SUFFIX, VOTE, SpecPlan, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
 from specc.speculation.sharpness import factor_of
 from tests.passes.step.reading_models import logits_of
 

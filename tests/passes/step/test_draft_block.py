@@ -71,18 +71,23 @@ def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> 
 
 
 class Noted(nn.Module):
-    """Keeps what it is called with; its logits are drawn, some rows for each that has any."""
+    """Keeps what it is called with; its logits, and what comes after them, are drawn.
 
-    def __init__(self, ties: bool, rows_each: int) -> None:
+    Args:
+        ties: logits are whole numbers.
+        width: columns.
+        rows_each: rows for each that has any.
+    """
+
+    def __init__(self, ties: bool, width: int = VOCAB, rows_each: int = 1) -> None:
         super().__init__()
-        self.ties, self.rows_each = ties, rows_each
+        self.ties, self.width, self.rows_each = ties, width, rows_each
         self.calls: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
         names = (*NAMES[:-1], "logit_rows", "feature_rows")
         self.calls.append(dict(zip(names, inputs, strict=True)))
-        count = len(inputs[7]) * self.rows_each
-        logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(4))
+        logits = drawn(len(inputs[7]) * self.rows_each, self.width, seed=4)
         return logits.round() if self.ties else logits
 
 
@@ -96,7 +101,7 @@ def run(
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
     (block,), batch = plan.blocks, len(lengths)
-    drafter = Noted(ties, block.size if block.is_flat else 1)
+    drafter = Noted(ties, VOCAB + block.hidden_columns, block.size if block.is_flat else 1)
     torch.manual_seed(0)
     values = torch.zeros(batch, len(Value))
     words = torch.zeros(batch, len(Word), dtype=torch.int64)

@@ -26,7 +26,8 @@ from specc.passes.step.step_graph import (
 )
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
-from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan, lookup_ngram
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
 from specc.speculation.sharpness import sharpened
 from specc.speculation.tree import TokenTree
 from tests.passes.step.grown_trees import Proposed, Request, drawn_from, look_up, propose

@@ -18,7 +18,7 @@ import torch
 
 from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
-from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.ranks import followed_device, nccl

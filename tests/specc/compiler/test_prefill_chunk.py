@@ -10,9 +10,11 @@ import torch
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.engine_plans import tokens_of_passes
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.config import CompileConfig
-from specc.speculation.plans import OFF
+from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.plans import OFF, SpecPlan
 from tests.passes.modules import Tiny, compiled
 
 # whose passes keep all scores
@@ -63,3 +65,15 @@ def test_a_default_takes_no_more_memory_than_logits_may(program) -> None:
     assert fit_prefill_chunk(limits_of(2048), wide, models, FACTS).prefill_chunk == 2048
     asked = dataclasses.replace(tight, prefill_chunk=2048)
     assert fit_prefill_chunk(limits_of(2048), asked, models, FACTS).prefill_chunk == 2048
+
+
+def test_tokens_of_passes() -> None:
+    """Of one sequence: those of a chunk of prompts, or of a step where its pass is longer."""
+    block = BlockDraft(40, 0)
+    chain = SpecPlan.from_widths((1, 1, 1))
+    drafted = chain.with_heads((), {"draft_0": block})
+    assert tokens_of_passes([chain, OFF], 2) == 4
+    assert tokens_of_passes([chain, OFF], 32) == 32
+    # what a step can have accepted, and the block
+    assert tokens_of_passes([drafted, OFF], 32) == 4 + 40
+    assert tokens_of_passes([drafted, OFF], 512) == 512

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from specc.compiler.checks import Candidate
+from specc.compiler.candidate import Candidate
 from specc.compiler.tokenizer import _TEXTS, check_tokenizers, follow_transformers
 from specc.errors import VocabMismatchError
 

@@ -48,7 +48,7 @@ class AbacusBackend(CompilerBackend):
         if config.compute_capability not in (None, "1.0"):
             raise ConfigError("another abacus", "1.0", "pass --compute-capability 1.0")
 
-    def phases(self, max_seq_len: int) -> Phases:
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         return (("norms", (FuseRMSNorm,)),)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:

@@ -6,15 +6,8 @@ import pytest
 
 from specc.cost.best_tree import to_tree
 from specc.errors import ConfigError, EngineError, SpeccError, TreeError
-from specc.speculation.plans import (
-    MERGE,
-    SUFFIX,
-    VOTE,
-    DynamicTree,
-    SpecPlan,
-    is_lookup,
-    lookup_ngram,
-)
+from specc.speculation.plan_names import lookup_ngram
+from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
 from specc.speculation.tree import MAX_NODES, TokenTree
 
 PAIR = ("draft_0", "draft_1")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from specc.artifact.manifest_entries import PlanEntry
-from specc.cli.render import describe_plan
+from specc.cli.render_plans import describe_plan
 from specc.errors import ConfigError
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan

@@ -85,7 +85,13 @@ def drawn(seed: int) -> Trajectory:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("speculators-mixed", marks=pytest.mark.slow), "dspark-speculators", "vllm"],
+    [
+        pytest.param("speculators-mixed", marks=pytest.mark.slow),
+        "dspark-speculators",
+        pytest.param("dspark-gated", marks=pytest.mark.slow),
+        pytest.param("dspark-rnn", marks=pytest.mark.slow),
+        "vllm",
+    ],
 )
 @torch.no_grad()
 def test_chains_are_those_of_steps(

@@ -30,8 +30,8 @@ from specc.speculation.tree import TokenTree
 from specc.speculation.views import View
 from specc.tune.acceptance import chains_over, self_acceptance
 from specc.tune.candidates import candidates, views_to_measure
-from specc.tune.long_prompts import LongPrompts, join_prompts
 from specc.tune.options import TuneOptions
+from specc.tune.outputs import LongPrompts, join_prompts
 from specc.tune.run import tune
 from tests import engines, models
 from tests.command_line import invoke

@@ -113,15 +113,16 @@ def test_what_is_written_is_read_back(target, tmp_path):
     verify_graph(found, "reading", is_final=True)
 
 
-def test_a_word_for_every_token_on_a_gpu(target, tmp_path):
+@pytest.mark.parametrize(("pass_tokens", "count"), [(None, 3), (500, 3), (70, 2), (64, 1)])
+def test_a_word_for_every_token_on_a_gpu(pass_tokens, count, target, tmp_path):
     """What a program says itself of rows that layers see has as many words as a pass may need."""
     write_block(tmp_path, BLOCK_CASES["z-lab-mixed"])
     given = ModelSource.load("target", target, torch.float32)
     source = head_source(recognise(tmp_path, TARGET), given, torch.float32)
-    program = program_of(source, cuda_phases(130))
+    program = program_of(source, cuda_phases(130, pass_tokens))
     words = [bind_args(call)["ancestors"] for call in program.calls(ops.attend)]
     assert words[-1] is program.placeholder("ancestors")
-    assert [node.meta["val"].shape[1] for node in words[:-1]] == [3] * (len(words) - 1)
+    assert [node.meta["val"].shape[1] for node in words[:-1]] == [count] * (len(words) - 1)
     verify_graph(program, "widening", is_final=True)
 
 

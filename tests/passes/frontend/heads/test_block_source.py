@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, HeadSwitches,
 from specc.passes.frontend.heads.recognise import recognise
 from specc.passes.frontend.heads.tap_ids import ENTERING
 from specc.passes.frontend.model_source import ModelSource
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import OF_TOKEN, BlockDraft
 from tests.block_heads import BLOCK_CASES, MASK, write_block
 from tests.heads import LAYERS, VOCAB, WIDTH
 
@@ -46,8 +47,11 @@ def test_what_files_say(name, tmp_path):
     causal = case.is_causal and not case.is_mixed
     wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
     wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
+    wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=case.hidden_columns)
+    wanted = replace(wanted, confidence=case.confidence)
     assert (spec.block, spec.rank) == (wanted, case.rank)
-    assert any("its confidence head is not read" in x for x in spec.warnings) == case.has_confidence
+    is_lost = case.has_confidence and not case.confidence
+    assert any("its confidence head is not read" in x for x in spec.warnings) == is_lost
     assert (spec.windows, spec.is_anchored) == (case.windows, case.is_anchored)
     last = case.num_layers - 1
     assert spec.window_of(last) == case.windows[last] + bool(
@@ -109,13 +113,19 @@ def top(**values):
         ("speculators", top(draft_vocab_size=50), "50 in config.json, 60 in lm_head.weight"),
         ("speculators", top(markov_rank=4), "DSpark"),
         ("speculators", top(dspark_block_size=7), "DSpark of DeepSeek V4"),
-        ("dspark-deepspec", top(markov_head_type="gated"), "markov_head_type is 'gated'"),
-        ("dspark-deepspec", top(markov_head_type="rnn"), "markov_head_type is 'rnn'"),
+        ("dspark-deepspec", top(markov_head_type="fir"), "markov_head_type is 'fir'"),
+        ("dspark-deepspec", top(markov_head_type="gated"), "gate_proj.bias are not in"),
+        ("dspark-gated", top(markov_head_type="rnn"), "joint_proj.bias are not in"),
+        ("dspark-gated", top(markov_head_type="vanilla"), "2 tensors that its configuration"),
         ("dspark-deepspec", top(markov_rank="6"), "markov_rank is '6'"),
         ("dspark-deepspec", top(markov_rank=5), "markov_w1.weight is [96, 6]"),
         ("dspark-deepspec", top(markov_rank=0), "confidence_head.proj.weight is [1, 38]"),
         ("dspark-deepspec", top(enable_confidence_head=1), "enable_confidence_head is 1"),
         ("dspark-deepspec", top(selector_rank=8), "DFlash2"),
+        ("dspark-specforge", nested(projector_type="domino"), "projector_type is 'domino'"),
+        ("dspark-specforge", nested(dspark_backbone_conv_enabled=True), "backbone_conv_enabled is"),
+        ("dspark-specforge", nested(confidence_head_alpha=0.0), "2 tensors that"),
+        ("dspark-rnn", top(sample_from_anchor=False), "the state that the anchor's row leaves"),
         ("dspark-deepspec", top(num_target_layers=9), "a target of 9 layers; the target has 8"),
     ],
 )  # fmt: skip
@@ -150,6 +160,36 @@ def test_tensors_that_do_not_fit(name, tensors, found, tmp_path):
         recognise(changed(tmp_path, name, tensors=tensors), TARGET)
 
 
+def test_early_names_of_heads(tmp_path):
+    """Of SpecForge's first drafters; both at once are too many."""
+
+    def early(found, keeps=False):
+        for key in [key for key in found if key.startswith(("markov_head", "confidence_head"))]:
+            value = found[key] if keeps else found.pop(key)
+            found[f"logit_head.{key}"] = value.clone()
+
+    spec = recognise(changed(tmp_path / "one", "dspark-specforge", tensors=early), TARGET)
+    key = "markov_head.gate_proj.bias"
+    assert spec.tensors[key] == f"logit_head.{key}"
+    both = changed(tmp_path / "both", "dspark-specforge", tensors=partial(early, keeps=True))
+    with pytest.raises(HeadError, match=r"6 tensors that .* logit_head\."):
+        recognise(both, TARGET)
+
+
+def test_what_files_of_speculators_leave_out(tmp_path):
+    """A confidence head is there, and reads the token before, unless files say otherwise."""
+
+    def drop(config):
+        del config["enable_confidence_head"], config["confidence_head_with_markov"]
+
+    def add(found):
+        found["confidence_head.proj.weight"] = torch.ones(1, 24 + 5)
+        found["confidence_head.proj.bias"] = torch.ones(1)
+
+    path = changed(tmp_path, "dspark-speculators", drop, add)
+    assert recognise(path, TARGET).block.confidence == OF_TOKEN
+
+
 def test_an_embedding_of_masks_beside_the_table(tmp_path):
     write_block(tmp_path, BLOCK_CASES["z-lab"])
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
@@ -161,7 +201,8 @@ def test_what_steps_read(tmp_path):
     """Of DSpark, beside the program: two weights, and which of their rows are which ids."""
     write_block(tmp_path / "all", BLOCK_CASES["dspark-deepspec"])
     weights, tables = step_weights(recognise(tmp_path / "all", TARGET), torch.float32)
-    assert [weight.shape for weight in weights.values()] == [(VOCAB, 6), (VOCAB, 6)]
+    shapes = [weight.shape for weight in weights.values()]
+    assert shapes == [(VOCAB, 6), (VOCAB, 6), (1, WIDTH + 6), (1,)]
     assert not tables
     tensors = write_block(tmp_path / "some", BLOCK_CASES["dspark-speculators"])
     spec = recognise(tmp_path / "some", TARGET)

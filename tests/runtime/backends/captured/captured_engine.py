@@ -62,5 +62,6 @@ def models_of(engine: Engine) -> dict[str, Any]:
 def step_program(engine: Engine, plan: SpecPlan) -> dict[str, Any]:
     assert plan.num_rows <= engine.cache.shape.max_nodes
     slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
-    program: dict[str, Any] = json.loads(json.dumps(fuse_step(plan, slabs).to_json()))
+    made = fuse_step(plan, slabs, block_size=engine.cache.shape.block_size)
+    program: dict[str, Any] = json.loads(json.dumps(made.to_json()))
     return program

@@ -11,7 +11,7 @@ import pytest
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
-from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams

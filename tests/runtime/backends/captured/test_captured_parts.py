@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.captured.step_scores import StepKind
 from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
 from tests.runtime.backends.captured.test_captured_step import Rig, make_rig, same

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from specc.errors import EngineError
-from specc.runtime.backends.captured.captured_step import CapturedStep, CaptureWarning
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.captured.step_buffers import PADDING, StepBuffers
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import read_json

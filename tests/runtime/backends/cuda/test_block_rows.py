@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ SIZES = {
     "vocab_size": VOCAB,
 }  # fmt: skip
 # a block whose rows see each other, ones whose layers differ, and logits that tokens change
-CASES = ("z-lab", "z-lab-mixed", "speculators-mixed", "dspark-deepspec", "dspark-speculators")
+CASES = (
+    "z-lab", "z-lab-mixed", "speculators-mixed", "dspark-deepspec", "dspark-speculators",
+    "dspark-gated", "dspark-rnn",
+)  # fmt: skip
 MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), "merge")
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), "vote")
 SLOW = pytest.mark.slow
@@ -182,3 +186,13 @@ def test_a_long_prompt_in_one_pass(engine_of: Make, device: Any, triton_kernels:
     prompt = [token for text in prompts_of(BLOCK) for token in text] * 2
     serve(core, oracle, [prompt[:90]], num_tokens=4)
     assert oracle.num_rows > 90
+
+
+@SLOW
+@pytest.mark.parametrize(("chunk", "pads"), [(7, False), (100, True)])
+def test_words_follow_the_chunk(chunk: int, pads: bool, engine_of: Make) -> None:
+    """Not the length of sequences: a word has a bit for every token of a short pass."""
+    sizes = {"prefill_chunk": chunk, "max_seq_len": 200, "plans": (TREE,)}
+    path, _ = engine_of("z-lab-mixed", f"chunk-{chunk}", **sizes)
+    graph = json.loads((path / "draft-0" / "program.json").read_text())["graph"]
+    assert any("constant_pad" in node.get("target", "") for node in graph["nodes"]) == pads

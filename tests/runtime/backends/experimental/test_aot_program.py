@@ -16,7 +16,7 @@ from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.errors import EngineError
 from specc.passes.lower.experimental import aot_inductor
-from specc.runtime.backends.captured.captured_step import CaptureWarning
+from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.experimental import aot_program as aot_cuda_program
 from specc.runtime.backends.experimental.aot_program import (

@@ -49,7 +49,7 @@ from tests.runtime.test_draft_catch_up import Script
 from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings(
-    "error::specc.runtime.backends.captured.captured_step.CaptureWarning"
+    "error::specc.runtime.backends.captured.captures.CaptureWarning"
 )
 
 NAME, NUM_TOKENS, CHUNK = "mistral", 24, 7

@@ -1,4 +1,4 @@
-"""Calls of `specc.linear_q` in a model's graph, to be timed: see `choose_products`."""
+"""Calls of products without a norm in a model's graph, to be timed: see `choose_products`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,45 @@ from torch import Tensor, fx
 
 from specc.artifact.quantized_layout import QuantizedLayout
 
-NAME = "linear_q"
+LINEAR, QUANTIZED = "skinny_linear", "linear_q"
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """A call of `specc.skinny_linear`, with the tensors that do not change.
+
+    Args:
+        weight: [N, K].
+        bias: [N], or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    operator = LINEAR
+    rows = (1, 2, 4, 8, 16)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that run the same code."""
+        return LINEAR, self.weight.dtype, tuple(self.weight.shape), self.bias is None
+
+    def product(self, rows: int) -> Any:
+        """What a choice is made for."""
+        from specc.kernels.cuda.few_rows import Product
+
+        return Product.of(LINEAR, rows, self.weight)
+
+    def bind(self, rows: int) -> Callable[[], object]:
+        """The call for this many rows."""
+        dice = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, self.weight.shape[1], generator=dice)
+        args = (x.to(self.weight.device, self.weight.dtype), self.weight, self.bias)
+        return lambda: torch.ops.specc.skinny_linear(*args)
 
 
 @dataclass(frozen=True)
 class QuantizedCall:
-    """A call, with the tensors that do not change.
+    """A call of `specc.linear_q`, with the tensors that do not change.
 
     Args:
         weight: uint8 [blocks, bytes].
@@ -31,14 +64,14 @@ class QuantizedCall:
     shape: tuple[int, int]
     layout: QuantizedLayout
     dtype: torch.dtype
-    operator = NAME
+    operator = QUANTIZED
     # a tree of several sequences has more than a kernel with a norm takes
     rows = (1, 2, 4, 8, 16, 32, 64)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls that run the same code."""
-        return NAME, self.dtype, self.shape, self.layout, self.bias is None
+        return QUANTIZED, self.dtype, self.shape, self.layout, self.bias is None
 
     def product(self, rows: int) -> Any:
         """What a choice is made for."""
@@ -54,6 +87,20 @@ class QuantizedCall:
         facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
         args = (x, self.weight, self.bias, self.shape[0], *facts)
         return lambda: torch.ops.specc.linear_q(*args)
+
+
+def linear_call(node: fx.Node, tensors: Mapping[str, Tensor]) -> LinearCall:
+    """What a node of a graph calls.
+
+    Args:
+        node: of `specc.skinny_linear`.
+        tensors: weights by the names of inputs.
+    """
+    _, weight, bias = node.args
+    return LinearCall(
+        tensors[weight.target],  # type: ignore[union-attr,index]
+        None if bias is None else tensors[bias.target],  # type: ignore[union-attr,index]
+    )
 
 
 def quantized_call(

@@ -1,0 +1,261 @@
+"""What launches of all kernels of `specc::attend` share: their call, its checks, what ships."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from specc.kernels.cuda.arrivals import counters
+from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
+from specc.kernels.cuda.launch import is_even
+from specc.kernels.cuda.shipped import TYPE_NAMES
+from specc.speculation.tree import WORD_BITS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# sequences, or tokens, that one step of a search looks at
+SEARCH = 64
+# what engines are built with: dense rows (one page) or pages of 16 rows
+SHIPPED_PAGES = ((1, 4096), (256, 16))
+# arguments of every kernel that say where tokens and keys are
+PLACES = ("q_start", "position", "slot", "cache_len", "ancestors", "block_table")
+# strides of queries and of caches of keys and values
+STRIDES = (
+    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
+    "stride_vb", "stride_vs", "stride_vh",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttendCall:
+    """Arguments of a call of `specc::attend`, and what kernels are told of their shapes.
+
+    Args:
+        q: [H, Nt, D].
+        k_cache: [blocks, block_size, HK, D].
+        v_cache: [blocks, block_size, HK, DV]; of latents `k_cache`, whose first DV columns are the
+            values.
+        value_dim: DV.
+        q_start: [B + 1] int32.
+        position: [Nt] int64.
+        slot: [Nt] int32.
+        cache_len: [B] int32.
+        ancestors: [Nt, W] int64, or None.
+        block_table: [B, n] int32.
+        scale: of scores.
+        window: 0 is no limit.
+        sink: first keys that no window cuts.
+        num_splits: of the keys of every tile; None: chosen by lengths.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    value_dim: int
+    q_start: Tensor
+    position: Tensor
+    slot: Tensor
+    cache_len: Tensor
+    ancestors: Tensor | None
+    block_table: Tensor
+    scale: float
+    window: int
+    sink: int
+    num_splits: int | None
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of queries and keys."""
+        return self.q.shape[2]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences, padding among them."""
+        return self.block_table.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Blocks of a sequence."""
+        return self.block_table.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block."""
+        return self.k_cache.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache."""
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the cache that a sequence may have."""
+        return self.num_pages * self.block_size
+
+    @property
+    def mean_rows(self) -> int:
+        """Packed rows of a sequence (its tokens × `group`), in the mean."""
+        return triton.cdiv(self.num_tokens, self.num_seqs) * self.group
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens of each sequence if all have equally many, else 0: `q_start` says."""
+        is_given = is_even() and self.num_tokens % self.num_seqs == 0
+        return self.num_tokens // self.num_seqs if is_given else 0
+
+    @property
+    def places(self) -> tuple[Tensor | float, ...]:
+        """Arguments `PLACES`, and the scale."""
+        return (
+            self.q_start, self.position, self.slot, self.cache_len,
+            # absent, some tensor
+            self.q_start if self.ancestors is None else self.ancestors,
+            self.block_table, self.scale,
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Arguments num_words, num_blocks, num_pages, block_size and tokens_each."""
+        num_words = 0 if self.ancestors is None else self.ancestors.shape[1]
+        return num_words, self.k_cache.shape[0], self.num_pages, self.block_size, self.tokens_each
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Arguments `STRIDES`."""
+        return *self.q.stride()[:2], *self.k_cache.stride()[:3], *self.v_cache.stride()[:3]
+
+    @property
+    def stride_words(self) -> int:
+        """From a token's words to those of the next."""
+        return 0 if self.ancestors is None else self.ancestors.stride(0)
+
+    def page(self, block_n: int) -> int:
+        """Rows of a page for steps of so many keys: see `page_rows`."""
+        return page_rows(self.num_pages, self.block_size, block_n)
+
+    def plan(self, c: AttendConfig, num_sms: int, *, is_prompt: bool) -> Work:
+        """How keys are handed out to programs of such tiles."""
+        num_tiles = self.num_seqs * triton.cdiv(self.mean_rows, c.block_m)
+        most_tiles = self.num_tokens * self.group // c.block_m + self.num_seqs
+        return plan_work(
+            num_tiles, num_tiles if self.tokens_each else most_tiles,
+            self.num_kv_heads, self.num_seqs, c.programs_per_sm * num_sms,
+            triton.cdiv(self.capacity, c.block_n) // c.min_blocks,
+            num_splits=self.num_splits,
+            is_prompt=is_prompt,
+            is_short=self.capacity <= SHORT_ROWS,
+        )  # fmt: skip
+
+    def parts(self, num_parts: int, block_m: int, num_counters: int) -> tuple[Tensor, ...]:
+        """Memory for the parts of split tiles that the last program of a tile merges.
+
+        Returns:
+            rows [num_parts, block_m, DV] and the logarithms [num_parts, block_m] of their sums,
+            float32, and counters of programs; empty without parts.
+        """
+        if not num_parts:
+            # absent, in the type they have else: one kernel for both
+            absent = self.q.new_empty(0, dtype=torch.float32)
+            return absent, absent, self.q.new_empty(0, dtype=torch.int32)
+        lse = self.q.new_empty(num_parts, block_m, dtype=torch.float32)
+        partial = self.q.new_empty(num_parts, block_m, self.value_dim, dtype=torch.float32)
+        return partial, lse, counters(self.k_cache, num_counters)
+
+    def check_places(self) -> None:
+        """Refuse what every kernel would misread; shapes of queries and caches are checked.
+
+        Raises:
+            ValueError: naming what was found and what was needed.
+        """
+        if self.q_start.shape != (self.num_seqs + 1,) or self.cache_len.shape != (self.num_seqs,):
+            raise ValueError(
+                f"attend: found q_start {tuple(self.q_start.shape)}, cache_len"
+                f" {tuple(self.cache_len.shape)}, block_table {tuple(self.block_table.shape)};"
+                " needed [B + 1], [B] and [B, n]"
+            )
+        if self.position.shape != (self.num_tokens,) or self.slot.shape != (self.num_tokens,):
+            raise ValueError(
+                f"attend: found position {tuple(self.position.shape)} and slot"
+                f" {tuple(self.slot.shape)}; needed [{self.num_tokens}]"
+            )
+        self._check_words()
+        names = ("q", "k_cache", "v_cache", "block_table", *PLACES)
+        for name in dict.fromkeys(names):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"attend: found strides {tensor.stride()} of {name}; needed 1 in the last"
+                    " dimension"
+                )
+        if not self.scale > 0:
+            raise ValueError(f"attend: found scale {self.scale}; needed a positive one")
+
+    def _check_words(self) -> None:
+        words = self.ancestors
+        if words is None:
+            return
+        if words.dtype != torch.int64 or words.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"attend: found ancestors {words.dtype} {tuple(words.shape)};"
+                f" needed int64 [{self.num_tokens}, W]"
+            )
+        num_nodes = words.shape[1] * WORD_BITS
+        if self.num_tokens > self.num_seqs * num_nodes:
+            raise ValueError(
+                f"attend: found {self.num_tokens} tokens of {self.num_seqs} sequences and words for"
+                f" {num_nodes} nodes of each; needed a bit for every node"
+            )
+
+
+def padded(size: int) -> int:
+    """Columns of a tile: a power of two, and what tensor cores take at least."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def page_rows(num_pages: int, block_size: int, block_n: int) -> int:
+    """Rows of a page; 0 if none ends in a key block: whole key blocks, or a page that holds all."""
+    return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
+
+
+def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
+    """Whether every key block has whole pages, or lies in one."""
+    return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
+
+
+def signature(
+    pointers: Iterable[str], integers: Iterable[str], dtype: torch.dtype, *, is_tree: bool = True
+) -> Mapping[str, str]:
+    """Types of a kernel's arguments, as `Shipped` has them.
+
+    Args:
+        pointers: names of tensors.
+        integers: names of integers.
+        dtype: of queries, caches and results.
+        is_tree: there are ancestors; else `q_start` stands in their place.
+    """
+    types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPE_NAMES[dtype])
+    types |= {"position": "i64", "partial": "fp32", "lse": "fp32"}
+    types |= {"ancestors": "i64" if is_tree else "i32"}
+    return {
+        **{pointer: f"*{types.get(pointer, 'i32')}" for pointer in pointers},
+        **dict.fromkeys(integers, "i32"),
+    }

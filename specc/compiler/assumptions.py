@@ -1,0 +1,90 @@
+"""What users say of draft heads that their files leave open: `--draft-assume`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.passes.frontend.heads.head_spec import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    MTP,
+    HeadSpec,
+    HeadSwitches,
+)
+from specc.passes.frontend.heads.tap_ids import CONVENTIONS
+
+# what a draft is taken for of which nothing else is said
+AS_FILES_SAY = "files"
+_CONVENTION = "tap_convention"
+_VALUES: dict[str, dict[str, Any]] = {
+    field.name: {"true": True, "false": False} for field in dataclasses.fields(HeadSwitches)
+} | {_CONVENTION: {name: name for name in CONVENTIONS}}
+# which of them a kind of head asks
+_ASKED = {
+    EAGLE3: ("norm_before_residual", _CONVENTION, "is_last_normed"),
+    MTP: ("is_last_normed",),
+    DFLASH: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
+    DSPARK: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
+}
+
+
+def parse_switches(text: str) -> HeadSwitches:
+    """Switches as `--draft-assume` has them, `tap_convention=entering,is_last_normed=true`.
+
+    Args:
+        text: pairs; `files` is none of them.
+    Raises:
+        ConfigError: a name that no head has, a value that it does not take, or one name twice.
+    """
+    found: dict[str, Any] = {}
+    for part in [] if text.strip() == AS_FILES_SAY else text.split(","):
+        name, _, value = (item.strip() for item in part.partition("="))
+        if value not in _VALUES.get(name, {}) or name in found:
+            known = [f"{key}={'|'.join(values)}" for key, values in _VALUES.items()]
+            raise ConfigError(
+                f"--draft-assume {text}",
+                f"{', '.join(known)}, each at most once; or {AS_FILES_SAY}",
+                f"for example --draft-assume {_CONVENTION}={CONVENTIONS[0]}",
+            )
+        found[name] = _VALUES[name][value]
+    return HeadSwitches(**found)
+
+
+def switches_of(config: CompileConfig, num_drafts: int) -> list[HeadSwitches]:
+    """Of each draft model.
+
+    Raises:
+        ConfigError: see `parse_switches`, or neither one for all drafts nor one each.
+    """
+    return [parse_switches(text) for text in config.assumptions_of(num_drafts)]
+
+
+def given_in(switches: HeadSwitches) -> dict[str, str]:
+    """Name → value, as the option has them, of those that say something."""
+    said = {key: value for key, value in vars(switches).items() if value is not None}
+    return {key: str(value).lower() for key, value in said.items()}
+
+
+def with_assumptions(head: HeadSpec, switches: HeadSwitches) -> HeadSpec:
+    """The head, which tells what was taken for what its files say.
+
+    Raises:
+        ConfigError: a switch that this kind of head does not ask.
+    """
+    given = given_in(switches)
+    if not given:
+        return head
+    for name, value in given.items():
+        if name not in _ASKED[head.kind]:
+            raise ConfigError(
+                f"--draft-assume {name}={value}, and a draft of kind {head.kind}",
+                f"{', '.join(_ASKED[head.kind])}: what such drafts may leave open",
+                f"leave out {name}",
+            )
+    pairs = ",".join(f"{name}={value}" for name, value in given.items())
+    told = f"{pairs} is taken, whatever its files say (--draft-assume)"
+    return dataclasses.replace(head, warnings=(*head.warnings, told))
