@@ -43,8 +43,16 @@ def has_no_dense_attention(program: Program) -> bool:
     return not list(program.calls(*DENSE_ATTENTION))
 
 
+def has_no_layers(program: Program) -> bool:
+    """It is a draft that reads rows of its target, and attends to nothing (Medusa heads)."""
+    is_empty = not program.layers and not program.caches
+    return is_empty and bool(program.row_inputs) and has_no_dense_attention(program)
+
+
 def attention_is_a_tree(program: Program) -> bool:
     """Every layer attends through specc::tree_attention with caches of its own."""
+    if has_no_layers(program):
+        return True
     count = len(list(program.calls(ops.tree_attention)))
     return count > 0 and count == len(program.layers) and len(program.caches) == 2 * count
 
@@ -56,6 +64,8 @@ def caches_are_int8(program: Program) -> bool:
 
 def attention_is_cached(program: Program) -> bool:
     """Every layer attends through an operator of specc with caches of its own."""
+    if has_no_layers(program):
+        return True
     calls = program.calls(ops.tree_attention, ops.masked_attention)
     held: dict[int, set[str]] = {}
     for layer, part in program.caches.values():

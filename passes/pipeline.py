@@ -36,6 +36,11 @@ PHASES: Phases = (
     ("logits", (SelectLogits,)),
     (FUSE, (FuseQKV, FuseGateUp)),
 )
+# of a draft that attends to nothing
+LAYERLESS_PHASES: Phases = (
+    ("normalize", (Normalize, ReadTables)),
+    ("logits", (SelectLogits,)),
+)
 
 
 class PassError(RuntimeError):

@@ -38,6 +38,8 @@ FEATURES = "features"
 # of a head, caches after those of its layers are rows that it keeps for itself, and `FEATURES` of
 # its target; and one more input of its passes, which of their rows each token reads
 HANDED_ON, FEATURE_ROWS = "handed_on", "feature_rows"
+# lends caches their symbolic sizes, until they are there
+GEOMETRY = "geometry"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
-from specc.passes.facts import attention_is_a_tree
+from specc.passes.facts import attention_is_a_tree, has_no_layers
 from specc.passes.program import Program, bind_args, emit_call, replace
 from specc.passes.rewrite.absorb_latent import values_in_keys
 from specc.passes.rewrite.columns import (
@@ -50,6 +50,8 @@ _PROJECTIONS = (
 
 def attention_reads_caches(program: Program) -> bool:
     """Every layer writes its keys and values to its caches, and attends to them afterwards."""
+    if has_no_layers(program):
+        return True
     written: set[fx.Node] = set()
     num_layers = 0
     for node in program.graph.nodes:

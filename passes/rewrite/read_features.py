@@ -12,6 +12,7 @@ from specc.passes.frontend.heads.feature_head import IS_TAPPED, OWN_FEATURES
 from specc.passes.program import (
     FEATURE_ROWS,
     FEATURES,
+    GEOMETRY,
     HANDED_ON,
     Program,
     add_placeholder,
@@ -31,7 +32,8 @@ class ReadFeatures(Pass):
     row of a cache, whatever shape the tree has, and no step hands tensors from pass to pass.
 
     A block drafter hands nothing on, and has no slab of its own: a row of the context names a row
-    of the target's slab and -1, and row j of a block none, -1 and -1 - j.
+    of the target's slab and -1, and row j of a block none, -1 and -1 - j. Every row of Medusa heads
+    names one of the target's slab, and -1.
     """
 
     requires = (attention_is_a_tree, logits_are_selected)
@@ -43,16 +45,16 @@ class ReadFeatures(Pass):
         given = {FEATURES: program.placeholder(TAPPED)}
         if handed_on is not None:
             given = {HANDED_ON: program.placeholder(OWN_FEATURES), **given}
-        is_tapped = program.placeholder(IS_TAPPED)
+        may_be_untapped = IS_TAPPED in program.row_inputs
         tokens = program.placeholder("tokens").meta["val"]
         last = program.placeholder(_inputs_of_all(program)[-1])
         value = tokens.new_empty((tokens.shape[0], 2), dtype=torch.int32)
         rows = add_placeholder(program, FEATURE_ROWS, value, last)
         slabs = {}
         for name, node in given.items():
-            cache = program.placeholder(next(iter(program.caches))).meta["val"]
+            like = program.placeholder(next(iter(program.caches), GEOMETRY)).meta["val"]
             width, dtype = int(node.meta["val"].shape[1]), node.meta["val"].dtype
-            value = cache.new_empty((*cache.shape[:2], width), dtype=dtype)
+            value = like.new_empty((*like.shape[:2], width), dtype=dtype)
             slabs[name] = add_placeholder(program, f"{name}_slab", value, last_placeholder(graph))
         q_start, slot, table = map(program.placeholder, ("q_start", "slot", "block_table"))
         first = next(node for node in graph.nodes if node.op == "call_function")
@@ -77,16 +79,22 @@ class ReadFeatures(Pass):
                 )
                 for name, place in places.items()
             }
-            if handed_on is None:
-                reads_target = emit_call(graph, aten.ge.Scalar, places[FEATURES], 0)
-            else:
-                reads_target = emit_call(graph, aten.lt.Scalar, places[HANDED_ON], 0)
-        replaced = {node: read[name] for name, node in given.items()} | {is_tapped: reads_target}
+            replaced = {node: read[name] for name, node in given.items()}
+            if may_be_untapped:
+                is_tapped = program.placeholder(IS_TAPPED)
+                if handed_on is None:
+                    reads_target = emit_call(graph, aten.ge.Scalar, places[FEATURES], 0)
+                else:
+                    reads_target = emit_call(graph, aten.lt.Scalar, places[HANDED_ON], 0)
+                replaced[is_tapped] = reads_target
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
             graph.erase_node(old)
         for name, node in slabs.items():
             node.target = name
+        for node in graph.find_nodes(op="placeholder", target=GEOMETRY):
+            # of a draft without layers, nothing else has taken its sizes
+            graph.erase_node(node)
         if handed_on is not None:
             (output,) = graph.find_nodes(op="output")
             output.args = (program.logits,)

@@ -13,8 +13,10 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_a_tree, features_are_read
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_spec import HeadSpec
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.program import FEATURE_ROWS, Program, emit_call
 from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.rewrite.stack_logits import StackLogits
 
 aten = torch.ops.aten
 
@@ -76,6 +78,8 @@ class SeeBlocks(Pass):
 
 def feature_passes(spec: HeadSpec) -> tuple[Callable[[], Pass], ...]:
     """What lets a draft read its target's hidden states, and see what it was trained to see."""
+    if isinstance(spec, MedusaSpec):
+        return (ReadFeatures, partial(StackLogits, spec.block.size))
     if not isinstance(spec, BlockSpec):
         return (ReadFeatures,)
     is_plain = not spec.block.causal_layers and not (spec.is_anchored and any(spec.windows))

@@ -30,6 +30,7 @@ class SelectLogits(Pass):
     """Gather `logit_rows` before the vocabulary projection; the output becomes [R, V].
 
     Rows are counted over all tokens of a pass: those of [B, N] tokens are laid end to end first.
+    Where several projections lie side by side, rows are gathered before each of them.
     """
 
     requires = (has_runtime_inputs,)
@@ -46,20 +47,20 @@ class SelectLogits(Pass):
                 "logits [1, tokens, vocabulary]",
                 "pass a causal language model",
             )
-        chain, projection = [], logits
-        while _is_row_by_row(projection, program):
-            chain.append(projection)
-            projection = projection.args[0]
-        if projection.target is aten.linear.default and len(projection.users) == 1:
-            _select_input(projection, rows)
-            for node in reversed(chain):
-                value, width = node.args[0].meta["val"], int(node.meta["val"].shape[-1])
-                shape = (*value.shape[:-1], width)
-                node.meta["val"] = value.new_empty(shape, dtype=node.meta["val"].dtype)
-            result.rewrites += 1
+        joined = logits.args[0] if _joins_columns(logits) else [logits]
+        paths = [_path_of(part, program) for part in joined]
+        others = [path[-1] for path in paths if not _is_projection(path[-1])]
+        if not others:
+            for *chain, projection in paths:
+                _select_input(projection, rows)
+                for node in reversed(chain):
+                    _follow(node, node.args[0])
+            if logits not in joined:
+                _follow(logits, joined[0])
+            result.rewrites += len(paths)
         else:
-            reason = f"the output comes from {projection.target}, not from a linear projection"
-            result.decline(projection.name, reason + ": all rows are projected, then selected")
+            reason = f"the output comes from {others[0].target}, not from a linear projection"
+            result.decline(others[0].name, reason + ": all rows are projected, then selected")
             with graph.inserting_before(output):
                 flat = _end_to_end(logits)
                 logits = emit_call(graph, aten.index_select.default, flat, 1, rows)
@@ -67,6 +68,32 @@ class SelectLogits(Pass):
             program.logits = emit_call(graph, aten.squeeze.dim, logits, 0)
         graph.eliminate_dead_code()
         return result
+
+
+def _joins_columns(node: fx.Node) -> bool:
+    if node.target is not aten.cat.default:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return dim in (-1, node.meta["val"].dim() - 1)
+
+
+def _path_of(node: fx.Node, program: Program) -> list[fx.Node]:
+    """A node, and back from it to the first that does more than go row by row."""
+    path = [node]
+    while _is_row_by_row(path[-1], program):
+        path.append(path[-1].args[0])  # type: ignore[arg-type]
+    return path
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return node.target is aten.linear.default and len(node.users) == 1
+
+
+def _follow(node: fx.Node, source: fx.Node) -> None:
+    """Give a node the rows of what it is made of, and leave it its columns."""
+    value, width = source.meta["val"], int(node.meta["val"].shape[-1])
+    shape = (*value.shape[:-1], width)
+    node.meta["val"] = value.new_empty(shape, dtype=node.meta["val"].dtype)
 
 
 def _is_row_by_row(node: fx.Node, program: Program) -> bool:

@@ -18,6 +18,7 @@ from specc.passes.facts import (
     masks_are_classified,
 )
 from specc.passes.program import (
+    GEOMETRY,
     AttentionLayer,
     Program,
     Slopes,
@@ -58,7 +59,7 @@ class RewriteTreeAttention(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         graph = program.graph
-        geometry = program.placeholder("geometry")
+        geometry = program.placeholder(GEOMETRY)
         inputs = [
             program.placeholder(name)
             for name in ("q_start", "positions", "slot", "cache_len", "ancestors", "block_table")

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from specc.passes.step.step_graph import StepGraph
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
@@ -16,12 +17,15 @@ def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
 
     Where the drafter reads its rows' hidden states, they come after the logits: [B, V + d].
 
-    Its rows are those of the context that the last step can have accepted, with the target's
-    hidden states, then the block: the root and masks. What they write is where it is written again:
-    rows of a block are overwritten by rows of the context, once their tokens are accepted.
+    Medusa heads have a pass of their own, see `_flat_levels`. Rows of other passes are those of the
+    context that the last step can have accepted, with the target's hidden states, then the block:
+    the root and masks. What they write is where it is written again: rows of a block are
+    overwritten by rows of the context, once their tokens are accepted.
     """
     block = plan.block_of(draft)
     assert block is not None
+    if block.is_flat:
+        return _flat_levels(g, draft, block, plan.max_depth)
     batch, size, depth = g.batch, block.size, plan.max_depth
     before = plan.max_depth + 1
     count = before + size
@@ -41,15 +45,7 @@ def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
     offsets = g.expand_rows(g.constant(f"{draft}_offsets", block.offsets(before)), count)
     features = g.call(aten.stack.default, [tapped, g.flat(offsets)], 1)
     ancestors = g.constant(f"{draft}_rows_seen", block.rows_seen(before))
-    # of one depth after the other
-    starts = g.arange(0, g.multiple(batch, count), count, torch.int64)
-    first = before + block.first_row
-    places = g.constant(f"{draft}_places", torch.arange(first, first + depth))
-    rows = g.call(
-        aten.add.Tensor,
-        g.call(aten.unsqueeze.default, places, 1),
-        g.call(aten.unsqueeze.default, starts, 0),
-    )
+    rows = _by_depth(g, draft, before + block.first_row, depth, count)
     logits = g.model(
         draft,
         g.flat(tokens),
@@ -59,10 +55,62 @@ def block_levels(g: StepGraph, plan: SpecPlan, draft: str) -> list[fx.Node]:
         g["cache_len"],
         g.repeat_rows(ancestors, batch),
         g["block_table"],
-        g.flat(rows),
+        rows,
         features,
     )
-    by_depth = g.reshape(logits, depth, batch, -1)
+    return _levels(g, logits, depth)
+
+
+def _flat_levels(g: StepGraph, draft: str, block: BlockDraft, depth: int) -> list[fx.Node]:
+    """Of Medusa heads, all of which read one row: the target's, of the token before the root.
+
+    That is the row from which the target has chosen the root; the first head proposes what comes
+    after it. The pass is fed the root, whose row of a cache nobody writes.
+    """
+    batch = g.batch
+    nodes = g.arange(0, 1, 1, torch.int32)
+    slots, positions = g.rows(nodes, nodes)
+    known = g.call(aten.sub.Tensor, g["cache_len"], 1)
+    none = g.call(aten.full_like.default, known, -1)
+    logits = g.model(
+        draft,
+        g.flat(g.last(g["last_tokens"], 1)),
+        positions,
+        g.arange(0, g.multiple(batch, 1, 1), 1, torch.int32),
+        slots,
+        g["cache_len"],
+        None,
+        g["block_table"],
+        g.arange(0, g.multiple(batch, 1), 1, torch.int64),
+        g.call(aten.stack.default, [known, none], 1),
+    )
+    rows = _by_depth(g, draft, 0, depth, block.size)
+    return _levels(g, g.call(aten.index_select.default, logits, 0, rows), depth)
+
+
+def _by_depth(g: StepGraph, draft: str, first: int, depth: int, count: int) -> fx.Node:
+    """[depth * B] int64 places of rows, of one depth after the other.
+
+    Args:
+        g: the stage.
+        draft: name of the drafter.
+        first: row of each sequence that speaks of the first depth; those of the others follow.
+        depth: of the tree.
+        count: rows of each sequence.
+    """
+    starts = g.arange(0, g.multiple(g.batch, count), count, torch.int64)
+    places = g.constant(f"{draft}_places", torch.arange(first, first + depth))
+    rows = g.call(
+        aten.add.Tensor,
+        g.call(aten.unsqueeze.default, places, 1),
+        g.call(aten.unsqueeze.default, starts, 0),
+    )
+    return g.flat(rows)
+
+
+def _levels(g: StepGraph, logits: fx.Node, depth: int) -> list[fx.Node]:
+    """[B, V] of each depth, of [depth * B, V]."""
+    by_depth = g.reshape(logits, depth, g.batch, -1)
     return [
         g.call(aten.flatten.using_ints, g.part(by_depth, 0, level, level + 1, depth), 0, 1)
         for level in range(depth)

@@ -218,7 +218,7 @@ def _accept_commit_stage(
     for head in plan.heads:
         # tokens that it has read, one more than its rows: the root is the last of them
         outputs[f"{head}_len"] = g.call(aten.add.Tensor, g["cache_len"], 1)
-    for block in plan.blocks:
+    for block in (block for block in plan.blocks if not block.is_flat):
         # rows of what was accepted are computed by the next pass
         outputs[f"{block.draft}_len"] = g.call(aten.add.Tensor, g["cache_len"], 0)
     for model in (TARGET, *(name for name in plan.models if name not in plan.recomputed)):

@@ -40,7 +40,7 @@ def pass_rows(plan: SpecPlan, model: str) -> int:
         names = [draft.name for draft in plan.self_drafts]
         return max([own, *(rows for name in names for rows in _level_rows(plan, name))])
     if (block := plan.block_of(model)) is not None:
-        return plan.max_depth + 1 + block.size
+        return block.num_read(plan.max_depth)
     levels = _level_rows(plan, model) if model in plan.models else []
     return max(plan.catch_up, *levels) if levels else 0
 
@@ -70,7 +70,7 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
     if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
         return plan
     for block in plan.blocks:
-        needed = batch * plan.max_depth * row_bytes[block.draft]
+        needed = batch * block.num_logits(plan.max_depth) * row_bytes[block.draft]
         if needed > limit:
             raise ConfigError(
                 f"--max-logits-mb {limit_mb}; the logits of {plan.max_depth} tokens of a block for"
@@ -125,9 +125,9 @@ def _drafted_rows(plan: SpecPlan, drafts: Sequence[str]) -> int:
 
 def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
     """Nodes a sequence that a draft model or view is asked about at a time, level by level."""
-    if plan.is_product(draft):
+    if (block := plan.block_of(draft)) is not None and plan.is_product(draft):
         # of all levels at once
-        return [plan.max_depth]
+        return [block.num_logits(plan.max_depth)]
     if plan.dynamic is not None:
         levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
     else:

@@ -67,6 +67,7 @@ def earlier_constants(plan: SpecPlan) -> dict[str, Tensor]:
             :, : -(-block.size // WORD_BITS)
         ]
         for block in plan.blocks
+        if not block.is_flat
     }
 
 
@@ -101,6 +102,8 @@ def _levels(
 
 def _block(plan: SpecPlan, block: BlockDraft) -> dict[str, Tensor]:
     """Of the pass of a block drafter."""
+    if block.is_flat:
+        return {f"{block.draft}_places": torch.arange(plan.max_depth)}
     before = plan.max_depth + 1
     first = before + block.first_row
     return {

@@ -28,7 +28,8 @@ class DraftMasks:
     that verification asks for again.
 
     A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
-    comes before them. So the first depth obeys, and what the others propose may be refused.
+    comes before them. So the first depth obeys, and what the others propose may be refused. Medusa
+    heads, too, which make several rows of logits of one that they are fed, the first depth's first.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
@@ -63,20 +64,22 @@ class DraftMasks:
             logits: [R, V], or [R, V + d] with hidden states after them; they stay as they are.
         """
         width = next((x.vocab_size for x in self._grammars if x is not None), logits.shape[1])
-        masked = mask_rows(logits[:, :width], self.rows(inputs), revives=True)
+        masked = mask_rows(logits[:, :width], self.rows(inputs, len(logits)), revives=True)
         # what some drafters put out after their logits stays
         return masked if masked.shape == logits.shape else torch.cat([masked, logits[:, width:]], 1)
 
-    def rows(self, inputs: Sequence[Tensor | None]) -> dict[int, bytes]:
+    def rows(self, inputs: Sequence[Tensor | None], num_logits: int) -> dict[int, bytes]:
         """Row of a pass's logits → its mask; rows of dead nodes, and of others, are left out.
 
         Args:
             inputs: of the draft's program, as of `ModelProgram.forward`, where the host reads
                 them; positions and block table are not looked at.
+            num_logits: R, rows of the pass's logits.
         """
         given: list[Any] = [None if value is None else value.tolist() for value in inputs[:8]]
         tokens, _, q_start, slots, cache_len, ancestors, _, logit_rows = given
         is_block = _is_block(inputs, logit_rows)
+        rows_each = num_logits // max(1, len(logit_rows))
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
@@ -87,7 +90,7 @@ class DraftMasks:
                 node = slots[place] - cache_len[b]
                 node = 0 if is_block else node
                 self._grown[b].add(node, tokens[place], words)
-                wanted[b][node] = row
+                wanted[b][node] = row * rows_each
         masks: dict[int, bytes] = {}
         for grammar, grown, rows in zip(self._grammars, self._grown, wanted, strict=True):
             if grammar is not None:

@@ -83,7 +83,7 @@ class TapsEntry:
 
 
 # of heads that hand nothing on
-BLOCK_KINDS = ("dflash", "dspark")
+BLOCK_KINDS = ("dflash", "dspark", "medusa")
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class HeadEntry:
     """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
 
     Args:
-        kind: `eagle3`, `mtp`, `dflash` or `dspark`.
+        kind: `eagle3`, `mtp`, `dflash`, `dspark` or `medusa`.
         layout: whose files it came from.
         width: columns of the row that each of its tokens hands on, in a slab after those of its
-            layers; 0 of block drafters, which hand nothing on.
-        trained_length: positions that its configuration was written for.
+            layers; 0 of block drafters and Medusa heads, which hand nothing on.
+        trained_length: positions that its configuration was written for; 0 of one that knows none.
         shared: parameters that are the target's.
         assumed: what its files do not say and was taken for it, for people.
     """

@@ -269,7 +269,7 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
         fed = plan.shape.num_nodes - len(plan.shape.leaves)
     if plan.blocks:
         return {
-            _TARGET: plan.num_nodes, "draft": plan.max_depth + 1 + plan.blocks[0].size, "view": 0,
+            _TARGET: plan.num_nodes, "draft": plan.blocks[0].num_read(plan.max_depth), "view": 0,
         }  # fmt: skip
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
     draft = plan.catch_up + fed - 1 if plan.models else 0

@@ -117,10 +117,12 @@ def head_lines(manifest: Manifest) -> list[str]:
         last = ", the last after the final norm" if taps.is_last_normed else ""
         shared = " and ".join(head.shared) or "none"
         what = "a head" if head.width else "a block drafter"
+        trained = f", and was trained for {head.trained_length} positions"
+        if not head.trained_length:
+            what, trained = "a set of Medusa heads", ""
         lines.append(
             f"{model.name} is {what} ({head.kind}, files of {head.layout}): it reads the target at"
-            f" boundaries {places}{last}, and was trained for {head.trained_length} positions;"
-            f" weights of the target: {shared}"
+            f" boundaries {places}{last}{trained}; weights of the target: {shared}"
         )
         blocks = (plan.plan.block_of(model.name) for plan in manifest.plans)
         lines += sorted({f"{model.name}: {block.describe()}" for block in blocks if block})

@@ -131,7 +131,7 @@ class Candidate:
             head = _head_of(directory, target, switches)
             if head is None:
                 return cls.open(name, model, rope_length, is_weight_only)
-            with SafetensorsReader(directory) as reader:
+            with SafetensorsReader(head.files) as reader:
                 dtype = _stored_dtype(reader)
             return cls(name, model, directory, head.config, dtype, None, None, head)
 

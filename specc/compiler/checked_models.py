@@ -21,9 +21,9 @@ from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.config_numbers import whole_number
-from specc.passes.frontend.heads.block_spec import BlockSpec
+from specc.passes.frontend.heads.head_modules import OwnSpec
 from specc.passes.frontend.heads.head_source import head_source
-from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec
+from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.heads.mtp_source import mtp_source
 from specc.passes.frontend.heads.mtp_spec import MtpSpec
 from specc.passes.frontend.model_source import ModelSource
@@ -127,7 +127,7 @@ class CheckedModels:
 def _source_of(head: HeadSpec, target: ModelSource, dtype: torch.dtype, name: str) -> ModelSource:
     if isinstance(head, MtpSpec):
         return mtp_source(head, target, dtype, name)
-    assert isinstance(head, EagleSpec | BlockSpec)
+    assert isinstance(head, OwnSpec)
     return head_source(head, target, dtype, name)
 
 

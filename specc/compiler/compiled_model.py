@@ -19,11 +19,19 @@ from specc.passes.base import Pass
 from specc.passes.frontend.heads.block_head import step_weights
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import head_rows
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
-from specc.passes.pipeline import FUSE, PHASES, PassRecord, Phases, Pipeline
+from specc.passes.pipeline import (
+    FUSE,
+    LAYERLESS_PHASES,
+    PHASES,
+    PassRecord,
+    Phases,
+    Pipeline,
+)
 from specc.passes.program import AttentionLayer, Program, Weight
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
@@ -142,6 +150,8 @@ def compile_models(
             program.integers = source.integers(program)
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
         layout = first_phases(latent, ranks)
+        if isinstance(source.head, MedusaSpec):
+            layout = LAYERLESS_PHASES
         if source.name == TARGET and taps is not None:
             # after the graph that self-drafts take: they keep nothing
             layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))

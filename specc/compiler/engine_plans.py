@@ -134,7 +134,7 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
         plans: of the engine.
         max_seq_len: tokens of a sequence.
     """
-    return max_seq_len + max((block.size for plan in plans for block in plan.blocks), default=0)
+    return max_seq_len + max((x.num_written for plan in plans for x in plan.blocks), default=0)
 
 
 def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:

@@ -10,8 +10,13 @@ from specc.compiler.candidate import Candidate
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_spec import BlockSpec
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
+
+# heads that propose all levels in one pass, and what people call them
+_ONE_PASS = (BlockSpec, MedusaSpec)
+_KINDS: dict[type, str] = {BlockSpec: "block drafter", MedusaSpec: "set of Medusa heads"}
 
 
 def check_heads(
@@ -97,7 +102,7 @@ def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> li
     Raises:
         ConfigError: a tree that is deeper than a block.
     """
-    blocks = {x.name: x.head.block for x in candidates if isinstance(x.head, BlockSpec)}
+    blocks = {x.name: x.head.block for x in candidates if isinstance(x.head, _ONE_PASS)}
     heads = [x.name for x in candidates if x.head is not None and x.name not in blocks]
     return [plan.with_heads(heads, blocks) for plan in plans]
 
@@ -108,12 +113,12 @@ def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[s
         f"{_called(x)} was trained for {x.head.trained_length} positions, and sequences have"
         f" up to {max_seq_len}: beyond, fewer of its tokens are accepted"
         for x in candidates
-        if x.head is not None and x.head.trained_length < max_seq_len
+        if x.head is not None and 0 < x.head.trained_length < max_seq_len
     ]
 
 
 def _called(candidate: Candidate) -> str:
-    kind = "block drafter" if isinstance(candidate.head, BlockSpec) else "head"
+    kind = _KINDS.get(type(candidate.head), "head")
     return f"the {kind} {candidate.model} ({candidate.name.replace('_', ' ')})"
 
 

@@ -208,5 +208,7 @@ def plan_model_memory(
     chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
     prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
     step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
-    sizes = (limits.cache_rows(), [prefill, step], batch * rows)
+    # a draft without layers reads no prompt
+    shapes = [prefill, step] if program.layers else [step]
+    sizes = (limits.cache_rows(), shapes, batch * rows)
     return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes)

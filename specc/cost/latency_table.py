@@ -382,7 +382,7 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     def passes(draft: str) -> tuple[int, ...]:
         if (block := plan.block_of(draft)) is not None:
             # one pass: what the last step may have accepted, and the block
-            return (plan.max_depth + 1 + block.size,)
+            return (block.num_read(plan.max_depth),)
         return plan.first_level(draft), *levels[1:]
 
     return tuple((draft, passes(draft)) for draft in plan.asked)

@@ -71,9 +71,9 @@ class StepSeconds:
         if self.draft is None:
             return 0.0
         if self.block is not None:
-            rows = depth + 2 + self.block.size
+            rows, before = (self.block.num_read(d) for d in (depth + 1, depth))
             seconds = self.table.level_s(self.draft, self._part(rows))
-            return seconds - self.table.level_s(self.draft, self._part(rows - 1)) * (depth > 0)
+            return seconds - self.table.level_s(self.draft, self._part(before)) * (depth > 0)
         first = 1 if is_self_draft(self.draft) else _FIRST_LEVEL
         return self.table.level_s(self.draft, self._part(num_rows if depth else first))
 

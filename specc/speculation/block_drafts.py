@@ -1,4 +1,4 @@
-"""Drafts that propose a block of tokens in one pass, from masks (DFlash, DSpark)."""
+"""Drafts that propose several tokens in one pass: from masks (DFlash, DSpark), or Medusa heads."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class BlockDraft:
     """What one pass of a block drafter reads, and which tokens it proposes.
 
     It reads the newest token, the anchor, and masks after it: B rows from the anchor's position on.
+    Medusa heads, which are flat, read one row: the target's hidden states of the token before the
+    anchor. They have no rows of a cache, so nothing of a sequence has to be read before, or kept.
 
     Args:
         size: B.
@@ -66,6 +68,8 @@ class BlockDraft:
         is_biased: logits of a row depend on the tokens before the one that it proposes, by a
             product of low rank that is added to them (DSpark): a tree is drawn level by level.
         is_partial: it has logits of some of the target's ids alone.
+        is_flat: B heads read one row, each for a depth: head j proposes token j + 1 after the
+            anchor. `from_anchor` is set, and no mask is read.
         bias_kind: what is added, where it is biased; one of `BIAS_KINDS`.
         confidence: what its head reads that estimates acceptance, `OF_ROW` or `OF_TOKEN`; empty
             where none is read.
@@ -81,6 +85,7 @@ class BlockDraft:
     causal_layers: tuple[int, ...] = ()
     is_biased: bool = False
     is_partial: bool = False
+    is_flat: bool = False
     draft: str = ""
     bias_kind: str = VANILLA
     hidden_columns: int = 0
@@ -95,6 +100,25 @@ class BlockDraft:
     def num_proposed(self) -> int:
         """Tokens that a pass proposes: levels of a tree, at most."""
         return self.size - self.first_row
+
+    @property
+    def num_written(self) -> int:
+        """Rows of its cache, from the anchor's on, that a pass writes."""
+        return 0 if self.is_flat else self.size
+
+    def num_read(self, depth: int) -> int:
+        """Rows of a pass for a tree of this depth.
+
+        They are those of the context that a step may have accepted, and the block.
+        """
+        return 1 if self.is_flat else depth + 1 + self.size
+
+    def num_logits(self, depth: int) -> int:
+        """Rows of logits that exist for a tree of this depth at a time.
+
+        All heads of a pass have some, and those of the tree are put in the order of its levels.
+        """
+        return self.size + depth if self.is_flat else depth
 
     @property
     def bias_tensors(self) -> dict[str, str]:
@@ -144,6 +168,8 @@ class BlockDraft:
 
     def describe(self) -> str:
         """For people."""
+        if self.is_flat:
+            return f"{self.size} heads read one row: {self.num_proposed} tokens a pass"
         sees = "up to itself" if self.is_causal else "in both directions"
         if self.causal_layers:
             layers = ", ".join(map(str, self.causal_layers))
@@ -166,16 +192,25 @@ class BlockDraft:
         except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
         numbers = (block.size, block.mask_token_id, block.hidden_columns, *block.causal_layers)
-        flags = (block.from_anchor, block.is_causal, block.is_biased, block.is_partial)
+        flags = (
+            block.from_anchor, block.is_causal, block.is_biased, block.is_partial, block.is_flat,
+        )  # fmt: skip
         if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
             raise _invalid(data)
         is_named = isinstance(block.draft, str) and block.bias_kind in BIAS_KINDS
         is_named = is_named and (block.hidden_columns > 0) == block.reads_hidden
         is_named = is_named and block.confidence in ("", OF_ROW, OF_TOKEN)
         is_named = is_named and (block.is_biased or not block.reads_hidden)
+        if block.is_flat and (not block.from_anchor or block.is_biased):
+            raise _invalid(data)
         if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
             raise _invalid(data)
         return block
+
+
+def flat_drafts(blocks: Sequence[BlockDraft]) -> tuple[str, ...]:
+    """Names of those that have no cache."""
+    return tuple(block.draft for block in blocks if block.is_flat)
 
 
 def joint_shapes(kind: str, rank: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth
+from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth, flat_drafts
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
 from specc.speculation.plan_names import FIRST_DRAFT, check_drafts, prefix_of
 from specc.speculation.plan_names import MERGE as MERGE
@@ -207,7 +207,7 @@ class SpecPlan:
     @cached_property
     def num_rows(self) -> int:
         """Cache rows after the committed ones that a step may write, of any model."""
-        sizes = [block.size for block in self.blocks]
+        sizes = [block.num_written for block in self.blocks]
         return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0, *sizes, 0)
 
     @cached_property
@@ -229,11 +229,11 @@ class SpecPlan:
         After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
         and of several drafts' proposals all that the others made. A head has seen none of what was
         accepted with the target's hidden states, which it reads now. A block drafter reads those of
-        as many tokens, and the root.
+        as many tokens, and the root. Medusa heads read no token.
         """
-        if self.blocks:
+        if any(not block.is_flat for block in self.blocks):
             return self.max_depth + 2
-        if all(map(is_self_draft, self.drafts)):
+        if all(is_self_draft(x) or x in flat_drafts(self.blocks) for x in self.drafts):
             return 1
         reads_all = self.combine or self.heads
         return self.max_depth + 1 if reads_all else min(2, self.max_depth + 1)
@@ -265,8 +265,7 @@ class SpecPlan:
 
     def is_product(self, draft: str) -> bool:
         """Whether all nodes of a depth have the same children, from one row of logits."""
-        block = self.block_of(draft)
-        return block is not None and not block.is_biased
+        return any(block.draft == draft and not block.is_biased for block in self.blocks)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -275,8 +274,9 @@ class SpecPlan:
 
     @cached_property
     def draft_lens(self) -> dict[int, str]:
-        """Draft model → environment name of its committed rows after a step of this plan."""
-        return {int(model.removeprefix("draft_")): f"{model}_len" for model in self.models}
+        """Draft model that has a cache → environment name of its committed rows after a step."""
+        models = [model for model in self.models if model not in flat_drafts(self.blocks)]
+        return {int(model.removeprefix("draft_")): f"{model}_len" for model in models}
 
     @cached_property
     def self_drafts(self) -> tuple[SelfDraft, ...]:

@@ -29,16 +29,16 @@ from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
 _MODEL, _NGRAM, _EAGLE3, _MTP = "draft_model", "ngram", "eagle3", "mtp"
-_DFLASH, _DSPARK = "dflash", "dspark"
+_DFLASH, _DSPARK, _MEDUSA = "dflash", "dspark", "medusa"
 # names of vLLM's → what specc calls it
 _METHODS = {
     _MODEL: _MODEL, _EAGLE3: _EAGLE3, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM,
     SUFFIX: SUFFIX, _MTP: _MTP, "deepseek_mtp": _MTP, "glm4_moe_mtp": _MTP, "qwen3_next_mtp": _MTP,
-    _DFLASH: _DFLASH, _DSPARK: _DSPARK,
+    _DFLASH: _DFLASH, _DSPARK: _DSPARK, _MEDUSA: _MEDUSA,
 }  # fmt: skip
 # vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
 _OTHER_METHODS = (
-    "eagle", "medusa", "mlp_speculator", "custom_class", "extract_hidden_states",
+    "eagle", "mlp_speculator", "custom_class", "extract_hidden_states",
 )  # fmt: skip
 # tokens that vLLM compares where nothing is said
 _NGRAM_TOKENS = 5
@@ -231,7 +231,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
     raise refused(
         f"method {shown(method)}",
-        f"{_MODEL}, {_EAGLE3}, {_DFLASH}, {_DSPARK}, {_MTP}, {_NGRAM} or {SUFFIX}",
+        f"{_MODEL}, {_EAGLE3}, {_DFLASH}, {_DSPARK}, {_MEDUSA}, {_MTP}, {_NGRAM} or {SUFFIX}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
         else "name a small model as model, or self:window=512",
@@ -264,7 +264,7 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
 
 
 def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
-    """A head or a block drafter, which the files of its directory say that it is."""
+    """A head, a block drafter or Medusa heads, which the files of its directory say that it is."""
     model = text_of(values, "model")
     if not model or model.startswith("self:") or not split_drafts([model])[0]:
         raise refused(
@@ -313,7 +313,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], TokenTree | None], str]] = {
     "": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram,
     _MTP: partial(_read_bare, method=_MTP), SUFFIX: partial(_read_bare, method=SUFFIX),
     _EAGLE3: partial(_read_head, method=_EAGLE3), _DFLASH: partial(_read_head, method=_DFLASH),
-    _DSPARK: partial(_read_head, method=_DSPARK),
+    _DSPARK: partial(_read_head, method=_DSPARK), _MEDUSA: partial(_read_head, method=_MEDUSA),
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What the target would have accepted of a block drafter: blocks at roots along its outputs.
 
 One pass tells the logits of all depths. It reads what a step's would: hidden states of the tokens
-since the last block, and the block. Logits that depend on the token before (DSpark) are those after
-the token that came.
+since the last block, and the block; for Medusa heads, those of the token before the root. Logits
+that depend on the token before (DSpark) are those after the token that came.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def block_chains(
     with blocks_of_a_sequence(engine) as table:
         for first, chunk in chunks_of(engine, tokens[:-1]):
             causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), table)
-        if roots:
+        if roots and not block.is_flat:
             for first, chunk in chunks_of(engine, tokens[: roots[0]]):
                 rows = torch.arange(first, first + len(chunk), dtype=torch.int32)
                 features = torch.stack([rows, torch.full_like(rows, -1)], 1)
@@ -73,7 +73,10 @@ def block_chains(
         read = roots[0] if roots else 0
         for root in roots:
             fed = tokens[root : min(root + depth, last)]
-            found = _block_pass(engine, drafter, block, tokens[read : root + 1], root, table)
+            if block.is_flat:
+                found = _flat_pass(engine, drafter, tokens[root], root, table)
+            else:
+                found = _block_pass(engine, drafter, block, tokens[read : root + 1], root, table)
             logits.append(_after(block, drafter.weights, found[: len(fed)], fed))
             read = root
     return ranks_of_chains(engine, logits, trajectory, roots, width, depth)
@@ -113,6 +116,25 @@ def _block_pass(
         torch.stack([tapped, block.offsets(before)], 1),
     )
     found: Tensor = drafter(*(x.to(engine.cache.device) for x in inputs))
+    return found
+
+
+def _flat_pass(engine: Engine, drafter: Any, token: int, root: int, table: Tensor) -> Tensor:
+    """Logits of every head, [D, V], at a root of this token and position; see `_flat_levels`."""
+    place = torch.tensor([root], dtype=torch.int32)
+    inputs = (
+        torch.tensor([token]),
+        place.long(),
+        torch.tensor([0, 1], dtype=torch.int32),
+        place,
+        place,
+        table,
+        torch.tensor([0]),
+        torch.tensor([[root - 1, -1]], dtype=torch.int32),
+    )
+    moved = [x.to(engine.cache.device) for x in inputs]
+    # causal: no ancestors
+    found: Tensor = drafter(*moved[:5], None, *moved[5:])
     return found
 
 

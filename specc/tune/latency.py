@@ -17,6 +17,7 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
+from specc.speculation.block_drafts import flat_drafts
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.self_drafts import is_self_draft
 from specc.system.machine import describe_machine
@@ -57,7 +58,10 @@ def measure_latency(
     # a small pool holds fewer sequences of full length
     free = cache.allocator.num_free // cache.shape.blocks_per_sequence
     most = min(cache.shape.max_num_seqs, free)
-    cells = [(name, *size) for name in models for size in _sizes(engine, most)]
+    # these read a row of each sequence, and make the logits of several tokens of it
+    flat = {x for plan in engine.plans.values() for x in flat_drafts(plan.blocks)}
+    sizes = _sizes(engine, most)
+    cells = [(name, *s) for name in models for s in sizes if s[1] == 1 or name not in flat]
     if cache.block_mass is not None:
         cells += [(_VOTES, *s) for s in _sizes(engine, most) if s[1] in _BATCH_WIDTHS]
     if most < 1:

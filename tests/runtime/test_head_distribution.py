@@ -29,6 +29,8 @@ from tests.heads import CASES, WIDTH, write_head
 from tests.heads import draw_tensors as draw_head
 from tests.kernels.distribution import VOCAB
 from tests.lossless import Zoo
+from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
+from tests.medusa_heads import draw_tensors as draw_medusa
 from tests.mtp import MtpReference, write_target
 from tests.runtime.head_draws import (
     PROMPT,
@@ -67,8 +69,11 @@ BLOCKS = {
     ),
     "dspark": replace(BLOCK_CASES["dspark-speculators"], rows=4, vocab=VOCAB, boundaries=PLACES),
 }
+MEDUSA = "medusa"
+# with logits for some of the target's tokens, of rows in another order
+MEDUSAS = {MEDUSA: replace(MEDUSA_CASES["vllm"], kept=4, rows=4, vocab=VOCAB, boundaries=(LAYERS,))}
 MTP = "glm4_moe"
-KINDS = ("eagle3", "mtp", *BLOCKS)
+KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA)
 PLANS = (CHAIN, TREE, DYNAMIC)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -130,6 +135,8 @@ def engine_of(
     def write(kind: str, path: Path) -> object:
         if kind in BLOCKS:
             return write_block(path, BLOCKS[kind])
+        if kind in MEDUSAS:
+            return write_medusa(path, MEDUSAS[kind])
         write_head(path, HEADS[kind])
         if kind == FITTED:
             tensors = tensors_of(kind, target_of(kind))
@@ -176,8 +183,12 @@ def head_of(kind: str, target: Any) -> Head:
     """Logits of a reference of the head: by formulas, or by transformers."""
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     embedding, head = (end.weight.detach() for end in ends)
-    if kind in BLOCKS:
-        block = BlockReference(BLOCKS[kind], draw_block(BLOCKS[kind]), embedding, head)
+    if kind in BLOCKS or kind in MEDUSAS:
+        block: Any
+        if kind in MEDUSAS:
+            block = MedusaReference(MEDUSAS[kind], draw_medusa(MEDUSAS[kind]))
+        else:
+            block = BlockReference(BLOCKS[kind], draw_block(BLOCKS[kind]), embedding, head)
         boundaries = block.case.boundaries
 
         def logits(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:

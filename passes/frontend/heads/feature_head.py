@@ -23,6 +23,7 @@ from specc.passes.frontend.heads.head_modules import (
     linear_of,
 )
 from specc.passes.frontend.heads.head_spec import EagleSpec, HeadSpec
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.program import RowInput
 
 # inputs beside tokens and positions
@@ -31,6 +32,8 @@ FEATURES, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
 
 def head_rows(spec: HeadSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
     """What the forward of a head, or of a block drafter, takes beside tokens and positions."""
+    if isinstance(spec, MedusaSpec):
+        return (RowInput(FEATURES, spec.feature_columns, dtype),)
     if isinstance(spec, BlockSpec):
         return (
             RowInput(FEATURES, spec.feature_columns, dtype),

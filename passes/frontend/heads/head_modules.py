@@ -10,14 +10,18 @@ from torch import Tensor, nn
 
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_spec import EagleSpec
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 
-OwnSpec = EagleSpec | BlockSpec
+# those with layers of their own
+LayeredSpec = EagleSpec | BlockSpec
+# those with tensors of their own
+OwnSpec = LayeredSpec | MedusaSpec
 
 
 class MLP(nn.Module):
     """Gated, of one layer."""
 
-    def __init__(self, spec: OwnSpec, index: int) -> None:
+    def __init__(self, spec: LayeredSpec, index: int) -> None:
         super().__init__()
         from transformers.activations import ACT2FN
 
@@ -85,7 +89,7 @@ def linear_of(spec: OwnSpec, name: str, columns: int, rows: int) -> nn.Linear:
     return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
 
 
-def columns_of_ids(spec: OwnSpec) -> Tensor | None:
+def columns_of_ids(spec: LayeredSpec) -> Tensor | None:
     """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none.
 
     None where the head has a row for every id, in their order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -14,8 +14,15 @@ from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.heads.block_head import BlockHead
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import FeatureHead
+from specc.passes.frontend.heads.head_modules import OwnSpec
 from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, EagleSpec
+from specc.passes.frontend.heads.medusa_head import MedusaHead
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource, own_source
+
+_MODULES: dict[type, Callable[..., nn.Module]] = {
+    EagleSpec: FeatureHead, BlockSpec: BlockHead, MedusaSpec: MedusaHead,
+}  # fmt: skip
 
 
 class HeadReader(ForwardingReader):
@@ -55,7 +62,7 @@ class HeadReader(ForwardingReader):
 
 
 def head_source(
-    spec: EagleSpec | BlockSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
+    spec: OwnSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
 ) -> ModelSource:
     """A head as a model to compile; no weight is read.
 
@@ -69,12 +76,11 @@ def head_source(
         WeightError: its checkpoint cannot be read.
     """
     with torch.device("meta"):
-        kind = BlockHead if isinstance(spec, BlockSpec) else FeatureHead
-        module = kind(spec).eval()  # type: ignore[arg-type]
+        module = _MODULES[type(spec)](spec).eval()
     for parameter in module.parameters():
         # buffers keep their own: rotary frequencies are float32 in every model
         parameter.data = parameter.data.to(dtype)
-    reader = SafetensorsReader(spec.directory)
+    reader = SafetensorsReader(spec.files)
     shared = {parameter: _tensor_of(target, parameter, spec) for parameter in spec.shared}
     source = ModelSource(
         name,
@@ -91,7 +97,7 @@ def head_source(
     return source
 
 
-def shared_parameters(spec: EagleSpec | BlockSpec, target: nn.Module) -> dict[str, str]:
+def shared_parameters(spec: OwnSpec, target: nn.Module) -> dict[str, str]:
     """Parameter of a head → parameter of its target that it is.
 
     Raises:
@@ -120,7 +126,7 @@ def shared_parameters(spec: EagleSpec | BlockSpec, target: nn.Module) -> dict[st
     return found
 
 
-def _tensor_of(target: ModelSource, parameter: str, spec: EagleSpec | BlockSpec) -> str:
+def _tensor_of(target: ModelSource, parameter: str, spec: OwnSpec) -> str:
     """The tensor in the target's checkpoint that a head has in place of its own."""
     own = shared_parameters(spec, target.module)[parameter]
     if target.directory is None:

@@ -13,10 +13,11 @@ from specc.errors import HeadError
 from specc.passes.frontend.config_numbers import whole_number
 
 EAGLE3, MTP = "eagle3", "mtp"
-DFLASH, DSPARK = BLOCK_KINDS
+DFLASH, DSPARK, MEDUSA = BLOCK_KINDS
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB, SPECFORGE = "z-lab", "SpecForge"
+VLLM, FASTER_DECODING = "vLLM", "FasterDecoding"
 
 # parameters of a head that may be its target's
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -119,9 +120,9 @@ class HeadSpec:
     """A head whose files fit its target.
 
     Args:
-        kind: `EAGLE3`, `MTP`, `DFLASH` or `DSPARK`.
+        kind: `EAGLE3`, `MTP`, `DFLASH`, `DSPARK` or `MEDUSA`.
         layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`,
-            `SPECFORGE`; for MTP see `mtp_spec`.
+            `SPECFORGE`, `VLLM`, `FASTER_DECODING`; for MTP see `mtp_spec`.
         directory: of the checkpoint.
         target: that it fits.
         config: of transformers, of its layers.
@@ -147,6 +148,11 @@ class HeadSpec:
         return int(self.config.hidden_size)
 
     @property
+    def files(self) -> Path:
+        """What its weights are read from, a directory or a file."""
+        return self.directory
+
+    @property
     def hands_on(self) -> bool:
         """Whether each of its tokens hands a row on to those that follow it."""
         return True
@@ -158,7 +164,7 @@ class HeadSpec:
 
     @property
     def trained_length(self) -> int:
-        """Positions that its configuration was written for."""
+        """Positions that its configuration was written for; 0 of one that knows none."""
         return int(self.config.max_position_embeddings)
 
 

@@ -59,7 +59,7 @@ def count_taps(
             "pass the head of this target",
         )
     if "fc.weight" not in set(reader.keys()):
-        raise _missing(["fc.weight"], reader, name)
+        raise missing_error(["fc.weight"], reader, name)
     shape = reader.shape("fc.weight")
     query = next((q for p in (_MIDDLE, _FIRST) if (q := f"{p}self_attn.q_proj.weight")
                   in set(reader.keys())), None)  # fmt: skip
@@ -172,17 +172,30 @@ def match_parameters(
         if tensor not in names and _EARLY + tensor in names:
             tensor = _EARLY + tensor
         if tensor in names:
-            _check_shape(reader, tensor, shape, name)
+            check_shape(reader, tensor, shape, name)
             tensors[parameter] = tensor
         elif parameter == EMBEDDING or (parameter == HEAD and draft_vocab_size == shape[0]):
             shared.append(parameter)
         elif parameter in needed:
             missing.append(tensor)
     if missing:
-        raise _missing(missing, reader, name)
+        raise missing_error(missing, reader, name)
     _check_shared(shared, width, draft_vocab_size, target, name)
     known = {*tensors.values(), OFFSETS, KEPT}
-    left = [item for item in names if item not in known and not _OBSOLETE.search(item)]
+    check_left([item for item in names if item not in known], name)
+    return tensors, tuple(shared)
+
+
+def check_left(left: Iterable[str], name: str) -> None:
+    """Refuse a checkpoint with tensors that nothing reads.
+
+    Args:
+        left: their names.
+        name: of the head.
+    Raises:
+        HeadError: there is one that says what a head computes.
+    """
+    left = [item for item in left if not _OBSOLETE.search(item)]
     if left:
         more = ", …" if len(left) > _MOST_NAMES else ""
         raise HeadError(
@@ -192,7 +205,6 @@ def match_parameters(
             "pass the config.json of this checkpoint; what the head computes would be another"
             " thing without them",
         )
-    return tensors, tuple(shared)
 
 
 def _parameters(
@@ -237,7 +249,8 @@ def _layer(layers: Any, has_qk_norm: bool, is_first: bool) -> tuple[Shapes, Shap
     return needed, {f"{key}.bias": shape[:1] for key, shape in linear.items()}
 
 
-def _check_shape(reader: TensorReader, tensor: str, shape: tuple[int, ...], name: str) -> None:
+def check_shape(reader: TensorReader, tensor: str, shape: tuple[int, ...], name: str) -> None:
+    """Raises HeadError: a tensor of the head of this name has another shape, or is no float."""
     if (found := tuple(reader.shape(tensor))) != shape:
         raise HeadError(
             f"{name}: {tensor} is {list(found)}",
@@ -272,7 +285,8 @@ def _check_shared(
             )
 
 
-def _missing(missing: list[str], reader: TensorReader, name: str) -> HeadError:
+def missing_error(missing: list[str], reader: TensorReader, name: str) -> HeadError:
+    """What to say of a head of this name that lacks tensors."""
     more = ", …" if len(missing) > _MOST_NAMES else ""
     are = "is" if len(missing) == 1 else "are"
     return HeadError(

@@ -15,13 +15,18 @@ from specc.passes.frontend.heads.head_spec import (
     DFLASH,
     DSPARK,
     EAGLE_CONFIG,
+    FASTER_DECODING,
     SAFEAILAB,
     SPECFORGE,
     SPECULATORS,
+    VLLM,
     ZLAB,
 )
 
-_NEEDED = "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, or an ordinary language model"
+_NEEDED = (
+    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads, or an ordinary language"
+    " model"
+)
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
 # of classes, methods and keys of DFlash
@@ -30,6 +35,12 @@ _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
 _DSPARK = "DSpark"
+# model type, and part of names of classes; keys and tensors that no other model has
+_MEDUSA = "medusa"
+_MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
+_MEDUSA_TENSORS = re.compile(r"^(medusa_heads?\.|blocks\.\d+\.layers\.\d+\.)")
+_VLLM_TENSORS = re.compile(r"^(medusa_heads\.)?(blocks\.\d+\.layers|lm_heads)\.\d+\.")
+_FASTER_TENSORS = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.(linear\.)?weight$")
 # values of `speculators_model_type`
 _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
@@ -47,7 +58,7 @@ _OTHER_CLASSES = (
     ("dspark", _DSPARK),
     ("dflash2", "DFlash2"),
     ("peagle", "P-EAGLE"),
-    ("medusa", "Medusa"),
+    (_MEDUSA, "Medusa"),
     ("hydra", "Hydra"),
     ("mlpspeculator", "an MLP speculator"),
     ("mtp", "MTP modules"),
@@ -64,11 +75,27 @@ _OTHER_KEYS = (
 )
 # names of tensors that no other model has
 _OTHER_TENSORS = (
-    (re.compile(r"^(medusa_heads?\.|blocks\.\d+\.layers\.\d+\.)"), "Medusa"),
+    (_MEDUSA_TENSORS, "Medusa"),
     (re.compile(r"^hydra_head\."), "Hydra"),
     (re.compile(r"^markov_head\."), _DSPARK),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
+
+
+def medusa_layout_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Whose layout of Medusa heads this is; None of what is none. Arguments as of `layout_of`."""
+    names = list(tensors)
+    classes = " ".join(_classes(config)).lower()
+    is_named = config.get("model_type") == _MEDUSA or _MEDUSA in classes
+    is_said = is_named or any(key in config for key in _MEDUSA_KEYS)
+    if config.get("speculators_model_type") is not None:
+        return None
+    if not is_said and not any(_MEDUSA_TENSORS.search(item) for item in names):
+        return None
+    if any(_VLLM_TENSORS.search(item) for item in names):
+        return VLLM
+    is_theirs = any(_FASTER_TENSORS.search(item) for item in names)
+    return FASTER_DECODING if is_theirs or not is_named else VLLM
 
 
 def block_layout_of(

@@ -11,8 +11,8 @@ from typing import Any
 
 from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from specc.errors import HeadError
-from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_config import HeadConfig, read_head_config
+from specc.passes.frontend.heads.head_modules import OwnSpec
 from specc.passes.frontend.heads.head_spec import (
     DEEPSPEC,
     EAGLE3,
@@ -22,7 +22,8 @@ from specc.passes.frontend.heads.head_spec import (
     TargetFacts,
 )
 from specc.passes.frontend.heads.head_tensors import count_layers, count_taps, match_tensors
-from specc.passes.frontend.heads.kinds import block_layout_of, layout_of
+from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
+from specc.passes.frontend.heads.medusa_spec import MEDUSA_FILE, fit_medusa
 from specc.passes.frontend.heads.recognise_block import fit_block
 from specc.passes.frontend.heads.tap_ids import (
     CONVENTIONS,
@@ -41,8 +42,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 def recognise(
     directory: Path, target: TargetFacts, switches: HeadSwitches = AS_TRAINED
-) -> EagleSpec | BlockSpec | None:
-    """What head or block drafter a directory holds.
+) -> OwnSpec | None:
+    """What head, block drafter or set of Medusa heads a directory holds.
 
     Args:
         directory: of a draft.
@@ -62,12 +63,19 @@ def recognise(
     raw = read_json(file, HeadError, "the configuration of a model", "correct config.json")
     if not isinstance(raw, dict):
         return None
+    weights = directory
     if not (directory / SINGLE_FILE).is_file() and not (directory / INDEX_FILE).is_file():
-        if block_layout_of(raw, (), name) or layout_of(raw, (), name):
+        is_medusa = medusa_layout_of(raw, ()) is not None
+        if is_medusa and (directory / MEDUSA_FILE).is_file():
+            weights = directory / MEDUSA_FILE
+        elif is_medusa or block_layout_of(raw, (), name) or layout_of(raw, (), name):
             raise _no_tensors(directory)
-        return None
-    with SafetensorsReader(directory) as reader:
+        else:
+            return None
+    with SafetensorsReader(weights) as reader:
         names = list(reader.keys())
+        if (medusa := medusa_layout_of(raw, names)) is not None:
+            return fit_medusa(reader, raw, medusa, directory, weights, target)
         if (found := block_layout_of(raw, names, name)) is not None:
             return fit_block(reader, raw, found, directory, target, switches)
         layout = layout_of(raw, names, name)

@@ -63,7 +63,7 @@ def read_target_ids(
                 _DO,
             )
         return None
-    offsets = _read(reader, OFFSETS, (num_rows,), (torch.int64, torch.int32), name).long()
+    offsets = read_integers(reader, OFFSETS, (num_rows,), (torch.int64, torch.int32), name).long()
     ids = torch.arange(num_rows) + offsets
     if bool((ids.diff() <= 0).any()):
         place = int((ids.diff() <= 0).nonzero()[0])
@@ -83,7 +83,7 @@ def read_target_ids(
         # ascending ids of all are all ids; heads that need no map may have one of zeros
         return None
     if KEPT in names:
-        kept = _read(reader, KEPT, (vocab_size,), (torch.bool, torch.uint8), name).bool()
+        kept = read_integers(reader, KEPT, (vocab_size,), (torch.bool, torch.uint8), name).bool()
         if not torch.equal(kept.nonzero().flatten(), ids):
             raise HeadError(
                 f"{name}: {KEPT} keeps {int(kept.sum())} ids that are not those of {OFFSETS}",
@@ -93,13 +93,18 @@ def read_target_ids(
     return ids
 
 
-def _read(
+def read_integers(
     reader: TensorReader,
     key: str,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     name: str,
 ) -> Tensor:
+    """A map in a head's checkpoint, of one of these types.
+
+    Raises:
+        HeadError: another shape or type.
+    """
     found, dtype = reader.shape(key), reader.dtype(key)
     if found != shape or dtype not in dtypes:
         raise HeadError(

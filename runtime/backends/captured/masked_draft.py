@@ -136,6 +136,7 @@ class _MaskedPass:
         # on the host; made when the pass first runs, outside of a capture
         self._inputs: list[Tensor | None] = []
         self._masks: StepMasks | None = None
+        self._num_logits = 0
         self._event = graphs.replayed_event()
 
     def leave(self, values: dict[fx.Node, Any]) -> None:
@@ -158,6 +159,7 @@ class _MaskedPass:
 
     def mask(self, logits: Tensor) -> None:
         """Change the logits of the pass's [R, V + d] in place, as its masks say."""
+        self._num_logits = len(logits)
         if self._masks is None:
             rows = logits.shape[0] // self._batch
             self._masks = StepMasks(self._graphs, self._batch, rows, False, revives=True)
@@ -175,5 +177,5 @@ class _MaskedPass:
         assert self._masks is not None
         if NOTHING in tokens.tolist():
             raise unread_error(self._plan)
-        rows = masks.rows(self._inputs)
+        rows = masks.rows(self._inputs, self._num_logits)
         self._masks.fill(NodeMasks({row: MaskRow(mask) for row, mask in rows.items()}, (), ()))

@@ -28,7 +28,7 @@ def _rows_of_sequence(plan: SpecPlan, draft: str | None) -> set[int]:
         return set()
     if draft is not None and (block := plan.block_of(draft)) is not None:
         # one pass, of the context that it lacks and the block, for the logits of each depth
-        return {plan.max_depth + 1 + block.size, plan.max_depth}
+        return {block.num_read(plan.max_depth), 1 if block.is_flat else plan.max_depth}
     if plan.dynamic is not None or plan.tile is not None or plan.combine or plan.recomputed:
         # what its passes read depends on more than its shape: whatever there can be
         return set(range(1, max(plan.num_rows, plan.catch_up) + 1))

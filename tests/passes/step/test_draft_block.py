@@ -34,6 +34,8 @@ BLOCK = BlockDraft(SIZE, MASK)
 BIASED = replace(BLOCK, is_biased=True)
 PARTIAL = replace(BIASED, is_partial=True)
 ABSENT = (0, 3, 4, 8)
+# Medusa
+FLAT = BlockDraft(SIZE, 0, from_anchor=True, is_flat=True)
 
 
 def drawn(*shape: int, seed: int = 5) -> Tensor:
@@ -69,17 +71,23 @@ def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> 
 
 
 class Noted(nn.Module):
-    """Keeps what it is called with; its logits, and what comes after them, are drawn."""
+    """Keeps what it is called with; its logits, and what comes after them, are drawn.
 
-    def __init__(self, ties: bool, width: int = VOCAB) -> None:
+    Args:
+        ties: logits are whole numbers.
+        width: columns.
+        rows_each: rows for each that has any.
+    """
+
+    def __init__(self, ties: bool, width: int = VOCAB, rows_each: int = 1) -> None:
         super().__init__()
-        self.ties, self.width = ties, width
+        self.ties, self.width, self.rows_each = ties, width, rows_each
         self.calls: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
         names = (*NAMES[:-1], "logit_rows", "feature_rows")
         self.calls.append(dict(zip(names, inputs, strict=True)))
-        logits = drawn(len(inputs[7]), self.width, seed=4)
+        logits = drawn(len(inputs[7]) * self.rows_each, self.width, seed=4)
         return logits.round() if self.ties else logits
 
 
@@ -92,8 +100,8 @@ def run(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
-    drafter = Noted(ties, VOCAB + plan.blocks[0].hidden_columns)
-    batch = len(lengths)
+    (block,), batch = plan.blocks, len(lengths)
+    drafter = Noted(ties, VOCAB + block.hidden_columns, block.size if block.is_flat else 1)
     torch.manual_seed(0)
     values = torch.zeros(batch, len(Value))
     words = torch.zeros(batch, len(Word), dtype=torch.int64)
@@ -151,15 +159,36 @@ def test_what_the_pass_reads(block: BlockDraft) -> None:
     assert call["logit_rows"].tolist() == wanted
 
 
+def test_what_medusa_heads_read() -> None:
+    """The row before the root's, of the target; nothing of padding."""
+    plan, lengths = plan_of((2, 1, 1), FLAT), (9, 1, PADDING)
+    assert (plan.catch_up, plan.draft_lens, plan.num_rows) == (1, {}, plan.num_nodes)
+    call, _, environment = run(plan, lengths)
+    assert call["feature_rows"][:2].tolist() == [[8, -1], [0, -1]]
+    assert (call["feature_rows"][2] < 0).all()
+    assert call["tokens"].tolist() == environment["last_tokens"][:, -1].tolist()
+    assert call["positions"].tolist()[:2] == call["slot"].tolist()[:2] == [9, 1]
+    assert int(call["slot"][2]) < 0
+    assert call["q_start"].tolist() == [0, 1, 2, 3]
+    assert call["logit_rows"].tolist() == [0, 1, 2]
+    assert call["ancestors"] is None
+
+
+@pytest.mark.parametrize("block", [BLOCK, FLAT], ids=["masks", "heads"])
 @pytest.mark.parametrize("rule", [None, *Rule])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)])
-def test_trees_are_products_of_levels(widths: tuple[int, ...], rule: Rule | None) -> None:
+def test_trees_are_products_of_levels(
+    widths: tuple[int, ...], rule: Rule | None, block: BlockDraft
+) -> None:
     """Children of every node of a depth are drawn once, from one row of logits."""
-    plan, lengths = plan_of(widths), (9, 2)
+    plan, lengths = plan_of(widths, block), (9, 2)
     _, made, environment = run(plan, lengths, rule)
     tree, depth = plan.tree, len(widths)
-    logits = torch.randn(depth * 2, VOCAB, generator=torch.Generator().manual_seed(4))
-    logits = logits.view(depth, 2, VOCAB)
+    if block.is_flat:
+        # a row of each head, of one sequence after the other
+        logits = drawn(2 * SIZE, VOCAB, seed=4).view(2, SIZE, VOCAB).transpose(0, 1)
+    else:
+        logits = drawn(depth * 2, VOCAB, seed=4).view(depth, 2, VOCAB)
     options = environment["sampling_values"], environment["sampling_words"]
     for d in range(depth):
         column = torch.tensor([tree.levels[d + 1][0]], dtype=torch.int32)

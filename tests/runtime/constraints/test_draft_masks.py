@@ -333,3 +333,21 @@ def test_the_first_depth_of_a_block_obeys(grammars, more: int) -> None:
     wanted = logits.clone()
     wanted[1, :VOCAB][~allowed] = -torch.inf
     assert torch.equal(found, wanted)
+
+
+def test_the_first_of_medusa_heads_obeys(grammars) -> None:
+    """Three heads make rows of one root each, of one sequence after the other."""
+    first = byte_tokenizer().encode("abc").ids
+    own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
+    logits = torch.arange(6 * VOCAB).view(6, VOCAB).float()
+    slots = torch.tensor([4, 2])
+    features = torch.tensor([[3, -1], [1, -1]])
+    inputs = (
+        torch.full((2,), 9), slots, torch.tensor([0, 1, 2]), slots, slots, None,
+        torch.zeros(2, 1), torch.arange(2), features,
+    )  # fmt: skip
+    found = DraftMasks(own)(inputs, logits)
+    allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)
+    wanted = logits.clone()
+    wanted[3, ~allowed] = -torch.inf
+    assert torch.equal(found, wanted)

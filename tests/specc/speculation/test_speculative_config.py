@@ -50,6 +50,10 @@ read = SpeculativeConfig.read
             {"method": "dflash", "model": "H/", "num_speculative_tokens": 15},
             SpeculativeConfig("H/", num_speculative_tokens=15),
         ),
+        (
+            {"method": "medusa", "model": "H/", "num_speculative_tokens": 4},
+            SpeculativeConfig("H/", num_speculative_tokens=4),
+        ),
         # what vLLM does anyway asks for nothing
         (
             {"model": "D/", "enforce_eager": False, "rejection_sample_method": "standard"},
@@ -116,6 +120,8 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"method": "eagle3"}, "eagle3 without model", "add"),
         ({"method": "dflash"}, "dflash without model", "add"),
         ({"method": "dspark"}, "dspark without model", "add"),
+        ({"method": "medusa"}, "medusa without model", "add"),
+        ({"method": "mlp_speculator", "model": "H/"}, "mlp_speculator", "self:window"),
         ({"method": "eagle3", "model": "suffix"}, "eagle3 and model suffix", "name a head"),
         ({"method": "eagle3", "model": "self:window=64"}, "model self:window=64", "name a head"),
         ({"method": "mimo_mtp"}, "mimo_mtp", "self:window"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,8 @@ from tests.block_reference import BlockReference
 from tests.head_reference import hidden_states
 from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
+from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
+from tests.medusa_heads import draw_tensors as draw_medusa
 
 CHILDREN, DEPTH, LENGTH, PROMPT = 48, 3, 20, 6
 QUIET = PhaseTimer(lambda event: None)
@@ -62,7 +65,11 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
     )
 
     def make(name: str) -> Path:
-        drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
+        if name in MEDUSA_CASES:
+            write: Any = lambda path: write_medusa(path, MEDUSA_CASES[name])  # noqa: E731
+        else:
+            write = lambda path: write_block(path, BLOCK_CASES[name])  # noqa: E731
+        drafter = zoo.once(f"tuned-{name}", write)
         return zoo.once(f"blocks-tune-{name}", lambda path: build(target, drafter, path, config))
 
     return make
@@ -83,6 +90,7 @@ def drawn(seed: int) -> Trajectory:
         "dspark-speculators",
         pytest.param("dspark-gated", marks=pytest.mark.slow),
         pytest.param("dspark-rnn", marks=pytest.mark.slow),
+        "vllm",
     ],
 )
 @torch.no_grad()
@@ -100,8 +108,12 @@ def test_chains_are_those_of_steps(
     block = _Readers.of(engine.manifest).blocks["draft_0"]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    case = BLOCK_CASES[name]
-    reference = BlockReference(case, draw_tensors(case), *(end.weight for end in ends))
+    case: Any = MEDUSA_CASES.get(name) or BLOCK_CASES[name]
+    reference: Any
+    if name in MEDUSA_CASES:
+        reference = MedusaReference(case, draw_medusa(case))
+    else:
+        reference = BlockReference(case, draw_tensors(case), *(end.weight for end in ends))
     free, every = engine.cache.allocator.num_free, []
     for seed in (0, 1):
         trajectory = drawn(seed)
@@ -137,7 +149,9 @@ def test_one_pass_for_all_levels() -> None:
     block = BlockDraft(6, 0, draft="draft_0")
     passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
     latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
-    for widths in ((1,), (3, 1), (2, 2, 1, 1)):
+    blocks = (block, BlockDraft(6, 0, from_anchor=True, is_flat=True, draft="draft_0"))
+    shapes = ((1,), (3, 1), (2, 2, 1, 1))
+    for block, widths in itertools.product(blocks, shapes):
         plan = SpecPlan.from_widths(widths).with_heads((), {"draft_0": block})
         ((_, (rows,)),) = draft_levels(plan)
         seconds = StepSeconds(latency, "draft_0", 2, 30.0, block)
@@ -181,7 +195,7 @@ def test_an_engine_without_a_plan_of_its_drafter(compiled: Callable[[str], Path]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["speculators-mixed", "dspark-speculators"])
+@pytest.mark.parametrize("name", ["speculators-mixed", "dspark-speculators", "vllm"])
 def test_tuned_engines(name: str, compiled: Callable[[str], Path], tmp_path: Path) -> None:
     path = Path(shutil.copytree(compiled(name), tmp_path / "engine"))
     prompts: list[Any] = [[5, 6, 7, 8], [50, 40, 30]]

@@ -142,7 +142,7 @@ KINDS = {
     "MTP": {"speculators_model_type": "mtp"},
     "DSpark": {"dspark_block_size": 7},
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
-    "Medusa": {"medusa_num_heads": 4},
+    "Medusa": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
     "P-EAGLE": {"pard_token": 3},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
@@ -162,8 +162,7 @@ def test_other_kinds_are_refused_by_name(kind, tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "kind"),
     [
-        ("medusa_head.0.0.linear.weight", "Medusa"),
-        ("blocks.0.layers.0.weight", "Medusa"),
+        ("hydra_head.0.0.linear.weight", "Hydra"),
         ("markov_head.markov_w1", "DSpark"),
         ("mtp.fc.weight", "MTP"),
     ],
