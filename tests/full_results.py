@@ -5,12 +5,13 @@
 `make test-full` does it after pytest, whether tests have failed or not; with
 `RESULTS=docs/results/test_full.json` it writes the file that is committed. Of a run in parts
 (`make test-full PART=2/8`, tests/parts.py), results are added to those that the file holds of other
-parts of the same commit; others are put aside.
+parts of the same commit and versions; results of another run are put aside.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -92,8 +93,13 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def commit(root: Path = ROOT) -> dict[str, Any]:
-    """The commit that was tested, and whether files differ from it; None without git."""
+def commit(output: Path, root: Path = ROOT) -> dict[str, Any]:
+    """The commit that was tested, and whether files but `output` differ from it; None without git.
+
+    Args:
+        output: file of results, which may be one of the checkout.
+        root: the checkout.
+    """
 
     def git(*args: str) -> str | None:
         try:
@@ -102,7 +108,10 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    changed = git("status", "--porcelain", "--untracked-files=no")
+    files = ["."]
+    if output.resolve().is_relative_to(root):
+        files.append(f":(exclude,literal){output.resolve().relative_to(root)}")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *files)
     return {"commit": git("rev-parse", "HEAD"), "is_changed": bool(changed)}
 
 
@@ -152,20 +161,36 @@ def united(parts: dict[str, dict[str, Any]], num_parts: int) -> dict[str, Any]:
     }
 
 
-def earlier_parts(path: Path, head: dict[str, Any], num_parts: int) -> dict[str, dict[str, Any]]:
-    """Parts that the file holds of the same run: commit, command and number of parts."""
-    try:
-        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    if head["commit"] is None or head["is_changed"] or any(held.get(x) != head[x] for x in _RUN):
-        return {}
-    parts: dict[str, dict[str, Any]] = held.get("parts", {})
-    return parts if all(parse_part(name)[1] == num_parts for name in parts) else {}
-
-
 # what parts of one run have in common
-_RUN = ("command", "commit", "is_changed")
+_RUN = ("command", "commit", "is_changed", "versions")
+
+
+def earlier_parts(path: Path, head: dict[str, Any], num_parts: int) -> dict[str, dict[str, Any]]:
+    """Parts that the file holds of the same run: commit, command, versions and number of parts.
+
+    Args:
+        path: of results; what they are does not matter where they are no such parts.
+        head: of the result that is to be written.
+        num_parts: N.
+    """
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        parts: dict[str, dict[str, Any]] = held["parts"]
+        if any(parse_part(name)[1] != num_parts for name in parts):
+            return {}
+        is_same = all(held[name] == head[name] for name in _RUN)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return {}
+    return parts if is_same and head["commit"] is not None and not head["is_changed"] else {}
+
+
+def put_aside(path: Path) -> Path | None:
+    """Move a file out of the way, to a name that is free; None where there is nothing in it."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    return path.rename(aside)
 
 
 def main() -> None:
@@ -183,11 +208,14 @@ def main() -> None:
     # make passes on what its command line says
     given = os.environ.get("PYTEST_ARGS")
     command = "make test-full" + (f" PYTEST_ARGS={shlex.quote(given)}" if given else "")
-    head = {"command": command, "workers": options.workers, **commit()}
+    head = {"command": command, "workers": options.workers, **commit(options.output)}
+    head |= {"machine": describe_machine(), "versions": versions()}
     if num_parts is not None:
         parts = earlier_parts(options.output, head, num_parts)
         found = united(parts | {options.part: found}, num_parts)
-    result = head | {"machine": describe_machine(), "versions": versions()} | found
+        if not parts and (aside := put_aside(options.output)):
+            print(f"specc: begins anew: results of another run are in {aside}")
+    result = head | found
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items() if count)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.full_results import ROOT, earlier_parts, summary, united
+from tests.full_results import ROOT, commit, earlier_parts, summary, united
 
 SUITE = """
 import pytest
@@ -133,20 +133,25 @@ def test_parts_become_one_result() -> None:
 def test_a_part_is_added_to_those_of_the_same_run_alone(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     head = {"command": "make test-full", "commit": "c0ffee", "is_changed": False, "workers": 2}
+    head["versions"] = {"torch": "2.13.0"}
     assert earlier_parts(path, head, 3) == {}
     parts = {"1/3": _part(7, 3.5)}
     path.write_text(json.dumps(head | united(parts, 3)))
     assert earlier_parts(path, head | {"workers": 4}, 3) == parts
     assert earlier_parts(path, head, 4) == {}
-    for other in ({"commit": "beef"}, {"is_changed": True}, {"command": "make test-full -k x"}):
+    for other in (
+        {"commit": "beef"}, {"is_changed": True}, {"command": "make test-full -k x"},
+        {"versions": {"torch": "2.12.0"}},
+    ):  # fmt: skip
         assert earlier_parts(path, head | other, 3) == {}
     # nor to results of changed files, to which other changes may have come since
     changed = head | {"is_changed": True}
     path.write_text(json.dumps(changed | united(parts, 3)))
     assert earlier_parts(path, changed, 3) == {}
-    # a run in one piece has no parts
-    path.write_text(json.dumps(head | _part(7, 3.5)))
-    assert earlier_parts(path, head, 3) == {}
+    # a run in one piece has no parts, and neither have other files
+    for text in (json.dumps(head | _part(7, 3.5)), "", "{", "[]", '{"parts": {"x": 1}}'):
+        path.write_text(text)
+        assert earlier_parts(path, head, 3) == {}
 
 
 def test_the_command_adds_a_part(report: Path, tmp_path: Path) -> None:
@@ -155,5 +160,27 @@ def test_the_command_adds_a_part(report: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "3 failed, parts to run: 1 in" in done.stdout
     assert json.loads(output.read_text())["missing_parts"] == [1]
+    assert [x.name for x in tmp_path.glob("results*")] == ["results.json"]
+    # results of another run are not lost, and an empty file is none
+    output.write_text("whole")
+    done = _write(report, output, "--part", "1/2")
+    assert "begins anew: results of another run are in " in done.stdout
+    assert (tmp_path / "results-1.json").read_text() == "whole"
+    output.write_text("")
+    assert "anew" not in _write(report, output, "--part", "1/2").stdout
     done = _write(report, output, "--part", "3/2")
     assert "'3/2' is no part" in done.stderr
+
+
+def test_a_file_of_results_in_the_checkout_is_no_change(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for name in ("code.py", "results.json"):
+        (tmp_path / name).write_text("1")
+    for args in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
+        subprocess.run([*git, *args], check=True)
+    output = tmp_path / "results.json"
+    output.write_text("2")
+    assert commit(output, tmp_path)["is_changed"] is False
+    assert commit(tmp_path / "other.json", tmp_path)["is_changed"] is True
+    (tmp_path / "code.py").write_text("2")
+    assert commit(output, tmp_path)["is_changed"] is True
