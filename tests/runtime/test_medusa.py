@@ -16,7 +16,8 @@ from torch import Tensor
 from specc.artifact.manifest import Manifest
 from specc.cli.render import head_lines
 from specc.compiler.build import build
-from specc.errors import SpeccError
+from specc.compiler.in_memory import load_config
+from specc.errors import ConfigError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
@@ -339,3 +340,13 @@ def test_heads_that_read_other_places(zoo: Zoo, target: Path, tmp_path: Path) ->
     head = zoo.once("head-safeailab", lambda path: write_head(path, CASES["safeailab"]))
     with pytest.raises(SpeccError, match=r"boundaries 8 \(the last after the final norm\)"):
         build(target, [heads, head], tmp_path / "e", options(plans=()))
+
+
+@pytest.mark.parametrize("name", [NAME, "faster"])
+def test_shapes_alone_have_no_hidden_states(name: str, tmp_path: Path) -> None:
+    """Named for what they are, by their configuration: no weights need be there."""
+    write_medusa(tmp_path, MEDUSA_CASES[name])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="--synthetic and the Medusa heads") as raised:
+        load_config(tmp_path)
+    assert "leave --draft out" in raised.value.do
