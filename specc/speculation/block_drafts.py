@@ -117,6 +117,8 @@ class BlockDraft:
         """Rows of logits that exist for a tree of this depth at a time.
 
         All heads of a pass have some, and those of the tree are put in the order of its levels.
+        While the pass joins what its heads have made there are twice as many of these: its
+        workspace has them.
         """
         return self.size + depth if self.is_flat else depth
 

@@ -306,6 +306,8 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
     assert memory.cache == 0
     # of 4 heads, and of the 3 levels of a tree, for each of 4 sequences
     assert memory.logits == 4 * (4 + 3) * VOCAB * 4
+    # of each head, until they are joined
+    assert memory.workspace >= 4 * 4 * VOCAB * 4
     assert [len(entry.blocks) for entry in manifest.plans] == [1, 1, 1, 0]
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
     told = "\n".join(head_lines(manifest))
