@@ -13,6 +13,8 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, pack_bits
 
+# what people call them
+BLOCK_DRAFTER, MEDUSA_HEADS = "a block drafter", "a set of Medusa heads"
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
 # how logits depend on tokens before, see `passes/step/block_bias.py`
@@ -90,6 +92,11 @@ class BlockDraft:
     bias_kind: str = VANILLA
     hidden_columns: int = 0
     confidence: str = ""
+
+    @property
+    def called(self) -> str:
+        """What people call it."""
+        return MEDUSA_HEADS if self.is_flat else BLOCK_DRAFTER
 
     @property
     def first_row(self) -> int:
@@ -250,7 +257,7 @@ def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:
             )
 
 
-def check_candidates(plan: str, tree: DynamicTree | None) -> None:
+def check_candidates(plan: str, tree: DynamicTree | None, called: str) -> None:
     """Compare what a best-first tree is chosen from with what a step has room for.
 
     Every depth keeps as many paths as the tree has nodes, not K as with draft models.
@@ -258,6 +265,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
     Args:
         plan: its name.
         tree: its shape; None is a static one, or one that is grown level by level.
+        called: what people call the draft that offers them.
     Raises:
         TreeError: more than `4 * MAX_NODES` candidates.
     """
@@ -269,7 +277,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
         width = min(width * tree.top_k, tree.num_nodes - 1)
     if count > 4 * MAX_NODES:
         raise TreeError(
-            f"plan {plan}, which a block drafter offers {count} candidates",
+            f"plan {plan}, which {called} offers {count} candidates",
             f"at most {4 * MAX_NODES}",
             "choose fewer nodes, children or levels",
         )
