@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
+from specc.bench.step_bytes import model_bytes
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
 from specc.errors import ConfigError, SpeccError
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
@@ -159,10 +161,18 @@ def test_heads_that_did_not_draft_for_a_while(
 def test_heads_of_every_layout(
     name: str, compiled: Callable[..., Path], oracle_of: Callable[..., MedusaOracle]
 ) -> None:
-    core, oracle = EngineCore(load(compiled(name, plans=(TREE,))), TREE.name), oracle_of(name)
+    path, case = compiled(name, plans=(TREE,)), MEDUSA_CASES[name]
+    core, oracle = EngineCore(load(path), TREE.name), oracle_of(name)
     oracle.watch(core)
     serve(core, oracle, prompts_of(BLOCK)[1:4], num_tokens=6, temperature=1.5)
     assert oracle.num_passes > 5
+    # every head reads a projection, its own or that of all
+    assert core.engine.manifest is not None
+    program = read_json(path / core.engine.manifest.models[1].program_file)
+    layer = WIDTH * (WIDTH + case.has_bias)
+    floats = case.num_heads * (case.num_layers * layer + case.rows * WIDTH)
+    columns = 8 * VOCAB if case.kept < VOCAB else 0
+    assert model_bytes(program).weights == 4 * floats + columns
 
 
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 2), ids=lambda plan: plan.name)
