@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from specc.errors import ConfigError
 from specc.passes.step.draft_stage import num_levels
 from specc.passes.step.step_graph import TARGET
+from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
 
@@ -70,15 +71,7 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
     if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
         return plan
     for block in plan.blocks:
-        needed = batch * block.num_logits(plan.max_depth) * row_bytes[block.draft]
-        if needed > limit:
-            raise ConfigError(
-                f"--max-logits-mb {limit_mb}; the logits of {plan.max_depth} tokens of a block for"
-                f" each of {batch} sequences take {format_bytes(needed)}",
-                f"{-(-needed >> 20)} or more: one pass makes all of them",
-                f"pass --max-logits-mb {-(-needed >> 20)}, or lower --max-batch-size or"
-                " --num-speculative-tokens",
-            )
+        _check_pass_fits(plan, block, batch * row_bytes[block.draft], batch, limit)
     levels = [rows for draft in plan.asked for rows in _level_rows(plan, draft)]
     widest = max([plan.num_nodes, *levels])
     # as few tiles as fit, all of about one size
@@ -91,6 +84,35 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
             tiled = dataclasses.replace(tiled, tile=tiled.tile - 1)
         _check_block_fits(tiled, row_bytes, batch, limit)
     return tiled
+
+
+def _check_pass_fits(
+    plan: SpecPlan, block: BlockDraft, row_bytes: int, batch: int, limit: int
+) -> None:
+    """Raises ConfigError: the logits that one pass of a block makes are above the limit.
+
+    Args:
+        plan: of the step.
+        block: of a draft of the plan.
+        row_bytes: of a row of logits of every sequence.
+        batch: sequences.
+        limit: bytes.
+    """
+    needed = block.num_logits(plan.max_depth) * row_bytes
+    if needed <= limit:
+        return
+    made = f"{plan.max_depth} tokens of a block"
+    if block.is_flat:
+        made = f"{block.size} Medusa heads, and of {plan.max_depth} depths in order,"
+    # all heads are computed, whatever the depth
+    fits = block.num_logits(1) * row_bytes <= limit
+    raise ConfigError(
+        f"--max-logits-mb {limit >> 20}; the logits of {made} for each of {batch} sequences take"
+        f" {format_bytes(needed)}",
+        f"{-(-needed >> 20)} or more: one pass makes all of them",
+        f"pass --max-logits-mb {-(-needed >> 20)}, or lower --max-batch-size"
+        + (" or --num-speculative-tokens" if fits else ""),
+    )
 
 
 def _check_block_fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> None:

@@ -28,8 +28,9 @@ class DraftMasks:
     that verification asks for again.
 
     A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
-    comes before them. So the first depth obeys, and what the others propose may be refused. Medusa
-    heads, too, which make several rows of logits of one that they are fed, the first depth's first.
+    comes before them. So the first depth obeys, and what the others propose may be refused. So do
+    Medusa heads: they make a row for each head from the one row they are fed, that of the first
+    depth first.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.

@@ -84,6 +84,8 @@ class TapsEntry:
 
 # of heads that hand nothing on
 BLOCK_KINDS = ("dflash", "dspark", "medusa")
+# of those, what reads one row of each sequence, and makes logits of several tokens of it
+FLAT_KINDS = ("medusa",)
 
 
 @dataclass(frozen=True)

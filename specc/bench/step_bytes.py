@@ -32,6 +32,8 @@ BUFFER_BYTES = 400_000_000
 _REPEATS = 7
 # operators that read rows of a table, and its place among their arguments
 _LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
+# products with one matrix, each of which reads all of it
+_PRODUCTS = {torch.ops.aten.linear.default, ops.linear, ops.skinny_linear, ops.linear_q}
 _TARGET = "target"
 
 
@@ -170,21 +172,27 @@ def _rows_seen(draft: SelfDraft, context: float) -> float:
 
 
 def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
-    """Bytes of the weights in a program; a tied table counts once, where its head reads it."""
+    """Bytes of the weights in a program; a tied table counts once, where its head reads it.
+
+    A matrix that several products take counts once for each of them, as the one projection of
+    several Medusa heads: it is read anew, unless caches hold all of it.
+    """
     graph = graph_from_json(program["graph"]).graph
     nodes = {node.target: node for node in graph.find_nodes(op="placeholder")}
     sizes: dict[str, tuple[int, int]] = {}
-    whole: set[str] = set()
+    # key → products that read all of it
+    whole: Counter[str] = Counter()
     for item in program["inputs"]:
         if item["kind"] not in ("weight", "constant"):
             continue
         itemsize = getattr(torch, item["dtype"]).itemsize
         num_bytes = itemsize * prod(item["shape"])
         sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]))
-        if not _is_lookup(nodes[item["name"]]):
-            whole.add(item["key"])
+        node = nodes[item["name"]]
+        if not _is_lookup(node):
+            whole[item["key"]] += sum(user.target in _PRODUCTS for user in node.users)
     return ModelBytes(
-        sum(sizes[key][0] for key in whole),
+        sum(sizes[key][0] * max(1, count) for key, count in whole.items()),
         sum(row for key, (_, row) in sizes.items() if key not in whole),
     )
 

@@ -119,8 +119,8 @@ def check_blocks(plans: Sequence[SpecPlan], backend: BackendFacts) -> None:
     if blocks and not backend.fills_blocks:
         others = [name for name in backend_names() if facts_of(name).fills_blocks]
         raise ConfigError(
-            f"a block drafter ({blocks[0].draft}), and the backend {backend.name}",
-            f"a backend that block drafters have run on: {' or '.join(others)}",
+            f"{blocks[0].called} ({blocks[0].draft}), and the backend {backend.name}",
+            f"a backend that such drafts have run on: {' or '.join(others)}",
             f"pass --backend {others[0]}, or another draft",
         )
 

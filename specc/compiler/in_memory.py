@@ -5,7 +5,7 @@ Models go the way of `specc compile`; nothing is written, and no weight exists m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.kinds import block_layout_of, layout_of
+from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key
@@ -79,14 +79,21 @@ def load_config(directory: Path) -> Any:
     file = directory / "config.json"
     # where it is missing, the error is that of every model
     raw = read_json(file, NotCausalLMError, "an object", "correct it") if file.is_file() else None
-    name = str(directory)
-    if isinstance(raw, dict) and (block_layout_of(raw, (), name) or layout_of(raw, (), name)):
+    if isinstance(raw, dict) and (what := _head_of(raw, str(directory))):
         raise ConfigError(
-            f"--synthetic and the draft head {directory}",
+            f"--synthetic and {what} {directory}",
             "models that read tokens alone: no hidden states are drawn for heads",
-            "leave --draft out, or compile an engine with the head and measure that",
+            "leave --draft out, or compile an engine with the draft and measure that",
         )
     return hf_model.load_config(directory)
+
+
+def _head_of(raw: Mapping[str, Any], name: str) -> str | None:
+    """What people call a draft that reads hidden states; None of what reads tokens alone."""
+    if medusa_layout_of(raw, ()) is not None:
+        return "the Medusa heads"
+    is_head = block_layout_of(raw, (), name) or layout_of(raw, (), name)
+    return "the draft head" if is_head else None
 
 
 def check_positions(labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions) -> None:

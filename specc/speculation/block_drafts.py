@@ -13,6 +13,8 @@ from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, pack_bits
 
+# what people call them
+BLOCK_DRAFTER, MEDUSA_HEADS = "a block drafter", "a set of Medusa heads"
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
 # how logits depend on tokens before, see `passes/step/block_bias.py`
@@ -92,6 +94,11 @@ class BlockDraft:
     confidence: str = ""
 
     @property
+    def called(self) -> str:
+        """What people call it."""
+        return MEDUSA_HEADS if self.is_flat else BLOCK_DRAFTER
+
+    @property
     def first_row(self) -> int:
         """Row of a block that proposes the token after the anchor."""
         return 0 if self.from_anchor else 1
@@ -117,6 +124,8 @@ class BlockDraft:
         """Rows of logits that exist for a tree of this depth at a time.
 
         All heads of a pass have some, and those of the tree are put in the order of its levels.
+        While the pass joins what its heads have made there are twice as many of these: its
+        workspace has them.
         """
         return self.size + depth if self.is_flat else depth
 
@@ -248,7 +257,7 @@ def check_depth(plan: str, depth: int, blocks: Sequence[BlockDraft]) -> None:
             )
 
 
-def check_candidates(plan: str, tree: DynamicTree | None) -> None:
+def check_candidates(plan: str, tree: DynamicTree | None, called: str) -> None:
     """Compare what a best-first tree is chosen from with what a step has room for.
 
     Every depth keeps as many paths as the tree has nodes, not K as with draft models.
@@ -256,6 +265,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
     Args:
         plan: its name.
         tree: its shape; None is a static one, or one that is grown level by level.
+        called: what people call the draft that offers them.
     Raises:
         TreeError: more than `4 * MAX_NODES` candidates.
     """
@@ -267,7 +277,7 @@ def check_candidates(plan: str, tree: DynamicTree | None) -> None:
         width = min(width * tree.top_k, tree.num_nodes - 1)
     if count > 4 * MAX_NODES:
         raise TreeError(
-            f"plan {plan}, which a block drafter offers {count} candidates",
+            f"plan {plan}, which {called} offers {count} candidates",
             f"at most {4 * MAX_NODES}",
             "choose fewer nodes, children or levels",
         )

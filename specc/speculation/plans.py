@@ -100,7 +100,8 @@ class SpecPlan:
         if self.blocks:
             check_depth(self.name, self.max_depth, self.blocks)
             is_grown = any(block.is_biased for block in self.blocks)
-            check_candidates(self.name, None if is_grown else self.dynamic)
+            called = self.blocks[0].called
+            check_candidates(self.name, None if is_grown else self.dynamic, called)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""

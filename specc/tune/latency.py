@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from specc.artifact.model_entry import FLAT_KINDS
 from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, draft_levels
 from specc.errors import ConfigError
 from specc.runtime.backends.step import Model
@@ -17,7 +18,6 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import flat_drafts
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.self_drafts import is_self_draft
 from specc.system.machine import describe_machine
@@ -58,8 +58,9 @@ def measure_latency(
     # a small pool holds fewer sequences of full length
     free = cache.allocator.num_free // cache.shape.blocks_per_sequence
     most = min(cache.shape.max_num_seqs, free)
-    # these read a row of each sequence, and make the logits of several tokens of it
-    flat = {x for plan in engine.plans.values() for x in flat_drafts(plan.blocks)}
+    # the manifest says it, not plans: an engine that is tuned has none but off at first
+    entries = engine.manifest.models if engine.manifest else ()
+    flat = {x.name for x in entries if x.head is not None and x.head.kind in FLAT_KINDS}
     sizes = _sizes(engine, most)
     cells = [(name, *s) for name in models for s in sizes if s[1] == 1 or name not in flat]
     if cache.block_mass is not None:

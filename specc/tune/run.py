@@ -17,6 +17,7 @@ from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
 from specc.artifact.manifest import Manifest
+from specc.artifact.model_entry import FLAT_KINDS
 from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import extend_engine
@@ -27,7 +28,7 @@ from specc.errors import ConfigError, RequestError, TreeError
 from specc.progress import PhaseTimer
 from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
-from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.block_drafts import BLOCK_DRAFTER, MEDUSA_HEADS, BlockDraft
 from specc.speculation.plans import OFF, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.views import View
@@ -117,9 +118,10 @@ class _Readers:
         heads = [model.name for model in found if model.head is not None and model.head.width]
         blocks = {block.draft: block for entry in manifest.plans for block in entry.plan.blocks}
         for model in found:
-            if model.name not in (*heads, *blocks):
+            if model.head is not None and model.name not in (*heads, *blocks):
+                called = MEDUSA_HEADS if model.head.kind in FLAT_KINDS else BLOCK_DRAFTER
                 raise ConfigError(
-                    f"an engine with a block drafter ({model.name}), and no plan that asks it",
+                    f"an engine with {called} ({model.name}), and no plan that asks it",
                     "one, which says what a pass of it reads",
                     "compile the engine again, and tune it without --prune",
                 )

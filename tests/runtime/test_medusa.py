@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
+from specc.bench.step_bytes import model_bytes
 from specc.cli.render import head_lines
 from specc.compiler.build import build
-from specc.errors import SpeccError
+from specc.compiler.in_memory import load_config
+from specc.errors import ConfigError, SpeccError
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
@@ -158,10 +161,18 @@ def test_heads_that_did_not_draft_for_a_while(
 def test_heads_of_every_layout(
     name: str, compiled: Callable[..., Path], oracle_of: Callable[..., MedusaOracle]
 ) -> None:
-    core, oracle = EngineCore(load(compiled(name, plans=(TREE,))), TREE.name), oracle_of(name)
+    path, case = compiled(name, plans=(TREE,)), MEDUSA_CASES[name]
+    core, oracle = EngineCore(load(path), TREE.name), oracle_of(name)
     oracle.watch(core)
     serve(core, oracle, prompts_of(BLOCK)[1:4], num_tokens=6, temperature=1.5)
     assert oracle.num_passes > 5
+    # every head reads a projection, its own or that of all
+    assert core.engine.manifest is not None
+    program = read_json(path / core.engine.manifest.models[1].program_file)
+    layer = WIDTH * (WIDTH + case.has_bias)
+    floats = case.num_heads * (case.num_layers * layer + case.rows * WIDTH)
+    columns = 8 * VOCAB if case.kept < VOCAB else 0
+    assert model_bytes(program).weights == 4 * floats + columns
 
 
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 2), ids=lambda plan: plan.name)
@@ -305,6 +316,8 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
     assert memory.cache == 0
     # of 4 heads, and of the 3 levels of a tree, for each of 4 sequences
     assert memory.logits == 4 * (4 + 3) * VOCAB * 4
+    # of each head, until they are joined
+    assert memory.workspace >= 4 * 4 * VOCAB * 4
     assert [len(entry.blocks) for entry in manifest.plans] == [1, 1, 1, 0]
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
     told = "\n".join(head_lines(manifest))
@@ -317,7 +330,7 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
     ("changes", "found"),
     [
         ({"plans": (SpecPlan.from_widths((1,) * 5),)}, "chain-5 of depth 5, and draft_0, which"),
-        ({"backend": "onnx", "block_size": 0}, "a block drafter .draft_0., and the backend onnx"),
+        ({"backend": "onnx", "block_size": 0}, "a set of Medusa heads .draft_0., and the"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the set of Medusa"),
         ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
@@ -339,3 +352,13 @@ def test_heads_that_read_other_places(zoo: Zoo, target: Path, tmp_path: Path) ->
     head = zoo.once("head-safeailab", lambda path: write_head(path, CASES["safeailab"]))
     with pytest.raises(SpeccError, match=r"boundaries 8 \(the last after the final norm\)"):
         build(target, [heads, head], tmp_path / "e", options(plans=()))
+
+
+@pytest.mark.parametrize("name", [NAME, "faster"])
+def test_shapes_alone_have_no_hidden_states(name: str, tmp_path: Path) -> None:
+    """Named for what they are, by their configuration: no weights need be there."""
+    write_medusa(tmp_path, MEDUSA_CASES[name])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="--synthetic and the Medusa heads") as raised:
+        load_config(tmp_path)
+    assert "leave --draft out" in raised.value.do

@@ -24,8 +24,8 @@ from specc.passes.frontend.heads.head_spec import (
 )
 
 _NEEDED = (
-    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads, or an ordinary language"
-    " model"
+    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads in files of vLLM or"
+    " FasterDecoding, or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
@@ -48,7 +48,7 @@ _OTHER_METHODS = {
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
     "p_eagle": "P-EAGLE",
-    "medusa": "Medusa",
+    "medusa": "Medusa heads in files of speculators",
     "hydra": "Hydra",
     "mlp": "an MLP speculator",
     "mlp_speculator": "an MLP speculator",

@@ -1,4 +1,6 @@
-"""Medusa heads: what their files say, and whether they fit a target. Headers and one map are read.
+"""Medusa heads: what their files say, and whether they fit a target.
+
+Read are headers, the map of ids, and a projection that is there under two names.
 
 Head j is one layer or more of x + SiLU(W x + b), and a projection to ids. All heads read the hidden
 state of one token after the target's final norm, from which the target's own head says what comes
@@ -9,7 +11,7 @@ next: head j proposes the token j + 1 after that. Published files name the tenso
 | all may begin with | `medusa_heads.` | `medusa_head.`, `medusa_heads.` |
 | layers | `blocks.j.layers.l.` | `j.l.linear.` |
 | projections, of L layers | `lm_heads.j.weight` | `j.L.weight` |
-| one for all heads (`original_lm_head`) | `lm_head.weight`, else `lm_heads.0.weight` | |
+| one for all heads (`original_lm_head`) | `lm_head.weight`, or `lm_heads.0.weight` | |
 | rows for some ids (`truncated_vocab_size`) | `token_map`, the id of each row | |
 | a bias of layers | where `medusa_fc_bias` says so | always |
 
@@ -257,10 +259,29 @@ def _tensors(
             wanted = (num_rows, target.width)
         check_shape(reader, tensor, wanted, name)
     known = {*found.values(), places.token_map}
-    if has_one:
-        known.add(places.projection(0, 0))
+    if has_one and (other := places.projection(0, 0)) in places.names:
+        _check_same(reader, projection, other, name)
+        known.add(other)
     check_left([item for item in places.names if item not in known], name)
     return found, num_rows
+
+
+def _check_same(reader: TensorReader, one: str, other: str, name: str) -> None:
+    """Raises HeadError: two tensors for all heads' projection, and they are not the same."""
+    if one == other:
+        return
+    check_shape(reader, other, reader.shape(one), name)
+    is_same = reader.dtype(one) == reader.dtype(other) and all(
+        bytes(a) == bytes(b)
+        for a, b in zip(reader.read_chunks(one), reader.read_chunks(other), strict=True)
+    )
+    if not is_same:
+        raise HeadError(
+            f"{name}: original_lm_head, one projection for all heads, and two that differ: {one}"
+            f" and {other}",
+            "one of them, or the same twice",
+            _DO,
+        )
 
 
 def _has_bias(raw: Mapping[str, Any], places: _Places, bias: str, name: str) -> bool:

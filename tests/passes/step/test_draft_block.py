@@ -367,6 +367,9 @@ def test_candidates_of_a_best_first_tree() -> None:
     with pytest.raises(TreeError, match=r"a block drafter offers 196\d{3} candidates"):
         plan_of(DynamicTree(1000, 16, 15), wide)
     plan_of(DynamicTree(1000, 16, 15), replace(wide, is_biased=True))
+    heads = BlockDraft(16, 0, from_anchor=True, is_flat=True)
+    with pytest.raises(TreeError, match=r"a set of Medusa heads offers 196\d{3} candidates"):
+        plan_of(DynamicTree(1000, 16, 15), heads)
 
 
 def test_logits_of_a_block_have_no_tiles() -> None:

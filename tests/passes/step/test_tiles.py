@@ -138,6 +138,23 @@ def test_what_a_block_adds_to_its_tiles_is_within_the_limit():
         tile_plan(plan, {"target": MB, "draft_0": MB}, 1, 6)
 
 
+@pytest.mark.parametrize(("limit", "advises_depth"), [(11, False), (12, True), (17, True)])
+def test_medusa_heads_are_all_computed(limit, advises_depth):
+    """Whatever the depth: fewer tokens help where a row more than there are heads fits."""
+    block = BlockDraft(5, 0, from_anchor=True, is_flat=True)
+    plan = SpecPlan.from_widths((1,) * 4).with_heads((), {"draft_0": block})
+    sizes = {"target": MB // 64, "draft_0": MB // 64}
+    with pytest.raises(ConfigError) as caught:
+        tile_plan(plan, sizes, 128, limit)
+    heads = "the logits of 5 Medusa heads, and of 4 depths in order, for each of 128 sequences take"
+    assert caught.value.found == f"--max-logits-mb {limit}; {heads} 18.0 MiB"
+    assert caught.value.needed.startswith("18 or more")
+    assert ("--num-speculative-tokens" in caught.value.do) == advises_depth
+    assert tile_plan(plan, sizes, 128, 18).tile is not None
+    shallow = SpecPlan.from_widths((1,)).with_heads((), {"draft_0": block})
+    assert tile_plan(shallow, sizes, 128, 12).tile is not None
+
+
 def test_views_are_cut_like_models():
     """A level of 48 nodes is wider than the limit, the tree's own tiles apart."""
     plan = SpecPlan.from_widths((48, 1), (VIEW,))

@@ -111,6 +111,22 @@ def test_a_tied_head_is_read_once_and_whole():
     assert dataclasses.astuple(model_bytes(program(is_tied=False))) == (160, 16)
 
 
+def test_a_matrix_is_read_for_each_product():
+    """As the one projection of Medusa heads is; what is no product reads it once."""
+    graph = fx.Graph()
+    x, weight, norm = (graph.placeholder(name) for name in ("x", "weight", "norm"))
+    found = [graph.call_function(aten.linear.default, (x, weight)) for _ in range(3)]
+    found += [graph.call_function(aten.mul.Tensor, (x, norm)) for _ in range(2)]
+    graph.output(graph.call_function(aten.cat.default, (found, -1)))
+    inputs = [
+        {"name": "x", "kind": "input"},
+        {"name": "weight", "kind": "weight", "key": "w", "dtype": "float32", "shape": [10, 4]},
+        {"name": "norm", "kind": "weight", "key": "n", "dtype": "float32", "shape": [4]},
+    ]
+    found_bytes = model_bytes({"inputs": inputs, "graph": graph_to_json(graph)})
+    assert dataclasses.astuple(found_bytes) == (3 * 160 + 16, 0)
+
+
 def test_a_window_limits_what_is_read(manifest):
     model = manifest.models[0]
     assert cache_bytes(model.layers, "float32", 50.0) == kv_bytes("target", 50)

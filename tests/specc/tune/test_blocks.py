@@ -187,10 +187,16 @@ def test_no_plan_is_deeper_than_a_block() -> None:
     assert {plan.max_depth for plan in shallow} == {2}
 
 
-def test_an_engine_without_a_plan_of_its_drafter(compiled: Callable[[str], Path]) -> None:
-    manifest: Any = open_engine(compiled("dspark-speculators"), None)
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [("dspark-speculators", "a block drafter"), ("vllm", "a set of Medusa heads")],
+)
+def test_an_engine_without_a_plan_of_its_drafter(
+    name: str, called: str, compiled: Callable[[str], Path]
+) -> None:
+    manifest: Any = open_engine(compiled(name), None)
     pruned = replace(manifest, plans=tuple(x for x in manifest.plans if not x.plan.speculates))
-    with pytest.raises(ConfigError, match=r"a block drafter \(draft_0\), and no plan that asks it"):
+    with pytest.raises(ConfigError, match=rf"{called} \(draft_0\), and no plan that asks it"):
         _Readers.of(pruned)
 
 

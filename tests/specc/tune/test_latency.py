@@ -11,10 +11,12 @@ import pytest
 from specc.config import CompileConfig
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.speculation.plans import SpecPlan
+from specc.speculation.plans import OFF, SpecPlan
 from specc.tune import latency
 from specc.tune.latency import _overheads
 from tests import engines, models
+from tests.heads import VOCAB, WIDTH
+from tests.medusa_heads import MEDUSA_CASES, write_medusa
 
 SLEEP_S = 0.02
 
@@ -82,3 +84,31 @@ def test_votes_are_timed_where_drafts_choose_blocks(
     votes = found["blocks"].votes
     assert votes is not None
     assert votes.tokens_s(3) == pytest.approx(1.0, abs=0.2)
+
+
+def test_medusa_heads_are_timed_over_one_row_of_each_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine of off alone, as `specc tune` measures it: no plan says what the draft is."""
+    sizes = {"hidden_size": WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 1}
+    target = models.save_tiny("llama", tmp_path / "target", **sizes)
+    write_medusa(tmp_path / "heads", MEDUSA_CASES["faster-file"])
+    config = CompileConfig(
+        plans=(OFF,), max_seq_len=96, max_batch_size=2, block_size=4, backend="eager", probe=False
+    )
+    path = engines.build(target, [tmp_path / "heads"], tmp_path / "engine", config)
+    engine = Engine.load(path)
+    assert list(engine.plans) == [OFF.name]
+    assert len(engine.drafts) == 1
+    widths: dict[str, set[int]] = {"target": set(), "draft_0": set()}
+
+    def at_once(engine: Engine, model: Any, table: Any, context: int, width: int) -> float:
+        widths["target" if model is engine.target else "draft_0"].add(width)
+        return 1e-3
+
+    monkeypatch.setattr(latency, "_time_pass", at_once)
+    monkeypatch.setattr(latency, "_overheads", lambda engine: (0.0, 0.0))
+    found = latency.measure_latency(engine, budget_s=0.0)
+    assert widths["draft_0"] == {1}
+    assert len(widths["target"]) > 4
+    assert found.drafts["draft_0"].tokens_s(1) == pytest.approx(1e-3)

@@ -146,6 +146,18 @@ def mapped(*changes):
     return change
 
 
+def second(found, change=1.0):
+    """The projection of all heads under its other name, too; one number of it is changed."""
+    other = found["lm_head.weight"].clone()
+    other[-1, -1] += change
+    return {"lm_heads.0.weight": other}
+
+
+def test_one_projection_of_two_names(tmp_path):
+    path = changed(tmp_path, "vllm-one", tensors=lambda x: x.update(second(x, 0.0)))
+    assert recognise(path, TARGET).tensors["lm_head.weight"] == "lm_head.weight"
+
+
 @pytest.mark.parametrize(
     ("name", "tensors", "found"),
     [
@@ -158,6 +170,17 @@ def mapped(*changes):
         ("vllm", mapped((3, -1)), "maps rows to ids -1"),
         ("vllm", mapped((3, 7), (4, 7)), "maps two rows to one id"),
         ("faster", lambda x: x.update({"model.norm.weight": torch.ones(3)}), "1 tensors that"),
+        ("vllm-one", lambda x: x.update(second(x)), "two that differ: lm_head.weight and lm_heads"),
+        (
+            "vllm-one",
+            lambda x: x.update({"lm_heads.0.weight": x["lm_head.weight"][:60].clone()}),
+            "lm_heads.0.weight is [60, 32]",
+        ),
+        (
+            "vllm-one",
+            lambda x: x.update({"lm_heads.0.weight": x["lm_head.weight"].half()}),
+            "two that differ: lm_head.weight and lm_heads",
+        ),
         (
             "faster",
             lambda x: x.update({"medusa_head.0.0.linear.weight": torch.ones(16, 16)}),

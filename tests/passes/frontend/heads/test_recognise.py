@@ -140,9 +140,9 @@ def test_what_is_not_said_is_told(tmp_path):
 
 KINDS = {
     "MTP": {"speculators_model_type": "mtp"},
-    "DSpark": {"dspark_block_size": 7},
+    "DSpark of DeepSeek V4": {"dspark_block_size": 7},
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
-    "Medusa": {"speculators_model_type": "medusa"},
+    "Medusa heads in files of speculators": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
     "P-EAGLE": {"pard_token": 3},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
@@ -157,6 +157,8 @@ def test_other_kinds_are_refused_by_name(kind, tmp_path):
     with pytest.raises(HeadError, match=kind.strip()) as caught:
         recognise(tmp_path, TARGET)
     assert str(tmp_path) in caught.value.found
+    # what is refused is not what is asked for
+    assert kind not in caught.value.needed
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammars import Grammars
 from specc.sampling.structured import StructuredOutputsParams
-from specc.speculation.block_drafts import RNN, BlockDraft
+from specc.speculation.block_drafts import RNN, BlockDraft, flat_drafts
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.mixed_sampling import mixed_sampling
@@ -47,6 +47,7 @@ GRAMMARS = [
 # rows of the graph: the last ones are padding
 BUCKET = 4
 SLABS = dict.fromkeys(("target", *BOTH), 1)
+HEADS = 4
 OUTPUT = re.compile(r"tokens|parents|q_\d+")
 
 
@@ -65,6 +66,16 @@ class Table(nn.Module):
         rows = others[5]
         assert rows is not None
         return self.table[tokens[rows]] + self.by_depth[positions[rows].clamp(0) % 8]
+
+
+class Heads(Table):
+    """Medusa heads: `HEADS` rows of logits of each row that they are fed."""
+
+    def forward(self, tokens: Tensor, *others: Tensor | None) -> Tensor:
+        rows = others[6]
+        assert rows is not None
+        of_heads = self.table[tokens[rows]].unsqueeze(1) + self.by_depth[:HEADS]
+        return of_heads.flatten(0, 1)
 
 
 class Asked(nn.Module):
@@ -88,7 +99,8 @@ class Toy:
         self.device = device
         program = json.loads(json.dumps(fuse_step(plan, SLABS).to_json()))
         (stage,) = (one["graph"] for one in program["stages"] if one["name"] == "draft")
-        drafts = {name: Table(seed) for seed, name in enumerate(BOTH)}
+        flat = flat_drafts(plan.blocks)
+        drafts = {name: (Heads if name in flat else Table)(i) for i, name in enumerate(BOTH)}
         self.masks: list[DraftMasks] = []
         asked = {name: Asked(draft, self.masks) for name, draft in drafts.items()}
         self.eager = graph_from_json(stage, modules=asked)
@@ -175,8 +187,14 @@ CASES = [
 def test_pieces_draft_what_a_whole_stage_does(grammars, plan, device) -> None:
     """Of three sequences, who have grammars or none in turn; of a smaller batch; and of nobody."""
     toy = Toy(PLANS[plan], device())
+    assert toy.draft.num_passes > 1
+    check_pieces(toy, grammars)
+
+
+def check_pieces(toy: Toy, grammars: Grammars) -> None:
+    """Compare the pieces with the whole stage, of sequences that come and go."""
     own = [*(grammars.start(one) for one in GRAMMARS), None, None]
-    assert toy.draft.num_passes == len(toy.graphs) - 1 > 1
+    assert toy.draft.num_passes == len(toy.graphs) - 1
     seen = set()
     for turn in range(5):
         state = [own[(b + turn) % len(own)] for b in range(3 - turn % 2)]
@@ -191,6 +209,32 @@ def test_pieces_draft_what_a_whole_stage_does(grammars, plan, device) -> None:
             # it is where it was
             assert grammar is None or not grammar._ahead
     assert False in seen
+
+
+MEDUSA = BlockDraft(HEADS, 0, from_anchor=True, is_flat=True, draft="draft_0")
+HEADED = ("chain", "tree", "dynamic", "merge", "vote")
+# of heads alone, and beside a draft that is asked level by level
+CHEAP = [("tree", "late"), ("merge", "at once")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "device"),
+    [
+        pytest.param(
+            plan, device, marks=[] if (plan, device) in CHEAP else pytest.mark.slow,
+            id=f"{plan}-{device}",
+        )
+        for plan in HEADED
+        for device in DEVICES
+    ],
+)  # fmt: skip
+def test_pieces_of_medusa_heads(grammars, plan, device) -> None:
+    """One pass, of which the first row of each sequence obeys; the others stay."""
+    headed = replace(PLANS[plan], blocks=(MEDUSA,))
+    toy = Toy(headed, DEVICES[device]())
+    alone = headed.models == (MEDUSA.draft,)
+    assert (toy.draft.num_passes == 1) == alone
+    check_pieces(toy, grammars)
 
 
 def test_padding_and_free_requests_stay_as_they_are(grammars) -> None:
