@@ -42,7 +42,8 @@ class MaskedDraft:
     """The pieces of a draft stage, see the module.
 
     What one piece hands to the next stays in memory of the graphs for as long as this object lives,
-    the logits of each pass among it.
+    the logits of each pass among it: a graph keeps none of what it reads, see
+    `GraphDevice.capture`.
 
     Args:
         graphs: the device.
