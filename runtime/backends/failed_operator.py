@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,22 @@ class OperatorError(RuntimeError):
             model = str(node.target)
             return cls(_generated_operator(error.__traceback__) or "a call", model, error)
         return cls(_name(node.target), None, error)
+
+
+def do_named(what: str, work: Callable[..., Any], *args: Any) -> None:
+    """Call what a step does besides the nodes of its graphs.
+
+    Args:
+        what: it does, for errors.
+        work: does it.
+        *args: of `work`.
+    Raises:
+        OperatorError: it failed, for any reason.
+    """
+    try:
+        work(*args)
+    except Exception as error:
+        raise OperatorError(what, None, error) from error
 
 
 def _name(target: Any) -> str:

@@ -103,7 +103,8 @@ class QueuedStep(Step, Protocol):
     ) -> PendingStep:
         """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
 
-        Where rows are carried, such a step is queued up to its verification: see `complete`.
+        Where rows are carried, such a step is queued up to its verification, or to the first pass
+        of a draft that obeys a grammar: see `complete`.
 
         Args:
             inputs: on the host. A carried row has any last tokens, and at least as many committed

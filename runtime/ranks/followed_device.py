@@ -78,6 +78,10 @@ class FollowedDevice:
         # of this rank's part of the draft stage that was begun last
         self._found: list[Tensor | int] | None = None
         self._captured: list[Graph] = []
+        # of graphs that begin a stage whose values a later graph takes, as where drafts of rank 0
+        # obey a grammar: a graph keeps none of what it reads. Other graphs write to that memory,
+        # too, so these replay with no other in between
+        self._held: list[list[Tensor | int] | None] = []
 
     @torch.inference_mode()
     def follow(self, order: Message) -> Message | None:
@@ -93,8 +97,10 @@ class FollowedDevice:
                 self._do(works)
             elif order.kind is Kind.CAPTURE and len(order.tensors) == 2:
                 self._check_number(order, len(self._captured))
-                run = partial(self._do, works_of(order.tensors[1]))
-                self._captured.append(self._graphs.capture(run))
+                captured = works_of(order.tensors[1])
+                self._captured.append(self._graphs.capture(partial(self._do, captured)))
+                if _leaves_values(captured):
+                    self._held.append(self._found)
             elif order.kind is Kind.REPLAY and len(order.tensors) == 1:
                 self._captured[self._check_number(order)].replay()
             else:
@@ -163,3 +169,9 @@ class FollowedDevice:
                 raise refused(f"rows of model {work.model}, which has no caches of its own")
             for slab in self._slabs.get(name, []):
                 torch.ops.specc.commit_kv(slab, *given)
+
+
+def _leaves_values(works: Sequence[Work]) -> bool:
+    """The last draft stage that is begun among them is not taken there."""
+    kinds = [type(work) for work in works if isinstance(work, DraftWork | TakeWork)]
+    return bool(kinds) and kinds[-1] is DraftWork

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +12,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.masked_draft import NOTHING, MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_masks import StepMasks
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
-from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.backends.failed_operator import do_named
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan
 
@@ -117,7 +116,7 @@ class ExtendedStep(BoundStep):
             for i, run in enumerate(runs):
                 run()
                 if self.reader is not None and i == 0:
-                    self._do("reading the draft", self.reader.leave, self.environment)
+                    do_named("reading the draft", self.reader.leave, self.environment)
 
         def after() -> None:
             own = self.environment["logits"]
@@ -125,12 +124,12 @@ class ExtendedStep(BoundStep):
                 if self.scores is not None:
                     # log probabilities are the model's own
                     self.environment["logits"] = own.clone()
-                self._do("masks", self.masks.apply, self.environment["logits"])
+                do_named("masks", self.masks.apply, self.environment["logits"])
             last.run()
             # a capture of this part alone begins where verification has left them
             self.environment["logits"] = own
             if self.scores is not None:
-                self._do("log probabilities", self.scores.leave, self.environment, own)
+                do_named("log probabilities", self.scores.leave, self.environment, own)
             self._leave_results()
 
         def whole() -> None:
@@ -189,10 +188,3 @@ class ExtendedStep(BoundStep):
         if self.reader is not None and number == len(early) - 1:
             self.reader.expect()
         early[number]()
-
-    def _do(self, what: str, work: Callable[..., Any], *args: Any) -> None:
-        """Raises OperatorError: an operator in it failed."""
-        try:
-            work(*args)
-        except Exception as error:
-            raise OperatorError(what, None, error) from error

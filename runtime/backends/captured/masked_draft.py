@@ -18,6 +18,7 @@ from specc.errors import EngineError
 from specc.runtime.backends.captured.bound_step import BoundStage
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks, StepMasks
+from specc.runtime.backends.failed_operator import do_named
 from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.speculation.plans import SpecPlan
 
@@ -41,7 +42,8 @@ class MaskedDraft:
     """The pieces of a draft stage, see the module.
 
     What one piece hands to the next stays in memory of the graphs for as long as this object lives,
-    the logits of each pass among it.
+    the logits of each pass among it: a graph keeps none of what it reads, see
+    `GraphDevice.capture`.
 
     Args:
         graphs: the device.
@@ -82,13 +84,13 @@ class MaskedDraft:
             # a capture may run a piece twice
             values = dict(self._values[number - 1])
             before = self._passes[number - 1]
-            before.mask(values[before.node])
+            do_named("masks of a draft", before.mask, values[before.node])
         if number == len(self._passes):
             self._stage.run_calls(values, first, last)
             self._stage.leave(values)
             return
         self._stage.run_calls(values, first, last - 1)
-        self._passes[number].leave(values)
+        do_named("reading what a draft is fed", self._passes[number].leave, values)
         self._stage.run_calls(values, last - 1, last)
         self._values[number] = values
 

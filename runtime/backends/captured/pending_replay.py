@@ -74,12 +74,14 @@ class PendingReplay(NamedTuple):
 
 
 class HalfReplay:
-    """A step of which all up to verification was queued; see `PendingStep`.
+    """A step of which only the beginning was queued; see `PendingStep`.
 
+    That is all up to its verification, or to the first pass of a draft that obeys a grammar.
     Masks of the rest follow from tokens that the step before it brings, and from its own draft: so
-    the device drafts and verifies while the host reads the results before, and makes the masks.
-    Until then its inputs, and what verification has left in memory that graphs share, must stay: a
-    step that is queued in between takes its place, and it has to be queued anew.
+    the device drafts and verifies, or computes that pass, while the host reads the results before,
+    and makes the masks. Until then its inputs, and what it has left in memory that graphs share,
+    must stay: a step that is queued or captured in between takes its place, and it has to be queued
+    anew.
 
     Args:
         buffers: inputs of the engine's steps.

@@ -54,6 +54,13 @@ def test_parts_around_late_masks_read_what_the_graph_before_them_computes(rig) -
     assert not bool(read["logits"].isnan().any())
 
 
+def test_a_capture_displaces_a_step_that_waits_for_its_masks(rig) -> None:
+    """It replays parts: what verification has left in memory that graphs share is gone."""
+    waiting = rig.buffers.half = object()
+    rig.steps["tree-2-1"].capture(BATCH, StepKind(is_masked=True, is_late=True, reads_draft=True))
+    assert rig.buffers.half is not waiting
+
+
 def test_a_graph_that_is_only_measured_reads_what_is_there(rig) -> None:
     """The step that it was captured from has constants that nobody else holds."""
     step, inputs = rig.steps["tree-2-1"], rig.state(BATCH)
