@@ -64,6 +64,8 @@ from specc.speculation.block_drafts import (
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
 _NESTED = "dflash_config"
+# of the layers; the first files of SpecForge are called after the drafter, and have the same ones
+_QWEN3 = "qwen3"
 # what specc does not compute: the values that change nothing
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
@@ -188,9 +190,9 @@ def read_block_config(
     more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
     _check_plain({**own, **values}, {**_PLAIN, **more}, name)
     check_former(dict(own), name)
-    if own.get("model_type") != "qwen3":
-        found = own.get("model_type")
-        raise HeadError(f"{name}: layers of model type {found!r:.40}", "qwen3", _OTHER_DRAFT)
+    found = own.get("model_type")
+    if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
+        raise HeadError(f"{name}: layers of model type {found!r:.40}", _QWEN3, _OTHER_DRAFT)
     warnings: list[str] = []
     # of attention; what it means for a block is read below
     plain = {key: value for key, value in own.items() if key != "is_causal"}
