@@ -88,7 +88,8 @@ def with_assumptions(head: HeadSpec, switches: HeadSwitches) -> HeadSpec:
             raise ConfigError(
                 f"--draft-assume {name}={value}, and a draft of kind {head.kind}",
                 needed if asked else f"{AS_FILES_SAY}: such drafts leave nothing open",
-                f"leave out {name}",
+                f"leave out {name}; of several drafts pass --draft-assume for each, {AS_FILES_SAY}"
+                " for those of which nothing is to be said",
             )
     pairs = ",".join(f"{name}={value}" for name, value in given.items())
     told = f"{pairs} is taken, whatever its files say (--draft-assume)"

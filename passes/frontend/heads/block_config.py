@@ -211,12 +211,16 @@ def read_block_config(
     block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
     block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
     if bias == RNN and not block.from_anchor:
+        is_assumed = switches.sample_from_anchor is False
+        said = (
+            "--draft-assume sample_from_anchor=false" if is_assumed else "sample_from_anchor false"
+        )
         raise HeadError(
-            f"{name}: config.json: markov_head_type {RNN!r}, and sample_from_anchor false: its"
-            " trainer begins with the state that the anchor's row leaves, and no reader is known"
-            " that says what a drafter begins with",
+            f"{name}: config.json: markov_head_type {RNN!r}, and {said}: its trainer begins with"
+            " the state that the anchor's row leaves, and no reader is known that says what a"
+            " drafter begins with",
             f"sample_from_anchor true, or {VANILLA} or {GATED}",
-            _OTHER_DRAFT,
+            "leave out sample_from_anchor" if is_assumed else _OTHER_DRAFT,
         )
     columns = 0
     if reads_token is not None:

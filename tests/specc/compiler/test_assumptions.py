@@ -96,11 +96,16 @@ def test_each_draft_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_kind_of_head_does_not_ask(tmp_path: Path) -> None:
     write_block(tmp_path, BLOCK_CASES["dspark-rnn"])
-    with pytest.raises(ConfigError, match="draft 0: --draft-assume norm_before_residual=true, and"):
+    with pytest.raises(
+        ConfigError, match="draft 0: --draft-assume norm_before_residual=true, and"
+    ) as caught:
         draft(tmp_path, "norm_before_residual=true")
+    assert "of several drafts pass --draft-assume for each, files for" in caught.value.do
     # and what is said is compared with the rest of the files
-    with pytest.raises(HeadError, match="the state that the anchor's row leaves"):
+    said = "and --draft-assume sample_from_anchor=false: its trainer begins with the state that"
+    with pytest.raises(HeadError, match=said) as found:
         draft(tmp_path, "sample_from_anchor=false")
+    assert found.value.do == "leave out sample_from_anchor"
 
 
 def test_medusa_heads_leave_nothing_open(tmp_path: Path) -> None:
