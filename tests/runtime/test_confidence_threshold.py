@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from specc.artifact.manifest_entries import ParallelEntry
-from specc.errors import ConfigError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.core import EngineCore
+from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
+from specc.sampling.params import SamplingParams
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.heads import LAYERS, VOCAB, WIDTH
@@ -40,6 +42,20 @@ def compiled(zoo: Zoo) -> Callable[..., Path]:
         return zoo.once(f"blocks-{name}-{label}", write)
 
     return make
+
+
+def test_the_option_comes_to_steps_and_requests(compiled: Callable[..., Path]) -> None:
+    """Of `LLM`: all drafts end at once where none can be as likely as that."""
+    engine = load(compiled("dspark-deepspec"))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(engine, plan=CHAIN.name) as llm:
+        plain = llm.generate([[3, 4, 5]], params)[0].outputs[0].token_ids
+        assert llm.get_metrics().num_draft_tokens > 0
+    with LLM(engine, plan=CHAIN.name, confidence_threshold=1.0) as llm:
+        assert llm.generate([[3, 4, 5]], params)[0].outputs[0].token_ids == plain
+        assert llm.get_metrics().num_draft_tokens == 0
+        with pytest.raises(RequestError, match="rule='mss', and --confidence-threshold"):
+            llm.generate([[3, 4, 5]], SamplingParams(temperature=1.0, rule="mss"))
 
 
 def test_where_no_drafter_says_how_sure_it_is(compiled: Callable[..., Path]) -> None:
@@ -84,8 +100,10 @@ def test_a_threshold_where_whole_trees_are_verified(compiled: Callable[..., Path
 
 
 def test_a_threshold_and_trees_in_tiles(compiled: Callable[..., Path]) -> None:
-    tiled = replace(CHAIN, tile=2)
-    engine = load(compiled("dspark-deepspec", "tiled-chain", plans=(tiled,)))
+    engine = load(compiled("dspark-deepspec"))
+    step = copy(engine.steps[CHAIN.name])
+    step.plan = replace(step.plan, tile=2)
+    engine = replace(engine, steps={CHAIN.name: step})
     with pytest.raises(ConfigError, match="chain-3, whose trees are verified in tiles") as caught:
         EngineCore(engine, confidence_threshold=0.5)
     assert caught.value.do == "leave it out, or compile with a larger --max-logits-mb"
