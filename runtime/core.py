@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from specc.artifact.backends import facts_of
+from specc.artifact.model_entry import BLOCK_KINDS
 from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
@@ -14,7 +18,9 @@ from specc.runtime.requests.request_maker import RequestMaker
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.speculation.live_nodes import says_confidence
+from specc.speculation.plans import SpecPlan
 
+_, DSPARK, _ = BLOCK_KINDS
 _ITERATIONS_BETWEEN_CHECKS = 32
 
 
@@ -35,8 +41,8 @@ class EngineCore:
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
         ConfigError: micro-batches of an engine without stages; adaptive verification where no
-            policy or no pass can do it, or beside a threshold; a threshold where no drafter says
-            how likely its tokens are, or no pass takes a part of a tree.
+            policy or no pass can do it, or beside a threshold; a threshold where no drafter of
+            the plans in use says how likely its tokens are, or no pass takes a part of a tree.
     """
 
     def __init__(
@@ -66,8 +72,10 @@ class EngineCore:
         shares_pass = engine.facts.shares_pass and all(
             step.staged is not None for step in engine.steps.values()
         )
+        is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
-            _check_threshold(confidence_threshold, engine, shares_pass, adapts_verification)
+            in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
+            _check_threshold(confidence_threshold, engine, in_use, shares_pass, adapts_verification)
         self.runner = Runner(
             engine.target,
             engine.drafts,
@@ -108,7 +116,6 @@ class EngineCore:
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
         self.in_flight = InFlight(self.scheduler, self.runner, num_batches)
-        is_fixed = policy is None and own_policy == "fixed"
         self.requests = RequestMaker(
             engine,
             plan if is_fixed else None,
@@ -146,9 +153,23 @@ class EngineCore:
 
 
 def _check_threshold(
-    threshold: float, engine: Engine, shares_pass: bool, adapts_verification: bool
+    threshold: float,
+    engine: Engine,
+    in_use: Sequence[SpecPlan],
+    shares_pass: bool,
+    adapts_verification: bool,
 ) -> None:
-    """Raises ConfigError: what a threshold of confidence does not go with."""
+    """Refuse a threshold of confidence that would change nothing, or does not go with the rest.
+
+    Args:
+        threshold: above 0.
+        engine: loaded.
+        in_use: plans that its steps may have.
+        shares_pass: the target can verify a part of a tree.
+        adapts_verification: see `EngineCore`.
+    Raises:
+        ConfigError: it does not go with them.
+    """
     option = f"--confidence-threshold {threshold:g}"
     if adapts_verification:
         raise ConfigError(
@@ -162,12 +183,37 @@ def _check_threshold(
             "an engine of the backends cpu or eager, in one process",
             "leave it out, or compile with --backend cpu",
         )
-    if not any(says_confidence(plan) for plan in engine.plans.values()):
+    if any(map(says_confidence, in_use)):
+        return
+    names = ", ".join(plan.name for plan in in_use)
+    asked = f"{option}, and {'an engine of the plans' if len(in_use) > 1 else 'the plan'} {names}"
+    if any(says_confidence(replace(plan, tile=None)) for plan in in_use):
         raise ConfigError(
-            f"{option}, and an engine of the plans {', '.join(engine.plans)}",
-            "a chain or a static tree of a DSpark drafter that has a confidence head",
-            "leave it out, or compile with such a --draft and --num-speculative-tokens or --tree",
+            f"{asked}, whose trees are verified in tiles",
+            "a pass of the target over the whole tree, of which it can leave nodes out",
+            "leave it out, or compile with a larger --max-logits-mb",
         )
+    if others := [plan.name for plan in engine.plans.values() if says_confidence(plan)]:
+        raise ConfigError(
+            f"{asked}, of which no part can be verified by what a drafter says",
+            f"a plan of this engine whose trees can end early: {', '.join(others)}",
+            f"leave it out, or pass --plan {others[0]}",
+        )
+    manifest = engine.manifest
+    models = manifest.models if manifest else ()
+    has_drafter = any(model.head is not None and model.head.kind == DSPARK for model in models)
+    if manifest and has_drafter and not facts_of(manifest.backend).shares_pass:
+        raise ConfigError(
+            f"{option}, and an engine that was compiled for {manifest.backend}, without confidence"
+            " heads",
+            "a confidence head, which engines of the backends cpu and eager keep",
+            "leave it out, or compile with --backend cpu or eager",
+        )
+    raise ConfigError(
+        asked,
+        "a chain or a static tree of a DSpark drafter that has a confidence head",
+        "leave it out, or compile with such a --draft and --num-speculative-tokens or --tree",
+    )
 
 
 def _refuse_adapting(policy: Policy | None, ranks: int) -> None:

@@ -83,9 +83,9 @@ class EngineArgs:
     )
     confidence_threshold: float = option(
         0.0,
-        "Verify draft tokens only up to the first that a DSpark drafter itself takes to be accepted"
-        " with less than this probability, of drafters with a confidence head (cpu, eager); 0"
-        " verifies all. Not for the rules mss and swor.",
+        "End each draft before the first token (of a tree: level) that the drafter's confidence"
+        " head gives less than this probability of acceptance (DSpark; cpu, eager); 0 verifies all."
+        " Not for the rules mss and swor.",
         least=0,
         most=1,
     )

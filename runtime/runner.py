@@ -267,7 +267,10 @@ class Runner:
         return None if self._staged is None else self._begun.begin_apart(batch)
 
     def _is_shared(self, batch: Batch) -> bool:
-        """More than one pass would be needed, and one can do; or not all nodes take part in it."""
+        """More than one pass would be needed, and one can do; or not all nodes take part in it.
+
+        Plans in tiles have passes of their own, and so have all others beside them: of whole trees.
+        """
         return (
             self.shares_pass
             and bool(batch.groups)

@@ -208,6 +208,17 @@ BLOCK_CASES = {
         has_confidence=True,
         confidence_reads_token=False,
     ),
+    # the first ones that it wrote are named after themselves; their layers are Qwen3's
+    "dspark-specforge-first": BlockCase(
+        "SpecForge",
+        config={"num_target_layers": LAYERS, "block_size": 4, "model_type": "dspark"},
+        nested={"projector_type": "dspark", "attention_mode": "gqa"},
+        size=4,
+        num_layers=1,
+        from_anchor=True,
+        kind="dspark",
+        rank=6,
+    ),
     "dspark-rnn": BlockCase(
         "speculators",
         size=4,

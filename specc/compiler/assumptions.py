@@ -11,6 +11,7 @@ from specc.passes.frontend.heads.head_spec import (
     DFLASH,
     DSPARK,
     EAGLE3,
+    MEDUSA,
     MTP,
     HeadSpec,
     HeadSwitches,
@@ -29,6 +30,8 @@ _ASKED = {
     MTP: ("is_last_normed",),
     DFLASH: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
     DSPARK: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
+    # one row, after the last layer and the final norm
+    MEDUSA: (),
 }
 
 
@@ -78,12 +81,15 @@ def with_assumptions(head: HeadSpec, switches: HeadSwitches) -> HeadSpec:
     given = given_in(switches)
     if not given:
         return head
+    asked = _ASKED[head.kind]
     for name, value in given.items():
-        if name not in _ASKED[head.kind]:
+        if name not in asked:
+            needed = f"{', '.join(asked)}: what such drafts may leave open"
             raise ConfigError(
                 f"--draft-assume {name}={value}, and a draft of kind {head.kind}",
-                f"{', '.join(_ASKED[head.kind])}: what such drafts may leave open",
-                f"leave out {name}",
+                needed if asked else f"{AS_FILES_SAY}: such drafts leave nothing open",
+                f"leave out {name}; of several drafts pass --draft-assume for each, {AS_FILES_SAY}"
+                " for those of which nothing is to be said",
             )
     pairs = ",".join(f"{name}={value}" for name, value in given.items())
     told = f"{pairs} is taken, whatever its files say (--draft-assume)"

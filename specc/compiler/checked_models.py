@@ -13,7 +13,7 @@ from specc.compiler.assumptions import switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, open_models
 from specc.compiler.checks import check_assumptions, check_lengths, check_logits, choose_dtypes
-from specc.compiler.engine_plans import check_voters
+from specc.compiler.engine_plans import check_voters, engine_plans
 from specc.compiler.heads import check_heads, with_confidence
 from specc.compiler.quantized_models import check_quantized
 from specc.compiler.stages import check_num_stages
@@ -82,7 +82,7 @@ class CheckedModels:
         switches = switches_of(config, len(drafts))
         candidates = open_models(target, drafts, config.rope_length, config.weight_only, switches)
         check_assumptions(candidates, config)
-        candidates = with_confidence(candidates, backend.facts)
+        candidates = with_confidence(candidates, backend.facts, engine_plans(config, len(drafts)))
         check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
         backend.check_config(config, dtypes)

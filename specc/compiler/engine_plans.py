@@ -140,12 +140,18 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
 def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
     """Tokens that one sequence brings to a pass of a model, at most.
 
+    Programs of block drafters whose layers differ have words for as many, and an engine may get
+    deeper trees later (`specc tune`): theirs are counted for the deepest one, which is at most
+    `2 * MOST_ROWS + 1` tokens, of two words.
+
     Args:
         plans: of the engine.
         prefill_chunk: tokens of a pass over prompts.
     """
     models = {(plan, model) for plan in plans for model in (TARGET, *plan.models)}
-    return max(prefill_chunk, *(pass_rows(plan, model) for plan, model in models))
+    mixed = [block for plan in plans for block in plan.blocks if block.causal_layers]
+    deepest = [block.num_read(block.num_proposed) for block in mixed]
+    return max(prefill_chunk, *deepest, *(pass_rows(plan, model) for plan, model in models))
 
 
 def check_voters(

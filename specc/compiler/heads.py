@@ -11,6 +11,7 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.medusa_spec import MedusaSpec
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 
@@ -66,16 +67,29 @@ def check_heads(
         )
 
 
-def with_confidence(candidates: Sequence[Candidate], facts: BackendFacts) -> list[Candidate]:
-    """Leave confidence heads out where passes of the target verify whole trees."""
-    return [x if facts.shares_pass else _without_confidence(x, facts.name) for x in candidates]
+def with_confidence(
+    candidates: Sequence[Candidate], facts: BackendFacts, plans: Sequence[SpecPlan]
+) -> list[Candidate]:
+    """Leave confidence heads out whose words nothing reads, and which cost logits all the same.
+
+    Args:
+        candidates: the target first.
+        facts: of the backend.
+        plans: of the engine; which of them are in tiles is not known yet.
+    """
+    if not facts.shares_pass:
+        why = f"the backend {facts.name} verifies whole trees"
+        return [_without_confidence(x, why) for x in candidates]
+    cut = {model for plan in plans if can_cut(plan) for model in plan.models}
+    why = "of its plans none is a chain or a static tree, of which a part can be verified"
+    return [x if x.name in cut else _without_confidence(x, why) for x in candidates]
 
 
-def _without_confidence(candidate: Candidate, backend: str) -> Candidate:
+def _without_confidence(candidate: Candidate, why: str) -> Candidate:
     head = candidate.head
     if not isinstance(head, BlockSpec) or not head.block.confidence:
         return candidate
-    told = f"its confidence head is not read: the backend {backend} verifies whole trees"
+    told = f"its confidence head is not read: {why}"
     own = replace(head, block=head.block.without_confidence(), warnings=(*head.warnings, told))
     return replace(candidate, head=own)
 

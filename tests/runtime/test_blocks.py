@@ -206,11 +206,6 @@ def test_what_drafters_say_of_their_tokens(
         EngineCore(core.engine, TREE.name, confidence_threshold=0.5, adapts_verification=True)
 
 
-def test_drafters_that_do_not_say_how_sure_they_are(compiled: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"threshold 0\.5, and an engine of the plans chain-3, "):
-        EngineCore(load(compiled()), TREE.name, confidence_threshold=0.5)
-
-
 OF_KINDS = [
     NAME,
     "dspark-deepspec",

@@ -105,6 +105,18 @@ def test_adaptive_verification_asks_for_goodput_by_name(saved_engine):
         assert output.outputs[0].token_ids == saved_engine.greedy([3, 4, 5], 9)
 
 
+def test_a_confidence_threshold_asks_for_a_drafter_that_has_one(saved_engine):
+    engine, found = Engine.load(saved_engine.path), r"threshold 0\.5, and the plan chain-4\n"
+    with pytest.raises(ConfigError, match=found):
+        EngineArgs(engine, "chain-4", confidence_threshold=0.5).make_core()
+    with pytest.raises(ConfigError, match=found):
+        LLM(engine, plan="chain-4", confidence_threshold=0.5)
+    for value in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match=f"confidence_threshold={value}"):
+            EngineArgs(engine, confidence_threshold=value)
+    LLM(engine, plan="chain-4", confidence_threshold=0.0).close()
+
+
 def test_options_of_loading_come_before_it(saved_engine):
     engine = Engine.load(saved_engine.path)
     assert EngineArgs(engine, "off", shares_prefixes=False).load() is engine

@@ -64,6 +64,8 @@ from specc.speculation.block_drafts import (
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
 _NESTED = "dflash_config"
+# of the layers; the first files of SpecForge are called after the drafter, and have the same ones
+_QWEN3 = "qwen3"
 # what specc does not compute: the values that change nothing
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
@@ -188,9 +190,9 @@ def read_block_config(
     more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
     _check_plain({**own, **values}, {**_PLAIN, **more}, name)
     check_former(dict(own), name)
-    if own.get("model_type") != "qwen3":
-        found = own.get("model_type")
-        raise HeadError(f"{name}: layers of model type {found!r:.40}", "qwen3", _OTHER_DRAFT)
+    found = own.get("model_type")
+    if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
+        raise HeadError(f"{name}: layers of model type {found!r:.40}", _QWEN3, _OTHER_DRAFT)
     warnings: list[str] = []
     # of attention; what it means for a block is read below
     plain = {key: value for key, value in own.items() if key != "is_causal"}
@@ -209,12 +211,16 @@ def read_block_config(
     block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
     block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
     if bias == RNN and not block.from_anchor:
+        is_assumed = switches.sample_from_anchor is False
+        said = (
+            "--draft-assume sample_from_anchor=false" if is_assumed else "sample_from_anchor false"
+        )
         raise HeadError(
-            f"{name}: config.json: markov_head_type {RNN!r}, and sample_from_anchor false: its"
-            " trainer begins with the state that the anchor's row leaves, and no reader is known"
-            " that says what a drafter begins with",
+            f"{name}: config.json: markov_head_type {RNN!r}, and {said}: its trainer begins with"
+            " the state that the anchor's row leaves, and no reader is known that says what a"
+            " drafter begins with",
             f"sample_from_anchor true, or {VANILLA} or {GATED}",
-            _OTHER_DRAFT,
+            "leave out sample_from_anchor" if is_assumed else _OTHER_DRAFT,
         )
     columns = 0
     if reads_token is not None:

@@ -197,10 +197,12 @@ class GoodputPolicy(Policy):
         if group.plan.speculates and group.plan.name in self._index_of:
             request_ids = [request.request_id for request in group.requests]
             accepted = dict(zip(request_ids, step.num_accepted, strict=True))
-            depths = [len(group.levels(place)) for place in range(len(request_ids))]
-            self._acceptance.observe(
-                group.plan, accepted, dict(zip(request_ids, depths, strict=True))
-            )
+            depths: dict[str, int] = {}
+            if self._live_nodes is not None:
+                places = enumerate(request_ids)
+                depths = {request: len(group.levels(place)) for place, request in places}
+            # else trees end where their drafter is unsure: that gives no tokens, like a refusal
+            self._acceptance.observe(group.plan, accepted, depths)
         self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:

@@ -128,6 +128,11 @@ def test_bad_prompt_lines(tiny_engine, tmp_path, line, words):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        pytest.param(
+            ("a", "--confidence-threshold", 0.5),
+            ("--confidence-threshold 0.5", "DSpark drafter"),
+            id="confidence-threshold",
+        ),
         pytest.param(("",), ("empty",), id="empty-prompt"),
         pytest.param(("a", "--file", "x"), ("PROMPT and --file",), id="two-sources"),
         pytest.param(("a", "--max-tokens", 0), ("--max-tokens 0",), id="max-tokens"),

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from specc.compiler.assumptions import parse_switches, switches_of
+from specc.artifact.model_entry import BLOCK_KINDS
+from specc.compiler.assumptions import _ASKED, parse_switches, switches_of
 from specc.compiler.candidate import Candidate, open_models
 from specc.compiler.checks import check_assumptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError, HeadError
-from specc.passes.frontend.heads.head_spec import HeadSwitches
+from specc.passes.frontend.heads.head_spec import EAGLE3, MTP, HeadSwitches
 from specc.passes.frontend.heads.tap_ids import ENTERING
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
+from tests.medusa_heads import MEDUSA_CASES, write_medusa
 
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
 TARGET = Candidate("target", "T/", Path("T"), LlamaConfig(**SIZES), "float32")
@@ -94,11 +96,28 @@ def test_each_draft_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_kind_of_head_does_not_ask(tmp_path: Path) -> None:
     write_block(tmp_path, BLOCK_CASES["dspark-rnn"])
-    with pytest.raises(ConfigError, match="draft 0: --draft-assume norm_before_residual=true, and"):
+    with pytest.raises(
+        ConfigError, match="draft 0: --draft-assume norm_before_residual=true, and"
+    ) as caught:
         draft(tmp_path, "norm_before_residual=true")
+    assert "of several drafts pass --draft-assume for each, files for" in caught.value.do
     # and what is said is compared with the rest of the files
-    with pytest.raises(HeadError, match="the state that the anchor's row leaves"):
+    said = "and --draft-assume sample_from_anchor=false: its trainer begins with the state that"
+    with pytest.raises(HeadError, match=said) as found:
         draft(tmp_path, "sample_from_anchor=false")
+    assert found.value.do == "leave out sample_from_anchor"
+
+
+def test_medusa_heads_leave_nothing_open(tmp_path: Path) -> None:
+    write_medusa(tmp_path, MEDUSA_CASES["vllm"])
+    assert draft(tmp_path).head is not None
+    with pytest.raises(ConfigError, match="draft 0: --draft-assume is_last_normed=true") as caught:
+        draft(tmp_path, "is_last_normed=true")
+    assert caught.value.needed == "files: such drafts leave nothing open"
+
+
+def test_every_kind_of_head_says_what_it_asks() -> None:
+    assert set(_ASKED) == {EAGLE3, MTP, *BLOCK_KINDS}
 
 
 def test_ordinary_models_leave_nothing_open(tmp_path: Path) -> None:

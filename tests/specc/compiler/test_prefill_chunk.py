@@ -13,8 +13,10 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.engine_plans import tokens_of_passes
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.config import CompileConfig
-from specc.speculation.block_drafts import BlockDraft
+from specc.passes.step.tiles import pass_rows
+from specc.speculation.block_drafts import MOST_ROWS, BlockDraft
 from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.tree import WORD_BITS
 from tests.passes.modules import Tiny, compiled
 
 # whose passes keep all scores
@@ -77,3 +79,15 @@ def test_tokens_of_passes() -> None:
     # what a step can have accepted, and the block
     assert tokens_of_passes([drafted, OFF], 32) == 4 + 40
     assert tokens_of_passes([drafted, OFF], 512) == 512
+
+
+def test_words_of_mixed_drafters_are_for_every_tree_that_an_engine_may_get() -> None:
+    """A chain that is tried later is longer than the one that the engine was compiled for."""
+    mixed = BlockDraft(33, 0, causal_layers=(0,))
+    chains = {n: SpecPlan.from_widths((1,) * n).with_heads((), {"draft_0": mixed}) for n in (2, 32)}
+    compiled_for = tokens_of_passes([chains[2], OFF], 32)
+    assert pass_rows(chains[2], "draft_0") == 2 + 1 + 33
+    assert compiled_for == pass_rows(chains[32], "draft_0") == 32 + 1 + 33
+    most = BlockDraft(MOST_ROWS, 0, from_anchor=True, causal_layers=(0,))
+    longest = SpecPlan.from_widths((1,)).with_heads((), {"draft_0": most})
+    assert tokens_of_passes([longest, OFF], 32) == 2 * MOST_ROWS + 1 == 2 * WORD_BITS - 1

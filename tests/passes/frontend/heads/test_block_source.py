@@ -91,6 +91,7 @@ def top(**values):
         ("z-lab", top(block_size="5"), "block_size is '5'"),
         ("z-lab", top(num_anchors=512), "which token the anchor's row proposes"),
         ("z-lab", top(model_type="laguna"), "model type 'laguna'"),
+        ("dspark-deepspec", top(model_type="dspark"), "model type 'dspark'"),
         ("z-lab", top(quantization_config={}), "a quantized drafter"),
         ("z-lab", top(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
         ("z-lab", top(is_neox_style=False), "is_neox_style is False"),

@@ -200,6 +200,24 @@ def test_without_the_option_every_node_is_verified() -> None:
     assert policy.live_nodes(CHAINS[6], requests) == ()
 
 
+def test_where_a_drafter_ends_its_trees_a_level_gives_nothing() -> None:
+    """Tokens of a step are as few as if that level had been refused; adapting, nothing is seen."""
+    chain, (request,) = CHAINS[6], make_requests(1)
+    step = StepResult([0], [], [301], {}, {})
+    for adapts in (False, True):
+        policy = new_policy(chain, adapts_verification=adapts)
+        before = policy._acceptance.tokens(chain, request.request_id, 7)
+        for _ in range(40):
+            policy.observe(StepGroup(chain, [request], live=(1,)), step)
+        after = policy._acceptance.tokens(chain, request.request_id, 7)
+        assert after == before if adapts else 1.0 < after < 1.2
+    policy = new_policy(chain, adapts_verification=False)
+    for _ in range(300):
+        policy.observe(StepGroup(chain, [request], live=(3,)), step._replace(num_accepted=[2]))
+    first, second, third, *_ = policy._acceptance.rates(chain)
+    assert min(first, second) > 0.9 > 0.1 > third
+
+
 def test_a_budget_bounds_what_is_verified() -> None:
     policy = new_policy(CHAINS[6], acceptance={"draft_0": [[0.95]]}, token_budget=20)
     requests = make_requests(8)
