@@ -155,9 +155,9 @@ class CapturedStep:
             is_parted = kind.is_late if kind else self.is_split
             parts = bound.parts if is_parted else [bound.run]
             what = f"plan {self.plan.name} for {bucket} requests"
-            warm_up(parts, what)
             # each part is replayed before the next one is captured, in memory that graphs share
             self._buffers.half = None
+            warm_up(parts, what)
             begin_s = time.perf_counter()
             self._bound[key], self._captured[key] = bound, capture_parts(self._graphs, parts, what)
             return time.perf_counter() - begin_s
