@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specc.artifact.backends import facts_of
-from specc.artifact.model_entry import BLOCK_KINDS
+from specc.artifact.model_entry import DSPARK
 from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
@@ -20,7 +20,6 @@ from specc.runtime.scheduling.scheduler import Scheduler
 from specc.speculation.live_nodes import says_confidence
 from specc.speculation.plans import SpecPlan
 
-_, DSPARK, _ = BLOCK_KINDS
 _ITERATIONS_BETWEEN_CHECKS = 32
 
 

@@ -83,9 +83,9 @@ class TapsEntry:
 
 
 # of heads that hand nothing on
-BLOCK_KINDS = ("dflash", "dspark", "medusa")
+DFLASH, DSPARK, MEDUSA = BLOCK_KINDS = ("dflash", "dspark", "medusa")
 # of those, what reads one row of each sequence, and makes logits of several tokens of it
-FLAT_KINDS = ("medusa",)
+FLAT_KINDS = (MEDUSA,)
 
 
 @dataclass(frozen=True)

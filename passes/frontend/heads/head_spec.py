@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from specc.artifact.model_entry import BLOCK_KINDS
+from specc.artifact.model_entry import DFLASH as DFLASH
+from specc.artifact.model_entry import DSPARK as DSPARK
+from specc.artifact.model_entry import MEDUSA as MEDUSA
 from specc.errors import HeadError
 from specc.passes.frontend.config_numbers import whole_number
 
 EAGLE3, MTP = "eagle3", "mtp"
-DFLASH, DSPARK, MEDUSA = BLOCK_KINDS
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB, SPECFORGE = "z-lab", "SpecForge"
