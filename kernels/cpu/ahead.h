@@ -9,8 +9,8 @@ namespace specc {
 // Into which level of the caches: the first where reading is all that takes time; the second where
 // many rows are computed meanwhile. A core waits for few lines of the first level at once, so that
 // what is asked for there would hold up the loads of the products, and reading and computing would
-// take turns.
-enum class Ahead { kNowhere, kFirstLevel, kSecondLevel };
+// take turns. kShared: into the second, a half by each of two tiles of rows (linear.cpp).
+enum class Ahead { kNowhere, kFirstLevel, kSecondLevel, kShared };
 
 // `bytes` of a unit, lines of 64, `distance` after it.
 template <Ahead ahead, int64_t bytes, int64_t distance>

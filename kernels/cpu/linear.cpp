@@ -52,6 +52,7 @@ constexpr int64_t kMaxRows = 32;        // rows of x for which w is read once
 constexpr int64_t kChunk = 128;         // units of a block: 16 KB
 constexpr int64_t kStride = kChunk + 16;  // of x's rows, which would share sets of the cache
 constexpr int64_t kUnitBytes = 4 * kBlock;
+constexpr int64_t kChunkBytes = kChunk * kUnitBytes;
 constexpr int64_t kAheadBytes = 8192;   // covers memory's latency at a thread's bandwidth
 constexpr int64_t kFewRows = 4;         // reading takes longer than computing
 constexpr int64_t kSerialWork = 16384;  // products that cost less than waking a second thread
@@ -114,12 +115,17 @@ struct Unit<vec::BFloat16> {
 };
 #endif
 
-// sums[m][0..32) += x[m, chunk] . w[chunk] for `rows` rows of x, kStride apart.
+// sums[m][0..32) += x[m, chunk] . w[chunk] for `rows` rows of x, kStride apart. `later`: what a tile
+// that shares the asking with another one asks for, half of the chunk that comes next.
 template <class E, int rows, Ahead ahead>
-void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t units, float* sums) {
+void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t units, float* sums,
+                   const char* later) {
   Float acc[rows][kVectors] = {};
   for (int64_t i = 0; i < units; ++i, w += kUnitBytes) {
-    prefetch<ahead, kUnitBytes, kAheadBytes>(w);
+    if constexpr (ahead == Ahead::kShared)
+      prefetch<Ahead::kSecondLevel, kUnitBytes / 2, 0>(later + i * (kUnitBytes / 2));
+    else
+      prefetch<ahead, kUnitBytes, kAheadBytes>(w);
     typename Unit<E>::Column columns[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
@@ -142,7 +148,8 @@ void multiply_tile(const char* w, const typename Unit<E>::Value* x, int64_t unit
 }
 
 template <class E>
-using MultiplyTile = void (*)(const char*, const typename Unit<E>::Value*, int64_t, float*);
+using MultiplyTile = void (*)(const char*, const typename Unit<E>::Value*, int64_t, float*,
+                              const char*);
 
 template <class E, Ahead ahead, int... less_one>
 MultiplyTile<E> select(int64_t rows, std::integer_sequence<int, less_one...>) {
@@ -150,7 +157,8 @@ MultiplyTile<E> select(int64_t rows, std::integer_sequence<int, less_one...>) {
   return kOfRows[rows - 1];
 }
 
-// A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
+// A part of x's rows that is multiplied with a chunk at once. The first one asks for what comes
+// next, or both of two share that: requests spread over all products wait for each other less.
 template <class E>
 struct RowTile {
   int64_t row;
@@ -166,7 +174,8 @@ class Rows {
     num_tiles_ = (count + kTileRows - 1) / kTileRows;
     for (int64_t i = 0; i < num_tiles_; ++i) {
       const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
-      tiles_[i] = {row, i > 0              ? select<E, Ahead::kNowhere>(rows, heights)
+      tiles_[i] = {row, num_tiles_ == 2 && count > kFewRows ? select<E, Ahead::kShared>(rows, heights)
+                        : i > 0            ? select<E, Ahead::kNowhere>(rows, heights)
                         : count > kFewRows ? select<E, Ahead::kSecondLevel>(rows, heights)
                                            : select<E, Ahead::kFirstLevel>(rows, heights)};
     }
@@ -184,7 +193,8 @@ class Rows {
         const int64_t units = std::min(kChunk, units_ - i);
         for (int64_t t = 0; t < num_tiles_; ++t) {
           const RowTile<E>& tile = tiles_[t];
-          tile.multiply(w, x + tile.row * kStride, units, sums + tile.row * kBlock);
+          tile.multiply(w, x + tile.row * kStride, units, sums + tile.row * kBlock,
+                        w + kChunkBytes + t * (kChunkBytes / 2));
         }
         w += units * kUnitBytes;
         x += count_ * kStride;
