@@ -78,7 +78,7 @@ PACKAGES = {
     "peers": {
         "torch", "transformers", "safetensors", "numpy",
         "onnxruntime_genai", "openvino", "openvino_genai", "openvino_tokenizers",
-        "llama_cpp", "gguf",
+        "nncf", "llama_cpp", "gguf",
     },
     "tune": {"torch"},
     "serve": {

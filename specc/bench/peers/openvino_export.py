@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import nncf
 import numpy
 import openvino
 import torch
@@ -23,19 +24,29 @@ from openvino import opset13
 from openvino._offline_transformations import apply_make_stateful_transformation
 from torch import Tensor, nn
 
-from specc.bench.peers.peer import NotAvailableError
+from specc.bench.peers.peer import Form, NotAvailableError
 
+# as the engine's: without zero points; int8 by output, int4 by groups of 32 columns, of all matrices
+_INTEGERS: dict[str, dict[str, Any]] = {
+    "int8": {"mode": nncf.CompressWeightsMode.INT8_SYM},
+    "int4": {
+        "mode": nncf.CompressWeightsMode.INT4_SYM,
+        "group_size": 32,
+        "ratio": 1.0,
+        "all_layers": True,
+    },
+}
 _MODEL = "openvino_model.xml"
 # of what is traced; lengths differ, so that none is taken for another
 _BATCH, _PAST, _OWN = 2, 3, 4
 
 
-def export(checkpoint: Path, dtype: str, output: Path) -> None:
+def export(checkpoint: Path, form: Form, output: Path) -> None:
     """Write the model, its configuration and its tokenizer.
 
     Args:
         checkpoint: directory that transformers reads.
-        dtype: of the weights, as torch calls it.
+        form: of the weights; nncf rounds them to integers, as its users do.
         output: empty directory.
     Raises:
         NotAvailableError: not a decoder whose layers all keep keys and values of all tokens, or one
@@ -48,7 +59,7 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
         # rounded as the engine's are; which type passes compute in is a property of pipelines
         model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, form.dtype),
             attn_implementation="sdpa",
             local_files_only=True,
         )
@@ -57,6 +68,8 @@ def export(checkpoint: Path, dtype: str, output: Path) -> None:
         raise NotAvailableError(f"transformers cannot load it ({_first_line(error)})") from error
     converted = _convert(model)
     _keep_states(converted, model.config)
+    if form.integers is not None:
+        converted = nncf.compress_weights(converted, **_INTEGERS[form.integers])
     openvino.save_model(converted, output / _MODEL, compress_to_fp16=False)
     for name in ("config.json", "generation_config.json"):
         if (checkpoint / name).is_file():

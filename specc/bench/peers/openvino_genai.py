@@ -22,13 +22,13 @@ class OpenVinoGenAI:
 
     def convert(self, checkpoint: Path, form: Form, output: Path) -> None:
         """Write the stateful model that its pipelines read, and the tokenizer's models."""
-        if form.dtype not in _PRECISIONS or form.integers:
+        if form.dtype not in _PRECISIONS:
             raise NotAvailableError(
                 f"specc writes it models of {' and '.join(_PRECISIONS)}, and the engine has {form}"
             )
         from specc.bench.peers.openvino_export import export
 
-        export(checkpoint, form.dtype, output)
+        export(checkpoint, form, output)
 
     def load(self, job: Job) -> _Pipelines:
         """Load a pipeline for each backend of its attention; of drafts and lookups there is one."""

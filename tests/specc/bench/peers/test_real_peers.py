@@ -114,7 +114,13 @@ def test_gguf_files_that_are_written(tmp_path, kind):
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
     ("peer", "integers"),
-    [("llama.cpp", "int8"), ("llama.cpp", "int4"), ("onnxruntime-genai", "int4")],
+    [
+        ("llama.cpp", "int8"),
+        ("llama.cpp", "int4"),
+        ("onnxruntime-genai", "int4"),
+        ("openvino-genai", "int8"),
+        ("openvino-genai", "int4"),
+    ],
 )
 def test_weights_in_integers_are_the_program_s_own(pair, outputs, peer, integers):
     """Smaller models; first tokens are still those of the weights that were rounded."""
