@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
+from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, RunResult
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
@@ -44,7 +45,8 @@ class PredictedSeconds:
     each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
 
     Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
-    and by requests; where a step runs as a whole, every plan is, by requests.
+    and by requests; where a step runs as a whole, every plan is, by requests, and apart where it
+    verifies parts of trees.
 
     Args:
         table: what to start from.
@@ -54,9 +56,9 @@ class PredictedSeconds:
     def __init__(self, table: LatencyTable, shares_pass: bool) -> None:
         self.table = table
         self.shares_pass = shares_pass
-        # of stages that are timed apart; plan → of its whole steps
+        # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
-        self._wholes: dict[str, LatencyCorrection] = {}
+        self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
         # tokens → seconds of a pass by the table, and their ratio, until that changes
         self._sizes: dict[tuple[float, bool], tuple[float, float]] = {}
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
@@ -78,7 +80,7 @@ class PredictedSeconds:
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
-        return self._ratio_of_whole(plan) is not None
+        return self.ratio_of_whole(plan) is not None
 
     def alone(self, shape: StepShape) -> float:
         """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
@@ -92,7 +94,7 @@ class PredictedSeconds:
             drafting_s: seconds.
             part: what it brings to the target's pass.
         """
-        whole = self._ratio_of_whole(plan)
+        whole = self.ratio_of_whole(plan)
         if whole is not None:
             return (drafting_s + self.table.target((part,))) * whole(part.rows)
         return drafting_s * self.drafting(plan, part.rows)
@@ -157,10 +159,10 @@ class PredictedSeconds:
             result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
-        shapes = _shapes(batch, result)
+        shapes = self._shapes(batch, result)
         parts: list[PassPart] = []
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
-        for shape, step in zip(shapes, result.steps, strict=True):
+        for group, shape, step in zip(batch.groups, shapes, result.steps, strict=True):
             stages = step.stage_s
             part = verify_part(shape)
             # steps that vote are few: medians leave them out
@@ -169,7 +171,8 @@ class PredictedSeconds:
             if "step" in stages:
                 if is_behind:
                     continue
-                whole = self._wholes.setdefault(shape.plan.name, LatencyCorrection())
+                whole_key = shape.plan.name, bool(group.live)
+                whole = self._wholes.setdefault(whole_key, LatencyCorrection())
                 predicted = drafting + self.table.target((part,))
                 whole.observe(shape.rows, predicted, stages["step"])
                 continue
@@ -186,8 +189,13 @@ class PredictedSeconds:
                 for span in batch.prefill
             ]
             tokens = sum(part.tokens for part in parts)
-            key = _CUT if any(group.live for group in batch.groups) else _TARGET
-            self._observe(key, tokens, self.table.target(parts), result.pass_s + accept_s)
+            is_cut = any(group.live for group in batch.groups)
+            self._observe(
+                _CUT if is_cut else _TARGET,
+                tokens,
+                self.table.target(parts),
+                result.pass_s + accept_s,
+            )
 
     def observe_prompts(self, batch: Batch, result: RunResult, is_due: bool) -> None:
         """Count an iteration that has steps; every one, since shares are what is asked for.
@@ -200,7 +208,7 @@ class PredictedSeconds:
         if not self.shares_pass:
             return
         if is_due:
-            alone_s = self.iteration(_shapes(batch, result), PromptShare(0.0, 0.0))
+            alone_s = self.iteration(self._shapes(batch, result), PromptShare(0.0, 0.0))
             self._mean_s += (
                 TUNED.prompt_news * (alone_s - self._mean_s) if self._mean_s else alone_s
             )
@@ -276,11 +284,33 @@ class PredictedSeconds:
         ratio = self._ratios.get(key) or self._ratios.get(_TARGET)
         return ratio(size) if ratio else 1.0
 
-    def _ratio_of_whole(self, plan: SpecPlan) -> LatencyCorrection | None:
-        """The ratio of a plan's whole steps; of one that never ran, that of another plan."""
-        if not self._wholes:
+    def ratio_of_whole(self, plan: SpecPlan, is_cut: bool = False) -> LatencyCorrection | None:
+        """The ratio of a plan's steps that are timed as wholes; None: no step is.
+
+        Of one that never ran, that of another plan.
+
+        Args:
+            plan: of the steps.
+            is_cut: they verify parts of trees; where none did, as those of whole ones.
+        """
+        known = self._wholes
+        if not known:
             return None
-        return self._wholes.get(plan.name) or next(iter(self._wholes.values()))
+        found = known.get((plan.name, is_cut)) or known.get((plan.name, False))
+        return found or next(iter(known.values()))
+
+    def _shapes(self, batch: Batch, result: RunResult) -> list[StepShape]:
+        return [
+            StepShape.of(group.plan, _contexts_of(step), self._nodes_of(group))
+            for group, step in zip(batch.groups, result.steps, strict=True)
+        ]
+
+    def _nodes_of(self, group: StepGroup) -> int:
+        """Tokens that a group brings to the target's pass, those of nobody included."""
+        nodes = group.num_nodes
+        if not group.live or self.shares_pass:
+            return nodes
+        return captured_rows(group.plan.num_nodes, len(group.requests), nodes)
 
 
 def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
@@ -290,13 +320,6 @@ def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
         missed = request.cache_len - request.draft_lens[draft]
         behind[draft] = missed if missed > plan.catch_up - 1 else 0
     return behind
-
-
-def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
-    return [
-        StepShape.of(group.plan, _contexts_of(step), group.num_nodes)
-        for group, step in zip(batch.groups, result.steps, strict=True)
-    ]
 
 
 def _contexts_of(step: StepResult) -> list[int]:
