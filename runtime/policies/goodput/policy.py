@@ -199,7 +199,9 @@ class GoodputPolicy(Policy):
             if self._live_nodes is not None:
                 places = enumerate(request_ids)
                 depths = {request: len(group.levels(place)) for place, request in places}
-            # else trees end where their drafter is unsure: that gives no tokens, like a refusal
+            elif group.live:
+                # trees end where their drafter is unsure: that gives no tokens, like a refusal
+                self._seconds.observe_nodes(group)
             self._acceptance.observe(group.plan, accepted, depths)
         self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 

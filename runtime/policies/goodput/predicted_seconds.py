@@ -64,6 +64,8 @@ class PredictedSeconds:
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
+        # plan → nodes of a sequence that are verified, and steps that said so
+        self._verified: dict[str, tuple[float, int]] = {}
 
     def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -72,11 +74,35 @@ class PredictedSeconds:
             shapes: groups.
             prompts: that come along; None is as lately.
         """
+        shapes = [self._with_nodes(shape) for shape in shapes]
         seconds = self.table.iteration_s + sum(map(self.alone, shapes))
-        parts = [verify_part(shape) for shape in shapes if not self.is_whole(shape.plan)]
+        in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
+        parts = [verify_part(shape) for shape in in_parts]
         if self.shares_pass:
-            return seconds + self.passed(parts, seconds, prompts)
+            is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
+            return seconds + self.passed(parts, seconds, prompts, is_cut)
         return seconds + sum(self.passed([part]) for part in parts)
+
+    def nodes_of(self, plan: SpecPlan) -> float:
+        """Nodes of a sequence that the target verifies: fewer where drafters end their trees."""
+        nodes, _ = self._verified.get(plan.name, (float(plan.num_nodes), 0))
+        return nodes
+
+    def is_cut(self, plan: SpecPlan) -> bool:
+        """Its drafter ends trees, so that passes have no dead nodes in them."""
+        return plan.name in self._verified
+
+    def observe_nodes(self, group: StepGroup) -> None:
+        """Count what is verified of trees that their drafter ends; those of a policy do not."""
+        nodes, count = self._verified.get(group.plan.name, (0.0, 0))
+        news = max(TUNED.prompt_news, 1 / (count + 1))
+        nodes += news * (group.num_nodes / len(group.requests) - nodes)
+        self._verified[group.plan.name] = nodes, count + 1
+
+    def _with_nodes(self, shape: StepShape) -> StepShape:
+        if shape.nodes is not None or not self.is_cut(shape.plan):
+            return shape
+        return shape._replace(nodes=shape.rows * self.nodes_of(shape.plan))
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
@@ -104,7 +130,11 @@ class PredictedSeconds:
         return self._ratio(_draft_key(plan), rows)
 
     def passed(
-        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: PromptShare | None = None
+        self,
+        parts: Sequence[PassPart],
+        besides: float = 0.0,
+        prompts: PromptShare | None = None,
+        is_cut: bool = False,
     ) -> float:
         """Seconds by which groups make one pass of the target longer.
 
@@ -112,8 +142,9 @@ class PredictedSeconds:
             parts: of the groups.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
+            is_cut: see `pass_s`.
         """
-        return self._target_s(parts, besides, prompts) if parts else 0.0
+        return self._target_s(parts, besides, prompts, is_cut) if parts else 0.0
 
     def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
         """Seconds of a pass in which drafts read what requests have missed.
@@ -230,11 +261,11 @@ class PredictedSeconds:
         return PromptShare(1 - math.exp(-a_second * seconds), tokens)
 
     def _target_s(
-        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None
+        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None, is_cut: bool
     ) -> float:
         row_s = self.table.target.row_s
         rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
-        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts)
+        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def pass_s(
         self,

@@ -46,8 +46,10 @@ class StepCost:
         self._drafting_s = drafting_s
         self._plans = plans
         self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
-        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass
-        self._nodes = [plan.num_nodes for plan in plans]
+        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass; whether
+        # drafters end trees
+        self._nodes = [seconds.nodes_of(plan) for plan in plans]
+        self._ends = [seconds.is_cut(plan) for plan in plans]
         self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
         self._is_whole = [seconds.is_whole(plan) for plan in plans]
         # the same, and how many times as long they take as that
@@ -57,7 +59,7 @@ class StepCost:
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = self._iteration_s
-        tokens, rows_s = 0, 0.0
+        tokens, rows_s, is_cut = 0.0, 0.0, False
         known = self._drafting
         for index, load in enumerate(loads):
             if not load[0]:
@@ -71,9 +73,12 @@ class StepCost:
             nodes, read_s = count * self._nodes[index], context * self._row_s[index]
             if self._shares:
                 tokens, rows_s = tokens + nodes, rows_s + read_s
+                is_cut |= self._ends[index]
             else:
                 total += self._seconds.pass_s(nodes, read_s)
-        return total + self._seconds.pass_s(tokens, rows_s, total) if tokens else total
+        if not tokens:
+            return total
+        return total + self._seconds.pass_s(tokens, rows_s, total, is_cut=is_cut)
 
     def cut_pass(self, loads: Sequence[GroupLoad]) -> CutPass | None:
         """The pass that groups share; where each has its own, that of the one that speculates.

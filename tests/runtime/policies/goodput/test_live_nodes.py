@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import GroupLoad
@@ -282,6 +282,34 @@ def test_where_a_drafter_ends_its_trees_a_level_gives_nothing() -> None:
         policy.observe(StepGroup(chain, [request], live=(3,)), step._replace(num_accepted=[2]))
     first, second, third, *_ = policy._acceptance.rates(chain)
     assert min(first, second) > 0.9 > 0.1 > third
+
+
+def test_trees_that_their_drafter_ends_cost_what_is_verified() -> None:
+    """Seconds of whole trees would have goodput draft less than pays."""
+    policy = new_policy(CHAINS[6], adapts_verification=False, table=SLOW)
+    requests = make_requests(2)
+    loads = [GroupLoad(), GroupLoad(2, 600.0)]
+    drafting_s = 6 * 0.01
+    whole_s = SLOW.target([PassPart(2, 14, 600)]) + drafting_s
+    assert StepCost(policy._seconds, policy._plans, {})(loads) == pytest.approx(whole_s)
+    # three nodes of a request in the mean, and passes half as long again as the table says
+    step = StepResult([1, 1], [], [302, 302], {}, {"draft": drafting_s})
+    for _ in range(300):
+        for live in ((2, 3), (3, 4)):
+            group = StepGroup(CHAINS[6], requests, live=live)
+            policy.observe(group, step)
+            pass_s = 1.5 * SLOW.target([PassPart(2, sum(live), 600)])
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step], pass_s=pass_s))
+    part_s = 1.5 * SLOW.target([PassPart(2, 6, 600)]) + drafting_s
+    found = StepCost(policy._seconds, policy._plans, {})(loads)
+    assert found == pytest.approx(part_s, rel=0.02)
+    # so are those by which it is decided whether drafts read prompts
+    shapes = [StepShape(CHAINS[6], 2, 600.0)]
+    assert policy._seconds.iteration(shapes) == pytest.approx(found)
+    # what goodput cuts itself is no property of a plan
+    adapting = new_policy(CHAINS[6], table=SLOW)
+    adapting.observe(StepGroup(CHAINS[6], requests, live=(2, 2)), step)
+    assert adapting._seconds.nodes_of(CHAINS[6]) == 7
 
 
 def test_a_budget_bounds_what_is_verified() -> None:
