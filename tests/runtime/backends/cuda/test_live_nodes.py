@@ -251,3 +251,26 @@ def test_the_kernels_say_the_same(
         found.append((outputs, [getattr(stats, name) for name in COUNTERS]))
     assert found[0] == found[1]
     assert found[0][1][3] > 0
+
+
+def test_the_option_is_taken(
+    cuda_engine: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By goodput, which asks what its plan's pass costs by the rows of graphs."""
+    llm = LLM(Engine.load(cuda_engine), policy="goodput", adapts_verification=True)
+    policy = llm._core.scheduler.policy
+    asked: list[tuple[int, ...]] = []
+    live_nodes = policy.live_nodes
+
+    def noted(plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
+        live_nodes(plan, requests)
+        # whatever its table says of this machine
+        asked.append(tuple(1 + i % plan.num_nodes for i in range(len(requests))))
+        return asked[-1]
+
+    monkeypatch.setattr(policy, "live_nodes", noted)
+    own = params(None)
+    outputs = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, own)]
+    plain = LLM(Engine.load(cuda_engine, backend="eager"), plan="off").generate(PROMPTS, own)
+    assert outputs == [output.outputs[0].token_ids for output in plain]
+    assert asked
