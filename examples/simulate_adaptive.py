@@ -7,7 +7,8 @@ together. The real scheduler and the real policy goodput serve them in simulated
 (specc/simulate/simulator.py), with and without adaptive verification, beside every plan for all
 requests, and beside every pair of plans for the good and the bad ones, which is told apart for it.
 What counts is the tokens a second of iterations that read no prompt. Goodput starts cold: it knows
-seconds, and learns acceptance. Engines have one chain, or several to choose from.
+seconds, and learns acceptance. Engines have one chain, or several to choose from. With --captured
+every plan has a pass of its own, whose rows are those of a graph, as on backend cuda.
 """
 
 from __future__ import annotations
@@ -79,12 +80,16 @@ def make_load(name: str, count: int, output: int, seed: int) -> Load:
 
 
 def serve(
-    load: Load, truth: LatencyTable, plans: Mapping[str, SpecPlan], policy: Policy
+    load: Load,
+    truth: LatencyTable,
+    plans: Mapping[str, SpecPlan],
+    policy: Policy,
+    shares_pass: bool,
 ) -> dict[str, Any]:
     """Tokens a second of a load while all of it decodes, and what was verified for them."""
     count = len(load.requests)
     # all prompts in one pass, so that all requests decode together from then on
-    limits = Limits(max_num_seqs=count, prefill_chunk=count * PROMPT)
+    limits = Limits(max_num_seqs=count, prefill_chunk=count * PROMPT, shares_pass=shares_pass)
     found: list[Iteration] = []
     report = simulate(load, truth, plans, policy, limits, trace=found.append)
     steady = [
@@ -100,12 +105,16 @@ def serve(
     }
 
 
-def compare(truth: LatencyTable, lengths: tuple[int, ...], load: Load) -> dict[str, Any]:
+def compare(
+    truth: LatencyTable, lengths: tuple[int, ...], load: Load, shares_pass: bool = True
+) -> dict[str, Any]:
     """Goodput with and without adaptive verification, beside plans and pairs of them."""
     plans, count = family(lengths), len(load.requests)
-    uniform = {name: serve(load, truth, plans, FixedPolicy(name)) for name in plans}
+    uniform = {name: serve(load, truth, plans, FixedPolicy(name), shares_pass) for name in plans}
     pairs = {
-        f"{first} and {second}": serve(load, truth, plans, ByKind(count, first, second))
+        f"{first} and {second}": serve(
+            load, truth, plans, ByKind(count, first, second), shares_pass
+        )
         for first, second in itertools.permutations(plans, 2)
     }
     own = {
@@ -118,8 +127,10 @@ def compare(truth: LatencyTable, lengths: tuple[int, ...], load: Load) -> dict[s
                 truth,
                 max_num_seqs=count,
                 clock=lambda: 0.0,
+                shares_pass=shares_pass,
                 adapts_verification=name == "adaptive",
             ),
+            shares_pass,
         )
         for name in ("goodput", "adaptive")
     }
@@ -145,19 +156,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[7])
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--tokens", type=int, default=512, help="output of each request")
+    parser.add_argument(
+        "--captured", action="store_true", help="steps as graphs of a GPU; its table alone"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = LatencyTable.from_json(json.loads(options.table.read_text(encoding="utf-8")))
+    machines = {"cpu_100m": measured, "h200_8b": roofline()}
+    if options.captured:
+        del machines["cpu_100m"]
     rows = []
     for (machine, truth), (engine, lengths), name, count, seed in itertools.product(
-        {"cpu_100m": measured, "h200_8b": roofline()}.items(),
+        machines.items(),
         FAMILIES.items(),
         options.loads,
         options.requests,
         options.seeds,
     ):
         load = make_load(name, count, options.tokens, seed)
-        row = compare(truth, lengths, load)
+        row = compare(truth, lengths, load, not options.captured)
         where = {"table": machine, "engine": engine, "load": name, "requests": count, "seed": seed}
         rows.append(where | row)
         print(

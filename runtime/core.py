@@ -71,6 +71,8 @@ class EngineCore:
         shares_pass = engine.facts.shares_pass and all(
             step.staged is not None for step in engine.steps.values()
         )
+        ranks = engine.manifest.num_ranks if engine.manifest else 1
+        cuts_trees = shares_pass or (engine.facts.captures_live and ranks == 1)
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
@@ -96,11 +98,11 @@ class EngineCore:
             engine.position_limit,
             shares_prefixes=shares_prefixes,
             shares_pass=shares_pass,
+            cuts_trees=cuts_trees,
             window=engine.window,
             looks_ahead=engine.facts.is_captured,
         )
         if own_policy != "fixed" or adapts_verification:
-            ranks = engine.manifest.num_ranks if engine.manifest else 1
             if adapts_verification and (policy is not None or ranks > 1):
                 _refuse_adapting(policy, ranks)
             chosen = make_policy(
@@ -109,6 +111,7 @@ class EngineCore:
                 self.scheduler.host_drafts,
                 engine.profile,
                 shares_pass=shares_pass,
+                cuts_trees=cuts_trees,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
             )
@@ -178,7 +181,7 @@ def _check_threshold(
         )
     if not shares_pass or (engine.manifest is not None and engine.manifest.num_ranks > 1):
         raise ConfigError(
-            f"{option}, and an engine whose steps verify whole trees",
+            f"{option}, and an engine whose steps ask no drafter how much to verify",
             "an engine of the backends cpu or eager, in one process",
             "leave it out, or compile with --backend cpu",
         )

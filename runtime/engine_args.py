@@ -78,7 +78,7 @@ class EngineArgs:
     adapts_verification: bool = option(
         False,
         "Let the policy goodput choose for each request how many nodes of its tree are verified,"
-        " as its own acceptance and the load say (cpu, eager).",
+        " as its own acceptance and the load say (cpu, cuda, eager).",
         "--adaptive-verification",
     )
     confidence_threshold: float = option(

@@ -68,6 +68,7 @@ class _Last(NamedTuple):
         return (
             all(group.ahead or [0])
             and (before.plan, before.requests) == (group.plan, group.requests)
+            and before.live == group.live
             and self.table is table
             and self.pending.can_go_on
         )
@@ -128,6 +129,7 @@ class Runner:
 
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; requests are read, never changed."""
+        self._leave_whole(batch)
         if (begun := self._begin(batch)) is not None:
             return begun.result()
         result = RunResult()
@@ -162,6 +164,7 @@ class Runner:
             return self._begin(batch)
         if (any_step := self._any_queued) is None:
             return None
+        self._leave_whole(batch)
         owns = [own for group in batch.groups if (own := self._queueable(group)) is not None]
         if len(owns) < len(batch.groups) or sum(own.is_half for own in owns) > 1:
             return None
@@ -254,10 +257,22 @@ class Runner:
     def _extras(self, step: QueuedStep, group: StepGroup) -> StepExtras | None:
         """What a step of the device does besides; None is nothing."""
         is_scored, rules = wants_logprobs(group.requests), None
+        num_rows = step.pass_rows(len(group.requests), sum(group.live)) if group.live else 0
         if has_masks(group.requests) and step.takes_masks:
             proposals = group.extra.get("proposals")
             rules = MaskRules(group.requests, group.plan, proposals, self._link)
-        return StepExtras(is_scored, rules) if is_scored or rules else None
+        extras = StepExtras(is_scored, rules, num_rows)
+        return extras if any(extras) else None
+
+    def _leave_whole(self, batch: Batch) -> None:
+        """Verify whole trees where a device runs steps that take no parts: those with a hook.
+
+        What commits the batch, and who learns of it, counts what was verified.
+        """
+        for place, group in enumerate(batch.groups):
+            step = self._steps[group.plan.name].queued
+            if group.live and step is not None and not step.takes_live:
+                batch.groups[place] = replace(group, live=())
 
     def _begin(self, batch: Batch) -> PendingBatch | None:
         """Begin a batch whose steps run stage by stage here; None where they run as wholes."""
@@ -317,7 +332,10 @@ class Runner:
         return hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
+        extra = group.extra
+        if group.live and self._steps[group.plan.name].queued is not None:
+            extra = {**extra, "live": torch.tensor(group.live, dtype=torch.int32)}
+        inputs = self._rows.inputs(group.requests, extra, group.ahead)
         masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
 

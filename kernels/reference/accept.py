@@ -121,8 +121,8 @@ def accept_reference(
     Args:
         logits: [B * N, V] target logits of all nodes.
         tokens: [B, N] int64 token of each node; node 0 is the root. A node whose token is below 0
-            is dead, too: no walk enters it, and nobody tries it. (Steps that a device replays
-            have none of these; CUDA's operator does not look for them.)
+            is dead, too: no walk enters it, and nobody tries it. (In steps that a device replays
+            dead nodes have no parent; CUDA's operator does not look for such tokens.)
         parents: [B, N] int32, -1 at the root and at dead nodes; may be expanded over B.
         max_depth: levels below the root that are walked.
         image: [B, T] int32 node of each proposal column, -1 for dead ones: equal proposals of one

@@ -94,6 +94,15 @@ class QueuedStep(Step, Protocol):
         """Masks can be part of what is replayed."""
         ...
 
+    @property
+    def takes_live(self) -> bool:
+        """The target can verify a part of each request's tree, see `StepInputs.extra`."""
+        ...
+
+    def pass_rows(self, batch: int, num_live: int) -> int:
+        """Rows of the target's pass for a batch of which so many nodes are live together."""
+        ...
+
     def submit(
         self,
         inputs: StepInputs,

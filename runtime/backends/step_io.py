@@ -38,7 +38,8 @@ class StepInputs(NamedTuple):
         sampling_values: [B, 6] float32, see `specc.sampling.rows`.
         sampling_words: [B, 4] int64.
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
-            `chosen_blocks` [B, C] int64 columns of the block table.
+            `chosen_blocks` [B, C] int64 columns of the block table; and of a step that a device
+            replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are.
         mask_drafts: changes what drafts find likely; steps that a device replays take it
             from `StepExtras` instead.
     """

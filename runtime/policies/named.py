@@ -31,6 +31,7 @@ def make_policy(
     profile: Mapping[str, Any],
     *,
     shares_pass: bool = True,
+    cuts_trees: bool | None = None,
     max_num_seqs: int = 256,
     clock: Callable[[], float] = time.perf_counter,
     adapts_verification: bool = False,
@@ -44,16 +45,17 @@ def make_policy(
         host: whose index is asked.
         profile: of the engine; empty where there is none.
         shares_pass: sequences of all plans are verified in one pass of the target.
+        cuts_trees: the target can verify a part of each sequence's tree; None: where `shares_pass`.
         max_num_seqs: sequences that run together.
         clock: seconds of the host, by which goodput knows how long deciding takes.
         adapts_verification: goodput chooses for each request how much of its tree is verified.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
-        ConfigError: adaptive verification by another policy, or by an engine that has a pass of
-            its own for every plan.
+        ConfigError: adaptive verification by another policy, or by an engine whose steps verify
+            whole trees.
     """
     if adapts_verification:
-        _check_adapts(name, shares_pass)
+        _check_adapts(name, shares_pass if cuts_trees is None else cuts_trees)
         if not any(map(can_cut, plans.values())):
             raise ConfigError(
                 f"--adaptive-verification, and an engine of the plans {', '.join(plans)}",
@@ -97,7 +99,7 @@ def make_policy(
     raise RequestError(f"policy {name!r} for an engine of the plans {', '.join(plans)}", needed, do)
 
 
-def _check_adapts(name: str, shares_pass: bool) -> None:
+def _check_adapts(name: str, cuts_trees: bool) -> None:
     """Raises ConfigError: nobody here chooses how much of a tree is verified."""
     if name != GOODPUT:
         raise ConfigError(
@@ -105,11 +107,11 @@ def _check_adapts(name: str, shares_pass: bool) -> None:
             f"the policy {GOODPUT}, which knows what nodes cost and yield",
             f"pass --policy {GOODPUT}, without --plan",
         )
-    if not shares_pass:
+    if not cuts_trees:
         raise ConfigError(
-            "--adaptive-verification, and an engine whose plans have passes of their own: those"
-            " that are captured or padded have as many nodes as were compiled",
-            "an engine of the backend cpu or eager, whose passes take any number of nodes",
+            "--adaptive-verification, and an engine whose steps verify whole trees: passes over"
+            " padded batches have as many nodes as were compiled",
+            "an engine of the backend cpu, cuda or eager, whose passes take any nodes",
             "leave it out, or compile for one of these",
         )
 

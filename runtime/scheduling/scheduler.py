@@ -47,6 +47,7 @@ class Scheduler:
         shares_prefixes: rows of a prompt are looked for among those of earlier requests.
         shares_pass: prompts and steps of all plans go through the target together, and share
             `prefill_chunk`.
+        cuts_trees: the target can verify a part of each request's tree; None: where `shares_pass`.
         window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
             pass is no longer.
         looks_ahead: steps can be queued after each other, so requests take blocks for several.
@@ -63,6 +64,7 @@ class Scheduler:
         *,
         shares_prefixes: bool = True,
         shares_pass: bool = False,
+        cuts_trees: bool | None = None,
         window: int = 0,
         looks_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -81,6 +83,7 @@ class Scheduler:
         most_scored = self._max_num_seqs * cache.shape.max_nodes
         self._prompts = PromptSpans(prefill_chunk, most_scored, shares_pass, window)
         self._shares_pass = shares_pass
+        self._cuts_trees = shares_pass if cuts_trees is None else cuts_trees
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._has_deadlines = False
@@ -218,11 +221,14 @@ class Scheduler:
         return self._cut([*groups, self._group(OFF, plain, ahead)] if plain else groups)
 
     def _cut(self, groups: list[StepGroup]) -> list[StepGroup]:
-        """Leave to the target what the policy has it verify, where one pass takes all groups.
+        """Leave to the target what the policy has it verify.
 
-        Plans in tiles have passes of their own, and so have all others beside them: of whole trees.
+        Where a pass takes all groups, plans in tiles have passes of their own, and so have all
+        others beside them: of whole trees.
         """
-        if not self._shares_pass or any(group.plan.tile is not None for group in groups):
+        if not self._cuts_trees:
+            return groups
+        if self._shares_pass and any(group.plan.tile is not None for group in groups):
             return groups
         return [
             replace(group, live=live) if (live := live_nodes_of(self.policy, group)) else group

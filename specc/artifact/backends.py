@@ -107,6 +107,11 @@ class BackendFacts:
         return self.passes == "padded"
 
     @property
+    def captures_live(self) -> bool:
+        """How many nodes of each request a captured step verifies can be data."""
+        return self.is_captured and not self.is_padded
+
+    @property
     def has_files_of_ranks(self) -> bool:
         """Files of a model name places in its weights: each rank of a cut one has its own."""
         return self.is_padded

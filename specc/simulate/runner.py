@@ -11,6 +11,7 @@ from specc.runtime.backends.step_io import StepResult
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.simulate.load import Load, uniform
+from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
 
@@ -73,7 +74,7 @@ class SimulatedRunner:
             lengths = [request.cache_len for request in group.requests]
             shape = StepShape.of(group.plan, lengths, group.num_nodes)
             drafted_s.append((truth.draft_s(shape) + self._catch_up_s(group)) * factor)
-            verified.append(_verified(group, shape))
+            verified.append(_verified(group, shape, self._shares_pass))
         steps_parts = [part for own in verified for part in own]
         pass_s = truth.target([*parts, *steps_parts]) * factor if self._shares_pass else 0.0
         # the parts of a shared pass are told apart by their tokens, as the real runner does
@@ -150,12 +151,18 @@ class SimulatedRunner:
         return seconds
 
 
-def _verified(group: StepGroup, shape: StepShape) -> list[PassPart]:
-    """What a group brings to the target's pass."""
+def _verified(group: StepGroup, shape: StepShape, shares_pass: bool) -> list[PassPart]:
+    """What a group brings to the target's pass; to one of its own, as a captured step has it."""
     if not group.live:
         return [verify_part(shape)]
     rows = zip(group.requests, group.live, strict=True)
-    return [PassPart(1, count, request.cache_len) for request, count in rows]
+    parts = [PassPart(1, count, request.cache_len) for request, count in rows]
+    if not shares_pass:
+        num_live = sum(group.live)
+        num_rows = captured_rows(group.plan.num_nodes, len(group.requests), num_live)
+        # rows of nobody read no committed ones
+        parts += [PassPart(1, num_rows - num_live, 0.0)] if num_rows > num_live else []
+    return parts
 
 
 def _part_of(span: Span) -> PassPart:

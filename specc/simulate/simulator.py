@@ -204,6 +204,7 @@ class _SimulatedEngine:
             # prompts have no content
             shares_prefixes=False,
             shares_pass=limits.shares_pass,
+            cuts_trees=True,
             clock=lambda: self._now_s,
         )
         self._runner = SimulatedRunner(

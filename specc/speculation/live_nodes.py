@@ -47,6 +47,23 @@ def nodes_by_depth(plan: SpecPlan) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@functools.lru_cache(maxsize=4096)
+def captured_rows(num_nodes: int, num_seqs: int, num_live: int) -> int:
+    """Rows of a captured pass over the live nodes of some sequences.
+
+    A graph has a fixed number of rows, and which nodes they are is data; those that are left over
+    belong to no sequence. There are a few numbers, so that there are few graphs: quarters of
+    whole trees, rounded up to as many nodes of each sequence.
+
+    Args:
+        num_nodes: of a tree.
+        num_seqs: sequences of the graph.
+        num_live: nodes of all sequences together that are verified, 1 … num_nodes · num_seqs.
+    """
+    each = (-(-num_nodes * quarter // 4) for quarter in range(1, 5))
+    return next(rows for one in each if (rows := one * num_seqs) >= num_live)
+
+
 @functools.lru_cache(maxsize=1024)
 def live_levels(plan: SpecPlan, live: int) -> tuple[int, ...]:
     """Draft tokens of depth 1, 2, … that the target verifies, of the first `live` nodes."""

@@ -94,7 +94,7 @@ def test_a_threshold_where_whole_trees_are_verified(compiled: Callable[..., Path
     assert engine.manifest is not None
     two = replace(engine.manifest, parallel=ParallelEntry(2, ("target",)))
     for other in (replace(engine, backend="cuda"), replace(engine, manifest=two)):
-        with pytest.raises(ConfigError, match="whose steps verify whole trees") as caught:
+        with pytest.raises(ConfigError, match="ask no drafter how much to verify") as caught:
             EngineCore(other, TREE.name, confidence_threshold=0.5)
         assert caught.value.needed == "an engine of the backends cpu or eager, in one process"
 

@@ -26,12 +26,8 @@ from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, 
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
-from specc.runtime.backends.step_io import (
-    BeforeAccept,
-    StepInputs,
-    StepResult,
-    StepValues,
-)
+from specc.runtime.backends.step_io import BeforeAccept, StepInputs, StepResult, StepValues
+from specc.speculation.live_nodes import can_cut, captured_rows
 
 
 class CapturedStep:
@@ -132,6 +128,15 @@ class CapturedStep:
     def takes_masks(self) -> bool:
         """Masks can be part of its graphs: nothing else stands between the stages."""
         return not (self.is_split or self.by_block)
+
+    @property
+    def takes_live(self) -> bool:
+        """How many nodes of each request are live can be data: see `LivePass`."""
+        return not (self.is_split or self.by_block) and can_cut(self.plan)
+
+    def pass_rows(self, batch: int, num_live: int) -> int:
+        """See `QueuedStep.pass_rows`."""
+        return captured_rows(self.plan.num_nodes, self.bucket_of(batch), num_live)
 
     def is_captured(self, bucket: int, kind: StepKind | None = None) -> bool:
         """Whether a step of this size is replayed; False before `capture`."""

@@ -1,4 +1,7 @@
-"""A bound step that also applies masks and computes log probabilities, all inside of its graphs."""
+"""A bound step that also applies masks, computes log probabilities, or verifies parts of trees.
+
+All of it is inside of its graphs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.bound_step import BoundStage, BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.live_pass import LivePass, accepts_live
 from specc.runtime.backends.captured.masked_draft import NOTHING, MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_masks import StepMasks
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
@@ -85,11 +89,19 @@ class ExtendedStep(BoundStep):
         draft_lens: Iterable[str] = (),
     ) -> None:
         batch, width = results.shape
+        names, verify = list(stages), stages["verify"]
+        if kind.num_rows:
+            stages = {**stages, "accept_commit": accepts_live(stages["accept_commit"])}
         self.scores: StepScores | None = None
         if kind.is_scored:
             self.scores = StepScores(graphs, batch, width, plan.max_depth + 1)
             results = self.scores.results
         super().__init__(stages, constants, inputs, results, draft_lens)
+        # what stands before acceptance
+        self._early: list[BoundStage | LivePass] = list(self._stages[:-1])
+        if kind.num_rows:
+            live = LivePass(verify, self.environment, plan, batch, kind.num_rows)
+            self._early[names.index("verify")] = live
         self._is_late = kind.is_late
         self.masks: StepMasks | None = None
         if kind.is_masked:
@@ -106,8 +118,8 @@ class ExtendedStep(BoundStep):
 
         Where masks change drafts, a part for each pass of them comes before.
         """
-        *early, last = self._stages
-        runs = [stage.run for stage in early]
+        last = self._stages[-1]
+        runs = [stage.run for stage in self._early]
         passes: list[Callable[[], None]] = []
         if self._draft is not None:
             *passes, runs[0] = self._draft.pieces

@@ -18,6 +18,8 @@ from specc.sampling.rows import Value, Word
 # writes nothing, and stays negative however many steps the device counts on
 PADDING = -(1 << 30)
 _PADDING_OF = {"cache_len": PADDING}
+# inputs of one number a row: [B]
+_COLUMNS_OF_ONE = ("cache_len", "live")
 # of tensors, in units of int32: what Triton specializes pointers on, 16 bytes
 _ALIGNMENT = 4
 # inputs that the device has not read yet: of two iterations, each of two plans
@@ -95,6 +97,8 @@ class StepBuffers:
             "proposals": (num_proposals, torch.int64),
             "chosen_blocks": (num_chosen, torch.int64),
             "cache_len": (1, torch.int32),
+            # live nodes of a tree; read where not all of them are, and 0 of padding
+            "live": (1, torch.int32),
             "block_table": (blocks_per_sequence, torch.int32),
             "sampling_values": (len(Value), torch.float32),
             "vote_weights": (num_votes, torch.float32),
@@ -212,5 +216,6 @@ class StepBuffers:
         parts = zip(flat.split(self._places), self._sizes, strict=True)
         for (name, (width, dtype)), (part, size) in zip(self._columns.items(), parts, strict=True):
             view = part[:size].view(dtype)
-            views[name] = view if name == "cache_len" else view.view(self.max_batch, width)
+            is_column = name in _COLUMNS_OF_ONE
+            views[name] = view if is_column else view.view(self.max_batch, width)
         return views

@@ -116,6 +116,7 @@ class StepKind(NamedTuple):
             `are_unfiltered`. It is a kind that none of the others goes with.
         masks_drafts: masks change the logits of drafts, too, and come between their passes: the
             part of the step that drafts is queued in pieces.
+        num_rows: of the target's pass, where not all nodes of its trees are live; 0 where they are.
     """
 
     is_scored: bool = False
@@ -125,6 +126,7 @@ class StepKind(NamedTuple):
     reads_draft: bool = False
     is_unfiltered: bool = False
     masks_drafts: bool = False
+    num_rows: int = 0
 
 
 UNFILTERED = StepKind(is_unfiltered=True)
@@ -136,17 +138,20 @@ class StepExtras(NamedTuple):
     Args:
         is_scored: log probabilities of what it emits.
         masks: of its trees.
+        num_rows: see `StepKind`; `live` among the inputs then says which nodes these are.
     """
 
     is_scored: bool = False
     masks: MaskRules | None = None
+    num_rows: int = 0
 
     @property
     def kind(self) -> StepKind:
         masks = self.masks
         if masks is None:
-            return StepKind(self.is_scored)
+            return StepKind(self.is_scored, num_rows=self.num_rows)
         late = masks.is_late, masks.reads_draft
         return StepKind(
-            self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts
-        )
+            self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts,
+            num_rows=self.num_rows,
+        )  # fmt: skip

@@ -11,37 +11,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specc.runtime.policies.goodput.allocation import Allocation, GroupLoad, PlanOption
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
+from specc.runtime.policies.goodput.step_cost import StepCost
 from specc.runtime.scheduling.request import Request
 from specc.speculation.live_nodes import can_cut, nodes_by_depth
 from specc.speculation.plans import SpecPlan
 
 # [sequences][plans], see `allocate`
 Options = Sequence[Sequence[PlanOption | None]]
-
-
-class SharedCost(Protocol):
-    """Seconds of a step whose groups share a pass of the target."""
-
-    def __call__(self, loads: Sequence[GroupLoad]) -> float:
-        """Of the step with all nodes of its plans."""
-        ...
-
-    def besides(self, loads: Sequence[GroupLoad]) -> float:
-        """All but the target's pass, by what the sequences that run each plan bring to it."""
-        ...
-
-    def row_s(self, nodes: int) -> float:
-        """Seconds of each committed row of a sequence with so many nodes in the pass."""
-        ...
-
-    def pass_s(self, tokens: float, rows_s: float, besides: float) -> float:
-        """Of the pass, by its tokens, the seconds of committed rows, and those besides it."""
-        ...
 
 
 class Levels(NamedTuple):
@@ -78,18 +59,20 @@ def cut_levels(
     row_s: Callable[[int], float],
     pass_s: Callable[[float, float, float], float],
     budget: int | None = None,
+    others: float = 0.0,
 ) -> Cut:
     """Verify the levels that make the goodput largest.
 
     Args:
         sequences: one or more.
         besides: seconds of the step besides the target's pass.
-        row_s: see `SharedCost`.
-        pass_s: likewise.
+        row_s: nodes → seconds of each committed row of a sequence with so many in the pass.
+        pass_s: see `CutPass`.
         budget: nodes of all sequences together at most; roots are always verified.
+        others: tokens that are expected of sequences in other passes.
     """
     depths = [0] * len(sequences)
-    tokens = sum(own.tokens[0] for own in sequences)
+    tokens = others + sum(own.tokens[0] for own in sequences)
     nodes = sum(own.nodes[0] for own in sequences)
     rows_s = sum(own.context * row_s(own.nodes[0]) for own in sequences)
     heap: list[tuple[float, int]] = []
@@ -151,11 +134,12 @@ class LiveNodes:
         requests: Sequence[Request],
         options: Options,
         plans: Sequence[int],
-        cost: SharedCost,
+        cost: StepCost,
     ) -> Allocation:
         """The same division with the nodes that pay; all nodes, unless a cut is worth it.
 
-        A pass without dead nodes is put together by the host, whose seconds are learned with it.
+        A pass without dead nodes is put together by the host, or has launches more, whose seconds
+        are learned with it.
 
         Args:
             requests: that decode.
@@ -174,16 +158,28 @@ class LiveNodes:
             tokens += option.tokens
             levels.append(self._levels_of(request, index, option))
         whole = Allocation(tuple(plans), tokens, cost(loads) + lags_s)
-        besides = cost.besides(loads) + lags_s
-        found = cut_levels(levels, besides, cost.row_s, cost.pass_s, self._budget)
-        live = tuple(own.nodes[depth] for own, depth in zip(levels, found.depths, strict=True))
+        cut_pass = cost.cut_pass(loads)
+        if cut_pass is None:
+            return whole
+        own_plan, besides, pass_s = cut_pass
+        is_in = [own_plan is None or index == own_plan for index in plans]
+        inside = [own for own, inner in zip(levels, is_in, strict=True) if inner]
+        outside = [own for own, inner in zip(levels, is_in, strict=True) if not inner]
+        left = None if self._budget is None else self._budget - sum(x.nodes[-1] for x in outside)
+        others = sum(own.tokens[-1] for own in outside)
+        found = cut_levels(inside, besides + lags_s, cost.row_s, pass_s, left, others)
+        depths = iter(found.depths)
+        live = tuple(
+            own.nodes[next(depths)] if inner else own.nodes[-1]
+            for own, inner in zip(levels, is_in, strict=True)
+        )
         cut = Allocation(tuple(plans), found.tokens, found.seconds, live)
         nodes = sum(self._plans[index].num_nodes for index in plans)
         is_over = self._budget is not None and nodes > self._budget
         return cut if is_over or cut.goodput > whole.goodput * TUNED.margin else whole
 
     def best(
-        self, requests: Sequence[Request], options: Options, start: Allocation, cost: SharedCost
+        self, requests: Sequence[Request], options: Options, start: Allocation, cost: StepCost
     ) -> Allocation:
         """The division of most goodput once it is cut: that one, or one plan for all.
 
@@ -207,7 +203,7 @@ class LiveNodes:
         return best
 
     def _without_idle(
-        self, requests: Sequence[Request], options: Options, plans: Sequence[int], cost: SharedCost
+        self, requests: Sequence[Request], options: Options, plans: Sequence[int], cost: StepCost
     ) -> Allocation:
         found = self.cut(requests, options, plans, cost)
         if not found.live:

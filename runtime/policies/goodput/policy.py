@@ -59,8 +59,7 @@ class GoodputPolicy(Policy):
         token_budget: nodes of a step at most, except where all are off.
         max_num_seqs: requests that run together.
         clock: seconds of the host; deciding is as rare as it is slow.
-        adapts_verification: how much of its tree the target verifies is chosen for each request;
-            where requests of all plans share its pass.
+        adapts_verification: how much of its tree the target verifies is chosen for each request.
     Raises:
         ConfigError: acceptance that is no table of probabilities.
     """
@@ -94,7 +93,6 @@ class GoodputPolicy(Policy):
         self._load = QueueingModel(self._seconds, max_num_seqs)
         self._live_nodes: LiveNodes | None = None
         if adapts_verification:
-            assert shares_pass, "a pass that takes any number of each request's nodes"
             self._live_nodes = LiveNodes(self._plans, self._acceptance, token_budget)
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
@@ -201,7 +199,9 @@ class GoodputPolicy(Policy):
             if self._live_nodes is not None:
                 places = enumerate(request_ids)
                 depths = {request: len(group.levels(place)) for place, request in places}
-            # else trees end where their drafter is unsure: that gives no tokens, like a refusal
+            elif group.live:
+                # trees end where their drafter is unsure: that gives no tokens, like a refusal
+                self._seconds.observe_nodes(group)
             self._acceptance.observe(group.plan, accepted, depths)
         self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 

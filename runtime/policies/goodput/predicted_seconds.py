@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
+from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.scheduling.batch import Batch, RunResult
+    from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
@@ -44,7 +45,8 @@ class PredictedSeconds:
     each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
 
     Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
-    and by requests; where a step runs as a whole, every plan is, by requests.
+    and by requests; where a step runs as a whole, every plan is, by requests, and apart where it
+    verifies parts of trees.
 
     Args:
         table: what to start from.
@@ -54,14 +56,16 @@ class PredictedSeconds:
     def __init__(self, table: LatencyTable, shares_pass: bool) -> None:
         self.table = table
         self.shares_pass = shares_pass
-        # of stages that are timed apart; plan → of its whole steps
+        # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
-        self._wholes: dict[str, LatencyCorrection] = {}
+        self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
         # tokens → seconds of a pass by the table, and their ratio, until that changes
         self._sizes: dict[tuple[float, bool], tuple[float, float]] = {}
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
+        # plan → nodes of a sequence that are verified, and steps that said so
+        self._verified: dict[str, tuple[float, int]] = {}
 
     def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -70,15 +74,39 @@ class PredictedSeconds:
             shapes: groups.
             prompts: that come along; None is as lately.
         """
+        shapes = [self._with_nodes(shape) for shape in shapes]
         seconds = self.table.iteration_s + sum(map(self.alone, shapes))
-        parts = [verify_part(shape) for shape in shapes if not self.is_whole(shape.plan)]
+        in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
+        parts = [verify_part(shape) for shape in in_parts]
         if self.shares_pass:
-            return seconds + self.passed(parts, seconds, prompts)
+            is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
+            return seconds + self.passed(parts, seconds, prompts, is_cut)
         return seconds + sum(self.passed([part]) for part in parts)
+
+    def nodes_of(self, plan: SpecPlan) -> float:
+        """Nodes of a sequence that the target verifies: fewer where drafters end their trees."""
+        nodes, _ = self._verified.get(plan.name, (float(plan.num_nodes), 0))
+        return nodes
+
+    def is_cut(self, plan: SpecPlan) -> bool:
+        """Its drafter ends trees, so that passes have no dead nodes in them."""
+        return plan.name in self._verified
+
+    def observe_nodes(self, group: StepGroup) -> None:
+        """Count what is verified of trees that their drafter ends; those of a policy do not."""
+        nodes, count = self._verified.get(group.plan.name, (0.0, 0))
+        news = max(TUNED.prompt_news, 1 / (count + 1))
+        nodes += news * (group.num_nodes / len(group.requests) - nodes)
+        self._verified[group.plan.name] = nodes, count + 1
+
+    def _with_nodes(self, shape: StepShape) -> StepShape:
+        if shape.nodes is not None or not self.is_cut(shape.plan):
+            return shape
+        return shape._replace(nodes=shape.rows * self.nodes_of(shape.plan))
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
-        return self._ratio_of_whole(plan) is not None
+        return self.ratio_of_whole(plan) is not None
 
     def alone(self, shape: StepShape) -> float:
         """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
@@ -92,7 +120,7 @@ class PredictedSeconds:
             drafting_s: seconds.
             part: what it brings to the target's pass.
         """
-        whole = self._ratio_of_whole(plan)
+        whole = self.ratio_of_whole(plan)
         if whole is not None:
             return (drafting_s + self.table.target((part,))) * whole(part.rows)
         return drafting_s * self.drafting(plan, part.rows)
@@ -102,7 +130,11 @@ class PredictedSeconds:
         return self._ratio(_draft_key(plan), rows)
 
     def passed(
-        self, parts: Sequence[PassPart], besides: float = 0.0, prompts: PromptShare | None = None
+        self,
+        parts: Sequence[PassPart],
+        besides: float = 0.0,
+        prompts: PromptShare | None = None,
+        is_cut: bool = False,
     ) -> float:
         """Seconds by which groups make one pass of the target longer.
 
@@ -110,8 +142,9 @@ class PredictedSeconds:
             parts: of the groups.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
+            is_cut: see `pass_s`.
         """
-        return self._target_s(parts, besides, prompts) if parts else 0.0
+        return self._target_s(parts, besides, prompts, is_cut) if parts else 0.0
 
     def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
         """Seconds of a pass in which drafts read what requests have missed.
@@ -157,10 +190,10 @@ class PredictedSeconds:
             result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
-        shapes = _shapes(batch, result)
+        shapes = self._shapes(batch, result)
         parts: list[PassPart] = []
         accept_s = sum(step.stage_s.get("accept_commit", 0.0) for step in result.steps)
-        for shape, step in zip(shapes, result.steps, strict=True):
+        for group, shape, step in zip(batch.groups, shapes, result.steps, strict=True):
             stages = step.stage_s
             part = verify_part(shape)
             # steps that vote are few: medians leave them out
@@ -169,7 +202,8 @@ class PredictedSeconds:
             if "step" in stages:
                 if is_behind:
                     continue
-                whole = self._wholes.setdefault(shape.plan.name, LatencyCorrection())
+                whole_key = shape.plan.name, bool(group.live)
+                whole = self._wholes.setdefault(whole_key, LatencyCorrection())
                 predicted = drafting + self.table.target((part,))
                 whole.observe(shape.rows, predicted, stages["step"])
                 continue
@@ -186,8 +220,13 @@ class PredictedSeconds:
                 for span in batch.prefill
             ]
             tokens = sum(part.tokens for part in parts)
-            key = _CUT if any(group.live for group in batch.groups) else _TARGET
-            self._observe(key, tokens, self.table.target(parts), result.pass_s + accept_s)
+            is_cut = any(group.live for group in batch.groups)
+            self._observe(
+                _CUT if is_cut else _TARGET,
+                tokens,
+                self.table.target(parts),
+                result.pass_s + accept_s,
+            )
 
     def observe_prompts(self, batch: Batch, result: RunResult, is_due: bool) -> None:
         """Count an iteration that has steps; every one, since shares are what is asked for.
@@ -200,7 +239,7 @@ class PredictedSeconds:
         if not self.shares_pass:
             return
         if is_due:
-            alone_s = self.iteration(_shapes(batch, result), PromptShare(0.0, 0.0))
+            alone_s = self.iteration(self._shapes(batch, result), PromptShare(0.0, 0.0))
             self._mean_s += (
                 TUNED.prompt_news * (alone_s - self._mean_s) if self._mean_s else alone_s
             )
@@ -222,11 +261,11 @@ class PredictedSeconds:
         return PromptShare(1 - math.exp(-a_second * seconds), tokens)
 
     def _target_s(
-        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None
+        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None, is_cut: bool
     ) -> float:
         row_s = self.table.target.row_s
         rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
-        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts)
+        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def pass_s(
         self,
@@ -276,11 +315,33 @@ class PredictedSeconds:
         ratio = self._ratios.get(key) or self._ratios.get(_TARGET)
         return ratio(size) if ratio else 1.0
 
-    def _ratio_of_whole(self, plan: SpecPlan) -> LatencyCorrection | None:
-        """The ratio of a plan's whole steps; of one that never ran, that of another plan."""
-        if not self._wholes:
+    def ratio_of_whole(self, plan: SpecPlan, is_cut: bool = False) -> LatencyCorrection | None:
+        """The ratio of a plan's steps that are timed as wholes; None: no step is.
+
+        Of one that never ran, that of another plan.
+
+        Args:
+            plan: of the steps.
+            is_cut: they verify parts of trees; where none did, as those of whole ones.
+        """
+        known = self._wholes
+        if not known:
             return None
-        return self._wholes.get(plan.name) or next(iter(self._wholes.values()))
+        found = known.get((plan.name, is_cut)) or known.get((plan.name, False))
+        return found or next(iter(known.values()))
+
+    def _shapes(self, batch: Batch, result: RunResult) -> list[StepShape]:
+        return [
+            StepShape.of(group.plan, _contexts_of(step), self._nodes_of(group))
+            for group, step in zip(batch.groups, result.steps, strict=True)
+        ]
+
+    def _nodes_of(self, group: StepGroup) -> int:
+        """Tokens that a group brings to the target's pass, those of nobody included."""
+        nodes = group.num_nodes
+        if not group.live or self.shares_pass:
+            return nodes
+        return captured_rows(group.plan.num_nodes, len(group.requests), nodes)
 
 
 def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
@@ -290,13 +351,6 @@ def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
         missed = request.cache_len - request.draft_lens[draft]
         behind[draft] = missed if missed > plan.catch_up - 1 else 0
     return behind
-
-
-def _shapes(batch: Batch, result: RunResult) -> list[StepShape]:
-    return [
-        StepShape.of(group.plan, _contexts_of(step), group.num_nodes)
-        for group, step in zip(batch.groups, result.steps, strict=True)
-    ]
 
 
 def _contexts_of(step: StepResult) -> list[int]:

@@ -1,13 +1,30 @@
-"""Seconds of a step by what the requests that run each plan bring to it."""
+"""Seconds of a step by what the requests that run each plan bring to it, and of parts of trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specc.cost.latency_table import PassPart, StepShape
 from specc.runtime.policies.goodput.allocation import GroupLoad
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
+from specc.speculation.live_nodes import can_cut, captured_rows
 from specc.speculation.plans import SpecPlan
+
+
+class CutPass(NamedTuple):
+    """The pass of the target in which trees can be cut, and all that a step has besides.
+
+    Args:
+        plan: index of the plan whose sequences it takes; None: it takes all of them.
+        besides: seconds of the rest.
+        pass_s: seconds of the pass, by its tokens, the seconds of committed rows, and those of the
+            rest.
+    """
+
+    plan: int | None
+    besides: float
+    pass_s: Callable[[float, float, float], float]
 
 
 class StepCost:
@@ -29,8 +46,10 @@ class StepCost:
         self._drafting_s = drafting_s
         self._plans = plans
         self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
-        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass
-        self._nodes = [plan.num_nodes for plan in plans]
+        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass; whether
+        # drafters end trees
+        self._nodes = [seconds.nodes_of(plan) for plan in plans]
+        self._ends = [seconds.is_cut(plan) for plan in plans]
         self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
         self._is_whole = [seconds.is_whole(plan) for plan in plans]
         # the same, and how many times as long they take as that
@@ -40,7 +59,7 @@ class StepCost:
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = self._iteration_s
-        tokens, rows_s = 0, 0.0
+        tokens, rows_s, is_cut = 0.0, 0.0, False
         known = self._drafting
         for index, load in enumerate(loads):
             if not load[0]:
@@ -54,19 +73,44 @@ class StepCost:
             nodes, read_s = count * self._nodes[index], context * self._row_s[index]
             if self._shares:
                 tokens, rows_s = tokens + nodes, rows_s + read_s
+                is_cut |= self._ends[index]
             else:
                 total += self._seconds.pass_s(nodes, read_s)
-        return total + self._seconds.pass_s(tokens, rows_s, total) if tokens else total
+        if not tokens:
+            return total
+        return total + self._seconds.pass_s(tokens, rows_s, total, is_cut=is_cut)
 
-    def besides(self, loads: Sequence[GroupLoad]) -> float:
-        """All but the target's pass, of groups that share it."""
-        assert self._shares, "a pass that all groups share"
+    def cut_pass(self, loads: Sequence[GroupLoad]) -> CutPass | None:
+        """The pass that groups share; where each has its own, that of the one that speculates.
+
+        None where that is another number of groups, or their trees are verified whole.
+        """
+        if not self._shares:
+            return self._own_cut_pass(loads)
         total = self._iteration_s
         for index, (count, _, drafts_s) in enumerate(loads):
             if count:
                 drafting_s, ratio = self._drafting_of(index, count)
                 total += (drafting_s + drafts_s) * ratio
-        return total
+        return CutPass(None, total, self._shared_s)
+
+    def _own_cut_pass(self, loads: Sequence[GroupLoad]) -> CutPass | None:
+        drafting = [i for i, load in enumerate(loads) if load.size and self._plans[i].speculates]
+        if len(drafting) != 1 or not can_cut(self._plans[drafting[0]]):
+            return None
+        (own,) = drafting
+        others = [GroupLoad() if i == own else load for i, load in enumerate(loads)]
+        plan, (count, _, drafts_s) = self._plans[own], loads[own]
+        drafting_s, ratio = self._drafting_of(own, count)
+        whole = self._seconds.ratio_of_whole(plan, is_cut=True)
+        whole_ratio = 1.0 if whole is None else whole(count)
+        besides = self(others) + (drafting_s + drafts_s) * (ratio if whole is None else whole_ratio)
+
+        def pass_s(tokens: float, rows_s: float, besides: float) -> float:
+            rows = captured_rows(plan.num_nodes, count, round(tokens))
+            return self._seconds.pass_s(rows, rows_s, is_cut=True) * whole_ratio
+
+        return CutPass(own, besides, pass_s)
 
     def row_s(self, nodes: int) -> float:
         """Seconds of each committed row of a sequence with so many nodes in the target's pass."""
@@ -75,7 +119,7 @@ class StepCost:
             found = self._rows[nodes] = self._seconds.table.target.row_s(nodes)
         return found
 
-    def pass_s(self, tokens: float, rows_s: float, besides: float) -> float:
+    def _shared_s(self, tokens: float, rows_s: float, besides: float) -> float:
         """Of the target's pass without dead nodes; see `PredictedSeconds.pass_s`."""
         return self._seconds.pass_s(tokens, rows_s, besides, is_cut=True)
 

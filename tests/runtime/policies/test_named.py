@@ -57,7 +57,7 @@ def test_engines_without_the_plans_of_a_policy(name, plans, needed):
     [
         ("adaptive", {}, "--adaptive-verification, and the policy adaptive"),
         ("fixed", {}, "--adaptive-verification, and the policy fixed"),
-        ("goodput", {"shares_pass": False}, "passes of their own"),
+        ("goodput", {"shares_pass": False}, "verify whole trees"),
     ],
 )
 def test_adaptive_verification_where_nothing_can_do_it(name, options, found):

@@ -280,3 +280,19 @@ def test_dead_nodes_take_no_time_and_are_not_accepted():
     assert report.latency_s == pytest.approx([1.1 + 0.1 + 4 * (0.3 + 1.02)])
     assert report.stats.mean_acceptance_length == 2
     assert report.stats.num_draft_tokens == 4
+
+
+class ThreeNodes(TwoNodes):
+    def live_nodes(self, plan, requests):
+        return (3,) * len(requests)
+
+
+@pytest.mark.parametrize(("shares_pass", "num_rows"), [(True, 3), (False, 4)])
+def test_captured_passes_take_as_long_as_their_rows(shares_pass, num_rows):
+    """Of eight nodes a graph has two, four, six or eight rows, and some are nobody's."""
+    limits = dataclasses.replace(SMALL, shares_pass=shares_pass)
+    chain = SpecPlan.from_widths((1,) * 7)
+    plans = {**PLANS, chain.name: chain}
+    report = simulate(one(10, 10, RIGHT), table(), plans, ThreeNodes(chain.name), limits)
+    assert report.latency_s == pytest.approx([1.1 + 0.1 + 3 * (0.7 + 1 + 0.01 * num_rows)])
+    assert report.stats.mean_acceptance_length == 3

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
+from specc.runtime.policies.goodput.allocation import GroupLoad
 from specc.runtime.policies.goodput.live_nodes import Levels, cut_levels
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.policies.goodput.step_cost import StepCost
 from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
@@ -193,6 +196,69 @@ def test_a_cut_is_worth_what_the_host_does_for_it() -> None:
     assert policy.live_nodes(CHAINS[6], requests) == ()
 
 
+def captured_policy(**options: object) -> tuple[GoodputPolicy, list[Request]]:
+    """Of captured steps: a pass for each plan, and two requests, one of which ends soon."""
+    policy = new_policy(
+        CHAINS[6], acceptance={"draft_0": [[0.95]]}, table=SLOW, shares_pass=False, **options
+    )
+    requests = [*make_requests(1), *make_requests(1, max_tokens=3)]
+    requests[1].request_id = "ends"
+    return policy, requests
+
+
+def test_captured_passes_cost_by_the_rows_of_their_graphs() -> None:
+    """Quarters of whole trees: nodes that fill one up are free."""
+    policy, requests = captured_policy()
+    policy.choose_each(requests, STATS)
+    assert policy.live_nodes(CHAINS[6], requests) == (5, 3)
+    # where every node costs, the first request is verified to its end
+    pass_s = SLOW.target([PassPart(2, 8, 600)])
+    assert policy.decision.seconds == pytest.approx(pass_s + 6 * 0.01)
+    # a node less than all of them saves nothing
+    cost = StepCost(policy._seconds, policy._plans, {})
+    cut_pass = cost.cut_pass([GroupLoad(), GroupLoad(2, 600.0)])
+    assert cut_pass is not None
+    assert cut_pass.plan == 1
+    found = [cut_pass.pass_s(count, 0.0, 0.0) for count in (8, 9, 12, 13, 14)]
+    assert found[0] < found[1] == found[2] < found[3] == found[4]
+    assert found[4] == pytest.approx(SLOW.target([PassPart(2, 14, 0)]))
+
+
+def test_plain_requests_beside_a_captured_pass_have_one_of_their_own() -> None:
+    policy, _ = captured_policy()
+    cost = StepCost(policy._seconds, policy._plans, {})
+    alone = cost.cut_pass([GroupLoad(), GroupLoad(2, 600.0)])
+    beside = cost.cut_pass([GroupLoad(3, 900.0), GroupLoad(2, 600.0)])
+    assert alone is not None
+    assert beside is not None
+    plain_s = SLOW.target([PassPart(3, 3, 900)])
+    assert beside.besides == pytest.approx(alone.besides + plain_s)
+    assert beside.pass_s(10, 0.0, 0.0) == alone.pass_s(10, 0.0, 0.0)
+    # nobody drafts
+    assert cost.cut_pass([GroupLoad(3, 900.0), GroupLoad()]) is None
+
+
+def test_captured_steps_that_cut_are_timed_apart() -> None:
+    """Their graphs have launches more: where these take longer than is saved, trees are whole."""
+    policy, requests = captured_policy()
+    policy.choose_each(requests, STATS)
+    assert policy.live_nodes(CHAINS[6], requests)
+    whole = StepGroup(CHAINS[6], requests)
+    # seven nodes in eight rows
+    live = (4, 3)
+    drafting_s = 0.06
+    for group, rows, factor in ((whole, 14, 1.0), (replace(whole, live=live), 8, 1.5)):
+        seconds = factor * (drafting_s + SLOW.target([PassPart(2, rows, 600)]))
+        step = StepResult([0, 0], [], [301, 301], {}, {"step": seconds})
+        for _ in range(40):
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step]))
+    seconds = policy._seconds
+    assert seconds.ratio_of_whole(CHAINS[6])(2) == pytest.approx(1.0)
+    assert seconds.ratio_of_whole(CHAINS[6], is_cut=True)(2) == pytest.approx(1.5)
+    policy._decide(requests)
+    assert policy.live_nodes(CHAINS[6], requests) == ()
+
+
 def test_without_the_option_every_node_is_verified() -> None:
     policy = new_policy(CHAINS[6], adapts_verification=False)
     requests = make_requests(2, max_tokens=3)
@@ -216,6 +282,34 @@ def test_where_a_drafter_ends_its_trees_a_level_gives_nothing() -> None:
         policy.observe(StepGroup(chain, [request], live=(3,)), step._replace(num_accepted=[2]))
     first, second, third, *_ = policy._acceptance.rates(chain)
     assert min(first, second) > 0.9 > 0.1 > third
+
+
+def test_trees_that_their_drafter_ends_cost_what_is_verified() -> None:
+    """Seconds of whole trees would have goodput draft less than pays."""
+    policy = new_policy(CHAINS[6], adapts_verification=False, table=SLOW)
+    requests = make_requests(2)
+    loads = [GroupLoad(), GroupLoad(2, 600.0)]
+    drafting_s = 6 * 0.01
+    whole_s = SLOW.target([PassPart(2, 14, 600)]) + drafting_s
+    assert StepCost(policy._seconds, policy._plans, {})(loads) == pytest.approx(whole_s)
+    # three nodes of a request in the mean, and passes half as long again as the table says
+    step = StepResult([1, 1], [], [302, 302], {}, {"draft": drafting_s})
+    for _ in range(300):
+        for live in ((2, 3), (3, 4)):
+            group = StepGroup(CHAINS[6], requests, live=live)
+            policy.observe(group, step)
+            pass_s = 1.5 * SLOW.target([PassPart(2, sum(live), 600)])
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step], pass_s=pass_s))
+    part_s = 1.5 * SLOW.target([PassPart(2, 6, 600)]) + drafting_s
+    found = StepCost(policy._seconds, policy._plans, {})(loads)
+    assert found == pytest.approx(part_s, rel=0.02)
+    # so are those by which it is decided whether drafts read prompts
+    shapes = [StepShape(CHAINS[6], 2, 600.0)]
+    assert policy._seconds.iteration(shapes) == pytest.approx(found)
+    # what goodput cuts itself is no property of a plan
+    adapting = new_policy(CHAINS[6], table=SLOW)
+    adapting.observe(StepGroup(CHAINS[6], requests, live=(2, 2)), step)
+    assert adapting._seconds.nodes_of(CHAINS[6]) == 7
 
 
 def test_a_budget_bounds_what_is_verified() -> None:
