@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,19 @@ class BlockCase:
 
 _SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+# DSpark, of which the kind of bias differs
+_SPECULATORS = BlockCase(
+    "speculators",
+    size=4,
+    width=24,
+    rows=60,
+    config={"block_size": 4, "target_hidden_size": WIDTH},
+    layer={"head_dim": 8},
+    num_layers=1,
+    from_anchor=True,
+    kind="dspark",
+    rank=5,
+)
 BLOCK_CASES = {
     "z-lab": BlockCase("z-lab", config={"num_target_layers": LAYERS, "block_size": 5}),
     # in a later layout all keys are in one place
@@ -172,18 +185,7 @@ BLOCK_CASES = {
         rank=6,
         has_confidence=True,
     ),
-    "dspark-speculators": BlockCase(
-        "speculators",
-        size=4,
-        width=24,
-        rows=60,
-        config={"block_size": 4, "target_hidden_size": WIDTH},
-        layer={"head_dim": 8},
-        num_layers=1,
-        from_anchor=True,
-        kind="dspark",
-        rank=5,
-    ),
+    "dspark-speculators": _SPECULATORS,
     "dspark-gated": BlockCase(
         "DeepSpec",
         config={"num_target_layers": LAYERS, "block_size": 4},
@@ -219,19 +221,7 @@ BLOCK_CASES = {
         kind="dspark",
         rank=6,
     ),
-    "dspark-rnn": BlockCase(
-        "speculators",
-        size=4,
-        width=24,
-        rows=60,
-        config={"block_size": 4, "target_hidden_size": WIDTH},
-        layer={"head_dim": 8},
-        num_layers=1,
-        from_anchor=True,
-        kind="dspark",
-        rank=5,
-        bias_kind="rnn",
-    ),
+    "dspark-rnn": replace(_SPECULATORS, bias_kind="rnn"),
     # tokens from the first mask on, and nothing added
     "dspark-plain": BlockCase(
         "speculators",

@@ -10,9 +10,11 @@ from specc.errors import RequestError
 from specc.load.decisions import DecisionTrace
 from specc.load.request import LoadRequest
 from specc.load.result import LoadRun, RequestResult
-from specc.load.subject import Progress
+from specc.load.subject import Progress, check_adapting
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.policies.base import Policy
+from specc.runtime.policies.named import GOODPUT
 from specc.simulate.comparison import SIMULATED, make_simulated_policy
 from specc.simulate.load import Drafting, Load, SimulatedRequest
 from specc.simulate.simulator import Iteration, Limits, simulate
@@ -31,6 +33,7 @@ class SimulatedSubject:
         seed: of the dice.
         profile: what `specc tune` measured of acceptance, which the policy starts from; None
             leaves it to learn.
+        adapts_verification: as of `EngineSubject`.
     """
 
     table: LatencyTable
@@ -39,6 +42,7 @@ class SimulatedSubject:
     acceptance: Sequence[Sequence[float]]
     seed: int = 0
     profile: Mapping[str, Sequence[Sequence[float]]] | None = None
+    adapts_verification: bool = False
 
     def check(self, policies: Sequence[str]) -> None:
         for policy in policies:
@@ -48,6 +52,9 @@ class SimulatedSubject:
                     f"{', '.join(SIMULATED)} or a plan: {', '.join(self.plans)}",
                     "choose one of them",
                 )
+        if self.adapts_verification:
+            check_adapting(policies)
+            self._policy(GOODPUT)
 
     def run(
         self,
@@ -60,7 +67,7 @@ class SimulatedSubject:
         drafting = Drafting(dict.fromkeys(drafts, self.acceptance))
         simulated = [_simulated(request, len(requests), drafting) for request in requests]
         load = Load(simulated, self.seed)
-        chosen = make_simulated_policy(policy, self.plans, self.table, self.limits, self.profile)
+        chosen = self._policy(policy)
 
         def observe(iteration: Iteration) -> None:
             if trace is not None and iteration.decision is not None and iteration.plans:
@@ -94,6 +101,16 @@ class SimulatedSubject:
         rows = max(1, sum(report.plan_rows.values()))
         shares = {name: count / rows for name, count in sorted(report.plan_rows.items())}
         return LoadRun(results, report.end_s, report.stats, is_virtual=True, plan_shares=shares)
+
+    def _policy(self, name: str) -> Policy:
+        return make_simulated_policy(
+            name,
+            self.plans,
+            self.table,
+            self.limits,
+            self.profile,
+            adapts_verification=self.adapts_verification and name == GOODPUT,
+        )
 
 
 def plans_of(names: Sequence[str]) -> dict[str, SpecPlan]:

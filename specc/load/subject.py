@@ -17,7 +17,7 @@ from specc.load.result import LoadRun
 from specc.load.run import ClientLimits, LoadClient, Reply, run_load
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.policies.named import NAMES
+from specc.runtime.policies.named import GOODPUT, NAMES
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
 from specc.sampling.params import SamplingParams
@@ -62,6 +62,7 @@ class EngineSubject:
         temperature: 0 is greedy.
         seed: of sampling.
         shares_prefixes: requests find the rows of earlier prompts in the cache.
+        adapts_verification: the policy goodput does so; see `EngineCore`.
     """
 
     engine: Engine
@@ -70,6 +71,7 @@ class EngineSubject:
     temperature: float = 0.0
     seed: int = 0
     shares_prefixes: bool = False
+    adapts_verification: bool = False
 
     def check(self, policies: Sequence[str]) -> None:
         for policy in policies:
@@ -80,6 +82,10 @@ class EngineSubject:
                     f" {', '.join(NAMES)}",
                     "choose one of them, or compile the engine with this plan",
                 )
+        if self.adapts_verification:
+            check_adapting(policies)
+            # refused here rather than after the runs of other policies
+            self._core(GOODPUT)
 
     def run(
         self,
@@ -88,13 +94,7 @@ class EngineSubject:
         progress: Progress,
         trace: DecisionTrace | None,
     ) -> LoadRun:
-        is_plan = policy in self.engine.plans
-        core = EngineCore(
-            self.engine,
-            policy if is_plan else None,
-            None if is_plan else policy,
-            shares_prefixes=self.shares_prefixes,
-        )
+        core = self._core(policy)
         with closing(Service(core, max_waiting=1 << 30)) as service:
             client = ServiceClient(service, self.temperature, self.seed)
             asyncio.run(warm_up(client, requests, self.warmup))
@@ -104,6 +104,26 @@ class EngineSubject:
             run = asyncio.run(run_load(requests, client, self.limits, progress))
             service.drain(_SETTLE_S)
             return run
+
+    def _core(self, policy: str) -> EngineCore:
+        is_plan = policy in self.engine.plans
+        return EngineCore(
+            self.engine,
+            policy if is_plan else None,
+            None if is_plan else policy,
+            shares_prefixes=self.shares_prefixes,
+            adapts_verification=self.adapts_verification and policy == GOODPUT,
+        )
+
+
+def check_adapting(policies: Sequence[str]) -> None:
+    """Raises ConfigError: nobody of these chooses how much of a tree is verified."""
+    if GOODPUT not in policies:
+        raise ConfigError(
+            f"--adaptive-verification, and the policies {', '.join(policies)}",
+            f"the policy {GOODPUT} among them: others verify whole trees",
+            f"add it, as in --policies off,{GOODPUT}, or leave --adaptive-verification out",
+        )
 
 
 @dataclass

@@ -106,6 +106,8 @@ def make_simulated_policy(
     table: LatencyTable,
     limits: Limits,
     acceptance: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    *,
+    adapts_verification: bool = False,
 ) -> Policy:
     """A fixed plan, or a policy that has not served yet.
 
@@ -116,8 +118,10 @@ def make_simulated_policy(
         limits: of the engine.
         acceptance: what goodput believes of drafts, as `specc tune` measures it; None leaves it to
             learn.
+        adapts_verification: see `make_policy`; a plan does not.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
+        ConfigError: see `make_policy`.
     """
     if name in plans:
         return FixedPolicy(name)
@@ -129,4 +133,5 @@ def make_simulated_policy(
         shares_pass=limits.shares_pass,
         max_num_seqs=limits.max_num_seqs,
         clock=lambda: 0.0,  # deciding takes no simulated time
+        adapts_verification=adapts_verification,
     )

@@ -1,9 +1,10 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
 Self-drafts, quantized weights, a mixture, cached latents, a head that reads hidden states, block
-drafters, offloaded weights, lookups and merged trees, in float32. Each is compiled here, run
-operator by operator with the oracles on the CPU, and then in captured steps on the device. Tokens
-do not depend on what drafts propose: of block drafters, what the target accepts is compared, too.
+drafters, Medusa heads, offloaded weights, lookups and merged trees, in float32. Each is compiled
+here, run operator by operator with the oracles on the CPU, and then in captured steps on the
+device. Tokens do not depend on what drafts propose: of block drafters and Medusa heads, what the
+target accepts is compared, too.
 """
 
 from __future__ import annotations
@@ -89,10 +90,24 @@ def _block(path: Path, name: str) -> None:
     write_block(path, BLOCK_CASES[name])
 
 
+def _medusa(path: Path) -> None:
+    from tests.medusa_heads import MEDUSA_CASES, write_medusa
+
+    write_medusa(path, MEDUSA_CASES["vllm"])
+
+
 _CHAIN = ((1, 1, 1),)
 _TREE = ((3, 2, 1),)
 _DYNAMIC = ("dynamic", 8, 3, 3)
 _MERGED = ((2, 1), ("draft_0", "lookup-2"), "merge")
+
+
+def _of_one_pass(drafts: Callable[[Path], object]) -> Kind:
+    """Of a draft that proposes all depths in one pass."""
+    plans = (_CHAIN, _TREE, _DYNAMIC, _MERGED)
+    return Kind(plans, drafts, _head_target, vocab=96, compares_drafts=True)
+
+
 KINDS = {
     "self-drafts": Kind(
         (
@@ -115,27 +130,10 @@ KINDS = {
     ),
     "head": Kind((_CHAIN, _TREE), _head, _head_target, vocab=96),
     # blocks whose layers differ in what their rows see, and logits that tokens before them change
-    "block": Kind(
-        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
-        partial(_block, name="z-lab-mixed"),
-        _head_target,
-        vocab=96,
-        compares_drafts=True,
-    ),
-    "dspark": Kind(
-        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
-        partial(_block, name="dspark-speculators"),
-        _head_target,
-        vocab=96,
-        compares_drafts=True,
-    ),
-    "dspark-rnn": Kind(
-        (_CHAIN, _TREE, _DYNAMIC, _MERGED),
-        partial(_block, name="dspark-rnn"),
-        _head_target,
-        vocab=96,
-        compares_drafts=True,
-    ),
+    "block": _of_one_pass(partial(_block, name="z-lab-mixed")),
+    "dspark": _of_one_pass(partial(_block, name="dspark-speculators")),
+    "dspark-rnn": _of_one_pass(partial(_block, name="dspark-rnn")),
+    "medusa": _of_one_pass(_medusa),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
 }
 

@@ -31,8 +31,8 @@ def test_other_drafts_fail(engine):
             kinds._generate(*given, accepted)
 
 
-def test_block_drafters_are_compared():
+def test_drafts_of_one_pass_are_compared():
     compared = {name for name, case in kinds.KINDS.items() if kinds.compared_plans(case)}
-    assert compared == {"block", "dspark", "dspark-rnn"}
+    assert compared == {"block", "dspark", "dspark-rnn", "medusa"}
     for name in compared:
         assert len(kinds.compared_plans(kinds.KINDS[name])) == 4

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from specc.artifact.manifest import Manifest
@@ -27,29 +26,32 @@ from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
 from tests.block_reference import BlockReference
-from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
+from tests.heads import CASES, VOCAB, WIDTH, write_head
 from tests.lossless import Zoo
 from tests.runtime.block_rig import BlockOracle
+from tests.runtime.draft_cases import (
+    SIZES,
+    compiler_of,
+    open_target,
+    outputs,
+    serve_in_little_room,
+    serve_with_pauses,
+    write_target,
+)
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
 from tests.tiers import every
 
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 NAME = "z-lab"
 
 
 @pytest.fixture(scope="module")
 def target(zoo: Zoo) -> Path:
-    return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    return write_target(zoo)
 
 
 @pytest.fixture(scope="module")
 def oracle_of(target: Path) -> Callable[..., BlockOracle]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = open_target(target)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
 
     def make(name: str = NAME, number: int = 0) -> BlockOracle:
@@ -63,16 +65,7 @@ def oracle_of(target: Path) -> Callable[..., BlockOracle]:
 @pytest.fixture(scope="module")
 def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
     """An engine with a block drafter."""
-
-    def make(name: str = NAME, label: str = "eager", **changes: Any) -> Path:
-        drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))
-
-        def write(path: Path) -> None:
-            engines.build(target, drafter, path, options(**changes))
-
-        return zoo.once(f"blocks-{name}-{label}", write)
-
-    return make
+    return compiler_of(zoo, target, "block", BLOCK_CASES, write_block, NAME)
 
 
 @pytest.mark.parametrize(
@@ -97,45 +90,17 @@ def test_logits_of_every_depth(
 def test_requests_that_had_to_give_way(
     compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:
-    """With blocks for little more than one request: rows are computed again, of both models."""
-    core, oracle = EngineCore(load(compiled(), kv_cache_tokens=76), TREE.name), oracle_of()
-    oracle.watch(core)
-    serve(core, oracle, prompts_of(BLOCK), num_tokens=20, every=1)
-    assert core.scheduler.stats.num_preemptions > 1
+    oracle = oracle_of()
+    serve_in_little_room(compiled(), oracle)
     assert oracle.num_passes > 30
 
 
 def test_a_drafter_that_did_not_draft_for_a_while(
     compiled: Callable[..., Path], oracle_of: Callable[..., BlockOracle]
 ) -> None:
-    """Steps without it, and then with it again: it reads what it has missed."""
-    core, oracle = EngineCore(load(compiled()), TREE.name), oracle_of()
-    oracle.watch(core)
-    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=40, seed=1))
-    core.scheduler.add(request)
-    policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
-    for i in range(24):
-        core.scheduler.use(policies["off" if i % 12 < 8 else TREE.name])
-        core.advance()
-        oracle.check_rows(core.engine, request)
+    oracle = oracle_of()
+    serve_with_pauses(compiled(), oracle)
     assert oracle.num_passes > 5
-
-
-ALL_KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8})
-
-
-def outputs(core: EngineCore, *kinds: Any) -> list[list[int]]:
-    """Of greedy, drawn and filtered requests beside each other, or of other kinds."""
-    kinds = kinds or ALL_KINDS
-    requests = [
-        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % len(kinds)]))
-        for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
-    ]
-    for request in requests:
-        core.scheduler.add(request)
-    while core.scheduler.has_work:
-        core.advance()
-    return [request.output_token_ids for request in requests]
 
 
 @pytest.mark.parametrize(

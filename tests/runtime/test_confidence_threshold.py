@@ -16,22 +16,17 @@ from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
 from specc.sampling.params import SamplingParams
-from tests import engines, models
+from tests import engines
 from tests.block_heads import BLOCK_CASES, write_block
-from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
+from tests.runtime.draft_cases import write_target
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
-
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def compiled(zoo: Zoo) -> Callable[..., Path]:
     """An engine with a block drafter."""
-    target = zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    target = write_target(zoo)
 
     def make(name: str = "z-lab", label: str = "eager", **changes: Any) -> Path:
         drafter = zoo.once(f"block-{name}", lambda path: write_block(path, BLOCK_CASES[name]))

@@ -68,6 +68,15 @@ BLOCKS = {
         config={"num_target_layers": LAYERS, "block_size": 5},
     ),
     "dspark": replace(BLOCK_CASES["dspark-speculators"], rows=4, vocab=VOCAB, boundaries=PLACES),
+    # what is added for the token before depends on a row's hidden state, or on all tokens before
+    "dspark-gated": replace(
+        BLOCK_CASES["dspark-gated"],
+        rows=VOCAB,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        config={"num_target_layers": LAYERS, "block_size": 4},
+    ),
+    "dspark-rnn": replace(BLOCK_CASES["dspark-rnn"], rows=4, vocab=VOCAB, boundaries=PLACES),
 }
 MEDUSA = "medusa"
 # with logits for some of the target's tokens, of rows in another order

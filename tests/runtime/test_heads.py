@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specc.artifact.manifest import Manifest
 from specc.bench.peers import prepare
@@ -23,12 +22,20 @@ from specc.runtime.backends.offload_budget import check_offload
 from specc.runtime.backends.overlap import check_overlap
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.head_reference import Reference
-from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
+from tests.heads import CASES, WIDTH, draw_tensors, write_head
 from tests.lossless import Zoo
+from tests.runtime.draft_cases import (
+    SIZES,
+    compiler_of,
+    open_target,
+    outputs,
+    serve_in_little_room,
+    serve_with_pauses,
+    write_target,
+)
 from tests.runtime.head_rig import (
     BLOCK,
     CHAIN,
@@ -42,23 +49,17 @@ from tests.runtime.head_rig import (
 )
 from tests.runtime.live_rig import ScriptedNodes
 
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 NAME = "safeailab-narrow"
 
 
 @pytest.fixture(scope="module")
 def target(zoo: Zoo) -> Path:
-    return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    return write_target(zoo)
 
 
 @pytest.fixture(scope="module")
 def reference_of(target: Path) -> Callable[[str], tuple[Any, Reference]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = open_target(target)
 
     def make(name: str) -> tuple[Any, Reference]:
         embedding = model.get_input_embeddings().weight.detach()
@@ -70,16 +71,7 @@ def reference_of(target: Path) -> Callable[[str], tuple[Any, Reference]]:
 @pytest.fixture(scope="module")
 def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
     """An engine with a head."""
-
-    def make(name: str = NAME, label: str = "eager", **changes: Any) -> Path:
-        head = zoo.once(f"head-{name}", lambda path: write_head(path, CASES[name]))
-
-        def write(path: Path) -> None:
-            engines.build(target, head, path, options(**changes))
-
-        return zoo.once(f"heads-{name}-{label}", write)
-
-    return make
+    return compiler_of(zoo, target, "head", CASES, write_head, NAME)
 
 
 @pytest.mark.parametrize(
@@ -121,29 +113,16 @@ def test_features_of_requests_whose_trees_have_dead_nodes(
 def test_requests_that_had_to_give_way(
     compiled: Callable[..., Path], reference_of: Callable[..., Any]
 ) -> None:
-    """With blocks for little more than one request: rows are computed again, of both models."""
-    core = EngineCore(load(compiled(), kv_cache_tokens=76), TREE.name)
     oracle = HeadOracle(*reference_of(NAME))
-    oracle.watch(core)
-    serve(core, oracle, prompts_of(BLOCK), num_tokens=20, every=1)
-    assert core.scheduler.stats.num_preemptions > 1
+    serve_in_little_room(compiled(), oracle)
     assert oracle.num_nodes > 100
 
 
 def test_a_head_that_did_not_draft_for_a_while(
     compiled: Callable[..., Path], reference_of: Callable[..., Any]
 ) -> None:
-    """Steps without it, and then with it again: it reads what it has missed."""
-    core = EngineCore(load(compiled()), TREE.name)
     oracle = HeadOracle(*reference_of(NAME))
-    oracle.watch(core)
-    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=40, seed=1))
-    core.scheduler.add(request)
-    policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
-    for i in range(24):
-        core.scheduler.use(policies["off" if i % 12 < 8 else TREE.name])
-        core.advance()
-        oracle.check_rows(core.engine, request)
+    serve_with_pauses(compiled(), oracle)
     assert oracle.num_nodes > 20
 
 
@@ -155,21 +134,9 @@ def test_outputs_are_those_without_drafts(
     plan: SpecPlan, temperature: float, compiled: Callable[..., Path]
 ) -> None:
     engine = Engine.load(compiled())
-    found = {}
-    for name in ("off", plan.name):
-        core = EngineCore(engine, name)
-        requests = [
-            core.requests.make(
-                prompt, SamplingParams(max_tokens=16, temperature=temperature, seed=i)
-            )
-            for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
-        ]
-        for request in requests:
-            core.scheduler.add(request)
-        while core.scheduler.has_work:
-            core.advance()
-        found[name] = [request.output_token_ids for request in requests]
-    assert found["off"] == found[plan.name]
+    kind = {"temperature": temperature}
+    found, plain = (outputs(EngineCore(engine, name), kind) for name in (plan.name, "off"))
+    assert found == plain
 
 
 @pytest.mark.slow

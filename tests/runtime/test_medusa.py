@@ -37,6 +37,15 @@ from tests.medusa_heads import (
     write_tensors,
 )
 from tests.runtime.block_rig import BlockOracle
+from tests.runtime.draft_cases import (
+    SIZES,
+    compiler_of,
+    open_target,
+    outputs,
+    serve_in_little_room,
+    serve_with_pauses,
+    write_target,
+)
 from tests.runtime.head_rig import (
     BLOCK,
     CHAIN,
@@ -49,13 +58,8 @@ from tests.runtime.head_rig import (
     prompts_of,
     serve,
 )
-from tests.runtime.test_blocks import outputs
 from tests.tiers import every
 
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 NAME = "vllm"
 
 
@@ -81,14 +85,12 @@ class MedusaOracle(BlockOracle):
 
 @pytest.fixture(scope="module")
 def target(zoo: Zoo) -> Path:
-    return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    return write_target(zoo)
 
 
 @pytest.fixture(scope="module")
 def oracle_of(target: Path) -> Callable[..., MedusaOracle]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = open_target(target)
 
     def make(name: str = NAME, number: int = 0) -> MedusaOracle:
         case = MEDUSA_CASES[name]
@@ -100,15 +102,7 @@ def oracle_of(target: Path) -> Callable[..., MedusaOracle]:
 
 @pytest.fixture(scope="module")
 def compiled(zoo: Zoo, target: Path) -> Callable[..., Path]:
-    def make(name: str = NAME, label: str = "eager", **changes: Any) -> Path:
-        heads = zoo.once(f"medusa-{name}", lambda path: write_medusa(path, MEDUSA_CASES[name]))
-
-        def write(path: Path) -> None:
-            engines.build(target, heads, path, options(**changes))
-
-        return zoo.once(f"medusas-{name}-{label}", write)
-
-    return make
+    return compiler_of(zoo, target, "medusa", MEDUSA_CASES, write_medusa, NAME)
 
 
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 1), ids=lambda plan: plan.name)
@@ -132,10 +126,8 @@ def test_logits_of_every_depth(
 def test_requests_that_had_to_give_way(
     compiled: Callable[..., Path], oracle_of: Callable[..., MedusaOracle]
 ) -> None:
-    core, oracle = EngineCore(load(compiled(), kv_cache_tokens=76), TREE.name), oracle_of()
-    oracle.watch(core)
-    serve(core, oracle, prompts_of(BLOCK), num_tokens=20, every=1)
-    assert core.scheduler.stats.num_preemptions > 1
+    oracle = oracle_of()
+    serve_in_little_room(compiled(), oracle)
     assert oracle.num_passes > 30
 
 
@@ -143,15 +135,9 @@ def test_heads_that_did_not_draft_for_a_while(
     compiled: Callable[..., Path], oracle_of: Callable[..., MedusaOracle]
 ) -> None:
     """They have nothing to read of what came without them."""
-    core, oracle = EngineCore(load(compiled()), TREE.name), oracle_of()
-    oracle.watch(core)
-    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=30, seed=1))
-    core.scheduler.add(request)
-    policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
-    for i in range(16):
-        core.scheduler.use(policies["off" if i % 8 < 5 else TREE.name])
-        core.advance()
-    assert oracle.num_passes == 6
+    oracle = oracle_of()
+    serve_with_pauses(compiled(), oracle)
+    assert oracle.num_passes == 8
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,7 @@ class _Bench:
             options.temperature,
             options.seed,
             options.share_prefixes,
+            options.args.adapts_verification,
         )
 
     def _simulated(self, measured: Any) -> LoadSubject:
@@ -202,8 +203,16 @@ class _Bench:
             counted = measured.counted(plans)
             self._acceptance = measured_acceptance(counted, plans)
         profile = self._engine.profile.get("acceptance") if self._engine else None
-        seed = self._options.seed
-        return SimulatedSubject(self._table, plans, limits, self._acceptance, seed, profile)
+        options = self._options
+        return SimulatedSubject(
+            self._table,
+            plans,
+            limits,
+            self._acceptance,
+            options.seed,
+            profile,
+            options.args.adapts_verification,
+        )
 
     def _policies(self) -> list[str]:
         """As asked for; else what `specc serve` would use."""

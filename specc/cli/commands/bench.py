@@ -76,6 +76,7 @@ def bench_serve(
     args: Annotated[
         EngineArgs,
         Fields(
+            "adapts_verification",
             "max_num_seqs",
             "num_threads",
             "backend",

@@ -141,6 +141,8 @@ class LoadOptions(TrafficOptions, ReportOptions):
         is_here = self.base_url is None and self.simulate is None
         self._refuse(is_here, "an engine in this process", self._of_engines())
         self._refuse(self.base_url is not None, "--base-url", self._of_servers())
+        adapts = {"--adaptive-verification": self.args.adapts_verification or None}
+        self._refuse(self.base_url is None, "an engine in this process, or a simulation", adapts)
         has_dice = self.simulate is not None or self.compare_simulation
         dice = {"--acceptance": self.acceptance}
         self._refuse(has_dice, "--simulate or --compare-simulation", dice)
@@ -196,6 +198,7 @@ class LoadOptions(TrafficOptions, ReportOptions):
         settings |= {
             "goodput": list(self.goodput),
             "max_num_seqs": self.args.max_num_seqs,
+            "adapts_verification": self.args.adapts_verification,
             "threads": self.args.num_threads,
             "backend": self.args.backend,
             "verify": self.args.verify,

@@ -100,12 +100,23 @@ class CallObject(Body):
     Args:
         names: of tools.
         needs_arguments: without them it is no call.
+        name_key: of the field with the tool's name.
+        id_key: of the field with an id, which is the call's where it comes before the arguments;
+            none for "".
     """
 
-    def __init__(self, names: Collection[str], needs_arguments: bool = False) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        needs_arguments: bool = False,
+        name_key: str = "name",
+        id_key: str = "",
+    ) -> None:
         super().__init__()
         self._names = names
         self._needs_arguments = needs_arguments
+        self._parts = {name_key: "name"} | ({id_key: "id"} if id_key else {})
+        self._name_key = name_key
         self._next = _Next.OPENING
         self._value: JsonScan | None = None
         # of the key or value that is read: what it is, and its text where it is wanted as a whole
@@ -113,6 +124,7 @@ class CallObject(Body):
         self._text: list[str] = []
         self._key = ""
         self._name: str | None = None
+        self._call_id: str | None = None
         # arguments that came before the name
         self._early: str | None = None
 
@@ -169,11 +181,11 @@ class CallObject(Body):
 
     def _begin_value(self, char: str, events: list[Event]) -> None:
         if self._key not in _ARGUMENTS:
-            self._begin_part("name" if self._key == "name" else "other")
+            self._begin_part(self._parts.get(self._key, "other"))
         elif char == "{":
             self._begin_part("object")
             if self._name is not None:
-                self._begin(self._name, events)
+                self._begin(self._name, events, self._call_id)
         elif char in ('"', "n"):
             self._begin_part("string")
         else:
@@ -184,8 +196,9 @@ class CallObject(Body):
         if self._part == "key":
             self._key = json.loads(text)
             self._next = _Next.COLON
-            has_it = self._name is not None if self._key == "name" else self._has_arguments
-            self.is_bad = self._key in ("name", *_ARGUMENTS) and has_it
+            is_name = self._key == self._name_key
+            has_it = self._name is not None if is_name else self._has_arguments
+            self.is_bad = (is_name or self._key in _ARGUMENTS) and has_it
         elif self._part == "name":
             name = json.loads(text)
             if not isinstance(name, str) or name not in self._names:
@@ -194,6 +207,9 @@ class CallObject(Body):
             self._name = name
             if self._early is not None:
                 self._give(self._early, events)
+        elif self._part == "id":
+            written = json.loads(text)
+            self._call_id = (written or None) if isinstance(written, str) else None
         elif self._part == "object":
             self._has_arguments = True
             if self._name is None:
@@ -217,7 +233,7 @@ class CallObject(Body):
     def _give(self, arguments: str, events: list[Event]) -> None:
         """Begin the call, and tell all of its arguments."""
         assert self._name is not None
-        self._begin(self._name, events)
+        self._begin(self._name, events, self._call_id)
         self._has_arguments = True
         events.append(CallArguments(arguments))
 

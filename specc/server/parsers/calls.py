@@ -37,7 +37,7 @@ class CallFormat:
         make_body: what comes after the opening marker.
         opening: marker before a call; without one, and without `bare`, all of the text is one body.
         closing: marker after it; none for "".
-        other_openings: further markers that may stand in place of `opening`.
+        other_marks: further pairs of markers that may stand in place of these two.
         bare: the character with which a call begins that stands without a marker, at the
             beginning or after another call; none for "".
         between: characters besides white space between two such calls.
@@ -50,7 +50,7 @@ class CallFormat:
     make_body: Callable[[Tools], Body]
     opening: str = ""
     closing: str = ""
-    other_openings: tuple[str, ...] = ()
+    other_marks: tuple[tuple[str, str], ...] = ()
     bare: str = ""
     between: str = ""
     inner: tuple[str, ...] = ()
@@ -60,11 +60,17 @@ class CallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return tuple(m for m in (*self.openings, self.closing, *self.inner) if m)
+        closings = (self.closing, *(closing for _, closing in self.other_marks))
+        return tuple(m for m in (*self.openings, *closings, *self.inner) if m)
 
     @property
     def openings(self) -> tuple[str, ...]:
-        return (self.opening, *self.other_openings) if self.opening else ()
+        others = tuple(opening for opening, _ in self.other_marks)
+        return (self.opening, *others) if self.opening else ()
+
+    def closing_of(self, opening: str) -> str:
+        """The marker after a call that this one, or none of these, stands before."""
+        return dict(self.other_marks).get(opening, self.closing)
 
 
 class _At(enum.Enum):
@@ -92,7 +98,7 @@ class CallParser(Parser):
         self._form = form
         self._tools = tools
         self._place = _At.BARE if form.bare else _At.TEXT
-        self._between = ""
+        self._between = self._closing = ""
         self._held = ""
         self._body: Body | None = None
         # what came before the body and is text if it is no call
@@ -112,7 +118,7 @@ class CallParser(Parser):
         held, self._held = self._held, ""
         if self._place is _At.BODY:
             self._end_body(events)
-        elif self._place in (_At.CLOSING, _At.BARE) and self._between:
+        elif self._between and (self._place is _At.CLOSING or not held.strip(self._between)):
             # white space, and a part of what closes a call
             return events
         if held:
@@ -129,7 +135,7 @@ class CallParser(Parser):
             if self._body.is_done:
                 self._body, self._before = None, ""
                 self._between = _WHITE + self._form.between
-                self._place = _At.CLOSING if self._form.closing else self._after_call()
+                self._place = _At.CLOSING if self._closing else self._after_call()
             else:
                 self._end_body(events)
             return True
@@ -146,15 +152,17 @@ class CallParser(Parser):
             return self._close(rest)
         if not rest:
             return False
-        if rest[0] == self._form.bare:
+        if rest[0] != self._form.bare or rest.startswith(self._form.openings):
+            self._place = _At.TEXT
+        elif any(opening.startswith(rest) for opening in self._form.openings):
+            return False
+        else:
             self._begin_body(self._held[: len(self._held) - len(rest)])
             self._held = rest
-        else:
-            self._place = _At.TEXT
         return True
 
     def _close(self, rest: str) -> bool:
-        closing = self._form.closing
+        closing = self._closing
         if len(rest) < len(closing) and closing.startswith(rest):
             return False
         if rest.startswith(closing):
@@ -168,6 +176,7 @@ class CallParser(Parser):
     def _begin_body(self, before: str) -> None:
         self._place = _At.BODY
         self._body, self._before = self._form.make_body(self._tools), before
+        self._closing = self._form.closing_of(before)
 
     def _end_body(self, events: list[Event]) -> None:
         """The text has ended in it, or what comes is not of its form."""

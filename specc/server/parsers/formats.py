@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject
+from specc.server.parsers.braces import BracedArguments
 from specc.server.parsers.calls import CallFormat, Tools, short_id
 from specc.server.parsers.harmony import HARMONY_CALLS
 from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Marks, MistralCalls
@@ -79,14 +80,54 @@ def _tags(marks: Marks, opening: str, closing: str, interrupts: str = "") -> Cal
     )
 
 
-def _tag_section(marks: Marks, opening: str, closing: str, *inner: str) -> CallFormat:
-    """Calls with tags for names and values, all of them between two markers."""
+def _tag_section(
+    marks: Marks, opening: str, closing: str, *inner: str, before: str = "", interrupts: str = ""
+) -> CallFormat:
+    """Calls with tags for names and values, all of them between two markers.
+
+    Args:
+        marks: of each call.
+        opening: before the first one.
+        closing: after the last one.
+        inner: further markers.
+        before: marker before each call where none stands before its name.
+        interrupts: see `CallFormat`.
+    """
     return CallFormat(
         lambda tools: Section(
-            lambda: MarkedParameters(tools, marks, is_open=True), marks.function, closing
+            lambda: MarkedParameters(tools, marks, is_open=True), before or marks.function, closing
         ),
         opening,
         inner=(closing, *inner),
+        interrupts=interrupts,
+    )
+
+
+def _braces(opening: str, closing: str, quote: str, interrupts: str = "") -> CallFormat:
+    """`call:name{key:value}` with marks for quotes, between markers."""
+
+    def make_body(tools: Tools) -> Body:
+        def arguments(name: str, _: str | None) -> Body:
+            return BracedArguments(name, tools[name] or {}, quote)
+
+        return HeadedCall(tools, ("call:", NAME), make_body=arguments)
+
+    return CallFormat(make_body, opening, closing, inner=(quote,), interrupts=interrupts)
+
+
+def _named_objects(opening: str, closing: str) -> CallFormat:
+    """`[{"name": {…}}, …]`, between markers."""
+    head = ("{", '"', NAME, '"', ":")
+    return CallFormat(
+        lambda tools: CallArray(lambda: HeadedCall(tools, head, tail="}")), opening, closing
+    )
+
+
+def _cohere() -> CallFormat:
+    """A list of objects with names and ids under keys of their own."""
+    body = functools.partial(CallObject, name_key="tool_name", id_key="tool_call_id")
+    return CallFormat(
+        lambda tools: CallArray(lambda: body(tools)), "<|START_ACTION|>", "<|END_ACTION|>"
     )
 
 
@@ -125,37 +166,49 @@ _STEP = Marks("<steptml:invoke name=", "</steptml:invoke>", "<steptml:parameter 
               "</steptml:parameter>", is_quoted=True)  # fmt: skip
 _DSML = Marks("<｜DSML｜invoke name=", "</｜DSML｜invoke>", "<｜DSML｜parameter name=", ">",
               "</｜DSML｜parameter>", is_quoted=True, has_lines=False)  # fmt: skip
+_HY = Marks("", "</tool_call>", "<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>",
+            has_lines=False, name_end="<tool_sep>")  # fmt: skip
+_HY_MARKS = (
+    "<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>",
+)  # fmt: skip
 _STEP_MARKERS = (
     "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "<｜tool_call_begin｜>",
     "<｜tool_call_end｜>", "<｜tool_sep｜>",
 )  # fmt: skip
 _DSML_TOKEN = "｜DSML｜"
+_V4 = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
 _PLUGIN = ("<|action_start|>", "<|plugin|>")
 _QWEN_CALL = "<tool_call>\n<function="
 
 # as `--tool-call-parser` calls them
 CALL_FORMATS = {
+    "apertus": _named_objects("<|tools_prefix|>", "<|tools_suffix|>"),
+    "cohere_command3": _cohere(),
+    "cohere_command4": _cohere(),
     "deepseek_v3": _heads(_DEEPSEEK, ("function", _DEEPSEEK_SEP, NAME, "```json"), tail="```"),
     "deepseek_v31": _heads(_DEEPSEEK, (NAME, _DEEPSEEK_SEP)),
     "deepseek_v32": _tag_section(
         _DSML, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _DSML_TOKEN
     ),
-    "deepseek_v4": _tag_section(
-        _DSML, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", _DSML_TOKEN
-    ),
+    "deepseek_v4": _tag_section(_DSML, *_V4, _DSML_TOKEN, interrupts=_V4[0]),
+    "ernie45": _objects("<tool_call>", "</tool_call>"),
+    "functiongemma": _braces("<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": _braces("<|tool_call>", "<tool_call|>", '<|"|>', interrupts="<|tool_call>"),
     "gigachat3": _objects("function call<|role_sep|>\n", inner=("<|role_sep|>",)),
     "glm45": _tags(_GLM, "<tool_call>", ""),
     "glm47": _tags(_GLM, "<tool_call>", ""),
     "granite": CallFormat(
         lambda tools: CallArray(lambda: CallObject(tools, needs_arguments=True)),
         "<|tool_call|>",
-        other_openings=("<tool_call>",),
+        other_marks=(("<tool_call>", ""),),
         bare="[",
     ),
     "granite-20b-fc": _objects("<function_call>"),
     "granite4": _objects("<tool_call>", "</tool_call>"),
     "hermes": _objects("<tool_call>", "</tool_call>"),
     "hunyuan_a13b": _array("<tool_calls>", "</tool_calls>"),
+    "hy_v3": _tag_section(_HY, "<tool_calls>", "</tool_calls>", *_HY_MARKS, before="<tool_call>"),
     "internlm": _objects("".join(_PLUGIN), "<|action_end|>", inner=_PLUGIN),
     "jamba": _array("<tool_calls>", "</tool_calls>"),
     "kimi_k2": _heads(_KIMI, (NAME, "<|tool_call_argument_begin|>"), is_numbered=True),
@@ -174,10 +227,18 @@ CALL_FORMATS = {
     ),
     "openai": HARMONY_CALLS,
     "phi4_mini_json": _array("functools"),
+    "poolside_v1": _tags(_GLM, "<tool_call>", ""),
     "pythonic": _python(),
     "qwen3_coder": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
     "qwen3_xml": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
     "seed_oss": _tags(_QWEN, "<seed:tool_call>", "</seed:tool_call>"),
     "step3": _step(*_STEP_MARKERS),
     "step3p5": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
+    "xlam": CallFormat(
+        lambda tools: CallArray(lambda: CallObject(tools, needs_arguments=True)),
+        "<tool_call>",
+        "</tool_call>",
+        other_marks=(("[TOOL_CALLS]", ""), ("```json", "```")),
+        bare="[",
+    ),
 }

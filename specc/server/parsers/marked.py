@@ -108,6 +108,7 @@ class Marks:
         function: before the name of the tool, which `title_end` ends; where there is none, the name
             comes first, and white space or a mark ends it.
         end: after the last value.
+        name_end: after the name of the tool where `function` is "": nothing else ends it then.
         parameter: before the name of a parameter.
         title_end: after it.
         value: before its value, which begins with `title_end` where there is no such mark.
@@ -126,6 +127,7 @@ class Marks:
     value: str = ""
     is_quoted: bool = False
     has_lines: bool = True
+    name_end: str = ""
 
 
 QWEN_MARKS = Marks("<function=", "</function>", "<parameter=", ">", "</parameter>")
@@ -195,9 +197,16 @@ class MarkedParameters(Body):
             self._end(events)
         elif mark == self._marks.value:
             self._begin_value()
+        elif mark == self._marks.name_end:
+            self._mark, self._wanted = "", (self._marks.parameter, self._marks.end)
         else:
             self._title = ""
         return 1
+
+    def _after_name(self) -> tuple[str, ...]:
+        """Marks that may follow a name that no mark stands before."""
+        marks = self._marks
+        return (marks.name_end,) if marks.name_end else (marks.parameter, marks.end)
 
     def _take_bare_name(self, text: str, at: int) -> int:
         """A name that no mark stands before, up to white space or a mark."""
@@ -210,7 +219,7 @@ class MarkedParameters(Body):
         if char in " \t\r\n<":
             self._name, self._title, self._has_name = self._title, None, True
             self.is_bad = self._name not in self._tools
-            self._wanted = (self._marks.parameter, self._marks.end)
+            self._wanted = self._after_name()
             return at
         self._title += char
         self.is_bad = not any(name.startswith(self._title) for name in self._tools)
@@ -301,20 +310,20 @@ class MarkedParameters(Body):
         last = "\n" if self._marks.has_lines else ""
         if marker is not None:
             value = held[:size].removesuffix(last)
-            events.append(CallArguments(_as_json(value, self._types)))
+            events.append(CallArguments(as_json(value, self._types)))
             self._value = None
             return at + size + len(marker) - num_held
         # a line break may be the last before the marker
         certain = held[:size].removesuffix(last) if not self._types else ""
         if certain:
-            events.append(CallArguments(_in_string(certain)))
+            events.append(CallArguments(in_string(certain)))
         self._value = held[len(certain) :]
         return len(text)
 
     def cut(self, events: list[Event]) -> str:
         """As of all bodies; what was held back of a text belongs to it."""
         if self._value and not self._types:
-            events.append(CallArguments(_in_string(self._value)))
+            events.append(CallArguments(in_string(self._value)))
         self._value = None
         return super().cut(events)
 
@@ -347,10 +356,15 @@ def _types(part: Any, root: Mapping[str, Any], depth: int) -> list[str]:
     return types
 
 
-def _as_json(value: str, types: tuple[str, ...] | None) -> str:
-    """A value as JSON: of the first of the types that it can have, else text."""
+def as_json(value: str, types: tuple[str, ...] | None) -> str:
+    """A value as JSON: of the first of the types that it can have, else text.
+
+    Args:
+        value: as the model wrote it.
+        types: see `types_of`; None is a text, whose opening quote has been written.
+    """
     if types is None:
-        return _in_string(value) + '"'
+        return in_string(value) + '"'
     text = value.strip()
     # templates write Python's None
     if "null" in types and text in ("null", "None"):
@@ -380,5 +394,6 @@ def _is_of(text: str, name: str) -> bool:
     return isinstance(value, _CONTAINERS.get(name, ()))
 
 
-def _in_string(text: str) -> str:
+def in_string(text: str) -> str:
+    """A text, or a part of one, as it stands between quotes in JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

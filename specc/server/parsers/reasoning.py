@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specc.server.parsers.answer import Answer
 from specc.server.parsers.calls import Tools
 from specc.server.parsers.events import Event, Parser, Text, find_marker
 from specc.server.parsers.harmony import HARMONY, HarmonyFormat
@@ -22,15 +23,19 @@ class ReasoningFormat:
         opening: marker before it.
         closing: marker after it.
         is_implied: an output begins with thinking, marked or not, unless the prompt has closed it.
+        label: a word after the opening marker that is no thinking; none for "".
+        answers: pairs of markers, one of which may stand around the text after it.
     """
 
     opening: str
     closing: str
     is_implied: bool = False
+    label: str = ""
+    answers: tuple[tuple[str, str], ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.opening, self.closing
+        return self.opening, self.closing, *(mark for pair in self.answers for mark in pair)
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether what follows a prompt is thinking, without an opening marker of its own."""
@@ -50,20 +55,36 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>")
 _IMPLIED = ReasoningFormat("<think>", "</think>", is_implied=True)
+_COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
+_RESPONSE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
 # as `--reasoning-parser` calls them, which are vLLM's names
 FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
+    "cohere_command3": ReasoningFormat(*_COHERE, answers=(_RESPONSE,)),
+    "cohere_command4": ReasoningFormat(
+        *_COHERE, answers=(_RESPONSE, ("<|START_TEXT|>", "<|END_TEXT|>"))
+    ),
     "deepseek_r1": _IMPLIED,
     "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "ernie45": ReasoningFormat(
+        "<think>", "</think>", is_implied=True, answers=(("<response>", "</response>"),)
+    ),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", label="thought\n"),
     "glm45": _THINK,
     "glm47": _THINK,
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "holo2": _IMPLIED,
+    "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answers=(("<answer>", "</answer>"),)),
+    "hy_v3": _THINK,
     "kimi_k2": _THINK,
     "mimo": _THINK,
     "minimax_m2": _IMPLIED,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "nemotron_v3": _IMPLIED,
     "olmo3": _THINK,
     "openai_gptoss": HARMONY,
+    "poolside_v1": _THINK,
     "qwen3": _THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     "step3": _IMPLIED,
@@ -86,7 +107,10 @@ class ReasoningParser(Parser):
         self._is_inside = form.begins_inside(prompt)
         # white space and an opening marker may come before anything else
         self._has_begun = self._is_over = False
+        # a label may come next
+        self._is_labeled = bool(form.label) and self._is_inside
         self._held = ""
+        self._answer = Answer(form.answers)
 
     def feed(self, text: str) -> list[Event]:
         self._held += text
@@ -94,6 +118,12 @@ class ReasoningParser(Parser):
             return []
         if self._is_over or not self._is_inside:
             return self._pass_on()
+        if self._is_labeled:
+            label = self._form.label
+            if len(self._held) < len(label) and label.startswith(self._held):
+                return []
+            self._is_labeled = False
+            self._held = self._held.removeprefix(label)
         size, marker = find_marker(self._held, self._form.closing, *self._ends)
         events: list[Event] = [Text(self._held[:size], True)] if size else []
         self._held = self._held[size:]
@@ -105,8 +135,12 @@ class ReasoningParser(Parser):
         return events + self._pass_on()
 
     def finish(self) -> list[Event]:
-        held, self._held = self._held, ""
-        return [Text(held, self._is_inside and not self._is_over)] if held else []
+        if self._is_inside and not self._is_over:
+            held, self._held = self._held, ""
+            return [Text(held, True)] if held else []
+        events = self._pass_on()
+        rest = self._answer.finish()
+        return [*events, Text(rest)] if rest else events
 
     def _begin(self) -> bool:
         """Take the opening marker, if there is one; False where that is not certain yet."""
@@ -116,9 +150,10 @@ class ReasoningParser(Parser):
         self._has_begun = True
         if begin.startswith(self._form.opening):
             self._is_inside = True
+            self._is_labeled = bool(self._form.label)
             self._held = begin.removeprefix(self._form.opening)
         return True
 
     def _pass_on(self) -> list[Event]:
-        text, self._held = self._held, ""
+        text, self._held = self._answer.feed(self._held), ""
         return [Text(text)] if text else []

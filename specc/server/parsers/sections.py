@@ -84,6 +84,7 @@ class HeadedCall(Body):
             stand between them.
         is_numbered: the name is written as `functions.name:0`, which is the id of the call.
         make_body: what follows the head, of the name in it and the id.
+        tail: a character after the arguments; none for "".
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class HeadedCall(Body):
         head: tuple[str, ...],
         is_numbered: bool = False,
         make_body: Callable[[str, str | None], Body] = NamedArguments,
+        tail: str = "",
     ) -> None:
         super().__init__()
         self._names = names
+        self._tail = tail
         self._head = list(head)
         self._is_numbered = is_numbered
         self._make_body = make_body
@@ -115,8 +118,12 @@ class HeadedCall(Body):
                 begin, at = at, self._take(text, at, events)
                 self._raw.append(text[begin:at])
                 continue
+            if self._arguments.is_done:
+                at = self._take_tail(text, at)
+                continue
             at = self._arguments.feed(text, at, events)
-            self.is_done, self.is_bad = self._arguments.is_done, self._arguments.is_bad
+            self.is_bad = self._arguments.is_bad
+            self.is_done = self._arguments.is_done and not self._tail
             if self._arguments.num_calls > self.num_calls:
                 self.num_calls = self._arguments.num_calls
                 self._raw.clear()
@@ -147,6 +154,14 @@ class HeadedCall(Body):
             del self._head[0]
             self._part = ""
         return at + 1
+
+    def _take_tail(self, text: str, at: int) -> int:
+        at = skip_white(text, at)
+        if at == len(text):
+            return at
+        self.is_done = text[at] == self._tail
+        self.is_bad = not self.is_done
+        return at + self.is_done
 
     def _take_name(self, text: str, at: int) -> int:
         match = _NAME_CHARS.match(text, at, at + _MAX_NAME + 1 - len(self._part))

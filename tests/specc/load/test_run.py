@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specc.errors import FaultError, RequestError
+from specc.errors import ConfigError, FaultError, RequestError
 from specc.load import run as load_run
 from specc.load.arrivals import Arrivals
 from specc.load.decisions import DecisionTrace
@@ -309,3 +309,32 @@ def test_a_warm_up_that_fails_ends_the_benchmark(idle):
 def test_policies_that_an_engine_has_not_got(idle):
     with pytest.raises(RequestError, match="chain-9"):
         EngineSubject(idle, ClientLimits()).check(["off", "chain-9"])
+
+
+def test_goodput_alone_verifies_adaptively(idle, monkeypatch):
+    """Other policies of a sweep do as they do without it, and would refuse it."""
+    asked: list[bool] = []
+
+    def recorded(*args: Any, **options: Any) -> EngineCore:
+        asked.append(options["adapts_verification"])
+        return EngineCore(*args, **options)
+
+    monkeypatch.setattr("specc.load.subject.EngineCore", recorded)
+    for adapts in (True, False):
+        subject = EngineSubject(idle, ClientLimits(), adapts_verification=adapts)
+        subject.check(["off", "chain-4", "goodput"])
+        asked.clear()
+        for policy in ("off", "chain-4", "goodput"):
+            run = subject.run(policy, small_load(2), lambda done, total: None, None)
+            assert [one.error for one in run.results] == [None, None]
+        assert asked == [False, False, adapts]
+
+
+def test_adaptive_verification_is_refused_before_anything_is_served(idle):
+    """Without goodput, and of an engine that cannot, whose goodput would refuse it in its turn."""
+    subject = EngineSubject(idle, ClientLimits(), adapts_verification=True)
+    with pytest.raises(ConfigError, match="--adaptive-verification, and the policies off, chain-4"):
+        subject.check(["off", "chain-4"])
+    plain = EngineSubject(build_engine(plans=((),)), ClientLimits(), adapts_verification=True)
+    with pytest.raises(ConfigError, match="--adaptive-verification, and an engine of the plans"):
+        plain.check(["off", "goodput"])

@@ -226,6 +226,29 @@ def test_the_command_simulates_a_sweep(table, tmp_path):
     assert json.loads(again.stdout)["cells"] == report["cells"]
 
 
+def test_the_command_verifies_adaptively(table, tmp_path):
+    """Goodput leaves out what a long chain seldom accepts; others serve as without the option."""
+    arguments = [
+        "--simulate", table, "--acceptance", "0.9/0.5/0.1", "--prompt-tokens", "20",
+        "--output-tokens", 60, "--num-requests", 16, "--policies", "off,chain-6,goodput",
+        "--max-num-seqs", 16, "--json", "-",
+    ]  # fmt: skip
+    reports = []
+    for option in ([], ["--adaptive-verification"]):
+        done = invoke(*arguments, *option)
+        assert done.exit_code == 0, done.output
+        reports.append(json.loads(done.stdout))
+        assert reports[-1]["settings"]["adapts_verification"] is bool(option)
+    plain, adapting = ({cell["policy"]: cell for cell in r["cells"]} for r in reports)
+    assert adapting["off"] == plain["off"]
+    assert adapting["chain-6"] == plain["chain-6"]
+    rounds = [cells["goodput"]["rounds"][0] for cells in (plain, adapting)]
+    # whole chains, and beginnings of them
+    assert rounds[0]["spec_decode_draft_tokens"] % 6 == 0
+    assert rounds[1]["spec_decode_draft_tokens"] % 6
+    assert rounds[1]["mean_e2el_ms"] < rounds[0]["mean_e2el_ms"]
+
+
 @pytest.mark.slow
 def test_the_command_serves_an_engine(tiny_engine, tmp_path):
     done = invoke(
@@ -296,6 +319,7 @@ def _prompts(folder: Path) -> Path:
         (["--base-url", "localhost"], "--base-url localhost"),
         (["--base-url", "http://localhost:1", "--backend", "eager"], "--backend"),
         (["--simulate", "t", "--overlap"], "--overlap"),
+        (["--base-url", "http://localhost:1", "--adaptive-verification"], "--adaptive-verif"),
         (["--simulate", "t", "--acceptance", ".8"], "counts the prompts' tokens"),
         (["--simulate", "t"], "without --acceptance"),
         (["engine", "--acceptance", ".8"], "--acceptance"),
@@ -316,6 +340,15 @@ def test_what_goes_wrong_is_told_in_three_lines(arguments, found):
     lines = done.stderr.strip().split("\n")[-3:]
     assert [line.split(":")[0] for line in lines] == ["found", "needed", "do"], done.stderr
     assert found in lines[0]
+
+
+def test_a_simulation_without_goodput_verifies_whole_trees(table):
+    done = invoke(
+        "--simulate", table, "--acceptance", ".8", "--prompt-tokens", 4, "--policies",
+        "off,chain-2", "--adaptive-verification",
+    )  # fmt: skip
+    assert done.exit_code == 2
+    assert "--adaptive-verification, and the policies off, chain-2" in done.stderr
 
 
 def test_tables_that_are_none(tmp_path):

@@ -19,6 +19,9 @@ MARKERS = (
     "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|constrain|>",
     "<|message|>", "<|end|>", "<|call|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|START_THINKING|>",
+    "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>",
+    "<|END_ACTION|>",
 )  # fmt: skip
 # of the tests' prompts: what a chat is about does not matter to a script
 TEMPLATE = (

@@ -24,12 +24,31 @@ SECTION = (
     "I add.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
     '<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|><|tool_calls_section_end|>'
 )
+GEMMA = (
+    "<|channel>thought\nadd, 🙂<channel|>I add.<|tool_call>call:add"
+    '{x:1,s:<|"|>🙂}<|"|>}<tool_call|>'
+)
+ACTION = '[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"x": 1}}\n]'
+COHERE = (
+    "<|START_THINKING|>add, 🙂<|END_THINKING|><|START_RESPONSE|>I add.<|END_RESPONSE|>"
+    f"<|START_ACTION|>{ACTION}<|END_ACTION|>"
+)
+# by the parser of calls: that of thinking, and what the model says
+OUTPUTS = {
+    "openai": (None, HARMONY),
+    "kimi_k2": (None, SECTION),
+    "gemma4": ("gemma4", GEMMA),
+    "cohere_command3": ("cohere_command3", COHERE),
+}
+IDS = {"kimi_k2": "functions.add:0", "cohere_command3": "0"}
 
 
-@pytest.fixture(scope="module", params=["openai", "kimi_k2"])
+@pytest.fixture(scope="module", params=OUTPUTS)
 def rig(request) -> Iterator[tuple[Server, Script, str]]:
     engine, script = scripted_engine()
+    thinks, _ = OUTPUTS[request.param]
     options = {"tool_call_parser": request.param, "enable_auto_tool_choice": True}
+    options |= {"reasoning_parser": thinks} if thinks else {}
     with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
         yield server, script, request.param
         server.wait_until_idle()
@@ -45,22 +64,24 @@ def test_a_message_and_its_stream(rig, whole: bool) -> None:
     """Marks that are special tokens, and marks of many tokens, which steps cut anywhere."""
     server, script, name = rig
     options: Any = {"model": MODEL, "messages": [USER], "temperature": 0, "tools": TOOLS}
-    say(script, {"openai": HARMONY, "kimi_k2": SECTION}[name], whole)
+    say(script, OUTPUTS[name][1], whole)
     choice = server.client.chat.completions.create(**options).choices[0]
     with server.client.chat.completions.stream(**options) as stream:
         final = stream.get_final_completion().choices[0]
     for one in (choice, final):
         assert (one.message.content, one.finish_reason) == ("I add.", "tool_calls")
         (call,) = one.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("add", '{"x": 1}')
-        assert call.id == "functions.add:0" or (name == "openai" and call.id.startswith("call_"))
-    if name == "openai":
+        arguments = '{"x": 1, "s": "🙂}"}' if name == "gemma4" else '{"x": 1}'
+        assert (call.function.name, call.function.arguments) == ("add", arguments)
+        assert call.id == IDS[name] if name in IDS else call.id.startswith("call_")
+    if name != "kimi_k2":
         assert choice.message.reasoning == "add, 🙂"
 
 
 def test_without_tools_a_call_is_content(rig) -> None:
+    """Of marks, those that are special tokens and that nothing looks for stay out of it."""
     server, script, name = rig
-    say(script, HARMONY if name == "openai" else SECTION, whole=name == "openai", tools=[])
+    say(script, OUTPUTS[name][1], whole=name != "kimi_k2", tools=[])
     choice = server.client.chat.completions.create(
         model=MODEL, messages=[USER], temperature=0
     ).choices[0]
@@ -69,8 +90,12 @@ def test_without_tools_a_call_is_content(rig) -> None:
         assert choice.message.reasoning == "add, 🙂"
         head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         assert choice.message.content == f'I add.\n{head}{{"x": 1}}'
-    else:
+    elif name == "kimi_k2":
         assert choice.message.content == SECTION
+    else:
+        assert choice.message.reasoning == "add, 🙂"
+        call = "call:add{x:1,s:🙂}}" if name == "gemma4" else ACTION
+        assert choice.message.content == f"I add.{call}"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])

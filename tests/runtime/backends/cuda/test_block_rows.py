@@ -19,16 +19,12 @@ from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, draw_tensors, write_block
 from tests.block_reference import BlockReference
-from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
 from tests.runtime.block_rig import BlockOracle
+from tests.runtime.draft_cases import SIZES, write_target
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
 from tests.tiers import only
 
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 # a block whose rows see each other, ones whose layers differ, and logits that tokens change
 CASES = (
     "z-lab", "z-lab-mixed", "speculators-mixed", "dspark-deepspec", "dspark-speculators",
@@ -43,7 +39,7 @@ Make = Callable[..., tuple[Path, BlockOracle]]
 @pytest.fixture(scope="module")
 def engine_of(zoo: Zoo) -> Make:
     """An engine for CUDA, which needs no GPU to compile, and what its drafter computes."""
-    target = zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    target = write_target(zoo)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
 

@@ -13,18 +13,15 @@ from specc.config import CompileConfig
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.core import EngineCore
 from specc.speculation.plans import DynamicTree, SpecPlan
-from tests import engines, models
+from tests import engines
 from tests.head_reference import Reference
-from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
+from tests.heads import CASES, draw_tensors, write_head
 from tests.lossless import Zoo
+from tests.runtime.draft_cases import write_target
 from tests.runtime.head_rig import HeadOracle, load, prompts_of, serve
 
 NAME, BLOCK = "safeailab", 4
 PLANS = (SpecPlan.from_widths((2, 2, 1)), SpecPlan.from_dynamic(DynamicTree(6, 3, 3)))
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
 # the default tier runs heads in test_heads.py, and captures what they read in test_tap_rows.py
 pytestmark = pytest.mark.slow
 
@@ -32,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def engine(zoo: Zoo) -> tuple[Path, HeadOracle]:
     """An engine for CUDA, which needs no GPU to compile."""
-    target = zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    target = write_target(zoo)
     head = zoo.once(f"head-{NAME}", lambda path: write_head(path, CASES[NAME]))
     config = CompileConfig(
         plans=PLANS, max_batch_size=4, max_seq_len=64, block_size=BLOCK, prefill_chunk=7,

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.core import EngineCore
 from specc.speculation.plans import SpecPlan
-from tests import engines, models
+from tests import engines
 from tests.lossless import Zoo
 from tests.medusa_heads import MEDUSA_CASES, MedusaReference, draw_tensors, write_medusa
+from tests.runtime.draft_cases import write_target
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
-from tests.runtime.test_medusa import NAME, SIZES, MedusaOracle
+from tests.runtime.test_medusa import NAME, MedusaOracle
 
 SLOW = pytest.mark.slow
 Make = Callable[..., tuple[Path, MedusaOracle]]
@@ -26,7 +27,7 @@ Make = Callable[..., tuple[Path, MedusaOracle]]
 @pytest.fixture(scope="module")
 def engine_of(zoo: Zoo) -> Make:
     """An engine for CUDA, which needs no GPU to compile, and what its heads compute."""
-    target = zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+    target = write_target(zoo)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
     def make(name: str = NAME) -> tuple[Path, MedusaOracle]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.reasoning import FORMATS, ReasoningParser
 from tests.specc.server.parsers.pieces import Found, counted, cut, joined
+from tests.specc.server.parsers.writers import WRITERS, Call, write_cohere, write_kimi
 
 TOOLS: dict[str, Any] = {
     "add": {
@@ -30,137 +30,6 @@ TOOLS: dict[str, Any] = {
     },
     "now": None,
 }
-Arguments = dict[str, Any]
-Call = tuple[str, Arguments]
-
-
-def _json(arguments: Arguments) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def _object(call: Call) -> str:
-    return f'{{"name": "{call[0]}", "arguments": {_json(call[1])}}}'
-
-
-def _each(before: str, after: str) -> Callable[[list[Call]], str]:
-    return lambda calls: "\n".join(f"{before}{_object(call)}{after}" for call in calls)
-
-
-def _array(before: str, after: str) -> Callable[[list[Call]], str]:
-    return lambda calls: f"{before}[{', '.join(_object(call) for call in calls)}]{after}"
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _deepseek(head: str, tail: str) -> Callable[[list[Call]], str]:
-    def write(calls: list[Call]) -> str:
-        parts = (
-            f"<｜tool▁call▁begin｜>{head.format(name)}{_json(arguments)}{tail}<｜tool▁call▁end｜>"
-            for name, arguments in calls
-        )
-        return f"<｜tool▁calls▁begin｜>{chr(10).join(parts)}<｜tool▁calls▁end｜>"
-
-    return write
-
-
-def _kimi(calls: list[Call]) -> str:
-    parts = (
-        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{_json(arguments)}"
-        "<|tool_call_end|>"
-        for i, (name, arguments) in enumerate(calls)
-    )
-    return f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
-
-
-def _glm(line: str) -> Callable[[list[Call]], str]:
-    def write(call: Call) -> str:
-        pairs = "".join(
-            f"<arg_key>{key}</arg_key>{line}<arg_value>{_value(value)}</arg_value>{line}"
-            for key, value in call[1].items()
-        )
-        return f"<tool_call>{call[0]}{line}{pairs}</tool_call>"
-
-    return lambda calls: "\n".join(map(write, calls))
-
-
-def _qwen(opening: str, closing: str) -> Callable[[list[Call]], str]:
-    def write(call: Call) -> str:
-        pairs = "".join(f"<parameter={k}>\n{_value(v)}\n</parameter>\n" for k, v in call[1].items())
-        return f"{opening}\n<function={call[0]}>\n{pairs}</function>\n{closing}"
-
-    return lambda calls: "\n".join(map(write, calls))
-
-
-def _invoke(prefix: str, opening: str, closing: str, types: bool = False, line: str = "\n") -> Any:
-    def write(call: Call) -> str:
-        pairs = "".join(
-            f'<{prefix}parameter name="{key}"'
-            + (f' string="{"true" if isinstance(value, str) else "false"}"' if types else "")
-            + f">{_value(value)}</{prefix}parameter>{line}"
-            for key, value in call[1].items()
-        )
-        return f'<{prefix}invoke name="{call[0]}">{line}{pairs}</{prefix}invoke>'
-
-    return lambda calls: f"{opening}\n" + "\n".join(map(write, calls)) + f"\n{closing}"
-
-
-def _step(calls: list[Call]) -> str:
-    one = _invoke("steptml:", "", "")
-    parts = (
-        f"<｜tool_call_begin｜>function<｜tool_sep｜>{one([call]).strip()}<｜tool_call_end｜>"
-        for call in calls
-    )
-    return f"<｜tool_calls_begin｜>\n{chr(10).join(parts)}\n<｜tool_calls_end｜>"
-
-
-def _python(opening: str, closing: str, between: str = ", ") -> Callable[[list[Call]], str]:
-    def write(call: Call) -> str:
-        return f"{call[0]}({', '.join(f'{k}={v!r}' for k, v in call[1].items())})"
-
-    return lambda calls: opening + between.join(map(write, calls)) + closing
-
-
-_HERMES = _each("<tool_call>\n", "\n</tool_call>")
-_QWEN = _qwen("<tool_call>", "</tool_call>")
-_SEP = "<｜tool▁sep｜>"
-WRITERS: dict[str, Callable[[list[Call]], str]] = {
-    "deepseek_v3": _deepseek(f"function{_SEP}{{}}\n```json\n", "\n```"),
-    "deepseek_v31": _deepseek(f"{{}}{_SEP}", ""),
-    "deepseek_v32": _invoke(
-        "｜DSML｜", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", types=True
-    ),
-    "deepseek_v4": _invoke("｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", types=True),
-    "gigachat3": _each("function call<|role_sep|>\n", ""),
-    "glm45": _glm("\n"),
-    "glm47": _glm(""),
-    "granite": _array("<|tool_call|>", ""),
-    "granite-20b-fc": _each("<function_call> ", ""),
-    "granite4": _HERMES,
-    "hermes": _HERMES,
-    "hunyuan_a13b": _array("<tool_calls>", "</tool_calls>"),
-    "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>"),
-    "jamba": _array("<tool_calls>", "</tool_calls>"),
-    "kimi_k2": _kimi,
-    "lfm2": _python("<|tool_call_start|>[", "]<|tool_call_end|>"),
-    "llama3_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
-    "llama4_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
-    "llama4_pythonic": _python("<|python_start|>[", "]<|python_end|>"),
-    "longcat": _each("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
-    "mimo": _QWEN,
-    "minimax_m2": _invoke("", "<minimax:tool_call>", "</minimax:tool_call>"),
-    "mistral": _array("[TOOL_CALLS]", ""),
-    "olmo3": _python("<function_calls>\n", "\n</function_calls>", "\n"),
-    "phi4_mini_json": _array("functools", ""),
-    "pythonic": _python("[", "]"),
-    "qwen3_coder": _QWEN,
-    "qwen3_xml": _QWEN,
-    "seed_oss": _qwen("<seed:tool_call>", "</seed:tool_call>"),
-    "step3": _step,
-    "step3p5": _QWEN,
-}
-
 # braces, quotes and parts of markers in strings; no line breaks at their ends, which some formats
 # write around values
 NASTY = 'a}"]\\ {"name": "now"} </tool_cal <｜tool [( 🙂é\n  b'
@@ -234,8 +103,12 @@ def test_wherever_it_is_cut(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["deepseek_v3", "kimi_k2", "deepseek_v32", "glm45", "granite", "minimax_m2", "step3"]
-)
+    "form",
+    [
+        "apertus", "cohere_command3", "deepseek_v3", "deepseek_v32", "functiongemma", "gemma4",
+        "glm45", "granite", "hy_v3", "kimi_k2", "minimax_m2", "step3", "xlam",
+    ],
+)  # fmt: skip
 def test_pieces_do_not_matter(form: str) -> None:
     text = WRITERS[form](BOTH)
     # markers, names and JSON, and parts of them
@@ -263,8 +136,19 @@ def test_pieces_do_not_matter(form: str) -> None:
 def test_ids_of_kimi_are_the_ones_that_its_model_writes() -> None:
     """Its templates hand them back to the model."""
     for size in (1, 7, 500):
-        assert ids("kimi_k2", _kimi(BOTH), size) == ["functions.add:0", "functions.now:1"]
+        assert ids("kimi_k2", write_kimi(BOTH), size) == ["functions.add:0", "functions.now:1"]
     assert ids("deepseek_v31", WRITERS["deepseek_v31"](BOTH), 5) == ["call_0", "call_1"]
+
+
+def test_ids_of_cohere_are_the_ones_that_its_model_writes() -> None:
+    for size in (1, 7, 500):
+        assert ids("cohere_command3", write_cohere(BOTH), size) == ["0", "1"]
+    # no id that could be sent back, and one that comes too late
+    for field in ('"tool_call_id": ""', '"tool_call_id": 3'):
+        text = f'<|START_ACTION|>[{{{field}, "tool_name": "now", "parameters": {{}}}}]'
+        assert ids("cohere_command4", text, 4) == ["call_0"]
+    text = '<|START_ACTION|>[{"tool_name": "now", "parameters": {}, "tool_call_id": "0"}]'
+    assert ids("cohere_command4", text, 4) == ["call_0"]
 
 
 B, E, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
@@ -321,6 +205,28 @@ CASES = {
     "granite without a mark": ("granite", ' [{"name": "now", "arguments": {}}]', "",
                                [("now", "{}")], True),
     "some other list": ("granite", ' [{"name": "now"}, 2]', ' [{"name": "now"}, 2]', [], False),
+    "xlam at the beginning": ("xlam", '\n[{"name": "now", "arguments": {}}]', "",
+                              [("now", "{}")], True),
+    "xlam in a fence": ("xlam", 'a ```json\n[{"name": "now", "arguments": {}}]\n``` b', "a  b",
+                        [("now", "{}")], True),
+    "xlam after Mistral's mark": ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', "",
+                                  [("now", "{}")], True),
+    "two marks of xlam's": ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}]\n'
+                            '[TOOL_CALLS] [{"name": "add", "arguments": {}}]', "",
+                            [("now", "{}"), ("add", "{}")], True),
+    "a part of a mark after a call": ("xlam", '[{"name": "now", "arguments": {}}]</tool_call>[TOO',
+                                      "[TOO", [("now", "{}")], True),
+    "some other fence": ("xlam", "```json\n[1, 2]\n```", "```json\n[1, 2]\n```", [], False),
+    "a fence after another mark": ("xlam", '[TOOL_CALLS][{"name": "now", "arguments": {}}] ```',
+                                   " ```", [("now", "{}")], True),
+    "cohere's key": ("cohere_command3", '<|START_ACTION|>[{"name": "now", "parameters": {}}]',
+                     '<|START_ACTION|>[{"name": "now", "parameters": {}}]', [], False),
+    "two tools under one name": ("apertus", '<|tools_prefix|>[{"now": {}, "add": {}}]',
+                                 ', "add": {}}]', [("now", "{}")], True),
+    "an object without its end": ("apertus", '<|tools_prefix|>[{ "now" : {} ', "",
+                                  [("now", "{}")], True),
+    "no separator": ("hy_v3", "<tool_calls><tool_call>now</tool_call></tool_calls>",
+                     "<tool_calls><tool_call>now</tool_call></tool_calls>", [], False),
     "words like a mark": ("gigachat3", "a function call {}", "a function call {}", [], False),
     "a word like a mark": ("phi4_mini_json", "functools.wraps(add)", "functools.wraps(add)", [],
                            False),
@@ -339,7 +245,9 @@ def test_cases(name: str) -> None:
     [
         ("deepseek_v31", "deepseek_v3", True),
         ("kimi_k2", "kimi_k2", True),
+        ("deepseek_v4", "deepseek_v4", True),
         ("glm45", "glm45", False),
+        ("poolside_v1", "poolside_v1", False),
     ],
 )
 def test_calls_beside_thinking(form: str, thinks: str, ends_it: bool) -> None:

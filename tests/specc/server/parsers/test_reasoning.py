@@ -35,6 +35,30 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
         ("granite", "A", "Here is my thing", "", "Here is my thing"),
         ("minimax_m2", "A", "a</think>b", "a", "b"),
         ("kimi_k2", "A", "a</think>b", "", "a</think>b"),
+        ("nemotron_v3", "A<think></think>", "a", "", "a"),
+        ("gemma4", "A", "<|channel>thought\na<channel|>b", "a", "b"),
+        ("gemma4", "A", "<|channel>a<channel|>thought\nb", "a", "thought\nb"),
+        ("gemma4", "A", "<|channel>thought\nthought\n", "thought\n", ""),
+        ("gemma4", "A", "<|channel>tho", "tho", ""),
+        ("gemma4", "A<|channel>", "thought\na<channel|>b", "a", "b"),
+        ("gemma4", "A<|channel>thought\n<channel|>", "thought\nb", "", "thought\nb"),
+        ("gemma4", "A", "thought\nb", "", "thought\nb"),
+        # marks around the answer
+        ("ernie45", "A", "a\n</think>\n\n<response>\nb\nc\n</response>\n", "a\n", "b\nc"),
+        ("ernie45", "A", "a</think>\nb\n", "a", "\nb\n"),
+        ("ernie45", "A", "a</think><response>b", "a", "b"),
+        ("ernie45", "A", "a</think><response>b\n</resp", "a", "b\n</resp"),
+        ("ernie45", "A", "a</think><response>\n\nb\n\n</response> c", "a", "\nb\nc"),
+        ("ernie45", "A", "a</think> <respo", "a", " <respo"),
+        ("ernie45", "A", "a</think>b<response>c</response>", "a", "b<response>c</response>"),
+        ("hunyuan_a13b", "A", "<think>a</think><answer>b</answer>", "a", "b"),
+        ("hunyuan_a13b", "A", "<answer>\nb</answer><answer>c</answer>", "", "b<answer>c</answer>"),
+        ("cohere_command3", "A", "<|START_THINKING|>a<|END_THINKING|>\n<|START_RESPONSE|>b"
+         "<|END_RESPONSE|>", "a", "b"),
+        ("cohere_command3", "A", "<|START_RESPONSE|>b<|END_RESPONSE|>", "", "b"),
+        ("cohere_command4", "<|START_THINKING|>", "a<|END_THINKING|><|START_TEXT|>b<|END_TEXT|>",
+         "a", "b"),
+        ("cohere_command4", "A", "<|START_RESPONSE|>b<|END_TEXT|>", "", "b<|END_TEXT|>"),
         ("openai_gptoss", "A", "<|channel|>analysis<|message|>a<|end|>b", "a", "b"),
         # thinking that is off: the template has closed it
         ("deepseek_r1", "A</think>", "a", "", "a"),
@@ -53,7 +77,7 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
         ("qwen3", "A", "<think></think>", "", ""),
         ("qwen3", "A", "<think>é</think>🙂", "é", "🙂"),
     ],
-)
+)  # fmt: skip
 def test_what_is_thinking(form: str, prompt: str, text: str, reasoning: str, content: str) -> None:
     want = Delta(content=content, reasoning=reasoning)
     assert read(text, form, prompt) == want
@@ -71,7 +95,24 @@ def test_nothing_is_held_back_that_is_certain() -> None:
 
 
 PARTS = st.sampled_from(
-    ["<think>", "</think>", "<", "</", "think>", "a", " ", "\n", "é", "[/THINK]", "<|message|>"]
+    [
+        "<think>",
+        "</think>",
+        "<",
+        "</",
+        "think>",
+        "a",
+        " ",
+        "\n",
+        "é",
+        "[/THINK]",
+        "<|message|>",
+        "<response>",
+        "</response>",
+        "<|channel>",
+        "<channel|>",
+        "thought\n",
+    ]
 )
 
 
@@ -79,8 +120,8 @@ PARTS = st.sampled_from(
 @given(
     st.lists(PARTS, max_size=8).map("".join),
     st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    st.sampled_from(["deepseek_r1", "mistral", "openai_gptoss", "qwen3"]),
-    st.sampled_from(["A", "A<think>", "A<think></think>", "[THINK]"]),
+    st.sampled_from(["deepseek_r1", "ernie45", "gemma4", "mistral", "openai_gptoss", "qwen3"]),
+    st.sampled_from(["A", "A<think>", "A<think></think>", "[THINK]", "A<|channel>"]),
 )
 def test_pieces_do_not_matter(text: str, sizes: list[int], form: str, prompt: str) -> None:
     assert read(text, form, prompt, sizes) == read(text, form, prompt)

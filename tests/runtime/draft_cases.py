@@ -1,0 +1,108 @@
+"""What drafts that read hidden states have to go through, of whichever kind they are.
+
+Heads, block drafters and Medusa heads are tested alike: engines over one target, with one draft,
+served while an oracle looks at every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.runtime.core import EngineCore
+from specc.sampling.params import SamplingParams
+from tests import engines, models
+from tests.heads import LAYERS, VOCAB, WIDTH
+from tests.lossless import Zoo
+from tests.runtime.head_rig import BLOCK, TREE, load, options, prompts_of, serve
+
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "vocab_size": VOCAB,
+}  # fmt: skip
+# requests of which any draft has to leave the output as it is
+ALL_KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8})
+
+
+def write_target(zoo: Zoo) -> Path:
+    """The checkpoint of the target."""
+    return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
+
+
+def open_target(path: Path) -> Any:
+    """The target as transformers runs it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def compiler_of(
+    zoo: Zoo,
+    target: Path,
+    kind: str,
+    cases: Mapping[str, Any],
+    write: Callable[[Path, Any], object],
+    default: str,
+) -> Callable[..., Path]:
+    """Compiles engines with one draft.
+
+    Args:
+        zoo: that keeps them.
+        target: checkpoint.
+        kind: of the draft, in names of directories.
+        cases: name → what is written.
+        write: writes a checkpoint of a case into a directory.
+        default: a name in `cases`.
+    Returns:
+        name, label of the options, options that differ → the engine's directory.
+    """
+
+    def make(name: str = default, label: str = "eager", **changes: Any) -> Path:
+        draft = zoo.once(f"{kind}-{name}", lambda path: write(path, cases[name]))
+
+        def build(path: Path) -> None:
+            engines.build(target, draft, path, options(**changes))
+
+        return zoo.once(f"{kind}s-{name}-{label}", build)
+
+    return make
+
+
+def serve_in_little_room(path: Path, oracle: Any) -> None:
+    """With blocks for little more than one request: rows are computed again, of both models."""
+    core = EngineCore(load(path, kv_cache_tokens=76), TREE.name)
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK), num_tokens=20, every=1)
+    assert core.scheduler.stats.num_preemptions > 1
+
+
+def serve_with_pauses(path: Path, oracle: Any) -> None:
+    """Eight steps without the draft, four with it, twice: it reads what it has missed."""
+    core = EngineCore(load(path), TREE.name)
+    oracle.watch(core)
+    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=40, seed=1))
+    core.scheduler.add(request)
+    policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
+    for i in range(24):
+        core.scheduler.use(policies["off" if i % 12 < 8 else TREE.name])
+        core.advance()
+        oracle.check_rows(core.engine, request)
+    assert request.output_token_ids
+    assert not request.is_finished
+
+
+def outputs(core: EngineCore, *kinds: Any) -> list[list[int]]:
+    """Of greedy, drawn and filtered requests beside each other, or of other kinds."""
+    kinds = kinds or ALL_KINDS
+    requests = [
+        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % len(kinds)]))
+        for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
+    ]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.has_work:
+        core.advance()
+    return [request.output_token_ids for request in requests]
