@@ -45,8 +45,8 @@ tree_attention = _define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
     " Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale,"
-    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0)"
-    " -> Tensor",
+    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0,"
+    " int chunk=0) -> Tensor",
     reference.tree_attention_reference,
     fakes.tree_attention,
 )

@@ -104,12 +104,14 @@ def tree_attention(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     most_rows: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
     # refused when a model is compiled: passes/rewrite/require_attention.py
     assert sink_logits is None, "no sinks on this device"
     assert not softcap, "no softcap on this device"
     assert slopes is None, "no slopes on this device"
+    assert not chunk, "no chunks on this device"
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend(

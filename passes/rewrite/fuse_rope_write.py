@@ -145,6 +145,7 @@ def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
     assert bound["sink_logits"] is None, "the operator knows no sinks"
     assert not bound["softcap"], "the operator knows no softcap"
     assert bound["slopes"] is None, "the operator knows no slopes"
+    assert not bound["chunk"], "the operator knows no chunks"
     # BackendFacts.expands_prompts
     assert not bound["most_rows"], "the operator leaves no rows to others"
     options = {name: bound[name] for name in ("scale", "window", "sink")}

@@ -53,8 +53,8 @@ class BackendFacts:
         holds_weights: its programs read weights from memory of their own, or from mapped files,
             as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
-            one width: `sinks`, `softcap`, `slopes`, `value width`, and `latent`, where values are
-            the first columns of keys, and caches hold them once.
+            one width: `sinks`, `softcap`, `slopes`, `chunks`, `value width`, and `latent`, where
+            values are the first columns of keys, and caches hold them once.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -124,7 +124,7 @@ class BackendFacts:
 
 _TWO_DTYPES = ("float32", "bfloat16")
 VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
-_EXTRAS = ("sinks", "softcap", "slopes", VALUE_WIDTH, LATENT_ROWS)
+_EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
