@@ -175,8 +175,12 @@ near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bit
 A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
 model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
 bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
-biases that is a buffer are refused by name; so are `cuda`, `tensorrt`, and networks of several
-ranks.
+biases that is a buffer are refused by name; so are `tensorrt`, and networks of several ranks.
+
+On `cuda` a call with slopes takes the general kernel whatever its shapes, since those for few and
+for wide rows have none (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
+they were. Triton's interpreter has compared it with the oracle, and ptxas of sm_80 and sm_90 keeps
+its registers; no GPU has run it.
 """
 
 
