@@ -119,6 +119,8 @@ SLOPED_CASES = {
     "tree": Case(((7, 40), (1, 10), (5, 32)), splits=2, slopes=0.5),
     "tree-half": Case(((9, 100), (3, 63)), True, F16, block_size=64, splits=2, slopes=0.25),
     "tree-of-64": Case(((64, 5),), heads=(2, 1), sizes=(16, 16), num_words=2, slopes=0.1),
+    # steps of 64 keys: both halves of their bits
+    "tree-of-64-half": Case(((64, 5),), True, F16, (2, 1), (16, 16), slopes=0.3),
     "tree-of-3-words": Case(((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, slopes=0.1),
     "tree-of-4-words": Case(((250, 30),), heads=(1, 1), sizes=(16, 16), slopes=0.2),
     "draft-level": Case(((4, 70), (4, 31)), first_node=9, splits=2, slopes=0.5),
