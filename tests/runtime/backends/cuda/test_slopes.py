@@ -34,10 +34,3 @@ def test_replayed_steps_equal_generate(zoo: Zoo, device, name: str) -> None:
     for plan in ("off", "tree-2-2-1"):
         outcome = run_case(zoo, name, engine, plan, models.prompts(), 16)
     assert outcome.stats.num_spec_steps > 0
-
-
-@pytest.mark.slow  # minutes: kernels are interpreted, element by element
-def test_the_kernels_equal_generate(zoo: Zoo, device, triton_kernels) -> None:
-    engine = zoo.engine("mpt", prefill_chunk=7, backend="cuda")
-    for plan in ("off", "tree-2-2-1"):
-        run_case(zoo, "mpt", engine, plan, [models.prompts()[1][:5]], 3)
