@@ -69,12 +69,12 @@ ATTENTION = "_ZN5specc14tree_attentionERKNS_13TreeAttentionEi"
 SUM = "_ZN5specc10sum_floatsEPKfli"
 
 
-# of a field that earlier kernels lack
-LIMIT = "most_rows"
+# fields that earlier kernels lack, in the order in which they came
+LATER = ("most_rows", "chunk")
 
 
-def fields_of_call(has_limit: bool) -> list[tuple[str, Any]]:
-    """Of the struct TreeAttention in kernels/cpu/kernels.h."""
+def fields_of_call(num_later: int) -> list[tuple[str, Any]]:
+    """Of the struct TreeAttention in kernels/cpu/kernels.h, with the first of `LATER`."""
     return (
         [("dtype", ctypes.c_int32), ("holds_int8", ctypes.c_bool)]
         + [
@@ -105,17 +105,24 @@ def fields_of_call(has_limit: bool) -> list[tuple[str, Any]]:
         + [("window", ctypes.c_int64), ("sink", ctypes.c_int64)]
         + [("sink_logits", ctypes.c_void_p), ("softcap", ctypes.c_float)]
         + [("slopes", ctypes.c_void_p), ("rounds_bias", ctypes.c_bool)]
-        + ([(LIMIT, ctypes.c_int64)] if has_limit else [])
+        + [(name, ctypes.c_int64) for name in LATER[:num_later]]
         + [("out", ctypes.c_void_p), ("out_head", ctypes.c_int64), ("out_token", ctypes.c_int64)]
     )
 
 
 class TreeAttention(ctypes.Structure):
-    _fields_ = fields_of_call(has_limit=True)
+    _fields_ = fields_of_call(len(LATER))
 
 
-class EarlierTreeAttention(ctypes.Structure):
-    _fields_ = fields_of_call(has_limit=False)
+class WithoutChunks(ctypes.Structure):
+    _fields_ = fields_of_call(1)
+
+
+class Earliest(ctypes.Structure):
+    _fields_ = fields_of_call(0)
+
+
+STRUCTS = (Earliest, WithoutChunks, TreeAttention)
 
 
 class Kernels:
@@ -134,7 +141,8 @@ class Kernels:
         self.sum = getattr(loaded, SUM)
         self.sum.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self.sum.restype = ctypes.c_float
-        self.has_limit = LIMIT in (sources / "kernels.h").read_text(encoding="utf-8")
+        header = (sources / "kernels.h").read_text(encoding="utf-8")
+        self.num_later = sum(f"int64_t {name};" in header for name in LATER)
 
 
 @dataclass(frozen=True)
@@ -201,15 +209,15 @@ class Problem:
         ]
         self.dense: list[Tensor] = []
 
-    def _arguments(self, layer: Tensor, has_limit: bool) -> ctypes.Structure:
+    def _arguments(self, layer: Tensor, num_later: int) -> ctypes.Structure:
         case, count = self.case, self.case.num_tokens
         row = case.kv_heads * case.columns
         strides = (BLOCK_SIZE * row, row, case.columns)
         k_cache, v_cache = (part.data_ptr() for part in layer)
         k, v = (part.data_ptr() for part in self.kv)
         token = case.kv_heads * case.dim
-        limit = [0] if has_limit else []
-        return (TreeAttention if has_limit else EarlierTreeAttention)(
+        later = [0] * num_later
+        return STRUCTS[num_later](
             int(DTYPES[case.dtype] == torch.bfloat16), case.holds_int8,
             case.heads, case.kv_heads, count, case.dim, case.dim, 1,
             self.q.data_ptr(), case.dim, case.heads * case.dim,
@@ -217,12 +225,12 @@ class Problem:
             k_cache, *strides, v_cache, *strides,
             self.slab.shape[2], BLOCK_SIZE, *(x.data_ptr() for x in self.numbers), 1,
             self.table.data_ptr(), len(self.table), case.dim**-0.5, 0, 0,
-            None, 0, None, False, *limit, self.out.data_ptr(), case.dim, case.heads * case.dim,
+            None, 0, None, False, *later, self.out.data_ptr(), case.dim, case.heads * case.dim,
         )  # fmt: skip
 
     def call(self, kernels: Kernels, threads: int, plain: bool) -> Callable[[int], None]:
         slab = self.plain if plain else self.slab
-        arguments = [self._arguments(layer, kernels.has_limit) for layer in slab]
+        arguments = [self._arguments(layer, kernels.num_later) for layer in slab]
         return lambda layer: kernels.attend(ctypes.byref(arguments[layer]), threads)
 
     def torch_calls(self) -> dict[str, Callable[[int], None]]:

@@ -76,7 +76,7 @@ C_SHIMS = {
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"
     " AtenTensorHandle*, AtenTensorHandle*, double, int64_t, int64_t, double, int32_t, int64_t,"
-    " AtenTensorHandle*)",
+    " int64_t, AtenTensorHandle*)",
     "attend_expanded": "AOTITorchError aoti_torch_cpu_attend_expanded(AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, AtenTensorHandle,"

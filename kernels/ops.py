@@ -45,8 +45,8 @@ tree_attention = _define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors,"
     " Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale,"
-    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0)"
-    " -> Tensor",
+    " int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0,"
+    " int chunk=0) -> Tensor",
     reference.tree_attention_reference,
     fakes.tree_attention,
 )
@@ -226,8 +226,9 @@ write_kv = _define(
 )
 attend = _define(
     "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
-    " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, *, float scale,"
-    " int window=0, int sink=0, bool values_in_keys=False) -> Tensor",
+    " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table,"
+    " Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0,"
+    " bool values_in_keys=False, bool rounds_bias=False) -> Tensor",
     reference.attend_reference,
     fakes.attend,
 )

@@ -18,9 +18,11 @@ from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.drop_sentinel_masks import DropSentinelMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.read_places import ReadPlaces
 from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
+from specc.passes.rewrite.route_experts import RouteExperts
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 
@@ -31,8 +33,8 @@ Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 FUSE = "fuse"
 # the compiler at a glance: phases by name, each a list of passes; verified after every phase
 PHASES: Phases = (
-    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
-    ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention)),
+    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, RouteExperts, DropSentinelMasks)),
+    ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention, ReadPlaces)),
     ("logits", (SelectLogits,)),
     (FUSE, (FuseQKV, FuseGateUp)),
 )

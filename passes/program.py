@@ -118,6 +118,7 @@ class AttentionLayer:
     has_sinks: bool = False  # scores of heads that take a share and have no value
     softcap: float = 0.0
     has_slopes: bool = False  # scores depend on how far a key is
+    chunk: int = 0  # positions of a chunk, whose tokens see each other alone; 0 is no chunks
     values_in_keys: bool = False  # a value is the first columns of its key, which is cached alone
 
     @property
@@ -165,6 +166,7 @@ class Program:
         caches: placeholder name → (layer, "k" or "v").
         layers: filled by the tree-attention rewrite.
         windows: attention node name → window (0 = none); filled by mask classification.
+        chunks: attention node name → chunk, where it has one; filled likewise.
         slopes: attention node name → what its mask adds to scores; filled likewise.
         runtime_inputs: names of the inputs that a runtime brings to every pass.
         shard: how it was cut, where it is that of one rank of several.
@@ -175,6 +177,7 @@ class Program:
         integers: parameter → how the engine holds the integers that its checkpoint has of it.
         row_inputs: of `runtime_inputs`, those that have a row for each token.
         taps: what it writes to its input `features`; None: it has no such input.
+        most_positions: positions that its sequences have at most; None: any number.
         hidden_columns: of its output, hidden states that come after the logits of each row.
     """
 
@@ -185,6 +188,7 @@ class Program:
     caches: dict[str, tuple[int, str]] = field(default_factory=dict)
     layers: list[AttentionLayer] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)
+    chunks: dict[str, int] = field(default_factory=dict)
     slopes: dict[str, Slopes] = field(default_factory=dict)
     runtime_inputs: tuple[str, ...] = RUNTIME_INPUTS
     shard: ShardPlan | None = None
@@ -194,6 +198,7 @@ class Program:
     row_inputs: tuple[str, ...] = ()
     taps: Taps | None = None
     hidden_columns: int = 0
+    most_positions: int | None = None
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -209,6 +214,7 @@ class Program:
             dict(self.caches),
             list(self.layers),
             dict(self.windows),
+            dict(self.chunks),
             dict(self.slopes),
             self.runtime_inputs,
             self.shard,
@@ -218,6 +224,7 @@ class Program:
             self.row_inputs,
             self.taps,
             self.hidden_columns,
+            self.most_positions,
         )
 
     @property

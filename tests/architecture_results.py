@@ -41,12 +41,30 @@ _TAIL = """
 
 Of a checkpoint of `…ForConditionalGeneration` the language model is compiled, and the command says
 that images and sound are not taken. Where transformers has a causal language model of its
-`text_config` (Gemma 3, Mistral 3), it is that; where it has none (Qwen2-VL, Qwen2.5-VL, Qwen3-VL,
-with and without experts), the whole model is traced with text alone, and what the trace reads is
-its language model. Text has one position where an image has three, which a graph shows by itself.
-Compared with `generate` of the whole model: `tests/runtime/test_text_part.py`. Llama 4 is refused
-by name: its masks are of chunks, and scores of layers without rotary are scaled by places in the
-pass.
+`text_config` (Gemma 3, Llama 4, Mistral 3), it is that; where it has none (Qwen2-VL, Qwen2.5-VL,
+Qwen3-VL, with and without experts), the whole model is traced with text alone, and what the trace
+reads is its language model. Text has one position where an image has three, which a graph shows by
+itself. Compared with `generate` of the whole model: `tests/runtime/test_text_part.py`.
+
+## Chunks
+
+In layers of Llama 4 with rotary, a token sees the keys of its own chunk of 8,192 positions alone
+(`attention_chunk_size`), up to itself; the layers between them have no rotary, and see all. Masks
+of quotients of positions are evaluated as others are, and accepted where they are that. With
+`--max-seq-len` up to the chunk no sequence leaves it, and such a layer counts as causal, on every
+backend; beyond it `specc::tree_attention` gets the chunk, on `cpu` and `eager`, and the others
+refuse it by name. Of a tree that crosses into the next chunk, nodes of a path before it are not
+seen after it, as in plain decoding; blocks of the cache before it are kept, and not read.
+
+Layers without rotary scale queries by the logarithm of their place, which transformers counts over
+the tokens of a pass. What counts 0, 1, 2, … and becomes a float reads positions instead: of a
+sequence that begins in the pass, both are the same (`passes/rewrite/read_places.py`).
+
+Its mixtures weight rows before their experts, and send all rows to all experts, most of them as
+zeros. An expert of zeros is zero, which the compiler computes, so each token goes to its own
+experts alone (`passes/rewrite/route_experts.py`), with grouped products that `--quantize` rounds,
+too. A token with several experts adds them in the order of its choice. ONNX has no complex numbers,
+by which such a model rotates: `onnx` and `tensorrt` refuse it.
 
 ## Latent attention
 
@@ -157,8 +175,12 @@ near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bit
 A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
 model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
 bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
-biases that is a buffer are refused by name; so are `cuda`, `tensorrt`, and networks of several
-ranks.
+biases that is a buffer are refused by name; so are `tensorrt`, and networks of several ranks.
+
+On `cuda` a call with slopes takes the general kernel whatever its shapes, since those for few and
+for wide rows have none (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
+they were. Triton's interpreter has compared it with the oracle, and ptxas of sm_80 and sm_90 keeps
+its registers; no GPU has run it.
 """
 
 
@@ -239,6 +261,7 @@ def _extras(graph: Any) -> list[str]:
     found = {
         "sinks": any(arguments["sink_logits"] is not None for arguments in bound),
         "softcap": any(arguments["softcap"] for arguments in bound),
+        "chunks": any(arguments["chunk"] for arguments in bound),
         "slopes": any(arguments["slopes"] is not None for arguments in bound),
     }
     return [name for name, is_there in found.items() if is_there]

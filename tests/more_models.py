@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WINDOW = 16
+CHUNK = 16
 POSITIONS = 256
 
 COMMON: dict[str, Any] = {
@@ -240,6 +241,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
         | _UNTIED,
     ),
+    # chunks of keys in layers with rotary, none and scaled queries in those without; one that is
+    # dense, and mixtures whose experts each see all tokens
+    "llama4_text": (
+        "Llama4TextConfig",
+        _WITH_DIM
+        | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "attention_chunk_size": CHUNK}
+        | {"floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 96}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1, 2]}
+        | _UNTIED,
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         COMMON
@@ -252,8 +263,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # those of the default tier: no positions at all, buffers that a checkpoint holds and a router by
 # groups, neighboring places by a list, sinks, a softcap, values narrower than keys,
-# slopes
-COVERING = ("granitemoehybrid", "glm4_moe", "falcon", "gpt_oss", "gemma2", "deepseek_v3", "mpt")
+# slopes, chunks
+COVERING = (
+    "granitemoehybrid", "glm4_moe", "falcon", "gpt_oss", "gemma2", "deepseek_v3", "mpt",
+    "llama4_text",
+)  # fmt: skip
 
 # of those where the noise of the others makes a draft that is always right, or never
 DRAFT_NOISE: dict[str, float] = {}

@@ -93,8 +93,8 @@ void check_bounds(const TreeAttention& a) {
     if (slots == 0) continue;  // dead tokens only: nothing of the sequence is used
     const int64_t length = a.cache_len[b];
     if (length < 0 || length > table.rows()) table.refuse_length(length);
-    // rows between the sink and the window of every token are not read
-    int64_t uncut = a.window ? std::max<int64_t>(lowest_position - a.window + 1, 0) : 0;
+    // rows between the sink and the first that any token sees are not read
+    int64_t uncut = a.first_column(lowest_position);
     uncut = std::min({uncut, lowest_slot, a.ancestors ? length : slots});
     const int64_t block_size = table.block_size;
     const int64_t first = uncut / block_size;

@@ -4,6 +4,7 @@
 // step_operators.cpp) and bounds (check_bounds).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace specc {
@@ -46,12 +47,18 @@ struct TreeAttention {
   const float* slopes;       // [H], or null
   bool rounds_bias;          // positions and their products with slopes are bfloat16
   int64_t most_rows;         // sequences with more tokens are only written; 0 = no limit
+  int64_t chunk;             // tokens see their own chunk of positions alone; 0 = all
   void* out;                 // [H, Nt, DV]
   int64_t out_head_stride, out_token_stride;
 
   // Whether only rows of a sequence are written.
   bool leaves_out(int64_t b) const {
     return most_rows > 0 && q_start[b + 1] - q_start[b] > most_rows;
+  }
+  // The first column that a token sees besides the sink; that of the lowest position is the lowest.
+  int64_t first_column(int64_t lowest_position) const {
+    const int64_t first = window ? std::max<int64_t>(lowest_position - window + 1, 0) : 0;
+    return chunk ? std::max(first, lowest_position - lowest_position % chunk) : first;
   }
 };
 void tree_attention(const TreeAttention& a, int num_threads);

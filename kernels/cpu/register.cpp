@@ -29,7 +29,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
                                 AtenTensorHandle block_table_handle,
                                 AtenTensorHandle sink_logits_handle, AtenTensorHandle slopes_handle,
                                 double scale, int64_t window, int64_t sink, double softcap,
-                                bool rounds_bias, int64_t most_rows) {
+                                bool rounds_bias, int64_t most_rows, int64_t chunk) {
   const View q(q_handle), k(k_handle), v(v_handle), k_cache(k_cache_handle),
       v_cache(v_cache_handle), q_start(q_start_handle), position(position_handle),
       slot(slot_handle), cache_len(cache_len_handle), block_table(block_table_handle);
@@ -45,7 +45,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
         "the number of KV heads divides that of heads");
   check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
   check(window >= 0 && sink >= 0, "window and sink are 0 or more");
-  check(most_rows >= 0, "most_rows is 0 or more");
+  check(most_rows >= 0 && chunk >= 0, "most_rows and chunk are 0 or more");
   check(k.sizes[1] == tokens && v.sizes[1] == tokens && v.sizes[0] == kv_heads, "q, k and v agree");
   check(k.sizes[2] == q.sizes[2] && columns_of(k_cache) == q.sizes[2] &&
             columns_of(v_cache) == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
@@ -83,6 +83,7 @@ AtenTensorHandle tree_attention(AtenTensorHandle q_handle, AtenTensorHandle k_ha
   // no position is beyond that
   a.window = std::min<int64_t>(window, std::numeric_limits<int32_t>::max());
   a.sink = std::min<int64_t>(sink, std::numeric_limits<int32_t>::max());
+  a.chunk = std::min<int64_t>(chunk, std::numeric_limits<int32_t>::max());
   check(softcap >= 0 && softcap <= std::numeric_limits<float>::max(),
         "softcap is a finite number of 0 or more");
   a.softcap = static_cast<float>(softcap);
@@ -226,12 +227,12 @@ Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor
                             std::optional<Tensor> ancestors, Tensor block_table,
                             std::optional<Tensor> sink_logits, std::optional<Tensor> slopes,
                             double scale, int64_t window, int64_t sink, double softcap,
-                            bool rounds_bias, int64_t most_rows) {
+                            bool rounds_bias, int64_t most_rows, int64_t chunk) {
   return Tensor(tree_attention(q.get(), k.get(), v.get(), k_cache.get(), v_cache.get(),
                                q_start.get(), position.get(), slot.get(), cache_len.get(),
                                handle_of(ancestors), block_table.get(), handle_of(sink_logits),
                                handle_of(slopes), scale, window, sink, softcap, rounds_bias,
-                               most_rows));
+                               most_rows, chunk));
 }
 
 void boxed_block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,
@@ -259,8 +260,8 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor q_start, Tensor position, Tensor slot, Tensor cache_len, Tensor? ancestors, "
       "Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, "
-      "int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0) "
-      "-> Tensor");
+      "int window=0, int sink=0, float softcap=0.0, bool rounds_bias=False, int most_rows=0, "
+      "int chunk=0) -> Tensor");
   library.def(
       "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot, "
       "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
@@ -286,13 +287,13 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_tree_attent
     AtenTensorHandle slot, AtenTensorHandle cache_len, AtenTensorHandle* ancestors,
     AtenTensorHandle block_table, AtenTensorHandle* sink_logits, AtenTensorHandle* slopes,
     double scale, int64_t window, int64_t sink, double softcap, int32_t rounds_bias,
-    int64_t most_rows, AtenTensorHandle* result) {
+    int64_t most_rows, int64_t chunk, AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = tree_attention(q, k, v, k_cache, v_cache, q_start, position, slot, cache_len,
                              ancestors == nullptr ? nullptr : *ancestors, block_table,
                              sink_logits == nullptr ? nullptr : *sink_logits,
                              slopes == nullptr ? nullptr : *slopes, scale, window, sink, softcap,
-                             rounds_bias != 0, most_rows);
+                             rounds_bias != 0, most_rows, chunk);
   });
 }
 

@@ -35,6 +35,16 @@ inline uint64_t ancestor_bits(const int64_t* words, int64_t num_words, int64_t n
   return shift ? word(w) >> shift | word(w + 1) << (64 - shift) : word(w);
 }
 
+// Of these bits, which begin at `node`, the nodes among the last `most` of a token's path.
+inline uint64_t last_of_path(const int64_t* words, int64_t num_words, int64_t node, uint64_t bits,
+                             int64_t most) {
+  if (most >= 64 * num_words) return bits;
+  for (int64_t later = node + kTile; later < 64 * num_words; later += kTile)
+    most -= __builtin_popcountll(ancestor_bits(words, num_words, later));
+  while (bits && __builtin_popcountll(bits) > most) bits &= bits - 1;
+  return bits;
+}
+
 // Positions of the keys of the tile from column `tile` on, as a token sees them: region nodes that
 // it sees are its path from the root, and count back from it. What it does not see has any.
 inline void key_positions(const TreeAttention& a, int64_t sequence, int64_t token, int64_t tile,
@@ -119,8 +129,8 @@ inline void Plan::build(const TreeAttention& a, int threads) {
         highest = std::max(highest, a.position[live[first + i]]);
       }
       item.end = a.ancestors ? slots : std::min(slots, highest + 1);
-      // the window cuts all columns from `sink` to `uncut` for all tokens: they are not read
-      int64_t uncut = a.window ? std::max<int64_t>(lowest - a.window + 1, 0) : 0;
+      // columns from `sink` to `uncut` are cut for all tokens: they are not read
+      int64_t uncut = a.first_column(lowest);
       if (a.ancestors) uncut = std::min<int64_t>(uncut, a.cache_len[b]);
       item.first_tile = uncut / kTile;
       item.sink_tiles = std::min((a.sink + kTile - 1) / kTile, item.first_tile);

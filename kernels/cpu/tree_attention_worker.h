@@ -176,8 +176,14 @@ uint64_t Worker<T, Tile>::visible(const Item& item, int64_t token, int64_t tile)
   uint64_t bits = range_bits(tile, 0, a_.ancestors ? length : position + 1);
   if (a_.window)
     bits &= range_bits(tile, position - a_.window + 1, tile + kTile) | range_bits(tile, 0, a_.sink);
-  if (a_.ancestors && tile + kTile > length)
-    bits |= ancestor_bits(a_.ancestors + token * a_.num_words, a_.num_words, tile - length);
+  if (a_.chunk) bits &= range_bits(tile, position - position % a_.chunk, tile + kTile);
+  if (a_.ancestors && tile + kTile > length) {
+    const int64_t* words = a_.ancestors + token * a_.num_words;
+    uint64_t nodes = ancestor_bits(words, a_.num_words, tile - length);
+    if (a_.chunk)
+      nodes = last_of_path(words, a_.num_words, tile - length, nodes, position % a_.chunk + 1);
+    bits |= nodes;
+  }
   return bits & range_bits(tile, 0, item.end);
 }
 

@@ -9,6 +9,7 @@ splits it is worth are found on the device, and programs without work return.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +50,12 @@ def attend(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    slopes: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    rounds_bias: bool = False,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attend to prefix and tree ancestors in the cache; see `attend_reference`.
@@ -65,23 +68,35 @@ def attend(
         block_table, scale, window, sink, num_splits,
     )  # fmt: skip
     _check(call)
+    if slopes is not None and (slopes.dtype, slopes.shape) != (torch.float32, q.shape[:1]):
+        raise ValueError(
+            f"attend: found slopes {slopes.dtype} {tuple(slopes.shape)}; needed float32"
+            f" [{call.num_heads}]"
+        )
     out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
     capability, num_sms = machine(q.device)
     found = q, v_cache, block_table, window, capability
-    if (wide := attend_wide.find(*found)) is not None:
+    if slopes is not None:
+        _launch(call, out, capability, num_sms, {"slopes": slopes, "ROUNDS": rounds_bias})
+    elif (wide := attend_wide.find(*found)) is not None:
         attend_wide.launch(wide, call, out, num_sms)
     elif (few := attend_few.find(*found)) is not None:
         attend_few.launch(few, call, out, num_sms)
     else:
-        _launch(call, out, capability, num_sms)
+        _launch(call, out, capability, num_sms, {})
     return out.transpose(0, 1)
 
 
-def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> None:
-    """Launch the kernel for all batches; `out` [Nt, H, DV] is written."""
+def _launch(
+    call: AttendCall, out: Tensor, capability: int, num_sms: int, beside: dict[str, Any]
+) -> None:
+    """Launch the kernel for all batches; `out` [Nt, H, DV] is written.
+
+    `beside` has the arguments of slopes; it is empty where there are none.
+    """
     rows, dtype = call.mean_rows, call.q.dtype
     c = config(dtype, max(call.head_dim, call.value_dim), rows, capability)
     work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
@@ -98,6 +113,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
+        **beside,
         **c.options,
     )  # fmt: skip
 
@@ -179,7 +195,13 @@ def _shipped_attend(
         f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(dtype, head_dim, head_dim, c), "PAGE": page, "IS_TREE": is_tree},
+        {
+            **_sizes(dtype, head_dim, head_dim, c),
+            "PAGE": page,
+            "IS_TREE": is_tree,
+            "slopes": None,
+            "ROUNDS": False,
+        },
         c.num_warps,
         c.num_stages,
         (*_POINTERS, *STRIDES),

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
+from specc.kernels.cuda.attend_rows import load_keys, load_rows
+from specc.kernels.cuda.attend_slopes import biases, distances
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
@@ -27,23 +29,6 @@ def _divide(o_r, group):
     o_t = (o_r.to(tl.float32) * (1.0 / group.to(tl.float32))).to(tl.int32)
     o_t = tl.where(o_t * group > o_r, o_t - 1, o_t)
     return tl.where((o_t + 1) * group <= o_r, o_t + 1, o_t)
-
-
-@triton.jit
-def _load_rows(p, o_d, D: tl.constexpr, BD: tl.constexpr):
-    # a mask is spared where heads fill their tile
-    if D == BD:
-        return tl.load(p)
-    else:
-        return tl.load(p, mask=(o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_keys(p, o_d, m_key, D: tl.constexpr, BD: tl.constexpr, IS_MASKED: tl.constexpr):
-    if IS_MASKED:
-        return tl.load(p + o_d[None, :], mask=m_key[:, None] & (o_d < D)[None, :], other=0.0)
-    else:
-        return _load_rows(p + o_d[None, :], o_d, D, BD)
 
 
 @triton.jit
@@ -111,6 +96,8 @@ def _attend_block(
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    b_slope=None,  # [BM], or none
+    ROUNDS: tl.constexpr = False,
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
     o_n = tl.arange(0, BN)
@@ -136,9 +123,9 @@ def _attend_block(
         o_v = b_row * stride_vb + (o_key % PAGE) * stride_vs
     p_v += o_v[:, None] + o_dv[None, :]  # [BN, BDV]
 
+    b_low = b_position
+    b_high = b_position
     if IS_MASKED:
-        b_low = b_position
-        b_high = b_position
         if IS_TREE:
             b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
@@ -149,10 +136,10 @@ def _attend_block(
         m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
     else:
-        b_v = _load_rows(p_v, o_dv, DV, BDV)
+        b_v = load_rows(p_v, o_dv, DV, BDV)
 
     if BC == BD:
-        b_k = _load_keys(p_k + o_k[:, None], tl.arange(0, BD), m_key, D, BD, IS_MASKED)
+        b_k = load_keys(p_k + o_k[:, None], tl.arange(0, BD), m_key, D, BD, IS_MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
     else:
         # without tensor cores a thread holds whole rows of its operands: a few columns at a time
@@ -161,8 +148,15 @@ def _attend_block(
             o_c = i + tl.arange(0, BC)
             m_q = m_live[:, None] & (o_c < D)[None, :]
             b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
-            b_k = _load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
+            b_k = load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
             b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    if b_slope is not None:
+        b_far = distances(
+            p_words, m_live, b_position, o_key, o_n, b_low, b_high, i_key - length, length,
+            num_words, IS_TREE and IS_MASKED,
+        )  # fmt: skip
+        b_s = b_s * qk_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
+        qk_scale = 1.0
     if IS_MASKED:
         m_s = m_key[None, :] & _is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
@@ -244,6 +238,8 @@ def attend_kernel(
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    slopes=None,  # [H] float32, or none
+    ROUNDS: tl.constexpr = False,
 ):
     # until the wait below nothing is read but integers that are older than the keys
     # neighbors are the KV heads of one part: what is long starts early for all of them
@@ -315,6 +311,9 @@ def attend_kernel(
     i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
     i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
 
+    b_slope = None
+    if slopes is not None:
+        b_slope = tl.load(slopes + o_h, mask=m_row, other=0.0)
     b_m = tl.full([BM], float("-inf"), tl.float32)
     b_l = tl.zeros([BM], tl.float32)
     b_acc = tl.zeros([BM, BDV], tl.float32)
@@ -329,7 +328,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
             length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS,
         )  # fmt: skip
 
     if IS_TREE:
@@ -354,7 +353,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS,
         )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)

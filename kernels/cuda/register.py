@@ -69,18 +69,35 @@ def attend(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
+    slopes: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
     values_in_keys: bool = False,
+    rounds_bias: bool = False,
 ) -> Tensor:
     """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
+    # refused when a model is compiled: passes/rewrite/require_attention.py
+    assert sink_logits is None, "no sinks on this device"
     places = q_start, position, slot, cache_len, ancestors, block_table
     if values_in_keys:
+        # caches hold latents of layers without slopes alone: passes/rewrite/absorb_latent.py
+        assert slopes is None, "no slopes over latents"
         rank = v_cache.shape[3]
         return attend_latent(q, k_cache, rank, *places, scale=scale, window=window, sink=sink)
-    return attend_heads(q, k_cache, v_cache, *places, scale=scale, window=window, sink=sink)
+    return attend_heads(
+        q,
+        k_cache,
+        v_cache,
+        *places,
+        slopes,
+        scale=scale,
+        window=window,
+        sink=sink,
+        rounds_bias=rounds_bias,
+    )
 
 
 def tree_attention(
@@ -104,12 +121,12 @@ def tree_attention(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     most_rows: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
-    # refused when a model is compiled: passes/rewrite/require_attention.py
-    assert sink_logits is None, "no sinks on this device"
+    # refused when a model is compiled, as below
     assert not softcap, "no softcap on this device"
-    assert slopes is None, "no slopes on this device"
+    assert not chunk, "no chunks on this device"
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend(
@@ -122,9 +139,12 @@ def tree_attention(
         cache_len,
         ancestors,
         block_table,
+        sink_logits,
+        slopes,
         scale=scale,
         window=window,
         sink=sink,
+        rounds_bias=rounds_bias,
     )
 
 

@@ -40,6 +40,7 @@ def tree_attention_reference(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     most_rows: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     """Write the in-flight K and V to the paged cache, then attend to prefix and tree ancestors.
 
@@ -73,6 +74,8 @@ def tree_attention_reference(
             scale · (bf16(slope · bf16(key)) - bf16(slope · bf16(token))).
         most_rows: of a sequence that has more tokens than this in the pass, rows are written, and
             outputs are zero: `attend_expanded` attends to them. 0 is no limit.
+        chunk: a token sees no key before position - position % chunk, where its chunk begins, with
+            a window, the first `sink` keys and a path through the region, too; 0 is no limit.
     Returns:
         [H, Nt, DV] in the dtype of q, laid out as [Nt, H, DV], which the next projection reads in
         one piece; softmax and accumulation are in float32.
@@ -97,6 +100,7 @@ def tree_attention_reference(
         softcap=softcap,
         rounds_bias=rounds_bias,
         most_rows=most_rows,
+        chunk=chunk,
     )
 
 
@@ -150,6 +154,7 @@ def attend_reference(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     most_rows: int = 0,
+    chunk: int = 0,
     values_in_keys: bool = False,
 ) -> Tensor:
     """Attend to prefix and tree ancestors, all of them in the cache by now.
@@ -198,6 +203,8 @@ def attend_reference(
                 key_positions = torch.where(in_prefix, columns, positions - after)
             if window:
                 allowed = allowed & ((columns > positions - window) | (columns < sink) | ~in_prefix)
+            if chunk:
+                allowed = allowed & (key_positions >= positions - positions % chunk)
             live = slot[begin:end] >= 0
             # rows that no live token sees may hold anything, and 0 · NaN is NaN
             seen = (allowed & live[:, None]).any(dim=0)

@@ -175,7 +175,8 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
         has_slopes = bound["slopes"] is not None
         is_int8 = bound["k_cache"].meta["val"].dtype == torch.int8
         in_keys = not is_int8 and values_in_keys(node)
-        layer = AttentionLayer(*sizes, beside, bound["softcap"], has_slopes, in_keys)
+        extras = beside, bound["softcap"], has_slopes, bound["chunk"], in_keys
+        layer = AttentionLayer(*sizes, *extras)
         program.layers.append(layer)
 
 

@@ -1,4 +1,4 @@
-"""Recover what an attention mask means: causal, a sliding window, or an error.
+"""Recover what an attention mask means: causal, a sliding window, chunks, or an error.
 
 The rewrite to tree attention deletes the mask, so its meaning is established first, by running
 the mask's own nodes on concrete positions. Nothing is assumed from the model's name or config.
@@ -16,6 +16,7 @@ from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import DENSE_ATTENTION, is_flat_call_graph, masks_are_classified
 from specc.passes.program import Program, Slopes, bind_args, module_path
+from specc.passes.rewrite.find_chunks import find_chunk
 from specc.passes.rewrite.find_slopes import find_slopes, widest
 from specc.passes.rewrite.mask_evaluator import MaskEvaluator, mask_error
 
@@ -30,7 +31,7 @@ _STAND_INS = (700, 1100)
 
 
 class ClassifyMasks(Pass):
-    """Give every attention node a window, 0 is causal without one; and slopes where it has them."""
+    """Give every attention node a window, 0 is causal without one; chunks and slopes, if any."""
 
     requires = (is_flat_call_graph,)
     ensures = (masks_are_classified,)
@@ -38,10 +39,12 @@ class ClassifyMasks(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         known: dict[tuple, tuple[int, Slopes | None]] = {}
+        chunks: dict[fx.Node, int] = {}
         nodes = list(program.calls(*DENSE_ATTENTION))
         if not nodes:
             raise UnsupportedAttentionError(*describe_foreign_attention(program))
         for node in nodes:
+            result.rewrites += 1
             bound = bind_args(node)
             mask = bound["attn_mask"]
             sizes = [bound[key].meta["val"].shape[-2] for key in ("query", "key")]
@@ -55,6 +58,16 @@ class ClassifyMasks(Pass):
                         node, "bidirectional attention: no mask and is_causal is False"
                     )
                 program.windows[node.name] = 0
+                continue
+            if mask not in chunks:
+                chunks[mask] = find_chunk(MaskEvaluator(node, mask))
+            most = program.most_positions
+            if chunks[mask] and most is not None and most <= chunks[mask]:
+                # no sequence reaches the second chunk
+                program.windows[node.name] = 0
+            elif chunks[mask]:
+                program.windows[node.name] = 0
+                program.chunks[node.name] = chunks[mask]
             else:
                 # what products with positions are rounded before depends on the scale
                 heads, scale = int(bound["query"].meta["val"].shape[1]), scale_of(node)
@@ -64,7 +77,6 @@ class ClassifyMasks(Pass):
                 program.windows[node.name] = window
                 if slopes is not None:
                     program.slopes[node.name] = slopes
-            result.rewrites += 1
         return result
 
 

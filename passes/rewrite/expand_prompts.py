@@ -74,8 +74,9 @@ def _absorbed(attention: fx.Node) -> _Absorbed:
     bound = bind_args(attention)
     if bound["k_cache"].meta["val"].dtype != bound["q"].meta["val"].dtype:
         raise NoMatch("its cache has values in rows of their own")
-    if bound["window"] or bound["slopes"] is not None:
-        raise NoMatch("it has a window" if bound["window"] else "it has slopes")
+    for name, what in (("window", "a window"), ("slopes", "slopes"), ("chunk", "chunks")):
+        if bound[name]:
+            raise NoMatch(f"it has {what}")
     queries, (output, *others) = bound["q"], attention.users
     parts = bind_args(queries)["tensors"] if queries.target is aten.cat.default else ()
     products = (*parts[:1], output)

@@ -80,15 +80,19 @@ class MaskEvaluator:
         for node, at in last.items():
             self._releases.setdefault(at, []).append(node)
 
-    def require_linear(self) -> None:
-        """Refuse operators after which an edge could hide beyond the widest evaluation."""
+    def require_linear(self, besides: tuple[str, ...] = ()) -> None:
+        """Refuse operators after which an edge could hide beyond the widest evaluation.
+
+        Args:
+            besides: operators that are known to hide none here.
+        """
         decide = self.deciding()
         for node in self._edges():
             name = name_of(node)
             factors = [item for item in numbers_of(node) if not math.isfinite(item)]
             factors += [item for item in numbers_of(node) if item <= BLOCKED]
             is_fill = name == "mul" and bool(factors)
-            if name not in SHAPE_OPERATORS | LINEAR_OPERATORS and not (
+            if name not in (*besides, *SHAPE_OPERATORS, *LINEAR_OPERATORS) and not (
                 is_fill or (node not in decide and _is_scaled(node))
             ):
                 raise mask_error(

@@ -16,7 +16,7 @@ from specc.passes.program import AttentionLayer, Program
 
 
 class RequireAttention(Pass):
-    """No layer has what the backend lacks: sinks, a softcap, slopes, values in or unlike keys.
+    """No layer has what the backend lacks: sinks, softcaps, slopes, chunks, other values than keys.
 
     Args:
         facts: of the backend.
@@ -50,6 +50,8 @@ def _extras(layer: AttentionLayer) -> dict[str, str]:
         found["softcap"] = f"a softcap of {layer.softcap:g}"
     if layer.has_slopes:
         found["slopes"] = "a bias by the distance of keys (ALiBi)"
+    if layer.chunk:
+        found["chunks"] = f"chunks of {layer.chunk} positions"
     if layer.columns_of_values != layer.head_dim:
         what = LATENT_ROWS if layer.values_in_keys else VALUE_WIDTH
         found[what] = f"keys of {layer.head_dim} columns and values of {layer.value_dim}"

@@ -84,6 +84,7 @@ class RewriteTreeAttention(Pass):
                 softcap=softcap,
                 has_sinks=sinks is not None,
                 has_slopes=slopes is not None,
+                chunk=program.chunks.pop(node.name, 0),
             )
             tilt = None if slopes is None else slopes_input(program, slopes, geometry)
             caches = []
@@ -108,6 +109,7 @@ class RewriteTreeAttention(Pass):
                     scale=scale,
                     window=description.window,
                     **({"softcap": softcap} if softcap else {}),
+                    **({"chunk": description.chunk} if description.chunk else {}),
                     **({"rounds_bias": True} if slopes is not None and slopes.rounds else {}),
                 )
                 output = emit_call(graph, aten.unsqueeze.default, attended, 0)

@@ -16,7 +16,8 @@ class WindowAttention(Pass):
 
     The operator counts both in positions, in prefill and in levels of a tree alike, so all passes
     of a draft compute the same rows. A layer that has a window of its own keeps the smaller of the
-    two, and gets no sink: it has never seen rows further back.
+    two, and gets no sink: it has never seen rows further back. Nor has a layer with chunks, of
+    which the operator keeps its chunk's rows alone, those of the sink, too.
 
     Args:
         rows: what each layer sees.
@@ -32,8 +33,10 @@ class WindowAttention(Pass):
         result = PassResult()
         for number, node in enumerate(program.calls(ops.tree_attention)):
             layer = program.layers[number]
-            if layer.window and layer.window <= self._rows.window:
-                result.decline(node.name, f"it has a window of {layer.window} rows")
+            own = min((rows for rows in (layer.window, layer.chunk) if rows), default=0)
+            if own and own <= self._rows.window:
+                kind = "a window" if own == layer.window else "chunks"
+                result.decline(node.name, f"it has {kind} of {own} rows")
                 continue
             sink = 0 if layer.window else self._rows.sink
             node.kwargs = {**node.kwargs, "window": self._rows.window, "sink": sink}

@@ -53,8 +53,8 @@ class BackendFacts:
         holds_weights: its programs read weights from memory of their own, or from mapped files,
             as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
-            one width: `sinks`, `softcap`, `slopes`, `value width`, and `latent`, where values are
-            the first columns of keys, and caches hold them once.
+            one width: `sinks`, `softcap`, `slopes`, `chunks`, `value width`, and `latent`, where
+            values are the first columns of keys, and caches hold them once.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -129,7 +129,7 @@ class BackendFacts:
 
 _TWO_DTYPES = ("float32", "bfloat16")
 VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
-_EXTRAS = ("sinks", "softcap", "slopes", VALUE_WIDTH, LATENT_ROWS)
+_EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
@@ -180,7 +180,7 @@ register(
         takes_ranks=True, attention=NATIVE,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
-        attention_extras=(LATENT_ROWS,), most_latent=(512, 64), expands_prompts=False,
+        attention_extras=("slopes", LATENT_ROWS), most_latent=(512, 64), expands_prompts=False,
     )
 )  # fmt: skip
 register(

@@ -23,6 +23,7 @@ class LayerEntry:
     Args:
         window: last rows that it attends to; 0 is no limit.
         sink: first rows, besides those of its window.
+        chunk: positions of a chunk, whose tokens attend to each other alone; 0 is no chunks.
         value_dim: columns of a value where they are not those of a key, else 0.
         values_in_keys: a value is the first `value_dim` columns of its key, so that the cache holds
             keys alone.
@@ -39,6 +40,7 @@ class LayerEntry:
     sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
     value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
     values_in_keys: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+    chunk: int = field(default=0, metadata={MAY_BE_ABSENT: True})
 
     @property
     def cached_columns(self) -> tuple[int, ...]:

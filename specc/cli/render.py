@@ -171,7 +171,7 @@ def layers_table(models: Iterable[ModelEntry]) -> Table:
     for model in models:
         groups: dict[tuple[int, int, int, int, int, str], list[int]] = {}
         for number, layer in enumerate(model.layers):
-            sees = (layer.window, layer.sink, _values_of(layer))
+            sees = (layer.window, layer.sink, _chunks_of(layer) + _values_of(layer))
             key = (layer.num_heads, layer.num_kv_heads, layer.head_dim, *sees)
             groups.setdefault(key, []).append(number)
         for (num_heads, num_kv_heads, head_dim, window, sink, values), numbers in groups.items():
@@ -186,6 +186,10 @@ def layers_table(models: Iterable[ModelEntry]) -> Table:
                 format_ranges(numbers),
             )
     return table
+
+
+def _chunks_of(layer: LayerEntry) -> str:
+    return f", in chunks of {layer.chunk}" if layer.chunk else ""
 
 
 def _values_of(layer: LayerEntry) -> str:

@@ -148,6 +148,7 @@ def compile_models(
             )
             source.position_rows = position_limit(program)
             program.integers = source.integers(program)
+            program.most_positions = max_seq_len
         ranks = num_ranks if source.name == TARGET else num_draft_ranks
         layout = first_phases(latent, ranks)
         if isinstance(source.head, MedusaSpec):

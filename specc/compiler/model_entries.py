@@ -44,7 +44,7 @@ def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEn
         slab = list(counts).index(key)
         entry = LayerEntry(
             layer.name, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window,
-            slab, index, layer.sink, layer.value_dim, layer.values_in_keys,
+            slab, index, layer.sink, layer.value_dim, layer.values_in_keys, layer.chunk,
         )  # fmt: skip
         layers.append(entry)
     return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())

@@ -156,7 +156,7 @@ def _entry_of(
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
     kept = every if draft.layers is None else draft.layers.kept(len(layers))
-    windows = [layers[number].window for number in kept]
+    windows = [layers[number].window or layers[number].chunk for number in kept]
     slides = [0 < window < max_seq_len for window in windows]
     has_slopes = any(layer.has_slopes for layer in target.program.layers)
     # over a table of a part of the blocks, distances would be other ones

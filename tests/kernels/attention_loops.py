@@ -143,6 +143,7 @@ class World:
         softcap: float = 0.0,
         slopes: list[float] | None = None,
         rounds_bias: bool = False,
+        chunk: int = 0,
     ) -> torch.Tensor:
         """Run the operator, check outputs and caches against the oracle, return the outputs."""
         flat = [(b, token) for b, sequence in enumerate(tokens) for token in sequence]
@@ -187,6 +188,8 @@ class World:
 
         options = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
         options["rounds_bias"] = rounds_bias
+        if chunk:
+            options["chunk"] = chunk
         beside = None if sinks is None else torch.tensor(sinks, dtype=self.dtype)
         tilt = None if slopes is None else torch.tensor(slopes)
         if tilt is not None and rounds_bias:
@@ -205,6 +208,9 @@ class World:
         for index, (b, token) in enumerate(flat):
             if token.is_live:
                 seen = self.visible(b, token, causal, window, sink)
+                if chunk:
+                    own = token.position // chunk
+                    seen = [slot for slot in seen if self.positions[b, slot] // chunk == own]
                 for head in range(self.heads):
                     own = () if sinks is None else (sinks[head],)
                     added = [0.0] * len(seen)

@@ -150,6 +150,37 @@ def test_slopes(attention, softcap, rounds_bias, dtype, causal):
     world.call(tokens, causal=causal, window=16, sink=1, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
+@pytest.mark.parametrize("window", [0, 4], ids="window{}".format)
+@pytest.mark.parametrize("chunk", [1, 3, 8, 64], ids="chunk{}".format)
+def test_chunks(attention, chunk, window, causal):
+    """A path that crosses into a new chunk leaves its first nodes and all the prefix behind."""
+    lengths = (0, 5, 17)
+    world = World(attention, list(lengths), dim=8, value_dim=6)
+    if causal:
+        tokens = [causal_tokens(n, n + 9) for n in lengths]
+    else:
+        tokens = [tree_tokens(t, n) for t, n in zip((STAR, BUSHY, CHAIN), lengths, strict=True)]
+    world.call(tokens, causal=causal, window=window, sink=2 * bool(window), chunk=chunk)
+
+
+def test_chunks_of_one_level_of_a_draft(attention):
+    """Nodes of levels before are in the cache, and not in the pass."""
+    world = World(attention, [5, 9])
+    trees = (BUSHY, random_parents(12))
+    for nodes in ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]):
+        tokens = [tree_tokens(tree, n, nodes) for tree, n in zip(trees, (5, 9), strict=True)]
+        world.call(tokens, chunk=3)
+
+
+@pytest.mark.parametrize("chunk", [5, 32, 100])
+def test_chunks_of_trees_of_several_words(attention, chunk):
+    tree = random_parents(150, seed=3)
+    chain = list(range(-1, 139))
+    world = World(attention, [7, 60], capacity=220)
+    world.call([tree_tokens(tree, 7), tree_tokens(chain, 60)], chunk=chunk)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_values_that_are_columns_of_keys(attention, dtype):
     """One head of latents, cached once: what writes a value writes what its key has there."""

@@ -140,6 +140,8 @@ def test_whole_pipeline_on_a_real_model(tmp_path):
     assert counts == {
         "ReplaceGroupedMM": 0,
         "ReadTables": 0,
+        "RouteExperts": 0,
+        "ReadPlaces": 0,
         "DropSentinelMasks": 0,
         "ClassifyMasks": layers,
         "RecoverAttention": 0,

@@ -32,7 +32,17 @@ _VISION = {
 }
 
 
-_NAMES = {"Gemma3": "gemma3", "Mistral3": "mistral"}
+_NAMES = {"Gemma3": "gemma3", "Mistral3": "mistral", "Llama4": "llama4_text"}
+# besides those of every model, where it has others
+_VISIONS = {
+    "Mistral3": {"model_type": "pixtral"},
+    "Llama4": {
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "pixel_shuffle_ratio": 0.5,
+    },
+}
 
 
 def wrapper(kind: str) -> Any:
@@ -45,7 +55,7 @@ def wrapper(kind: str) -> Any:
     text = models.tiny_config(name)
     config = getattr(transformers, f"{kind}Config")(
         text_config=text.to_dict(),
-        vision_config=_VISION | ({} if kind == "Gemma3" else {"model_type": "pixtral"}),
+        vision_config=_VISION | _VISIONS.get(kind, {}),
         tie_word_embeddings=False,
         **({"mm_tokens_per_image": 4} if kind == "Gemma3" else {}),
     )
@@ -109,6 +119,7 @@ def older_names(path: Path) -> None:
         ("Gemma3", False),
         pytest.param("Gemma3", True, marks=pytest.mark.slow),
         pytest.param("Mistral3", False, marks=pytest.mark.slow),
+        ("Llama4", False),
         # three positions of each token, which for text are one
         ("Qwen3VL", False),
         *(

@@ -49,12 +49,13 @@ def _tree_attention(rng: random.Random) -> Arguments:
         "softcap": rng.choice((0.0, 0.0, 30.0)),
         "rounds_bias": rng.choice((False, True)),
         "most_rows": rng.choice((0, 0, 1, 4)),
+        "chunk": rng.choice((0, 0, 0, 1, 7, 64)),
     }
 
 
 def _attend_expanded(rng: random.Random) -> Arguments:
     made = _tree_attention(rng)
-    for name in ("k", "v", "v_cache", "slopes", "window", "sink", "rounds_bias"):
+    for name in ("k", "v", "v_cache", "slopes", "window", "sink", "rounds_bias", "chunk"):
         made.pop(name)
     heads, tokens, _ = made["q"].shape
     dtype, shape = made["q"].dtype, made["k_cache"].shape[:2]
@@ -73,7 +74,7 @@ def _attend_expanded(rng: random.Random) -> Arguments:
 def _block_mass(rng: random.Random) -> Arguments:
     made = _tree_attention(rng)
     left_out = ("k", "v", "v_cache", "sink_logits", "slopes", "window", "sink", "softcap")
-    for name in (*left_out, "rounds_bias", "most_rows"):
+    for name in (*left_out, "rounds_bias", "most_rows", "chunk"):
         made.pop(name)
     batch, columns = made["block_table"].shape
     mass = torch.zeros(batch + rng.choice((0, 2)), rng.choice((columns, columns, columns + 3, 0)))

@@ -61,12 +61,13 @@ class Problem:
     unowned: int = 0  # dead tokens after those of the last sequence
     threads: int = 1
     seed: int = 0
-    poison_what_is_cut: bool = False  # by the window, for all tokens
+    poison_what_is_cut: bool = False  # by the window or the chunk, for all tokens
     int8: bool = False  # what caches hold
     sinks: float | None = None  # what the sinks of heads are around
     softcap: float = 0.0
     slopes: float = 0.0  # the largest of the heads
     rounds_bias: bool = False
+    chunk: int = 0
 
     def check(self) -> None:
         """Call the kernel and the oracle; compare outputs and caches."""
@@ -77,7 +78,7 @@ class Problem:
         expected_caches = [cache.clone() for cache in caches]
         q, k, v, *rest = inputs
         options = {"scale": self.dim**-0.5, "window": self.window, "sink": self.sink}
-        options["softcap"] = self.softcap
+        options |= {"softcap": self.softcap, "chunk": self.chunk}
         sinks = None
         if self.sinks is not None:
             sinks = (torch.randn(self.heads) + self.sinks).to(self.dtype)
@@ -174,7 +175,8 @@ class Problem:
                 blocks_of = table[b][slots // block_size]
                 rows = torch.randn(length, self.kv_heads, dim)
                 if self.poison_what_is_cut:
-                    rows[self.sink : length - self.window + 1] = NAN
+                    first = length % self.chunk if self.chunk else self.window - 1
+                    rows[self.sink : length - first] = NAN
                 cache[blocks_of, slots % block_size] = rows
             caches.append(self._stored(cache))
         return caches, table.int()
@@ -228,6 +230,7 @@ def problems(draw) -> Problem:
         softcap=draw(st.sampled_from([0.0, 0.0, 0.5, 20.0])),
         slopes=draw(st.sampled_from([0.0, 0.0, 0.5, 0.01])),
         rounds_bias=draw(st.booleans()),
+        chunk=draw(st.sampled_from([0, 0, 0, 1, 7, 64, 100])),
         seed=seed,
     )
 
@@ -278,6 +281,24 @@ def test_threads_share_sequences_with_slopes(int8, rounds_bias, threads):
     for slopes in (0.5, 0.004):
         options = {"threads": threads, "slopes": slopes, "rounds_bias": rounds_bias, "int8": int8}
         Problem(4, 2, 64, 48, 16, lengths, parents, **options).check()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("int8", [False, True], ids=["rows", "int8"])
+def test_threads_share_sequences_with_chunks(int8, threads):
+    """Tiles before the chunk of a sequence's first token are not read, nor counted as work."""
+    lengths = (0, 2500, 64, 700)
+    parents = tuple(random_tree(70, seed=b) for b in range(len(lengths)))
+    for chunk in (5, 640, 2504):
+        options = {"threads": threads, "chunk": chunk, "int8": int8}
+        Problem(4, 2, 64, 48, 16, lengths, parents, **options).check()
+        Problem(4, 2, 64, 48, 16, lengths, parents, causal=True, **options).check()
+
+
+def test_rows_before_a_chunk_may_be_anything():
+    """The chunk of all tokens begins at 640: rows before it are poison, and not read."""
+    options = {"poison_what_is_cut": True, "chunk": 640}
+    Problem(4, 2, 16, 16, 16, (700,), (random_tree(8),), **options).check()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

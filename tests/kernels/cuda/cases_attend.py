@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class Case:
     dead: tuple[int, ...] = ()
     tail: int = 0
     splits: int | None = 1
+    slopes: float = 0.0  # of the first head; 0 is none
+    rounds: bool = False
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -112,6 +115,25 @@ CASES = {
     ),
     "far-window": Case(((1, 99_000),), False, F16, (2, 1), (16, 16), 0, window=50, sink=3),
 }
+SLOPED_CASES = {
+    "tree": Case(((7, 40), (1, 10), (5, 32)), splits=2, slopes=0.5),
+    "tree-half": Case(((9, 100), (3, 63)), True, F16, block_size=64, splits=2, slopes=0.25),
+    "tree-of-64": Case(((64, 5),), heads=(2, 1), sizes=(16, 16), num_words=2, slopes=0.1),
+    # steps of 64 keys: both halves of their bits
+    "tree-of-64-half": Case(((64, 5),), True, F16, (2, 1), (16, 16), slopes=0.3),
+    "tree-of-3-words": Case(((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, slopes=0.1),
+    "tree-of-4-words": Case(((250, 30),), heads=(1, 1), sizes=(16, 16), slopes=0.2),
+    "draft-level": Case(((4, 70), (4, 31)), first_node=9, splits=2, slopes=0.5),
+    "tree-window-sink": Case(((7, 200), (3, 10)), True, F16, window=20, sink=5, slopes=0.05),
+    "prefill": Case(((40, 0), (23, 50)), False, F16, slopes=0.3),
+    "prefill-fp32": Case(((19, 30), (1, 77)), False, sizes=(32, 32), splits=2, slopes=0.3),
+    "dead-tokens": Case(((5, 70), (2, 9), (4, 20)), dead=(1, 5, 6, 10), tail=3, slopes=0.4),
+    # what wide and few rows take where there are no slopes
+    "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), slopes=0.02),
+    "few": Case(((3, 150),), True, BF16, (4, 2), (64, 64), slopes=0.02),
+    "rounded": Case(((7, 700),), heads=(2, 2), splits=2, slopes=0.01, rounds=True),
+    "rounded-prefill": Case(((40, 300),), False, heads=(2, 1), slopes=0.02, rounds=True),
+}
 # sizes that only a GPU computes in time
 GPU_CASES = {
     "long-tree": Case(((32, 131_000),), True, BF16, (32, 8), (128, 128), splits=None),
@@ -126,7 +148,7 @@ GPU_CASES = {
 @dataclass
 class Call:
     args: tuple[Tensor | None, ...]
-    options: dict[str, float | int]
+    options: dict[str, Any]
 
     def reference(self) -> Tensor:
         """What the oracle makes of the same values in float32."""
@@ -217,6 +239,10 @@ def make_call(case: Case, device: torch.device) -> Call:
         table.to(device),
     )  # fmt: skip
     options = {"scale": case.sizes[0] ** -0.5, "window": case.window, "sink": case.sink}
+    if case.slopes:
+        slopes = case.slopes * 0.6 ** torch.arange(num_heads, dtype=torch.float32)
+        slopes = slopes.bfloat16().float() if case.rounds else slopes
+        options |= {"slopes": slopes.to(device), "rounds_bias": case.rounds}
     return Call(args, options)
 
 

@@ -19,6 +19,7 @@ from tests.kernels.cuda.cases_attend import (
     CASES,
     F16,
     GPU_CASES,
+    SLOPED_CASES,
     Case,
     check_attend,
     check_bad_data,
@@ -60,6 +61,19 @@ SLOW = {"many-sequences", *(f"pairs-{i}" for i in range(1, len(COVERING_CASES), 
 )
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
+
+
+@pytest.mark.parametrize("name", SLOPED_CASES)
+def test_slopes(name: str, device: torch.device) -> None:
+    """Whatever kernel a call without slopes takes, and whichever nodes are in the pass."""
+    check_attend(SLOPED_CASES[name], device)
+
+
+def test_slopes_are_those_of_all_heads(device: torch.device) -> None:
+    call = make_call(SLOPED_CASES["tree"], device)
+    for slopes in (call.options["slopes"][:1], call.options["slopes"].double()):
+        with pytest.raises(ValueError, match="found slopes"):
+            module.attend(*call.args, **(call.options | {"slopes": slopes}))
 
 
 def test_a_scale_is_positive(device: torch.device) -> None:

@@ -21,7 +21,7 @@ OWN = 6
 class Masked(Tiny):
     """What the rewritten program has to compute: `rows` of distance, or of the beginning."""
 
-    window, sink = 0, 0
+    window, sink, chunk = 0, 0, 0
 
     def attend(self, q, k, v, positions):
         places = positions[0]
@@ -29,11 +29,17 @@ class Masked(Tiny):
         mask = distance >= 0
         if self.window:
             mask = mask & ((distance < self.window) | (places[None] < self.sink))
+        if self.chunk:
+            mask = mask & (places[:, None] // self.chunk == places[None] // self.chunk)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
 
 
 class Windowed(Masked):
     window = OWN
+
+
+class Chunked(Masked):
+    chunk = OWN
 
 
 def rewritten(kind, rows):
@@ -49,6 +55,24 @@ def oracle(model, window, sink):
     wanted.load_state_dict(model.state_dict())
     wanted.window, wanted.sink = window, sink
     return wanted
+
+
+@pytest.mark.parametrize(("window", "is_declined"), [(4, False), (OWN, True), (9, True)])
+def test_a_layer_with_chunks_keeps_them(window, is_declined):
+    """Rows of the sink are seen in the first chunk alone."""
+    model, program, result = rewritten(Chunked, KVWindow(window, 2))
+    wanted = Chunked().eval()
+    wanted.load_state_dict(model.state_dict())
+    if not is_declined:
+        wanted.window, wanted.sink = window, 2
+    tokens = random_tokens(23)
+    found = program_logits(program, model, tokens)
+    torch.testing.assert_close(found, dense_logits(wanted, tokens), rtol=1e-5, atol=1e-5)
+    assert program.layers[0].chunk == OWN
+    assert [bool(item) for item in (result.rewrites, result.declined)] == [
+        not is_declined,
+        is_declined,
+    ]
 
 
 CASES = [

@@ -104,17 +104,6 @@ def test_tokenizers_without_known_bytes_differ(compile_into, tiny_models, tmp_pa
 
 
 UNSUPPORTED = {
-    "chunked": (
-        "Llama4ForCausalLM",
-        "layers.0.self_attn",
-        {
-            "model_type": "llama4_text",
-            "num_hidden_layers": 1,
-            "head_dim": 8,
-            "intermediate_size_mlp": 64,
-            "num_local_experts": 2,
-        },
-    ),
     "bidirectional": (
         "BertLMHeadModel",
         "layer.0.attention",
