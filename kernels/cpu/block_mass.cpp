@@ -2,6 +2,7 @@
 // of work are the KV heads of sequences that vote; each has sums of its own, which are added up in
 // order, so that the result does not depend on the number of threads.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "kernels.h"
 #include "kv_rows.h"
 #include "refusal.h"
+#include "team.h"
 #include "vec.h"
 
 namespace specc {
@@ -145,9 +147,11 @@ void run(const BlockMass& a, const std::vector<Sequence>& sequences, int num_thr
   const int64_t heads = a.pass.num_kv_heads;
   const int64_t units = heads * static_cast<int64_t>(sequences.size());
   std::vector<float> sums(units * a.columns);
-#pragma omp parallel for schedule(dynamic) num_threads(std::max(num_threads, 1))
-  for (int64_t i = 0; i < units; ++i)
-    Unit<T, S>(a, sequences[i / heads], i % heads, sums.data() + i * a.columns).run();
+  std::atomic<int64_t> next{0};
+  in_parallel(num_threads, [&](int64_t, int64_t, const auto&) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < units;)
+      Unit<T, S>(a, sequences[i / heads], i % heads, sums.data() + i * a.columns).run();
+  });
   for (int64_t i = 0; i < units; ++i) {
     float* mass = a.mass + sequences[i / heads].index * a.row_stride;
     for (int64_t c = 0; c < a.columns; ++c) mass[c] += sums[i * a.columns + c];

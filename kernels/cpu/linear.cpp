@@ -18,8 +18,6 @@
 #pragma GCC optimize("no-associative-math")
 #endif
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -28,6 +26,7 @@
 
 #include "ahead.h"
 #include "kernels.h"
+#include "team.h"
 #include "vec.h"
 
 namespace specc {
@@ -249,15 +248,24 @@ void run(const Linear& a, int num_threads) {
   const int64_t blocks = (a.n + kBlock - 1) / kBlock;
   const int64_t parts = (a.rows + kMaxRows - 1) / kMaxRows;
   const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
-  {
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
+  const int threads = is_tiny ? 1 : num_threads;
+  if (Team* team = team_of_pass; team != nullptr && threads > 1 && parts == 1) {
+    constexpr int64_t kColumns = Unit<E>::kColumns;
+    const int64_t bytes = (a.k + kColumns - 1) / kColumns * kUnitBytes;
+    team->share(threads, {static_cast<const char*>(a.w), blocks, bytes},
+                [&](const auto& take) {
+                  const Rows<E> rows(a, 0, a.rows);
+                  for (int64_t begin, end; take(begin, end);) rows.multiply(begin, end);
+                });
+    return;
+  }
+  in_parallel(threads, [&](int64_t thread, int64_t count, const auto&) {
+    const int64_t begin = blocks * thread / count, end = blocks * (thread + 1) / count;
     for (int64_t i = 0; i < parts && begin < end; ++i) {
       const int64_t row = a.rows * i / parts;
       Rows<E>(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -2,12 +2,11 @@
 // linear_q.cpp and linear_fp8.cpp. The layout is that of specc/artifact/quantized_layout.py.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 
 #include "kernels.h"
+#include "team.h"
 
 namespace specc::quantized {
 
@@ -51,11 +50,20 @@ void run(const LinearQ* products, int64_t count, int num_threads) {
   int64_t work = 0;
   for (int64_t i = 0; i < count; ++i) work += products[i].rows * products[i].n * products[i].k;
   const bool is_tiny = work < kSerialWork;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && !is_tiny)
-  {
-    const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  const int threads = is_tiny ? 1 : num_threads;
+  if (Team* team = team_of_pass;
+      team != nullptr && threads > 1 && count == 1 && products[0].rows <= kMaxRows) {
+    const LinearQ& a = products[0];
+    const auto* w = reinterpret_cast<const char*>(a.w);
+    team->share(threads, {w, blocks, block_bytes(a)}, [&](const auto& take) {
+      const Rows rows(a, 0, a.rows);
+      for (int64_t begin, end; take(begin, end);) rows.multiply(begin, end);
+    });
+    return;
+  }
+  in_parallel(threads, [&](int64_t thread, int64_t of, const auto&) {
     const int64_t all = count * blocks;
-    const int64_t first = all * thread / threads, last = all * (thread + 1) / threads;
+    const int64_t first = all * thread / of, last = all * (thread + 1) / of;
     for (int64_t i = 0; i < count; ++i) {
       const LinearQ& a = products[i];
       const int64_t begin = std::max<int64_t>(first - i * blocks, 0);
@@ -66,7 +74,7 @@ void run(const LinearQ* products, int64_t count, int num_threads) {
         Rows(a, row, a.rows * (part + 1) / parts - row).multiply(begin, end);
       }
     }
-  }
+  });
 }
 
 }  // namespace specc::quantized

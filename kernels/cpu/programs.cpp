@@ -101,10 +101,23 @@ at::Tensor CompiledProgram::run(std::vector<at::Tensor> inputs) {
   TORCH_CHECK(!inputs.empty(), "the tokens of a pass");
   if (takes_mass_ && inputs.size() == kNumFlat) inputs.push_back(at::empty({1, 0}, at::kFloat));
   if (is_flat_) check_flat(inputs);
-  const PassThreads threads(num_threads_, inputs[0].numel() <= narrow_rows_ ? 1 : num_threads_);
+  const bool is_narrow = inputs[0].numel() <= narrow_rows_;
   // compiled code takes the strides of its example inputs for granted
   for (at::Tensor& input : inputs) input = input.contiguous();
   inputs.insert(inputs.end(), caches_.begin(), caches_.end());
+  if (!is_narrow) return run_loops_on(num_threads_, std::move(inputs));
+  if (num_threads_ == 1 || omp_in_parallel() || has_team_.test_and_set(std::memory_order_acquire))
+    return run_loops_on(1, std::move(inputs));
+  const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> given_back(
+      &has_team_, [](std::atomic_flag* flag) { flag->clear(std::memory_order_release); });
+  at::Tensor result;
+  with_team(num_threads_, order_, [&] { result = run_loops_on(1, std::move(inputs)); });
+  return result;
+}
+
+// Runs the program on the calling thread.
+at::Tensor CompiledProgram::run_loops_on(int loops, std::vector<at::Tensor>&& inputs) {
+  const PassThreads threads(num_threads_, loops);
   FailureText failure;
   try {
     return loader_.boxed_run(std::move(inputs))[0];

@@ -5,6 +5,7 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/custom_class.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "bus_errors.h"
+#include "team.h"
 
 namespace specc {
 
@@ -35,7 +37,8 @@ class CompiledProgram : public Program {
   void set_num_threads(int64_t count);
   int64_t num_threads() { return num_threads_; }
   // In passes of up to this many rows the loops that Inductor generated run on one thread, since
-  // they take less time than the barriers would; the kernels that read weights and caches use all.
+  // they take less time than the barriers would; the kernels that read weights and caches use all,
+  // as a team (team.h).
   void set_narrow_rows(int64_t count);
 
   // Names of the constants that bind_weights has to give.
@@ -63,7 +66,10 @@ class CompiledProgram : public Program {
   bool is_flat_ = false, takes_mass_ = false;
   std::vector<int64_t> hidden_sizes_;
   at::ScalarType hidden_dtype_ = at::kFloat;
+  WeightOrder order_;
+  std::atomic_flag has_team_;  // a pass of another thread uses the order
 
+  at::Tensor run_loops_on(int loops, std::vector<at::Tensor>&& inputs);
   void check_hidden(const at::Tensor& hidden, int64_t tokens) const;
   void check_flat(const std::vector<at::Tensor>& inputs) const;
 };

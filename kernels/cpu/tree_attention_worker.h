@@ -2,8 +2,6 @@
 // tiles to another, and merges what was cut. Included after the pragma of tree_attention.cpp.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -11,6 +9,7 @@
 
 #include "kernels.h"
 #include "kv_rows.h"
+#include "team.h"
 #include "tree_attention_ahead.h"
 #include "tree_attention_plan.h"
 #include "tree_attention_tile.h"
@@ -368,19 +367,16 @@ void run(const TreeAttention& a, int num_threads) {
   const int64_t width = Tile::width(a.value_dim);
   const size_t size = 2 * threads * Accumulator::size(plan.max_unit_rows, width);
   if (plan.partial.size() < size) plan.partial.resize(size);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
+  in_parallel(threads, [&](int64_t thread, int64_t count, const auto& barrier) {
     Worker<T, Tile> worker(a, plan);
     worker.write(a.num_tokens * thread / count, a.num_tokens * (thread + 1) / count);
-    // a token sees rows that other threads write
-#pragma omp barrier
+    barrier();  // a token sees rows that other threads write
     const Place begin = plan.place(plan.cost * thread / count);
     const Place end = plan.place(plan.cost * (thread + 1) / count);
     worker.attend(begin, end, thread);
-#pragma omp barrier
+    barrier();
     worker.merge(begin, end, thread, count);
-  }
+  });
 }
 
 }  // namespace specc::attention

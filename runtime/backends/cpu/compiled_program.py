@@ -23,7 +23,7 @@ _DO = "compile the engine again"
 # position of `ancestors` in the inputs of a program
 _ANCESTORS = 5
 # values of a loop that take a thread as long as sharing them among threads does
-_WORK_OF_BARRIERS = 24_000
+_WORK_OF_BARRIERS = 41_000
 # the first version that loads a package which is a directory
 _DIRECTORIES_SINCE = (2, 13)
 

@@ -21,8 +21,14 @@ from tests.tiers import only
 
 WRAPPER = """
 #include "kernels.h"
+#include "team.h"
 extern "C" __attribute__((visibility("default"))) void run_linear(const specc::Linear* a, int n) {
   specc::linear(*a, n);
+}
+// as a program's pass does
+extern "C" __attribute__((visibility("default"))) void run_in_team(const specc::Linear* a, int n) {
+  specc::WeightOrder order;
+  specc::with_team(n, order, [&] { specc::linear(*a, n); });
 }
 """
 # -march and the instructions that running it takes
@@ -83,11 +89,13 @@ def run(
     *,
     threads: int = 1,
     y_stride: int | None = None,
+    in_team: bool = False,
 ) -> Tensor:
     """Call the kernel on a weight [N, K]; nothing around y may change."""
     return run_blocks(
-        library, x, to_blocks(weight), bias, weight.shape[0], threads=threads, y_stride=y_stride
-    )
+        library, x, to_blocks(weight), bias, weight.shape[0], threads=threads, y_stride=y_stride,
+        in_team=in_team,
+    )  # fmt: skip
 
 
 def run_blocks(
@@ -99,6 +107,7 @@ def run_blocks(
     *,
     threads: int = 1,
     y_stride: int | None = None,
+    in_team: bool = False,
 ) -> Tensor:
     rows, k = x.shape
     y_stride = n if y_stride is None else y_stride
@@ -116,7 +125,8 @@ def run_blocks(
         around[1:].data_ptr(),
         y_stride,
     )
-    library.run_linear(ctypes.byref(arguments), threads)
+    call = library.run_in_team if in_team else library.run_linear
+    call(ctypes.byref(arguments), threads)
     assert (around[[0, -1]] == CANARY).all()
     assert (around[:, n:] == CANARY).all()
     return around[1:-1, :n].clone()
@@ -207,6 +217,8 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, k, dtype):
             first = 70 - rows
             got = run(library, x[first:], weight, bias, threads=threads)
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
+        got = run(library, x[first:], weight, bias, threads=3, in_team=True)
+        assert torch.equal(got, want[first:]), f"{rows} rows, a team"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,9 +22,16 @@ from tests.tiers import every, only
 
 WRAPPER = """
 #include "kernels.h"
+#include "team.h"
 extern "C" __attribute__((visibility("default"))) void run_linear_q(const specc::LinearQ* a,
                                                                     long count, int n) {
   specc::linear_q(a, count, n);
+}
+// as a program's pass does
+extern "C" __attribute__((visibility("default"))) void run_in_team(const specc::LinearQ* a,
+                                                                   long count, int n) {
+  specc::WeightOrder order;
+  specc::with_team(n, order, [&] { specc::linear_q(a, count, n); });
 }
 """
 # -march → the instructions that running it takes; native is vpdpbusd where the machine has it
@@ -99,11 +106,13 @@ def run(
     layout: QuantizedLayout,
     *,
     threads: int = 1,
+    in_team: bool = False,
     y_stride: int | None = None,
 ) -> Tensor:
     """Call the kernel; nothing around y may change."""
     arguments, around = product(x, stored, bias, n, layout, y_stride)
-    library.run_linear_q(ctypes.byref(arguments), 1, threads)
+    call = library.run_in_team if in_team else library.run_linear_q
+    call(ctypes.byref(arguments), 1, threads)
     return result_of(around, n)
 
 
@@ -225,6 +234,8 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, dtype, layo
             first = 70 - rows
             got = run(library, x[first:], stored, bias, n, layout, threads=threads)
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
+        got = run(library, x[first:], stored, bias, n, layout, threads=3, in_team=True)
+        assert torch.equal(got, want[first:]), f"{rows} rows, a team"
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 12, 14)], ids=lambda i: i.name)

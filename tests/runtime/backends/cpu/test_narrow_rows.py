@@ -22,15 +22,15 @@ def plain(outputs: int, inputs: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("inputs", "rows"),
     [
-        ([plain(2048, 256), plain(256, 768)], 31),
-        ([plain(256, 5120), plain(10_240, 256)], 4),
+        ([plain(2048, 256), plain(256, 768)], 53),
+        ([plain(256, 5120), plain(10_240, 256)], 8),
         # narrow models are no exception to what all share at 64 rows
         ([plain(260, 32), plain(32, 64)], 64),
-        ([plain(4096, 14_336)], 1),
-        ([plain(8, 30_000)], 1),
+        ([plain(4096, 14_336)], 2),
+        ([plain(8, 50_000)], 1),
         # in blocks, and as integers: the sizes that the matrix had
-        ([{"kind": "weight", "shape": [8, 2560, 32, 2], "blocks_of": [256, 5120]}], 4),
-        ([{"kind": "weight", "shape": [3, 896], "quantized_of": [80, 2400]}], 10),
+        ([{"kind": "weight", "shape": [8, 2560, 32, 2], "blocks_of": [256, 5120]}], 8),
+        ([{"kind": "weight", "shape": [3, 896], "quantized_of": [80, 2400]}], 17),
         ([], 64),
     ],
 )
