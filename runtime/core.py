@@ -37,6 +37,8 @@ class EngineCore:
         adapts_verification: how much of its tree the target verifies is chosen for each request.
         confidence_threshold: least probability of a draft token that is verified, as its drafter
             says it; 0 verifies all.
+        multi_step_s: seconds that steps in a row may take before requests are looked at; 0 looks at
+            them after each.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
         ConfigError: micro-batches of an engine without stages; adaptive verification where no
@@ -55,6 +57,7 @@ class EngineCore:
         micro_batches: int | None = None,
         adapts_verification: bool = False,
         confidence_threshold: float = 0.0,
+        multi_step_s: float = 0.0,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -117,7 +120,7 @@ class EngineCore:
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
-        self.in_flight = InFlight(self.scheduler, self.runner, num_batches)
+        self.in_flight = InFlight(self.scheduler, self.runner, num_batches, multi_step_s)
         self.requests = RequestMaker(
             engine,
             plan if is_fixed else None,

@@ -89,6 +89,14 @@ class EngineArgs:
         least=0,
         most=1,
     )
+    multi_step_ms: float = option(
+        20.0,
+        "Run steps in a row for up to so many milliseconds before requests are looked at, where"
+        " nothing waits and nothing but the plan decides (cpu, eager): outputs are the same, tokens"
+        " of a stream come together. 0 looks after each step.",
+        least=0,
+        most=1000,
+    )
     max_num_seqs: int | None = option(
         None, "Requests that run together; else as compiled.", least=1
     )
@@ -275,6 +283,7 @@ class EngineArgs:
             micro_batches=self.micro_batches,
             adapts_verification=self.adapts_verification,
             confidence_threshold=self.confidence_threshold,
+            multi_step_s=self.multi_step_ms / 1000,
         )
 
     def of_loaded(self, engine: Engine) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.scheduler import Scheduler
+from specc.runtime.scheduling.step_pace import StepPace
 
 
 class Queued(NamedTuple):
@@ -43,18 +45,29 @@ class InFlight:
     has an equal part of all requests that run, and each has steps of its own. Policies that need
     the results of all steps before they choose have one batch at a time.
 
+    What the host itself runs is looked at after every step, or after several where these follow
+    from nothing that the host decides (`Scheduler.steps_in_a_row`): it takes the interpreter, whose
+    code the weights of a step have driven out of the caches, about a third of a millisecond to come
+    back to. A sequence that ends in the first of them has no part in what the others bring.
+
     Args:
         scheduler: picks batches and commits their results.
         runner: runs or queues them.
         num_batches: of disjoint requests in flight, of a target in stages; None is another target.
+        interval_s: seconds that steps in a row may take before requests are looked at; 0 has none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, num_batches: int | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        num_batches: int | None = None,
+        interval_s: float = 0.0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self.num_batches = num_batches
+        self._pace = StepPace(interval_s)
         self.queued: deque[Queued] = deque()
         self.num_iterations = self.num_ahead = self.num_beside = 0
         # False within a call, and where one ended early
@@ -91,7 +104,7 @@ class InFlight:
             self.num_iterations += 1
             pending = self._runner.queue(batch)
             if pending is None:
-                self._scheduler.postprocess(batch, self._runner.run(batch))
+                self._run(batch)
                 return True
             self._hold(batch, pending)
         # nothing is queued before it any more
@@ -102,6 +115,22 @@ class InFlight:
             self._queue_beside()
         self._finish_oldest()
         return True
+
+    def _run(self, batch: Batch) -> None:
+        """Run a batch here, and its steps again as often as nobody has to look at the requests."""
+        count = self._scheduler.steps_in_a_row(batch, self._pace.most(batch))
+        begin_s = time.perf_counter()
+        if count == 1:
+            results = [self._runner.run(batch)]
+        else:
+            results = self._runner.run_in_a_row(batch, count)
+            self.num_iterations += len(results) - 1
+            # a request that ends by the first of them keeps its blocks for the last
+            for _ in results:
+                self._scheduler.hold(batch)
+        self._pace.took(batch, time.perf_counter() - begin_s, len(results))
+        for result in results:
+            self._scheduler.postprocess(batch, result)
 
     def _queue_ahead(self) -> None:
         """Queue the iteration after the only one that is queued, where it needs no results."""

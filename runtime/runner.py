@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime.backends.captured.step_scores import StepExtras
-from specc.runtime.backends.step import Model, PendingStep, QueuedStep, Step
+from specc.runtime.backends.step import Model, PendingStep, QueuedStep, RepeatedStep, Step
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar_masks import has_masks
@@ -148,6 +148,43 @@ class Runner:
             result.steps.append(step)
             result.logprobs.append(logprobs_after(group, step))
         return result
+
+    def run_in_a_row(self, batch: Batch, count: int) -> list[RunResult]:
+        """`run`, and the batch's only step again, each time from where the last one has ended.
+
+        It ends early where a token ends the output of a request, and after the first step where
+        somebody has a part in each (grammars, controls, log probabilities, votes of self-drafts,
+        other ranks), or the step cannot be repeated.
+
+        Args:
+            batch: without prompts, of one plan, for which the host brings nothing.
+            count: steps, 1 or more.
+        Returns:
+            of each step that ran.
+        """
+        group = batch.groups[0]
+        if count == 1 or (repeated := self._repeated(batch)) is None:
+            return [self.run(batch)]
+        if group.plan.models:
+            self._prompts.catch_up(group)
+        ends = sorted({token for request in group.requests for token in request.end_token_ids})
+        inputs = self._inputs(group)
+        steps = repeated.advance_often(inputs, self._cache.environment, count, ends)
+        return [RunResult(steps=[step], logprobs=[None]) for step in steps]
+
+    def _repeated(self, batch: Batch) -> RepeatedStep | None:
+        """The step of a batch's only group, where nobody has a part in what comes between two."""
+        group = batch.groups[0]
+        if (
+            self._drawn is not None
+            or self._staged is not None
+            or group.plan.chooses_blocks
+            or has_masks(group.requests)
+            or wants_logprobs(group.requests)
+            or self._is_shared(batch)
+        ):
+            return None
+        return self._steps[group.plan.name].repeated
 
     def queue(self, batch: Batch) -> PendingBatch | None:
         """Queue a batch and return before it is done; None where only `run` can run it.

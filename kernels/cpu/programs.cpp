@@ -357,6 +357,41 @@ std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::step(
   return {found, seconds_};
 }
 
+std::tuple<std::vector<int64_t>, std::vector<double>> StepRunner::steps(
+    std::vector<int64_t> rows, const at::Tensor& block_table, const std::vector<int64_t>& results,
+    int64_t count, const std::vector<int64_t>& ends) {
+  TORCH_CHECK(count >= 1, "1 step or more, not ", count);
+  TORCH_CHECK(results.size() >= 3, "results to go on from");
+  const int64_t batch = block_table.size(0), last = static_cast<int64_t>(stages_.size());
+  std::vector<int64_t> found;
+  std::vector<double> seconds;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [own, own_seconds] = step(rows, block_table, results, 0, last, {});
+    found.insert(found.end(), own.begin(), own.end());
+    seconds.insert(seconds.end(), own_seconds.begin(), own_seconds.end());
+    if (i + 1 < count && !go_on(own, batch, get(results[1]).size(1), ends, rows)) break;
+  }
+  return {found, seconds};
+}
+
+// Makes `rows` those of the next step; false where a token ends a sequence.
+bool StepRunner::go_on(const std::vector<int64_t>& found, int64_t batch, int64_t width,
+                       const std::vector<int64_t>& ends, std::vector<int64_t>& rows) {
+  const int64_t stride = static_cast<int64_t>(rows.size()) / batch, num_last = stride - 1;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t emitted = found[b] + 1;
+    const int64_t* tokens = found.data() + batch + b * width;
+    for (int64_t i = 0; i < emitted; ++i)
+      if (std::find(ends.begin(), ends.end(), tokens[i]) != ends.end()) return false;
+    int64_t* row = rows.data() + b * stride;
+    const int64_t kept = std::max<int64_t>(0, num_last - emitted);
+    std::copy(row + num_last - kept, row + num_last, row);
+    std::copy(tokens + emitted - (num_last - kept), tokens + emitted, row + kept);
+    row[num_last] = found[batch * (1 + width) + b];
+  }
+  return true;
+}
+
 void StepRunner::set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table) {
   TORCH_CHECK(values_.size() >= 3, "values for the inputs of a step");
   const int64_t batch = block_table.size(0);
@@ -427,6 +462,7 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("pass_on", &StepRunner::pass_on)
       .def("run", &StepRunner::run)
       .def("step", &StepRunner::step)
+      .def("steps", &StepRunner::steps)
       .def("get", &StepRunner::get)
       .def("outputs", &StepRunner::outputs)
       .def("seconds", &StepRunner::seconds)

@@ -115,6 +115,15 @@ class StepRunner : public torch::CustomClassHolder {
                                                              const std::vector<int64_t>& results,
                                                              int64_t first, int64_t last,
                                                              const std::vector<int64_t>& kept);
+  // Whole steps from there on, `count` at most, each from where the one before has ended; the last
+  // is one that brings a sequence a token of `ends`. The first three results are num_accepted [B],
+  // output_tokens [B, P] and next_cache_len [B]. Returns what `step` does of each, one after the
+  // other: nothing between two steps waits for whoever reads them.
+  std::tuple<std::vector<int64_t>, std::vector<double>> steps(std::vector<int64_t> rows,
+                                                              const at::Tensor& block_table,
+                                                              const std::vector<int64_t>& results,
+                                                              int64_t count,
+                                                              const std::vector<int64_t>& ends);
   at::Tensor get(int64_t slot);
   std::vector<at::Tensor> outputs(const std::vector<int64_t>& slots);
   // Seconds that each stage took in its last run, and the part of it inside programs.
@@ -144,6 +153,8 @@ class StepRunner : public torch::CustomClassHolder {
   Instruction& last();
   int64_t known(int64_t slot) const;  // slot; throws where there is none
   void set_inputs(const std::vector<int64_t>& rows, const at::Tensor& block_table);
+  static bool go_on(const std::vector<int64_t>& found, int64_t batch, int64_t width,
+                    const std::vector<int64_t>& ends, std::vector<int64_t>& rows);
   void run_stages(int64_t first, int64_t last);
   void forget_passed_on(const std::vector<int64_t>& kept);
   void execute(const Instruction& instruction);

@@ -22,8 +22,8 @@ class Model(Protocol):
 class Step(Protocol):
     """One plan's step.
 
-    What more can be done with it than to run it as a whole, and wait, it says itself: `staged` and
-    `queued` are the step again, or None.
+    What more can be done with it than to run it as a whole, and wait, it says itself: `staged`,
+    `queued` and `repeated` are the step again, or None.
 
     `before_accept`, where set, is called with all values between verification and acceptance.
     """
@@ -41,6 +41,11 @@ class Step(Protocol):
         """The step, where a device runs what is queued on it; None where the host runs it."""
         ...
 
+    @property
+    def repeated(self) -> RepeatedStep | None:
+        """The step, where it can run several times in a row; None where it cannot."""
+        ...
+
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
@@ -50,6 +55,26 @@ class Step(Protocol):
             inputs: of the host.
             slabs: caches and history under their names in the environment.
             reads: names of values that the caller wants to see.
+        """
+        ...
+
+
+class RepeatedStep(Step, Protocol):
+    """A step that the host can run several times before anybody looks at a result."""
+
+    def advance_often(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], count: int, ends: Sequence[int]
+    ) -> list[StepResult]:
+        """`advance` up to `count` times, each time from where the last one has ended.
+
+        Args:
+            inputs: of the first step, without masks; the others have its block table, whose blocks
+                are enough for all of them.
+            slabs: see `Step.advance`.
+            count: 1 or more.
+            ends: tokens; a step that brings a request one of them is the last.
+        Returns:
+            of each step that ran.
         """
         ...
 

@@ -74,6 +74,11 @@ class LedStep:
         return self
 
     @property
+    def repeated(self) -> None:
+        """Each is run by itself."""
+        return None
+
+    @property
     def queued(self) -> None:
         """The host runs it."""
         return None

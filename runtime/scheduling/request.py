@@ -238,6 +238,11 @@ class Request:
                 return count
         return len(token_ids)
 
+    @property
+    def end_token_ids(self) -> Set[int]:
+        """Tokens that end the output, whatever its text is."""
+        return self._eos_token_ids | self._stop_token_ids
+
     def to_output(self) -> RequestOutput:
         has_logprobs = self.params.logprobs is not None
         completion = CompletionOutput(

@@ -144,6 +144,25 @@ class RequestBlocks:
                 return False
         return True
 
+    def steps_held(self, requests: Sequence[Request], plan: SpecPlan, most: int) -> int:
+        """How many steps of a plan can follow each other; each has the blocks of the first one.
+
+        Blocks for the others are taken, but not at the cost of somebody's next step.
+
+        Args:
+            requests: of the steps.
+            plan: of all steps.
+            most: steps, 1 or more.
+        """
+        per_step = plan.max_depth + 1
+        for request in requests:
+            more = (most - 1) * per_step
+            if self.missing(request, plan, more) + len(requests) <= self.num_free:
+                self.grow(request, plan, more)
+            rows = len(request.blocks) * self._size - request.cache_len - plan.num_reached_rows
+            most = min(most, 1 + max(0, rows) // per_step)
+        return most
+
     def publish(self, request: Request) -> None:
         """Let later requests find what a request has committed."""
         if self._shares_prefixes and request.blocks:

@@ -291,6 +291,34 @@ class Scheduler:
         """The policy chooses without the results of the last iteration, or can do so late."""
         return not self.policy.needs_results or self.policy.chooses_late
 
+    def steps_in_a_row(self, batch: Batch, most: int) -> int:
+        """How often the steps of a batch can run before anybody looks at their results.
+
+        Once where results decide what comes next: somebody waits or has a deadline, prompts or
+        several plans run, the policy or the host has a say in each step, or blocks, positions or
+        tokens that are left of a request run out.
+
+        Args:
+            batch: just scheduled, with nothing in flight.
+            most: steps, 1 or more.
+        """
+        if most == 1 or batch.prefill or len(batch.groups) != 1:
+            return 1
+        group = batch.groups[0]
+        requests, plan = group.requests, group.plan
+        if self.waiting or self._has_deadlines or len(requests) < len(self.running):
+            return 1
+        if group.extra or group.live or self.policy.needs_results:
+            return 1
+        per_step = plan.max_depth + 1
+        for request in requests:
+            # of a step that this request is certain to have no part in, its row would be for nothing
+            most = min(most, -(-request.num_tokens_left // per_step))
+            if plan.speculates:
+                room = self._position_limit - 1 - plan.max_depth - request.cache_len
+                most = min(most, 1 + max(0, room) // per_step)
+        return self._blocks.steps_held(requests, plan, max(1, most))
+
     def hold(self, batch: Batch) -> None:
         """The batch is queued: until `postprocess`, the blocks of its requests stay theirs."""
         self._blocks.hold(batch.requests)

@@ -115,6 +115,11 @@ class CapturedStep:
         return None
 
     @property
+    def repeated(self) -> None:
+        """Each is run by itself."""
+        return None
+
+    @property
     def queued(self) -> QueuedStep | None:
         """Itself: see `QueuedStep`."""
         return self

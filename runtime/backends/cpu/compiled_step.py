@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
 from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import plan_of
-from specc.runtime.backends.step import StagedStep
+from specc.runtime.backends.step import RepeatedStep, StagedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
@@ -111,6 +111,34 @@ class CompiledStep:
                 self.before_accept(self._values)
         return self._finish(flat_rows, block_table, first, reads)
 
+    @property
+    def repeated(self) -> RepeatedStep | None:
+        """Itself, where nobody looks at values between two of its stages."""
+        return self if self.before_accept is None else None
+
+    def advance_often(
+        self, inputs: StepInputs, slabs: Mapping[str, Tensor], count: int, ends: Sequence[int]
+    ) -> list[StepResult]:
+        """See `RepeatedStep`."""
+        self._encoder.bind(slabs)
+        self._encoder.bind_rows(inputs)
+        flat_rows = [value for row in inputs.rows for value in row]
+        batch = inputs.block_table.shape[0]
+        ints, seconds = self._native_call(
+            self._native.steps, flat_rows, inputs.block_table, self._encoder.host_slots, count, ends
+        )
+        num_steps = len(seconds) // self._end
+        width = len(ints) // num_steps
+        return [
+            self._result(
+                ints[i * width : (i + 1) * width],
+                seconds[i * self._end : (i + 1) * self._end],
+                batch,
+                {},
+            )
+            for i in range(num_steps)
+        ]
+
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
         """Run what stands before the target's pass; see `Drafted`."""
         self._encoder.bind(slabs)
@@ -156,7 +184,17 @@ class CompiledStep:
         slots, last = self._encoder.host_slots, self._end
         kept = [self._encoder.slot_of(name) for name in reads]
         ints, seconds = self._step(flat_rows, block_table, slots, first, last, kept)
-        batch = block_table.shape[0]
+        values = {name: native.get(slot) for name, slot in zip(reads, kept)}  # noqa: B905
+        return self._result(ints, seconds, block_table.shape[0], values)
+
+    def _result(
+        self,
+        ints: list[int],
+        seconds: Sequence[float],
+        batch: int,
+        values: dict[str, Tensor],
+    ) -> StepResult:
+        """What the runner's integers say of one step."""
         width = self._width
         end = batch * (1 + width)
         if batch == 1:
@@ -173,18 +211,22 @@ class CompiledStep:
                 for draft, start in zip(self._drafts, starts)  # noqa: B905
             },
             self._stage_s(seconds),
-            {name: native.get(slot) for name, slot in zip(reads, kept)},  # noqa: B905
+            values,
         )
 
     def _step(self, *arguments: Any) -> Any:
-        """Run some stages; see `StepRunner.step` of kernels/cpu/step.cpp.
+        """Run some stages; see `StepRunner.step` of kernels/cpu/programs.h."""
+        return self._native_call(self._native.step, *arguments)
+
+    def _native_call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """A method of the native runner.
 
         Raises:
             EngineError: weights that stay in their file could not be read.
             RankError: another rank is why a collective failed, whatever it could not read.
         """
         try:
-            return self._native.step(*arguments)
+            return call(*arguments)
         except RuntimeError as error:
             raise rank_error(error) or stream_error(error) or error from None
 

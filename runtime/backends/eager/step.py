@@ -90,6 +90,11 @@ class EagerStep:
         return self
 
     @property
+    def repeated(self) -> None:
+        """Each is run by itself."""
+        return None
+
+    @property
     def queued(self) -> None:
         """The host runs it."""
         return None

@@ -25,6 +25,7 @@ def run(
             "policy",
             "adapts_verification",
             "confidence_threshold",
+            "multi_step_ms",
             "verify",
             "num_threads",
             "backend",

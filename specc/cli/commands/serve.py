@@ -23,6 +23,7 @@ def serve(
             "policy",
             "adapts_verification",
             "confidence_threshold",
+            "multi_step_ms",
             "max_num_seqs",
             "kv_cache_tokens",
             "shares_prefixes",

@@ -419,3 +419,25 @@ def test_a_prefix_of_a_draft_ends_where_one_block_lacks_it() -> None:
     scheduler.schedule()
     assert third.blocks[:2] == [plain.blocks[0], fed.blocks[1]]
     assert (third.cache_len, third.draft_lens) == (8, [0])
+
+
+def test_steps_in_a_row_leave_a_block_for_everybody() -> None:
+    """Blocks of 4 rows: what is free for more steps is taken, but not what a next step needs."""
+    scheduler, cache = make_scheduler(num_blocks=6, plan=OFF, chunk=100, max_num_seqs=2)
+    first = request("a", [1] * 5, max_tokens=18)
+    scheduler.add(first)
+    advance(scheduler)
+    batch = scheduler.schedule()
+    taken = cache.allocator.allocate(cache.allocator.num_free - 1)
+    size = cache.shape.rows_per_block
+
+    def rows_left() -> int:
+        return len(first.blocks) * size - first.cache_len
+
+    count = scheduler.steps_in_a_row(batch, 12)
+    assert cache.allocator.num_free == 1
+    assert count == rows_left() < 12
+    cache.allocator.free(taken[:2])
+    more = scheduler.steps_in_a_row(batch, 12)
+    assert cache.allocator.num_free >= 1
+    assert more == min(12, rows_left()) > count
