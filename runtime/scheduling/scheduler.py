@@ -312,7 +312,7 @@ class Scheduler:
             return 1
         per_step = plan.max_depth + 1
         for request in requests:
-            # of a step that this request is certain to have no part in, its row would be for nothing
+            # its row of a step that it is certain to have no part in would be for nothing
             most = min(most, -(-request.num_tokens_left // per_step))
             if plan.speculates:
                 room = self._position_limit - 1 - plan.max_depth - request.cache_len

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from specc.bench.peers.peer import Form, NotAvailableError
 
-# as the engine's: without zero points; int8 by output, int4 by groups of 32 columns, of all matrices
+# as the engine's, of all matrices, without zero points: int8 by output, int4 by groups of 32
 _INTEGERS: dict[str, dict[str, Any]] = {
     "int8": {"mode": nncf.CompressWeightsMode.INT8_SYM},
     "int4": {

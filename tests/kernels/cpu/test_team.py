@@ -54,7 +54,8 @@ EXPORT int64_t work(int threads, int tasks, int asked_for) {
     for (int task = 0; task < tasks; ++task) {
       std::vector<int> seen(64, 0), sums(64, 0);
       int working = 0;
-      in_parallel(1 + (asked_for - 1) * (task % 3 > 0), [&](int thread, int count, const auto& barrier) {
+      const int most = 1 + (asked_for - 1) * (task % 3 > 0);
+      in_parallel(most, [&](int thread, int count, const auto& barrier) {
         if (thread == 0) working = count;
         seen[thread] = 1;
         barrier();

@@ -423,7 +423,9 @@ def test_a_prefix_of_a_draft_ends_where_one_block_lacks_it() -> None:
 
 def test_steps_in_a_row_leave_a_block_for_everybody() -> None:
     """Blocks of 4 rows: what is free for more steps is taken, but not what a next step needs."""
-    scheduler, cache = make_scheduler(num_blocks=6, plan=OFF, chunk=100, max_num_seqs=2)
+    scheduler, cache = make_scheduler(
+        num_blocks=8, plan=OFF, chunk=100, max_num_seqs=2, looks_ahead=False
+    )
     first = request("a", [1] * 5, max_tokens=18)
     scheduler.add(first)
     advance(scheduler)
@@ -431,13 +433,13 @@ def test_steps_in_a_row_leave_a_block_for_everybody() -> None:
     taken = cache.allocator.allocate(cache.allocator.num_free - 1)
     size = cache.shape.rows_per_block
 
-    def rows_left() -> int:
-        return len(first.blocks) * size - first.cache_len
+    def steps_held() -> int:
+        return 1 + len(first.blocks) * size - first.cache_len - OFF.num_reached_rows
 
     count = scheduler.steps_in_a_row(batch, 12)
     assert cache.allocator.num_free == 1
-    assert count == rows_left() < 12
-    cache.allocator.free(taken[:2])
+    assert count == steps_held() < 12
+    cache.allocator.free(taken[:3])
     more = scheduler.steps_in_a_row(batch, 12)
     assert cache.allocator.num_free >= 1
-    assert more == min(12, rows_left()) > count
+    assert more == min(12, steps_held()) > count
