@@ -92,8 +92,8 @@ class EngineArgs:
     multi_step_ms: float = option(
         20.0,
         "Run steps in a row for up to so many milliseconds before requests are looked at, where"
-        " nothing waits and nothing but the plan decides (cpu, eager): outputs are the same, tokens"
-        " of a stream come together. 0 looks after each step.",
+        " nothing waits and nothing but the plan decides (cpu, one rank): outputs are the same,"
+        " tokens of a stream come together. 0 looks after each step.",
         least=0,
         most=1000,
     )

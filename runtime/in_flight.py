@@ -118,7 +118,11 @@ class InFlight:
 
     def _run(self, batch: Batch) -> None:
         """Run a batch here, and its steps again as often as nobody has to look at the requests."""
-        count = self._scheduler.steps_in_a_row(batch, self._pace.most(batch))
+        count = self._pace.most(batch)
+        if count > 1:
+            count = self._scheduler.steps_in_a_row(
+                batch, count if self._runner.can_repeat(batch) else 1
+            )
         begin_s = time.perf_counter()
         if count == 1:
             results = [self._runner.run(batch)]

@@ -165,12 +165,20 @@ class Runner:
         group = batch.groups[0]
         if count == 1 or (repeated := self._repeated(batch)) is None:
             return [self.run(batch)]
+        begin_s = time.perf_counter()
         if group.plan.models:
             self._prompts.catch_up(group)
+        catch_up_s = time.perf_counter() - begin_s
         ends = sorted({token for request in group.requests for token in request.end_token_ids})
         inputs = self._inputs(group)
         steps = repeated.advance_often(inputs, self._cache.environment, count, ends)
+        if "draft" in (stage_s := steps[0].stage_s):
+            stage_s["draft"] += catch_up_s
         return [RunResult(steps=[step], logprobs=[None]) for step in steps]
+
+    def can_repeat(self, batch: Batch) -> bool:
+        """Whether steps of a batch can follow each other, as far as those are concerned."""
+        return len(batch.groups) == 1 and self._repeated(batch) is not None
 
     def _repeated(self, batch: Batch) -> RepeatedStep | None:
         """The step of a batch's only group, where nobody has a part in what comes between two."""

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <thread>
@@ -54,18 +55,22 @@ class WeightOrder {
 };
 
 // Waits for what mostly comes at once. Where there are more threads than processors, whoever waits
-// lets others have theirs.
+// lets others have theirs; what does not come for milliseconds (another rank's part of a sum) is
+// waited for asleep.
 class Patience {
  public:
   void wait() {
-    if (++turns_ % kTurns == 0)
+    ++turns_;
+    if (turns_ >= kAwake)
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    else if (turns_ % kTurns == 0)
       std::this_thread::yield();
     else
       spin();
   }
 
  private:
-  static constexpr uint32_t kTurns = 1024;
+  static constexpr uint32_t kTurns = 1024, kAwake = 256 * kTurns;  // 256k pauses: some 4 to 10 ms
 
   static void spin() {
 #if defined(__x86_64__)
@@ -87,9 +92,10 @@ class Team {
   // By thread 0, before all else: so many have come.
   void begin(int threads) { threads_ = threads; }
 
-  // By thread 0. work(thread, threads) on so many of the threads; returns when all are done.
+  // By thread 0. work(thread, threads) on so many of the threads; returns when all are done. What
+  // it throws ends the process, as in a region of OpenMP: others may be within it.
   template <class Work>
-  void run(int threads, const Work& work) {
+  void run(int threads, const Work& work) noexcept {
     num_working_ = std::min(threads, threads_);
     call_ = [](const void* context, int thread, int count) {
       (*static_cast<const Work*>(context))(thread, count);

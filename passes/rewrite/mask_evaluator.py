@@ -251,6 +251,6 @@ def numbers_of(node: fx.Node) -> list[float]:
 def mask_error(node: fx.Node, reason: str, do: str = "") -> UnsupportedAttentionError:
     return UnsupportedAttentionError(
         f"layer {module_path(node) or node.name}: {reason}",
-        "causal attention, optionally with one sliding window",
+        "causal attention, optionally with one sliding window or chunks",
         do or "choose a model of a supported architecture (see README, What is supported)",
     )

@@ -203,7 +203,10 @@ def _choice(graph: fx.Graph, given: Any) -> _Choice:
     if dim not in (1, -1) or bind_args(topk)["dim"] not in (1, -1):
         raise NoMatch("topk chooses tokens, not experts")
     last = chain[-1] if chain else scatter
-    others = _evaluate(chain, scatter, torch.full((1, 1), float(blank.args[1])), last)
+    fill = blank.args[1]
+    if type(fill) not in (int, float):
+        raise NoMatch("weights of other experts are computed")
+    others = _evaluate(chain, scatter, torch.full((1, 1), float(fill)), last)
     if others.any() or others.isnan().any():
         raise NoMatch("experts that a token did not choose have a weight")
     known = {scatter: values}

@@ -51,7 +51,9 @@ class Policy(ABC):
 
         False promises that it follows from the number of requests, and from the requests that take
         part, alone: the next step may then be queued before the results of the last one are known.
-        It is read before every iteration, so a policy can keep to its choice for a while.
+        It is read before every iteration, so a policy can keep to its choice for a while. Where it
+        is False, one choice may hold for several steps in a row (up to 8), of each of which the
+        policy is told.
         """
         return True
 
@@ -91,8 +93,8 @@ class Policy(ABC):
         """How many nodes of each request's tree the target verifies: the first ones.
 
         Asked after plans are chosen, and before anything of the step is drawn, of plans whose trees
-        are no data (`can_cut`), where one pass of the target takes all requests. What it answers
-        must follow from what earlier steps showed, or the output may not be the target's own; see
+        are no data (`can_cut`), where one pass of the target takes all requests, or a captured step
+        verifies parts of trees. What it answers must follow from what earlier steps showed, or the output may not be the target's own; see
         `specc.speculation.live_nodes`.
 
         Args:

@@ -392,6 +392,8 @@ class Scheduler:
                 self.stats.num_requests += 1
             request.end("timeout")
         self._release_finished()
+        everyone = (*self.running, *self.waiting)
+        self._has_deadlines = any(s.deadline_s is not None for s in everyone)
 
     def _readers(self, request: Request, plan: SpecPlan) -> tuple[int, ...]:
         """Drafts that read a prompt along with the target."""

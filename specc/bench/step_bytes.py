@@ -200,10 +200,20 @@ def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
 def cache_bytes(
     layers: Sequence[LayerCache], dtype: str, context: float, kv_cache_dtype: str = AUTO
 ) -> float:
-    """Bytes of K and V of one sequence; a sliding window cuts its layers."""
+    """Bytes of K and V of one sequence; a sliding window cuts its layers, and so do chunks.
+
+    Of a chunk half is read on average.
+    """
+
+    def rows(layer: LayerCache) -> float:
+        chunk = getattr(layer, "chunk", 0)
+        if chunk and context > chunk:
+            return chunk / 2
+        return min(context, layer.window or context)
+
     kind = (getattr(torch, dtype), kv_cache_dtype)
     return sum(
-        layer.num_kv_heads * row_bytes(columns, *kind) * min(context, layer.window or context)
+        layer.num_kv_heads * row_bytes(columns, *kind) * rows(layer)
         for layer in layers
         for columns in layer.cached_columns
     )

@@ -131,6 +131,7 @@ def make_simulated_policy(
         HostDrafts(plans),
         {"latency": table.to_json(), "acceptance": acceptance},
         shares_pass=limits.shares_pass,
+        cuts_trees=True,  # as the scheduler of the simulation does
         max_num_seqs=limits.max_num_seqs,
         clock=lambda: 0.0,  # deciding takes no simulated time
         adapts_verification=adapts_verification,

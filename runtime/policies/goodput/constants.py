@@ -35,6 +35,8 @@ class GoodputConstants:
         long_pass: tokens of a pass that has long been busy with every token.
         longer_pass: tokens of another one.
         ratio_memory: measurements of a size whose median corrects the table.
+        cut_steps: measurements from which on captured steps that verify parts of trees have a ratio
+            of their own: the first ones capture their graphs.
         most_ratio: measured over predicted seconds that are further off than this factor, either
             way, are no measurement.
         probe_share: of the time, that trials may cost.
@@ -92,6 +94,7 @@ class GoodputConstants:
     long_pass: int = 1024
     longer_pass: int = 2048
     ratio_memory: int = 31
+    cut_steps: int = 3
     most_ratio: float = 1000.0
     # trials
     probe_share: float = 0.01

@@ -22,6 +22,7 @@ class LatencyCorrection:
         self._seen: dict[int, deque[float]] = {}
         self._sizes: list[int] = []
         self._logs: list[float] = []
+        self.num_observed = 0
 
     def observe(self, size: float, predicted: float, measured: float) -> None:
         """Compare seconds of a pass; what took no time, or was to take none, says nothing.
@@ -36,6 +37,7 @@ class LatencyCorrection:
         log = math.log(measured / predicted)
         if abs(log) > math.log(TUNED.most_ratio):
             return
+        self.num_observed += 1
         octave = _half_octave(size)
         seen = self._seen.get(octave)
         if seen is None:

@@ -327,8 +327,11 @@ class PredictedSeconds:
         known = self._wholes
         if not known:
             return None
-        found = known.get((plan.name, is_cut)) or known.get((plan.name, False))
-        return found or next(iter(known.values()))
+        found = known.get((plan.name, is_cut))
+        if is_cut and found is not None and found.num_observed < TUNED.cut_steps:
+            # the first ones may have captured their graphs, which take a hundred steps' time
+            found = None
+        return found or known.get((plan.name, False)) or next(iter(known.values()))
 
     def _shapes(self, batch: Batch, result: RunResult) -> list[StepShape]:
         return [

@@ -57,12 +57,7 @@ PEERS: dict[str, PeerFacts] = {
         "specc.bench.peers.openvino_genai",
         "",
         {"openvino_genai": "openvino-genai"},
-        {
-            **_TORCH,
-            "openvino": "openvino",
-            "openvino_tokenizers": "openvino-tokenizers",
-            "nncf": "nncf",
-        },
+        {**_TORCH, "openvino": "openvino", "openvino_tokenizers": "openvino-tokenizers"},
         "peers",
     ),
     "llama.cpp": PeerFacts(

@@ -15,7 +15,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import nncf
 import numpy
 import openvino
 import torch
@@ -28,9 +27,9 @@ from specc.bench.peers.peer import Form, NotAvailableError
 
 # as the engine's, of all matrices, without zero points: int8 by output, int4 by groups of 32
 _INTEGERS: dict[str, dict[str, Any]] = {
-    "int8": {"mode": nncf.CompressWeightsMode.INT8_SYM},
+    "int8": {"mode": "int8_sym"},
     "int4": {
-        "mode": nncf.CompressWeightsMode.INT4_SYM,
+        "mode": "int4_sym",
         "group_size": 32,
         "ratio": 1.0,
         "all_layers": True,
@@ -69,12 +68,22 @@ def export(checkpoint: Path, form: Form, output: Path) -> None:
     converted = _convert(model)
     _keep_states(converted, model.config)
     if form.integers is not None:
-        converted = nncf.compress_weights(converted, **_INTEGERS[form.integers])
+        converted = _rounded(converted, **_INTEGERS[form.integers])
     openvino.save_model(converted, output / _MODEL, compress_to_fp16=False)
     for name in ("config.json", "generation_config.json"):
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, output / name)
     _save_tokenizer(checkpoint, output)
+
+
+def _rounded(converted: Any, mode: str, **options: Any) -> Any:
+    try:
+        import nncf
+    except ImportError as error:
+        raise NotAvailableError(
+            "nncf, which rounds weights to integers, is not installed: pip install nncf"
+        ) from error
+    return nncf.compress_weights(converted, mode=nncf.CompressWeightsMode(mode), **options)
 
 
 class _Rows:

@@ -104,7 +104,12 @@ EXPORT int64_t ask(int passes, const int64_t* places, int64_t count, int64_t blo
           for (int64_t begin, end; take(begin, end);) taken += end - begin;
         });
         if (taken != blocks) lines[0] = -1;
-        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        // until nothing is asked for any more, on a busy machine, too
+        for (size_t before = 0, looks = 0; looks < 4; ++looks) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(15));
+          if (asked.size() != before) looks = 0;
+          before = asked.size();
+        }
       }
     });
   }
