@@ -94,8 +94,8 @@ class Policy(ABC):
 
         Asked after plans are chosen, and before anything of the step is drawn, of plans whose trees
         are no data (`can_cut`), where one pass of the target takes all requests, or a captured step
-        verifies parts of trees. What it answers must follow from what earlier steps showed, or the output may not be the target's own; see
-        `specc.speculation.live_nodes`.
+        verifies parts of trees. What it answers must follow from what earlier steps showed, or the
+        output may not be the target's own; see `specc.speculation.live_nodes`.
 
         Args:
             plan: that these requests run together.
