@@ -57,7 +57,12 @@ PEERS: dict[str, PeerFacts] = {
         "specc.bench.peers.openvino_genai",
         "",
         {"openvino_genai": "openvino-genai"},
-        {**_TORCH, "openvino": "openvino", "openvino_tokenizers": "openvino-tokenizers"},
+        {
+            **_TORCH,
+            "openvino": "openvino",
+            "openvino_tokenizers": "openvino-tokenizers",
+            "nncf": "nncf",
+        },
         "peers",
     ),
     "llama.cpp": PeerFacts(

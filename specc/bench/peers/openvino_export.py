@@ -77,12 +77,8 @@ def export(checkpoint: Path, form: Form, output: Path) -> None:
 
 
 def _rounded(converted: Any, mode: str, **options: Any) -> Any:
-    try:
-        import nncf
-    except ImportError as error:
-        raise NotAvailableError(
-            "nncf, which rounds weights to integers, is not installed: pip install nncf"
-        ) from error
+    import nncf  # takes seconds, and only integers need it
+
     return nncf.compress_weights(converted, mode=nncf.CompressWeightsMode(mode), **options)
 
 

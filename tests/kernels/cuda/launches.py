@@ -97,6 +97,7 @@ class _Recorder:
         self.kernel, self.launches = kernel, launches
         parameters = inspect.signature(kernel.fn).parameters
         self.names = list(parameters)
+        self.defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         self.constexprs = [n for n, p in parameters.items() if "constexpr" in str(p.annotation)]
         self.specialized = specialized(kernel)
 
@@ -106,6 +107,7 @@ class _Recorder:
     def _launch(self, *args: Any, **options: Any) -> None:
         given = dict(zip(self.names, args, strict=False))
         given |= {name: options.pop(name) for name in list(options) if name in self.names}
+        given = self.defaults | given
         assert set(given) == set(self.names)
         constant = {n: v for n, v in given.items() if n in self.constexprs or v is None}
         others = {n: v for n, v in given.items() if n not in constant}

@@ -132,5 +132,5 @@ def test_a_form_leaves_no_room_for_thinking(rig) -> None:
 
 
 def test_unknown_parsers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one of deepseek_r1, .*, qwen3"):
+    with pytest.raises(ConfigError, match=r"one of cohere_command3, .*deepseek_r1, .*, qwen3"):
         ServeConfig(reasoning_parser="r1")
