@@ -59,7 +59,7 @@ class StepBytes:
 
 
 class LayerCache(Protocol):
-    """Geometry of an attention layer; window 0 is no limit."""
+    """Geometry of an attention layer; window 0 is no limit, chunk 0 no chunks."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -69,6 +69,9 @@ class LayerCache(Protocol):
 
     @property
     def window(self) -> int: ...
+
+    @property
+    def chunk(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -206,9 +209,8 @@ def cache_bytes(
     """
 
     def rows(layer: LayerCache) -> float:
-        chunk = getattr(layer, "chunk", 0)
-        if chunk and context > chunk:
-            return chunk / 2
+        if layer.chunk and context > layer.chunk:
+            return layer.chunk / 2
         return min(context, layer.window or context)
 
     kind = (getattr(torch, dtype), kv_cache_dtype)
