@@ -87,10 +87,10 @@ C_SHIMS = {
     "linear": "AOTITorchError aoti_torch_cpu_linear(AtenTensorHandle, AtenTensorHandle,"
     " AtenTensorHandle*, int64_t, AtenTensorHandle*)",
     "linear_q": "AOTITorchError aoti_torch_cpu_linear_q(AtenTensorHandle, AtenTensorHandle,"
-    " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, int32_t, AtenTensorHandle*)",
+    " AtenTensorHandle*, int64_t, int64_t, int64_t, int32_t, int32_t, int64_t, AtenTensorHandle*)",
     "grouped_mm_q": "AOTITorchError aoti_torch_cpu_grouped_mm_q(AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int64_t, int32_t, int32_t,"
-    " AtenTensorHandle*)",
+    " int64_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
     "write_rows": "AOTITorchError aoti_torch_cpu_write_rows(AtenTensorHandle, AtenTensorHandle,"

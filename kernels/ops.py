@@ -82,14 +82,14 @@ linear = _define(
 # of quantized weights: specc.kernels.reference.quantized
 linear_q = _define(
     "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group,"
-    " bool has_zeros, bool is_float=False) -> Tensor",
+    " bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
     reference_quantized.linear_q_reference,
     fakes.linear_q,
 )
 # of the experts of a mixture, likewise
 grouped_mm_q = _define(
     "grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, int group,"
-    " bool has_zeros, bool is_float=False) -> Tensor",
+    " bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
     reference_quantized.grouped_mm_q_reference,
     fakes.grouped_mm_q,
 )

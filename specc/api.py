@@ -64,6 +64,7 @@ def compile(
     draft_assume: str | Sequence[str] = (),
     quantize: str | None = None,
     quantize_group: int | None = None,
+    activation_bits: int | None = None,
     weight_only: bool = False,
     kv_cache_dtype: str = "auto",
     mla_cache: str = "auto",
@@ -133,6 +134,8 @@ def compile(
         quantize: `int8`, `int4` or `fp8`: how weights of projections are rounded, of all models;
             None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        activation_bits: of the integers that rows become before weights in int8 or int4 multiply
+            them, 8 or 16; None is 24 in float32 and 16 in bfloat16. Of the backends cpu and eager.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
             activations as they are; otherwise they are refused.
         kv_cache_dtype: `auto`, rows of K and V in the type of the model, or `int8`, with a scale
@@ -187,6 +190,7 @@ def compile(
         draft_assume=(draft_assume,) if isinstance(draft_assume, str) else tuple(draft_assume),
         quantize=quantize,
         quantize_group=quantize_group,
+        activation_bits=activation_bits,
         weight_only=weight_only,
     )
     return compile_with(

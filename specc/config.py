@@ -9,6 +9,7 @@ from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
+from specc.artifact.quantized_layout import ACTIVATION_BITS
 from specc.errors import ConfigError
 from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
@@ -38,6 +39,7 @@ BACKEND_OPTIONS = {
     "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
     "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
     "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1, "quantize": None,
+    "activation_bits": None,
 }  # fmt: skip
 
 
@@ -84,6 +86,8 @@ class CompileConfig:
         quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models;
             None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        activation_bits: of the integers that rows become before weights of int8 or int4 multiply
+            them: 8, 16, or None, 24 in float32 and 16 in bfloat16.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
             activations as they are.
         segments: compile the target as segments, one program for each kind of layer; such engines
@@ -121,6 +125,7 @@ class CompileConfig:
     kv_cache_tokens: int | None = None
     quantize: str | None = None
     quantize_group: int | None = None
+    activation_bits: int | None = None
     weight_only: bool = False
     segments: bool = False
     kv_cache_dtype: str = AS_MODEL
@@ -188,6 +193,12 @@ class CompileConfig:
                 f"--quantize-group {self.quantize_group}",
                 "32, 64 or 128",
                 "choose one of them, or leave it out for 64",
+            )
+        if self.activation_bits not in (None, *ACTIVATION_BITS):
+            raise ConfigError(
+                f"--activation-bits {self.activation_bits}",
+                "8 or 16",
+                "choose one of them, or leave it out: 24 bits in float32, 16 in bfloat16",
             )
         own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
         if own and self.segments:

@@ -44,8 +44,8 @@ struct alignas(64) Line {
 
 // What a row has in a group beside its integers.
 struct GroupOfRow {
-  float factor;       // 2^e; NaN where the row has one, or an infinity
-  int32_t high, low;  // minus the sums of the integers' parts
+  float factor;       // of its integers; NaN where the row has one, or an infinity
+  int32_t high, low;  // minus the sums of the integers' parts, by the weights' common zero point
 };
 
 float power_of_two(int exponent) {
@@ -55,11 +55,12 @@ float power_of_two(int exponent) {
   return y;
 }
 
-// Writes a group of a row as integers; `values` has room for whole quads.
+// Writes a group of a row as integers; `values` has room for whole quads. What one is worth is the
+// result.
 template <int bits, class E>
 float to_integers(const E* x, int64_t count, int32_t* values) {
-  constexpr uint32_t kMost = bits == 16 ? 32639 : 8355711;
-  constexpr int kWidth = bits == 16 ? 15 : 23;  // bits of kMost
+  constexpr uint32_t kMost = bits == 8 ? 127 : bits == 16 ? 32639 : 8355711;
+  constexpr int kWidth = bits - 1;  // bits of kMost
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float value = vec::to_float(x[i]);
@@ -71,15 +72,25 @@ float to_integers(const E* x, int64_t count, int32_t* values) {
     std::fill_n(values, count, 0);
     return std::nanf("");
   }
-  // of 1.fraction · 2^exponent, 24 bits as an integer
-  const uint32_t significand = 1u << 23 | (largest & 0x7fffff);
-  const bool is_over = significand > (kMost << (24 - kWidth));
-  const int exponent = std::max(
-      static_cast<int>(largest >> 23) - 127 + 1 - kWidth + is_over, kLeastExponent);
-  const float inverse = power_of_two(-exponent);
+  float factor, inverse;
+  if constexpr (bits == 8) {
+    float most;
+    std::memcpy(&most, &largest, sizeof most);
+    const bool is_zero = most < power_of_two(kLeastExponent);
+    factor = is_zero ? 0.0f : most / kMost;
+    inverse = is_zero ? 0.0f : kMost / most;
+  } else {
+    // of 1.fraction · 2^exponent, 24 bits as an integer
+    const uint32_t significand = 1u << 23 | (largest & 0x7fffff);
+    const bool is_over = significand > (kMost << (24 - kWidth));
+    const int exponent = std::max(
+        static_cast<int>(largest >> 23) - 127 + 1 - kWidth + is_over, kLeastExponent);
+    factor = power_of_two(exponent);
+    inverse = power_of_two(-exponent);
+  }
   for (int64_t i = 0; i < count; ++i)
     values[i] = static_cast<int32_t>(__builtin_rintf(vec::to_float(x[i]) * inverse));
-  return power_of_two(exponent);
+  return factor;
 }
 
 template <class P, Kind kind>
@@ -90,80 +101,124 @@ typename P::Float load_scales(const uint8_t* scales, int output) {
     return P::load_floats(scales + output * 4);
 }
 
-// sums[m][0..32) += x[m, group] . w[group] for `rows` rows of x.
+// A chunk of a block, and what its columns have in common.
+struct ChunkOfBlock {
+  const uint8_t* w;
+  const uint8_t* scales;  // of the chunk's first group, where they do not lie before each group
+  int64_t columns;
+};
+
+// sums[m][0..32) += x[m, chunk] . w[chunk] for `rows` rows of x, group after group.
 template <class P, int bits, Kind kind, bool has_zeros, Ahead ahead, int rows>
-void multiply_group(const uint8_t* w, const uint8_t* scales, int64_t units, const int32_t* x,
+void multiply_chunk(const Layout& layout, const ChunkOfBlock& chunk, const int32_t* x,
                     const GroupOfRow* of_row, float* sums) {
   constexpr int64_t kRowInts = kChunkQuads * P::kInts;
-  constexpr int kMiddle = kMiddles[kind], kQuads = kind == kInt8 ? 1 : 2;
+  constexpr int kQuads = kind == kInt8 ? 1 : 2;
   constexpr int kRegisters = kBlock / P::kLanes;
+  // sums in registers from group to group: measured, elsewhere it takes longer
+  constexpr bool kKeeps = rows == 1 || (bits < 24 && kind != kInt8);
   for (int first = 0; first < kRegisters; first += P::kAtOnce) {
-    typename P::Sums acc[rows][P::kAtOnce];
-#pragma GCC unroll 2
-    for (int v = 0; v < P::kAtOnce; ++v) {
-      auto zeros = P::splat(int32_t{kMiddle});
-      if constexpr (has_zeros)
-        zeros = P::load_zeros(scales + kScalesBytes + (first + v) * P::kLanes * 2);
+    typename P::Float total[rows][P::kAtOnce];
+    if constexpr (kKeeps) {
 #pragma GCC unroll 6
       for (int m = 0; m < rows; ++m)
-        P::start(acc[m][v], P::multiply(zeros, P::splat(of_row[m * kMostGroups].high)),
-                 P::multiply(zeros, P::splat(of_row[m * kMostGroups].low)));
+#pragma GCC unroll 2
+        for (int v = 0; v < P::kAtOnce; ++v)
+          total[m][v] = P::load_floats(sums + m * kBlock + (first + v) * P::kLanes);
     }
-    const uint8_t* unit = w + first * P::kLanes * 4;
-    const int32_t* of_unit = x;
-    for (int64_t i = 0; i < units; ++i, unit += kUnitBytes) {
-      if (first == 0)
-        prefetch<ahead, kUnitBytes, kind == kInt8 ? kInt8AheadBytes : kAheadBytes>(unit);
-      typename P::Columns columns[P::kAtOnce][kQuads];
+    const uint8_t* w = chunk.w;
+    const uint8_t* scales = chunk.scales;
+    const int32_t* of_group = x;
+    const GroupOfRow* group = of_row;
+    for (int64_t column = 0; column < chunk.columns; column += layout.group, ++group) {
+      if (layout.group_header > 0) scales = w;
+      typename P::Sums acc[rows][P::kAtOnce];
 #pragma GCC unroll 2
       for (int v = 0; v < P::kAtOnce; ++v) {
-        const auto bytes = P::load(unit + v * P::kLanes * 4);
-        if constexpr (kind == kInt8) {
-          columns[v][0] = P::columns(bytes);
-        } else if constexpr (kind == kInt4) {
-          columns[v][0] = P::columns(P::low_nibbles(bytes));
-          columns[v][1] = P::columns(P::high_nibbles(bytes));
+        if constexpr (has_zeros) {
+          const auto zeros = P::load_zeros(scales + kScalesBytes + (first + v) * P::kLanes * 2);
+#pragma GCC unroll 6
+          for (int m = 0; m < rows; ++m)
+            P::start(acc[m][v], P::multiply(zeros, P::splat(group[m * kMostGroups].high)),
+                     P::multiply(zeros, P::splat(group[m * kMostGroups].low)));
         } else {
-          columns[v][0] = P::columns(P::twice_e2m1(P::low_nibbles(bytes)));
-          columns[v][1] = P::columns(P::twice_e2m1(P::high_nibbles(bytes)));
+#pragma GCC unroll 6
+          for (int m = 0; m < rows; ++m)
+            P::start(acc[m][v], P::splat(group[m * kMostGroups].high),
+                     P::splat(group[m * kMostGroups].low));
         }
       }
+      const int64_t columns = std::min(layout.group, chunk.columns - column);
+      const int64_t units = parts_of(columns, layout.columns_of_unit);
+      const uint8_t* unit = w + layout.group_header + first * P::kLanes * 4;
+      const int32_t* of_unit = of_group;
+      for (int64_t i = 0; i < units; ++i, unit += kUnitBytes) {
+        if (first == 0)
+          prefetch<ahead, kUnitBytes, kind == kInt8 ? kInt8AheadBytes : kAheadBytes>(unit);
+        typename P::Columns columns_of[P::kAtOnce][kQuads];
 #pragma GCC unroll 2
-      for (int q = 0; q < kQuads; ++q, of_unit += P::kInts)
+        for (int v = 0; v < P::kAtOnce; ++v) {
+          const auto bytes = P::load(unit + v * P::kLanes * 4);
+          if constexpr (kind == kInt8) {
+            columns_of[v][0] = P::columns(bytes);
+          } else if constexpr (kind == kInt4) {
+            columns_of[v][0] = P::columns(P::low_nibbles(bytes));
+            columns_of[v][1] = P::columns(P::high_nibbles(bytes));
+          } else {
+            columns_of[v][0] = P::columns(P::twice_e2m1(P::low_nibbles(bytes)));
+            columns_of[v][1] = P::columns(P::twice_e2m1(P::high_nibbles(bytes)));
+          }
+        }
+#pragma GCC unroll 2
+        for (int q = 0; q < kQuads; ++q, of_unit += P::kInts)
 #pragma GCC unroll 6
-        for (int m = 0; m < rows; ++m)
+          for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 2
-          for (int v = 0; v < P::kAtOnce; ++v)
-            P::multiply(acc[m][v], columns[v][q], of_unit + m * kRowInts);
-    }
-#pragma GCC unroll 2
-    for (int v = 0; v < P::kAtOnce; ++v) {
-      const auto scale = load_scales<P, kind>(scales, (first + v) * P::kLanes);
-#pragma GCC unroll 6
-      for (int m = 0; m < rows; ++m) {
-        auto total = P::to_float(P::high(acc[m][v]));
-        if constexpr (bits == 24)
-          total = total * P::splat(256.0f) + P::to_float(P::low(acc[m][v]));
-        float* sum = sums + m * kBlock + (first + v) * P::kLanes;
-        const auto factor = scale * P::splat(of_row[m * kMostGroups].factor);
-        P::store(sum, P::load_floats(sum) + total * factor);
+            for (int v = 0; v < P::kAtOnce; ++v)
+              P::multiply(acc[m][v], columns_of[v][q], of_unit + m * kRowInts);
       }
+#pragma GCC unroll 2
+      for (int v = 0; v < P::kAtOnce; ++v) {
+        const auto scale = load_scales<P, kind>(scales, (first + v) * P::kLanes);
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; ++m) {
+          auto sum = P::to_float(P::high(acc[m][v]));
+          if constexpr (bits == 24) sum = sum * P::splat(256.0f) + P::to_float(P::low(acc[m][v]));
+          const auto factor = scale * P::splat(group[m * kMostGroups].factor);
+          if constexpr (kKeeps) {
+            total[m][v] = total[m][v] + sum * factor;
+          } else {
+            float* of_row = sums + m * kBlock + (first + v) * P::kLanes;
+            P::store(of_row, P::load_floats(of_row) + sum * factor);
+          }
+        }
+      }
+      w += layout.group_header + units * kUnitBytes;
+      if (layout.chunk_header > 0) scales += kBlock;
+      of_group += layout.group / 4 * P::kInts;
+    }
+    if constexpr (kKeeps) {
+#pragma GCC unroll 6
+      for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+        for (int v = 0; v < P::kAtOnce; ++v)
+          P::store(sums + m * kBlock + (first + v) * P::kLanes, total[m][v]);
     }
   }
 }
 
-using MultiplyGroup = void (*)(const uint8_t*, const uint8_t*, int64_t, const int32_t*,
+using MultiplyChunk = void (*)(const Layout&, const ChunkOfBlock&, const int32_t*,
                                const GroupOfRow*, float*);
 
 template <class P, int bits, Kind kind, bool has_zeros, Ahead ahead, int... less_one>
-MultiplyGroup select(int64_t rows, std::integer_sequence<int, less_one...>) {
-  static constexpr MultiplyGroup kOfRows[] = {
-      multiply_group<P, bits, kind, has_zeros, ahead, less_one + 1>...};
+MultiplyChunk select(int64_t rows, std::integer_sequence<int, less_one...>) {
+  static constexpr MultiplyChunk kOfRows[] = {
+      multiply_chunk<P, bits, kind, has_zeros, ahead, less_one + 1>...};
   return kOfRows[rows - 1];
 }
 
 template <class P, int bits, Ahead ahead>
-MultiplyGroup select(const LinearQ& a, int64_t rows) {
+MultiplyChunk select(const LinearQ& a, int64_t rows) {
   constexpr auto heights = std::make_integer_sequence<int, P::kTileRows>();
   // measured: with groups the second level is slower at any number of rows
   constexpr Ahead of_4 = ahead == Ahead::kSecondLevel ? Ahead::kFirstLevel : ahead;
@@ -177,14 +232,19 @@ MultiplyGroup select(const LinearQ& a, int64_t rows) {
 // A part of x's rows that is multiplied with a chunk at once; the first one reads ahead.
 struct RowTile {
   int64_t row;
-  MultiplyGroup multiply;
+  MultiplyChunk multiply;
 };
 
 template <class E, int bits>
 class Rows {
  public:
   Rows(const LinearQ& a, int64_t begin, int64_t count)
-      : a_(a), layout_(a), begin_(begin), count_(count), chunks_(parts_of(a.k, kChunk)) {
+      : a_(a),
+        layout_(a),
+        zero_(a.has_zeros ? 1 : kMiddles[a.bits == 8 ? kInt8 : a.is_float ? kMxfp4 : kInt4]),
+        begin_(begin),
+        count_(count),
+        chunks_(parts_of(a.k, kChunk)) {
     num_tiles_ = parts_of(count, P::kTileRows);
     for (int64_t i = 0; i < num_tiles_; ++i) {
       const int64_t row = count * i / num_tiles_, rows = count * (i + 1) / num_tiles_ - row;
@@ -208,26 +268,14 @@ class Rows {
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
         if (layout_.chunk_header > 0) scales = w;
         w += layout_.chunk_header;
-        const uint8_t* const start = w;
-        const uint8_t* const scales_of_chunk = scales;
+        const ChunkOfBlock of_block{w, scales, std::min(kChunk, a_.k - chunk * kChunk)};
         for (int64_t t = 0; t < num_tiles_; ++t) {
           const RowTile& tile = tiles_[t];
-          const int32_t* x = packed_ + (chunk * count_ + tile.row) * kRowInts;
-          const GroupOfRow* of_row = groups_ + (chunk * count_ + tile.row) * kMostGroups;
-          w = start;
-          scales = scales_of_chunk;
-          for (int64_t column = chunk * kChunk; column < std::min(a_.k, (chunk + 1) * kChunk);
-               column += layout_.group, ++of_row) {
-            const int64_t columns = std::min(layout_.group, a_.k - column);
-            const int64_t units = parts_of(columns, layout_.columns_of_unit);
-            if (layout_.group_header > 0) scales = w;
-            w += layout_.group_header;
-            tile.multiply(w, scales, units, x, of_row, sums + tile.row * kBlock);
-            w += units * kUnitBytes;
-            if (layout_.chunk_header > 0) scales += kBlock;
-            x += layout_.group / 4 * P::kInts;
-          }
+          const int64_t place = chunk * count_ + tile.row;
+          tile.multiply(layout_, of_block, packed_ + place * kRowInts,
+                        groups_ + place * kMostGroups, sums + tile.row * kBlock);
         }
+        w += layout_.bytes_of(of_block.columns);
       }
       store(block * kBlock, sums);
     }
@@ -267,8 +315,8 @@ class Rows {
         const quantized::Parts<bits> parts(own + quad);
         for (int j = 0; j < 4; ++j) high += parts.high[j], low += parts.low[j];
       }
-      group->high = -high;
-      group->low = -low;
+      group->high = -high * zero_;
+      group->low = -low * zero_;
     }
     for (int64_t quad = 0; quad < kChunkQuads; ++quad)
       P::write(values + 4 * quad, packed + quad * P::kInts);
@@ -287,6 +335,7 @@ class Rows {
 
   const LinearQ& a_;
   Layout layout_;
+  int32_t zero_;  // 1 where groups have their own
   int64_t begin_, count_, chunks_, num_tiles_;
   RowTile tiles_[kMaxRows];
   const int32_t* packed_ = nullptr;
@@ -310,12 +359,17 @@ int64_t block_bytes(const LinearQ& a) {
 
 void linear_q(const LinearQ* products, int64_t count, int num_threads) {
   if (count == 0) return;
+  const bool is_float32 = products->dtype == DType::kFloat32;
   if (is_fp8(*products))
     linear_fp8(products, count, num_threads);
-  else if (products->dtype == DType::kFloat32)
-    quantized::run<Rows<float, 24>>(products, count, num_threads);
+  else if (products->row_bits == 8)
+    is_float32 ? quantized::run<Rows<float, 8>>(products, count, num_threads)
+               : quantized::run<Rows<vec::BFloat16, 8>>(products, count, num_threads);
+  else if (products->row_bits == 16)
+    is_float32 ? quantized::run<Rows<float, 16>>(products, count, num_threads)
+               : quantized::run<Rows<vec::BFloat16, 16>>(products, count, num_threads);
   else
-    quantized::run<Rows<vec::BFloat16, 16>>(products, count, num_threads);
+    quantized::run<Rows<float, 24>>(products, count, num_threads);
 }
 
 }  // namespace specc

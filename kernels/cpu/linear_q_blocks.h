@@ -38,6 +38,11 @@ struct Layout {
         chunk_header(is_mxfp4(a) ? kExponentsBytes : 0),
         block_header(a.group == 0 ? scales(a) : 0) {}
 
+  // of so many columns from the beginning of a chunk on, without its header
+  int64_t bytes_of(int64_t columns) const {
+    return parts_of(columns, group) * group_header + parts_of(columns, columns_of_unit) * unit_bytes;
+  }
+
  private:
   static int64_t scales(const LinearQ& a) { return kScalesBytes + (a.has_zeros ? kZerosBytes : 0); }
 };

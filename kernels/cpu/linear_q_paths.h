@@ -3,8 +3,8 @@
 // is `Path`.
 //
 // A path multiplies quads: 4 neighboring columns of kLanes outputs, a byte each, with the 4 integers
-// of a row. A 16-bit row has one sum of them, `high`. A 24-bit integer is 256 · high + low, low =
-// -128 ... 127, and has two. Sums wrap around; what they end at fits 32 bits.
+// of a row. Rows of 8 and 16 bits have one sum of them, `high`. A 24-bit integer is 256 · high +
+// low, low = -128 ... 127, and has two. Sums wrap around; what they end at fits 32 bits.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct Parts {
 
   explicit Parts(const int32_t* x) {
     for (int i = 0; i < 4; ++i) {
-      low[i] = bits == 16 ? 0 : ((x[i] + 128) & 255) - 128;
-      high[i] = bits == 16 ? x[i] : (x[i] - low[i]) >> 8;
+      low[i] = bits == 24 ? ((x[i] + 128) & 255) - 128 : 0;
+      high[i] = bits == 24 ? (x[i] - low[i]) >> 8 : x[i];
     }
   }
 };
@@ -48,12 +48,14 @@ inline int32_t words_of(int32_t first, int32_t second) {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
-// vpdpbusd: 4 unsigned bytes of the weight by 4 signed ones of a row. high is two of its own bytes.
+// vpdpbusd: 4 unsigned bytes of the weight by 4 signed ones of a row. high is one or two of its own
+// bytes.
 template <int bits>
 struct VnniPath {
   static constexpr int kLanes = 16;
   static constexpr int kAtOnce = 2;                     // registers of outputs
-  static constexpr int kTileRows = bits == 16 ? 4 : 2;  // measured: with more, sums are spilled
+  // measured: with more, sums are spilled
+  static constexpr int kTileRows = bits == 8 ? 6 : bits == 16 ? 4 : 2;
   static constexpr int kInts = bits / 8;                // of a row's quad
   using Int = __m512i;
   using Float = __m512;
@@ -65,6 +67,10 @@ struct VnniPath {
 
   static void write(const int32_t* x, int32_t* out) {
     const Parts<bits> parts(x);
+    if constexpr (bits == 8) {
+      out[0] = bytes_of(parts.high);
+      return;
+    }
     int32_t first[4], second[4];
     for (int i = 0; i < 4; ++i) {
       second[i] = ((parts.high[i] + 128) & 255) - 128;
@@ -76,8 +82,8 @@ struct VnniPath {
   }
 
   static void start(Sums& sums, Int high, Int low) {
-    sums.part[0] = _mm512_setzero_si512();
-    sums.part[1] = high;
+    if constexpr (bits > 8) sums.part[0] = _mm512_setzero_si512();
+    sums.part[bits > 8] = high;
     if constexpr (bits == 24) sums.part[2] = low;
   }
   static Int load(const uint8_t* w) { return _mm512_loadu_si512(w); }
@@ -93,6 +99,7 @@ struct VnniPath {
       sums.part[p] = _mm512_dpbusd_epi32(sums.part[p], w, _mm512_set1_epi32(x[p]));
   }
   static Int high(const Sums& sums) {
+    if constexpr (bits == 8) return sums.part[0];
     return _mm512_add_epi32(_mm512_slli_epi32(sums.part[0], 8), sums.part[1]);
   }
   static Int low(const Sums& sums) { return sums.part[kInts - 1]; }
@@ -122,8 +129,8 @@ template <int bits>
 struct WordsPath {
   static constexpr int kLanes = 8;
   static constexpr int kAtOnce = 1;
-  static constexpr int kTileRows = bits == 16 ? 6 : 4;
-  static constexpr int kSums = bits == 16 ? 1 : 2;
+  static constexpr int kTileRows = bits == 24 ? 4 : 6;
+  static constexpr int kSums = bits == 24 ? 2 : 1;
   static constexpr int kInts = 2 * kSums;
   using Int = __m256i;
   using Float = __m256;
@@ -196,7 +203,7 @@ struct PortablePath {
   static constexpr int kLanes = vec::kWidth;
   static constexpr int kAtOnce = 1;
   static constexpr int kTileRows = 2;
-  static constexpr int kSums = bits == 16 ? 1 : 2;
+  static constexpr int kSums = bits == 24 ? 2 : 1;
   static constexpr int kInts = 4 * kSums;
   using Int = vec::UInt;  // signed sums would be undefined where they wrap around
   using Float = vec::Float;

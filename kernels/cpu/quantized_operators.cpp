@@ -19,7 +19,8 @@ namespace {
 
 // What the arguments say of a product by `num_weights` weights, without bias and result.
 specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int64_t out_features,
-                          int64_t bits, int64_t group, bool has_zeros, bool is_float) {
+                          int64_t bits, int64_t group, bool has_zeros, bool is_float,
+                          int64_t row_bits) {
   check(x.dim == 2 && x.is_dense_row(), "x is [M, K], its rows contiguous");
   check(w.dim == 2 && w.dtype == aoti_torch_dtype_uint8() && w.is_contiguous(),
         "a quantized weight is uint8 [blocks, bytes], contiguous");
@@ -33,6 +34,10 @@ specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int
   a.group = group;
   a.has_zeros = has_zeros;
   a.is_float = is_float;
+  const int64_t most_bits = a.dtype == specc::DType::kFloat32 ? 24 : 16;
+  a.row_bits = row_bits == 0 ? most_bits : row_bits;
+  check(a.row_bits == most_bits || a.row_bits == 16 || a.row_bits == 8,
+        "rows have 8 or 16 bits, or, of float32, 24");
   const int64_t blocks = out_features / specc::kLinearBlock +
                          (out_features % specc::kLinearBlock != 0);
   // of a tensor, so that no product of sizes can be too large
@@ -49,9 +54,10 @@ specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int
 
 AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
                           AtenTensorHandle bias_handle, int64_t out_features, int64_t bits,
-                          int64_t group, bool has_zeros, bool is_float) {
+                          int64_t group, bool has_zeros, bool is_float, int64_t row_bits) {
   const View x(x_handle), w(w_handle);
-  specc::LinearQ a = product_of(x, w, 1, out_features, bits, group, has_zeros, is_float);
+  specc::LinearQ a =
+      product_of(x, w, 1, out_features, bits, group, has_zeros, is_float, row_bits);
   if (bias_handle != nullptr) {
     const View bias(bias_handle);
     check_index(bias, 1, x.dtype, "bias is [N] in the dtype of x");
@@ -68,12 +74,13 @@ AtenTensorHandle linear_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
 // Each run of rows by its expert's blocks; rows after the last run are zeros.
 AtenTensorHandle grouped_mm_q(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
                               AtenTensorHandle ends_handle, int64_t out_features, int64_t bits,
-                              int64_t group, bool has_zeros, bool is_float) {
+                              int64_t group, bool has_zeros, bool is_float,
+                              int64_t row_bits) {
   const View x(x_handle), w(w_handle), ends(ends_handle);
   check_index(ends, 1, aoti_torch_dtype_int32(), "ends are [E] int32, contiguous");
   const int64_t experts = ends.sizes[0];
   const specc::LinearQ whole =
-      product_of(x, w, experts, out_features, bits, group, has_zeros, is_float);
+      product_of(x, w, experts, out_features, bits, group, has_zeros, is_float, row_bits);
   AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
   const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
   auto* out = static_cast<char*>(data_of(y));
@@ -103,16 +110,17 @@ AtenTensorHandle grouped_mm_q(AtenTensorHandle x_handle, AtenTensorHandle w_hand
 }
 
 Tensor boxed_linear_q(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features,
-                      int64_t bits, int64_t group, bool has_zeros, bool is_float) {
+                      int64_t bits, int64_t group, bool has_zeros, bool is_float,
+                      int64_t row_bits) {
   const AtenTensorHandle handle = bias.has_value() ? bias->get() : nullptr;
-  return Tensor(
-      linear_q(x.get(), weight.get(), handle, out_features, bits, group, has_zeros, is_float));
+  return Tensor(linear_q(x.get(), weight.get(), handle, out_features, bits, group, has_zeros,
+                         is_float, row_bits));
 }
 
 Tensor boxed_grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int64_t out_features, int64_t bits,
-                          int64_t group, bool has_zeros, bool is_float) {
+                          int64_t group, bool has_zeros, bool is_float, int64_t row_bits) {
   return Tensor(grouped_mm_q(x.get(), weight.get(), ends.get(), out_features, bits, group,
-                             has_zeros, is_float));
+                             has_zeros, is_float, row_bits));
 }
 
 }  // namespace
@@ -120,10 +128,10 @@ Tensor boxed_grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int64_t out_feat
 STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
   library.def(
       "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group, "
-      "bool has_zeros, bool is_float=False) -> Tensor");
+      "bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor");
   library.def(
       "grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, int group, "
-      "bool has_zeros, bool is_float=False) -> Tensor");
+      "bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
@@ -134,18 +142,20 @@ STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
 // Both are declared to AOTInductor in kernels/native.py, C_SHIMS.
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear_q(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* bias, int64_t out_features,
-    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, AtenTensorHandle* result) {
+    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, int64_t row_bits,
+    AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = linear_q(x, weight, bias == nullptr ? nullptr : *bias, out_features, bits, group,
-                       has_zeros != 0, is_float != 0);
+                       has_zeros != 0, is_float != 0, row_bits);
   });
 }
 
 extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_grouped_mm_q(
     AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle ends, int64_t out_features,
-    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, AtenTensorHandle* result) {
+    int64_t bits, int64_t group, int32_t has_zeros, int32_t is_float, int64_t row_bits,
+    AtenTensorHandle* result) {
   return specc::guarded([&] {
     *result = grouped_mm_q(x, weight, ends, out_features, bits, group, has_zeros != 0,
-                           is_float != 0);
+                           is_float != 0, row_bits);
   });
 }

@@ -4,23 +4,32 @@ Rows are written as integers, too, so that sums are exact in any order: an imple
 bits of this one at any number of rows and threads and with any instructions.
 
 A row x is cut into the groups of columns that share a scale of the weight, or into groups of 128
-where the weight has one scale for each output. Of each group, with M = 32639 (16 bits) for bfloat16
-rows and M = 8355711 (24 bits) for float32 rows, and for float16 ones, which devices have:
+where the weight has one scale for each output. Its integers have 16 bits where it is bfloat16, and
+24 where it is float32, or float16, which devices have; `row_bits` asks for fewer. Of each group,
+with M = 32639 (16 bits) or M = 8355711 (24 bits):
 
     e = the smallest exponent, at least -64, with max |x| ≤ M · 2^e
-    X = x · 2^-e rounded to the nearest integer, ties to even
+    X = x · 2^-e rounded to the nearest integer, ties to even;  r = 2^e
 
 M is the largest sum of two or three signed bytes: 127 · 256 + 127, or 127 · 65536 + 127 · 256 +
 127. A bfloat16 whose exponent is not more than 6 below that of its group's largest has no error at
-all; others have an error of at most 2^-15 of the largest (float32 rows: 2^-23). What is below 2^-65
+all; others have an error of at most 2^-15 of the largest (24 bits: 2^-23). What is below 2^-65
 counts as zero.
 
-With u, z and s of the weight, C = Σ (u - z) · X over the group, exact in 32 bits for 16-bit rows.
-For 24-bit rows X = 256 H + L, L = -128 … 127, and there are two sums, C_H and C_L. Then, each
-operation rounded to float32,
+8 bits are too few for a power of two to decide how they are used. There, each operation rounded to
+float32, and X = r = 0 where max |x| is below 2^-64,
+
+    X = x · (127 / max |x|) rounded to the nearest integer, ties to even;  r = max |x| / 127
+
+whose error is at most 1/254 of the largest: what llama.cpp (Q8_0), OpenVINO and onnxruntime
+(accuracy level 4) do with rows.
+
+With u, z and s of the weight, C = Σ (u - z) · X over the group, exact in 32 bits for rows of 8 and
+16 bits. For 24-bit rows X = 256 H + L, L = -128 … 127, and there are two sums, C_H and C_L. Then,
+each operation rounded to float32,
 
     t = float(C), or float(C_H) · 256 + float(C_L)
-    y = y + t · (s · 2^e),  group after group from y = 0
+    y = y + t · (s · r),  group after group from y = 0
     result = y + bias, in the dtype of x
 
 mxfp4 is the same: in place of u - z stands twice the value of e2m1, an integer from -12 to 12, and
@@ -48,7 +57,7 @@ from specc.artifact.quantized_layout import QuantizedLayout, unpack
 # columns of a row that share an exponent, where the weight has no groups
 ROW_GROUP = 128
 LEAST_EXPONENT = -64
-_MOST = {torch.bfloat16: 32639, torch.float32: 8355711, torch.float16: 8355711}
+_MOST = {8: 127, 16: 32639, 24: 8355711}
 
 
 def linear_q_reference(
@@ -60,6 +69,7 @@ def linear_q_reference(
     group: int,
     has_zeros: bool,
     is_float: bool = False,
+    row_bits: int = 0,
 ) -> Tensor:
     """Project rows by a quantized weight; see above.
 
@@ -73,6 +83,8 @@ def linear_q_reference(
         group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits.
         has_zeros: groups have zero points of their own, of integers.
         is_float: the weight is fp8 (8 bits) or mxfp4 (4 bits).
+        row_bits: of the integers of rows, 8, 16 or, of float32, 24; 0 is 16 for bfloat16, else 24.
+            Rows by fp8 are not integers.
     Returns:
         [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN; by fp8 it is
         what float32 makes of it.
@@ -87,13 +99,14 @@ def linear_q_reference(
     steps = layout.values(levels).double()
     if is_float:
         steps, scales = 2 * steps, scales / 2
-    values, factors = row_integers(input, width)
+    row_bits = row_bits or bits_of_rows(input.dtype)
+    values, factors = row_integers(input, width, row_bits)
     y = torch.zeros(input.shape[0], out_features)
     for i, part in enumerate(values):
         first, own = i * width, i if group else 0
         part_of_w = steps[:, first : first + part.shape[1]] - zeros[:, own, None]
         # of integers below 2^53, so every order gives these
-        if input.dtype == torch.bfloat16:
+        if row_bits < 24:
             total = (part.double() @ part_of_w.T).float()
         else:
             low = (part + 128) % 256 - 128
@@ -114,6 +127,7 @@ def grouped_mm_q_reference(
     group: int,
     has_zeros: bool,
     is_float: bool = False,
+    row_bits: int = 0,
 ) -> Tensor:
     """Project each run of rows by its expert's quantized weight.
 
@@ -129,11 +143,12 @@ def grouped_mm_q_reference(
         group: columns of a scale.
         has_zeros: groups have zero points of their own.
         is_float: the weights are fp8 or mxfp4.
+        row_bits: of the integers of rows.
     Returns:
         [M, N] in the dtype of x; rows from ends[E - 1] on are zero.
     """
     out, first = x.new_zeros(x.shape[0], out_features), 0
-    numbers = (out_features, bits, group, has_zeros, is_float)
+    numbers = (out_features, bits, group, has_zeros, is_float, row_bits)
     blocks = weight.shape[0] // max(1, len(ends))
     for own, last in zip(weight.split(blocks or 1), ends.tolist(), strict=False):
         if last > first:
@@ -142,19 +157,32 @@ def grouped_mm_q_reference(
     return out
 
 
-def row_integers(x: Tensor, group: int) -> tuple[list[Tensor], list[Tensor]]:
+def bits_of_rows(dtype: torch.dtype) -> int:
+    """Of the integers of rows of this type, where nobody asks for fewer."""
+    return 16 if dtype == torch.bfloat16 else 24
+
+
+def row_integers(x: Tensor, group: int, bits: int) -> tuple[list[Tensor], list[Tensor]]:
     """Integers and scales of rows, for each group of columns.
 
     Args:
         x: [M, K] float32, bfloat16 or float16.
         group: columns of a group; the last one may have fewer.
+        bits: of an integer, 8, 16 or 24.
     Returns:
-        of each group, X [M, columns] int64 and 2^e [M] float32, NaN where a value is not finite.
+        of each group, X [M, columns] int64 and r [M] float32, NaN where a value is not finite.
     """
-    most, values, factors = _MOST[x.dtype], [], []
+    most, values, factors = _MOST[bits], [], []
     for part in x.float().split(group, 1):
         largest = part.abs().amax(1)
         finite = largest.isfinite()  # of NaN the maximum is NaN
+        if bits == 8:
+            is_zero = ~finite | (largest < 2.0**LEAST_EXPONENT)
+            # not `most / …`, which torch rounds twice
+            inverse = torch.full_like(largest, most) / torch.where(is_zero, torch.inf, largest)
+            values.append((torch.where(finite[:, None], part, 0) * inverse[:, None]).round().long())
+            factors.append(torch.where(finite, torch.where(is_zero, 0, largest / most), torch.nan))
+            continue
         fraction, exponent = torch.frexp(torch.where(finite, largest, 0))  # fraction · 2^exponent
         over = fraction.double() * 2.0 ** most.bit_length() > most
         exponent = (exponent - most.bit_length() + over).clamp(min=LEAST_EXPONENT)

@@ -59,6 +59,8 @@ class BackendFacts:
             `mxfp4`.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
         cuts_quantized: several ranks may have parts of a quantized weight.
+        takes_activation_bits: rows become integers before quantized weights multiply them, of as
+            many bits as an engine asks for.
         overlaps: a captured step may draft for one half of its sequences while it verifies the
             other's.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
@@ -92,6 +94,7 @@ class BackendFacts:
     quantized: tuple[str, ...] = ()
     quantizes_experts: bool = False
     cuts_quantized: bool = False
+    takes_activation_bits: bool = False
     overlaps: bool = False
     decoded_bytes: int = 0
     most_latent: tuple[int, int] | None = None
@@ -171,7 +174,7 @@ register(
         takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=_QUANTIZED, quantizes_experts=True,
-        cuts_quantized=True,
+        cuts_quantized=True, takes_activation_bits=True,
     )
 )  # fmt: skip
 register(
@@ -189,7 +192,7 @@ register(
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
-        quantizes_experts=True, cuts_quantized=True,
+        quantizes_experts=True, cuts_quantized=True, takes_activation_bits=True,
     )
 )  # fmt: skip
 register(

@@ -10,6 +10,7 @@ from typing import Any
 from specc.artifact.backends import facts_of
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_checks import (
+    check_activation_bits,
     check_backend,
     check_cache_rows,
     check_choice,
@@ -61,6 +62,8 @@ class Manifest:
         self_drafts: programs that self-drafts run beside the target's own.
         segments: of the target, which then has no compiled program of its own; else None.
         kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
+        activation_bits: of the integers that rows become before quantized weights multiply them;
+            None is as many as their type asks for.
         probe: what the compiler measured at the end, or None.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
@@ -84,6 +87,7 @@ class Manifest:
     self_drafts: tuple[SelfDraftEntry, ...] = ()
     segments: SegmentsEntry | None = None
     kv_cache_dtype: str = AUTO
+    activation_bits: int | None = None
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -156,6 +160,8 @@ class Manifest:
             del data["segments"]
         if self.kv_cache_dtype == AUTO:
             del data["kv_cache_dtype"]
+        if self.activation_bits is None:
+            del data["activation_bits"]
         return data
 
     @classmethod
@@ -191,6 +197,7 @@ class Manifest:
         # whose rows are in the type of the model
         absent: dict[str, Any] = {
             "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
+            "activation_bits": None,
         }  # fmt: skip
         if isinstance(data.get("parallel"), dict):
             absent["parallel"] = {"draft_ranks": 1, "stages": []} | data["parallel"]
@@ -214,6 +221,7 @@ class Manifest:
         check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
         check_kv_rows(self.kv_cache_dtype, self.backend)
+        check_activation_bits(self.activation_bits, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_choice(self.default_plan, self.policy, self.plans)

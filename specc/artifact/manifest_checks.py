@@ -30,6 +30,7 @@ from specc.artifact.model_entry import (
     SelfDraftEntry,
     SlabEntry,
 )
+from specc.artifact.quantized_layout import ACTIVATION_BITS
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 
@@ -140,6 +141,13 @@ def check_kv_rows(kv_cache_dtype: str, backend: str) -> None:
     known = KV_CACHE_DTYPES if facts_of(backend).takes_int8_rows else (AUTO,)
     if kv_cache_dtype not in known:
         raise invalid(f"kv_cache_dtype is {kv_cache_dtype!r}", " or ".join(known))
+
+
+def check_activation_bits(activation_bits: int | None, backend: str) -> None:
+    """Bits of the integers of rows; raises EngineError: the backend has none of so many."""
+    known = (None, *ACTIVATION_BITS) if facts_of(backend).takes_activation_bits else (None,)
+    if activation_bits not in known:
+        raise invalid(f"activation_bits is {activation_bits!r}", " or ".join(map(str, known)))
 
 
 def check_plans(

@@ -150,6 +150,10 @@ def weight_lines(manifest: Manifest) -> list[str]:
                 f"{model.name} has weights of projections in {model.quantization}, the rest in"
                 f" {model.dtype}: {size}"
             )
+            if manifest.activation_bits is not None:
+                lines.append(
+                    f"{model.name} multiplies them with values of {manifest.activation_bits} bits"
+                )
         if model.checkpoint_scheme:
             lines.append(f"{model.name} has a quantized checkpoint: {model.checkpoint_scheme}")
         if model.nonfinite_weights:

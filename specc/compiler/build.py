@@ -51,6 +51,7 @@ from specc.compiler.engine_plans import (
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.quantized_models import (
+    check_activation_bits,
     check_cut_integers,
     describe_quantization,
     told_of_quantized,
@@ -193,7 +194,9 @@ def _compile(
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
     check_cut_integers(config, backend.facts, plans, keeps_integers)
-    rounded = quantize_phases(config.quantization, keeps_integers, backend.facts.quantizes_experts)
+    check_activation_bits(config, plans, keeps_integers)
+    integers = backend.facts.quantizes_experts, config.activation_bits
+    rounded = quantize_phases(config.quantization, keeps_integers, *integers)
     lowered_for = reached_positions(plans, limits.max_seq_len)
     lowering: Phases = (
         (
@@ -226,9 +229,7 @@ def _compile(
         rows = "latents" if widest.values_in_keys else "heads"
         check_voters(plans, [widest.head_dim], models[0].entry.dtype, backend.facts, rows)
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
-    drafts, told = self_draft_programs(
-        models[0], *sizes, config.quantization, backend.facts.quantizes_experts
-    )
+    drafts, told = self_draft_programs(models[0], *sizes, config.quantization, *integers)
     records += told
     for model in models:
         model.entry = describe_quantization(model, config.quantization)
@@ -324,6 +325,7 @@ def _describe(
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         segments=_segments(engine),
         kv_cache_dtype=engine.config.kv_cache_dtype,
+        activation_bits=engine.config.activation_bits,
     )
 
 

@@ -73,6 +73,30 @@ def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
     return told
 
 
+def check_activation_bits(
+    config: CompileConfig, plans: Sequence[SpecPlan], keeps_integers: bool
+) -> None:
+    """Refuse a number of bits where no row becomes integers.
+
+    Args:
+        config: of the engine.
+        plans: of the engine; the weights of self-drafts may be rounded.
+        keeps_integers: a checkpoint is quantized.
+    Raises:
+        ConfigError: `--activation-bits` would change nothing.
+    """
+    kinds = {config.quantize} | {own.weights for plan in plans for own in plan.self_drafts}
+    if config.activation_bits is None or keeps_integers or kinds & {"int8", "int4"}:
+        return
+    option = f"--activation-bits {config.activation_bits}"
+    is_fp8 = "fp8" in kinds
+    raise ConfigError(
+        f"{option} and --quantize fp8" if is_fp8 else f"{option} without quantized weights",
+        "weights in int8 or int4" + (": rows by fp8 stay floats" if is_fp8 else ""),
+        "pass --quantize int8 or int4, or leave out --activation-bits",
+    )
+
+
 def check_cut_integers(
     config: CompileConfig, facts: BackendFacts, plans: Sequence[SpecPlan], keeps_integers: bool
 ) -> None:

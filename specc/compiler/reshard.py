@@ -116,7 +116,9 @@ def reshard_engine(
             for stored in old.self_drafts:
                 with phases.phase(f"rewrite {stored.name}"):
                     draft = read_self_draft(engine, old, stored, models[0])
-                    lowering = _lowering(draft.program, backend, old.limits.max_seq_len)
+                    lowering = _lowering(
+                        draft.program, backend, old.limits.max_seq_len, old.activation_bits
+                    )
                     records += cut_and_lower(draft, models[0], (), lowering)
                 own.append(draft)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
@@ -284,6 +286,7 @@ def _config_of(
         pipeline_parallel_size=num_stages,
         draft_ranks=_draft_ranks(manifest, num_ranks),
         segments=manifest.segments is not None,
+        activation_bits=manifest.activation_bits,
     )
     return backend.adapt(config)
 
@@ -298,7 +301,7 @@ def _cut_anew(
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
     program = in_rows(model.program)
-    layout = _lowering(program, backend, max_seq_len)
+    layout = _lowering(program, backend, max_seq_len, config.activation_bits)
     is_rounded = bool(program.integers)
     staged_at = None
     if model.name == TARGET:
@@ -319,9 +322,12 @@ def _cut_anew(
     return records
 
 
-def _lowering(program: Program, backend: CompilerBackend, max_seq_len: int) -> Phases:
+def _lowering(
+    program: Program, backend: CompilerBackend, max_seq_len: int, activation_bits: int | None
+) -> Phases:
     """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
-    rounded = quantize_phases(None, keeps_integers=bool(program.integers))
+    kept = bool(program.integers)
+    rounded = quantize_phases(None, keeps_integers=kept, activation_bits=activation_bits)
     return (*rounded, *backend.phases(max_seq_len))
 
 

@@ -56,6 +56,7 @@ def self_draft_programs(
     kv_cache_dtype: str = AUTO,
     quantization: str | None = None,
     experts: bool = True,
+    activation_bits: int | None = None,
 ) -> tuple[list[SelfDraftProgram], list[PassRecord]]:
     """Derive the programs that self-drafts of some plans run beside the target's own.
 
@@ -73,6 +74,7 @@ def self_draft_programs(
         dump: directory that gets each program's graph after each phase, or None.
         kv_cache_dtype: of the target's caches.
         experts: see `quantize_phases`.
+        activation_bits: likewise.
     Returns:
         programs that read the target's weights by their keys, and what each pass did.
     Raises:
@@ -97,7 +99,7 @@ def self_draft_programs(
             found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
             keeps_integers = target.source.is_quantized
             layout_name = draft.quantization or quantization
-            rounded = quantize_phases(layout_name, keeps_integers, experts)
+            rounded = quantize_phases(layout_name, keeps_integers, experts, activation_bits)
             records += cut_and_lower(found, target, layout, (*rounded, *lowering), dump)
         made.append(found)
     return made, records

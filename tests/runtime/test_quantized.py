@@ -97,13 +97,18 @@ def generate(engine: Engine, plan: str, prompts: Sequence[Sequence[int]], **opti
     return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 
 
-def check_plans(path: Path, num_prompts: int = 5, max_tokens: int = NUM_TOKENS) -> None:
+def check_plans(
+    path: Path,
+    plans: Sequence[SpecPlan] = PLANS,
+    num_prompts: int = 5,
+    max_tokens: int = NUM_TOKENS,
+) -> None:
     """All plans, batched and alone, greedy and drawn, give what off gives alone."""
     engine, prompts = Engine.load(path), models.prompts()[-num_prompts:]
     size = {"max_tokens": max_tokens}
     plain = [generate(engine, "off", [prompt], **size)[0][0] for prompt in prompts]
     assert len(set(plain[0])) > 3
-    for plan in PLANS:
+    for plan in plans:
         found, stats = generate(engine, plan.name, prompts, **size)
         assert found == plain, plan.name
         # lookups may find nothing in a few tokens
@@ -116,6 +121,13 @@ def check_plans(path: Path, num_prompts: int = 5, max_tokens: int = NUM_TOKENS) 
 
 def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float = TOLERANCE) -> None:
     """One pass over a prompt, each row with the logits of transformers."""
+    error, bound = error_of_logits(path, model, dtype)
+    bound = tolerance if bound is None else bound
+    assert error < bound, (error, bound)
+
+
+def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float, float | None]:
+    """Largest error of one pass over a prompt, over the spread; of bfloat16 also what to allow."""
     engine = path if isinstance(path, Engine) else Engine.load(path)
     tokens = torch.tensor(models.prompts()[-1])
     count = len(tokens)
@@ -131,14 +143,13 @@ def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float =
             torch.arange(count // 16 + 1, dtype=torch.int32)[None],  # blocks of the engine's cache
             torch.arange(count),
         )
-    bound = tolerance
+    bound = None
     if dtype == "bfloat16":
         # everything between the projections is in bfloat16: what that costs transformers itself
         with torch.inference_mode():
             rounded = copy.deepcopy(model).bfloat16()(tokens[None]).logits[0].float()
         bound = 2 * float((rounded - want).abs().max() / want.std())
-    error = float((found.float() - want).abs().max() / want.std())
-    assert error < bound, (error, bound)
+    return float((found.float() - want).abs().max() / want.std()), bound
 
 
 # the default tier runs experts and integers of checkpoints: test_quantized_mixtures.py

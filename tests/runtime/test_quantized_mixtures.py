@@ -82,7 +82,7 @@ def test_rounded_experts(build, tmp_path, name, quantize, group, dtype) -> None:
     engine = build(name, target, quantize=quantize, quantize_group=group, dtype=dtype)
     assert len(experts_of(engine)) == 4
     check_logits(engine, reference_model(target, engine), dtype)
-    check_plans(engine, *FEW)
+    check_plans(engine, PLANS, *FEW)
     # nothing of the experts is left in floats
     weights = load_file(engine / "target" / FILE)
     assert all(item.dim() < 3 for item in weights.values())
@@ -129,7 +129,7 @@ def test_integers_of_checkpoints(build, tmp_path, name, names, form: Format, dty
     assert read_manifest(engine).models[0].quantization == layout
     check_logits(engine, reference(written), dtype, TOLERANCE)
     if (dtype, layout) != ("float32", "int4-g32-zeros"):
-        check_plans(engine, *FEW)
+        check_plans(engine, PLANS, *FEW)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_experts_of_gpt_oss(build, tmp_path, dtype, backend) -> None:
         assert torch.equal(value.transpose(1, 2), written.weights[name]), name
     assert read_manifest(engine).models[0].quantization == "mxfp4"
     check_logits(engine, reference(written), dtype, TOLERANCE)
-    check_plans(engine, *FEW)
+    check_plans(engine, PLANS, *FEW)
 
 
 @pytest.mark.slow

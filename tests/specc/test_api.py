@@ -24,6 +24,7 @@ GIVEN = {
     "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft_tensor_parallel_size": 2,
     "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
     "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8", "weight_only": True,
+    "activation_bits": 8,
     "mla_cache": "latent",
 }  # fmt: skip
 # fields that have another name, or take several values

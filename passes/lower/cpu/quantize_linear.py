@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.lower.cpu.linear import replace_linear
 from specc.passes.lower.cpu.pack_weights import why_not
 from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
+from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program, bind_args
 from specc.passes.rewrite.quantized_inputs import (
@@ -32,19 +34,30 @@ QUANTIZE = "quantize"
 _ROWS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize_phases(name: str | None, keeps_integers: bool = False, experts: bool = True) -> Phases:
+def quantize_phases(
+    name: str | None,
+    keeps_integers: bool = False,
+    experts: bool = True,
+    activation_bits: int | None = None,
+) -> Phases:
     """What the pipeline does before the backend's own phases.
 
     Args:
         name: of the layout of weights; None leaves them in the engine's dtype.
         keeps_integers: a model has integers in its checkpoint, see `Program.integers`.
         experts: of mixtures, too, where the backend multiplies them by integers.
+        activation_bits: of the integers that rows become; None is as many as their type asks for.
     """
     if name is None and not keeps_integers:
         return ()
     layout = None if name is None else QuantizedLayout.named(name)
-    passes = partial(QuantizeLinear, layout), partial(QuantizeExperts, layout, experts)
-    return ((QUANTIZE, passes),)
+    passes: list[Callable[[], Pass]] = [
+        partial(QuantizeLinear, layout),
+        partial(QuantizeExperts, layout, experts),
+    ]
+    if activation_bits is not None:
+        passes.append(partial(RowIntegers, activation_bits))
+    return ((QUANTIZE, tuple(passes)),)
 
 
 class QuantizeLinear(Pass):

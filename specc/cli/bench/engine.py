@@ -217,6 +217,8 @@ def _special(manifest: Manifest) -> Iterator[str]:
         yield f"the engine has a device, {manifest.device}"
     if kinds := {model.quantization for model in manifest.models if model.quantization}:
         yield f"the engine has weights in {' and '.join(sorted(kinds))}"
+    if manifest.activation_bits is not None:
+        yield f"it multiplies them with values of {manifest.activation_bits} bits"
 
 
 def _integers(manifest: Manifest) -> tuple[str | None, str | None]:

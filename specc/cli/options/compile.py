@@ -108,6 +108,15 @@ class CompileOptions:
         "How many columns share a scale, with --quantize int4: 32, 64 or 128. Smaller groups are"
         " more exact and larger. The default is 64.",
     )
+    activation_bits: int | None = option(
+        None,
+        "How many bits the values have that weights in int8 or int4 multiply: 8, as llama.cpp and"
+        " OpenVINO have it, faster where a pass has several tokens (trees, prompts) and less exact,"
+        " or 16. The default is 24 in float32 and 16 in bfloat16, as good as no rounding."
+        " Speculation stays lossless: plain decoding rounds likewise. For the backends cpu and"
+        " eager.",
+        metavar="8|16",
+    )
     weight_only: bool = option(
         False,
         "Of checkpoints that quantize activations, too, take the weights and leave activations as"

@@ -18,7 +18,7 @@ class CpuCompiler(CompilerBackend):
     facts = facts_of("cpu")
     options = (
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype", "pipeline_parallel_size", "quantize",
+        "kv_cache_dtype", "pipeline_parallel_size", "quantize", "activation_bits",
     )  # fmt: skip
 
     def check_machine(self) -> None:

@@ -19,7 +19,7 @@ class EagerCompiler(CompilerBackend):
     aliases = ("torch",)
     options = (
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype", "pipeline_parallel_size", "quantize",
+        "kv_cache_dtype", "pipeline_parallel_size", "quantize", "activation_bits",
     )  # fmt: skip
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
 from specc.kernels import native
-from specc.kernels.reference.quantized import linear_q_reference
+from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
 from tests.native_library import load_wrapper
 from tests.tiers import every, only
@@ -42,6 +42,11 @@ ISAS = {
     "x86-64": {"sse2"},
 }
 DTYPES = (torch.float32, torch.bfloat16)
+# of rows, and of the integers that they become
+ROWS = [(torch.float32, 24), (torch.float32, 16), (torch.float32, 8), (torch.bfloat16, 16),
+        (torch.bfloat16, 8)]  # fmt: skip
+EVERY_ROW = {"argvalues": ROWS, "ids": lambda item: f"{str(item[0])[6:]}-{item[1]}"}
+OWN_BITS, FEWER_BITS = (ROWS[0], ROWS[3]), (ROWS[1], ROWS[2], ROWS[4])
 NAMES = (
     "int8", "int4-g32", "int4-g32-zeros", "int4-g64", "int4-g64-zeros", "int4-g128",
     "int4-g128-zeros", "int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g64-zeros",
@@ -67,6 +72,7 @@ class LinearQStruct(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("has_zeros", ctypes.c_bool),
         ("is_float", ctypes.c_bool),
+        ("row_bits", ctypes.c_int64),
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
@@ -105,12 +111,13 @@ def run(
     n: int,
     layout: QuantizedLayout,
     *,
+    row_bits: int = 0,
     threads: int = 1,
     in_team: bool = False,
     y_stride: int | None = None,
 ) -> Tensor:
     """Call the kernel; nothing around y may change."""
-    arguments, around = product(x, stored, bias, n, layout, y_stride)
+    arguments, around = product(x, stored, bias, n, layout, y_stride, row_bits)
     call = library.run_in_team if in_team else library.run_linear_q
     call(ctypes.byref(arguments), 1, threads)
     return result_of(around, n)
@@ -123,6 +130,7 @@ def product(
     n: int,
     layout: QuantizedLayout,
     y_stride: int | None = None,
+    row_bits: int = 0,
 ) -> tuple[LinearQStruct, Tensor]:
     """Arguments of one product, and its result, [rows, n], with canaries around it."""
     rows, k = x.shape
@@ -141,6 +149,7 @@ def product(
         layout.group,
         layout.has_zeros,
         layout.is_float,
+        row_bits or bits_of_rows(x.dtype),
         None if bias is None else bias.data_ptr(),
         around[1:].data_ptr(),
         y_stride,
@@ -155,8 +164,10 @@ def result_of(around: Tensor, n: int) -> Tensor:
     return around[1:-1, :n].clone()
 
 
-def oracle(x: Tensor, stored: Tensor, bias: Tensor | None, n: int, layout: QuantizedLayout):
-    return linear_q_reference(x, stored, bias, n, *numbers_of(layout))
+def oracle(
+    x: Tensor, stored: Tensor, bias: Tensor | None, n: int, layout: QuantizedLayout, row_bits=0
+):
+    return linear_q_reference(x, stored, bias, n, *numbers_of(layout), row_bits)
 
 
 def numbers_of(layout: QuantizedLayout) -> tuple[int, int, bool, bool]:
@@ -201,7 +212,7 @@ def test_every_value_of_a_format(library) -> None:
     n=st.integers(1, 140),
     k=st.integers(1, 140) | st.sampled_from([255, 256, 512, 1040, 2100]),
     layout=st.sampled_from(LAYOUTS),
-    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(ROWS),
     has_bias=st.booleans(),
     x_padding=st.integers(0, 5),
     y_padding=st.integers(0, 5),
@@ -210,31 +221,41 @@ def test_every_value_of_a_format(library) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_bits_of_the_oracle(
-    library, rows, n, k, layout, dtype, has_bias, x_padding, y_padding, threads, spread, seed
+    library, rows, n, k, layout, kind, has_bias, x_padding, y_padding, threads, spread, seed
 ):
     torch.manual_seed(seed)
+    dtype, row_bits = kind
     x = in_poison(rows, k, dtype=dtype, padding=x_padding)
     x *= torch.exp2(spread * torch.randn(rows, k)).to(dtype)  # some are below 2^-64
     stored = random_weight(n, k, layout)
     bias = torch.randn(n).to(dtype) if has_bias else None
-    found = run(library, x, stored, bias, n, layout, threads=threads, y_stride=n + y_padding)
-    assert same_bits(found, oracle(x, stored, bias, n, layout))
+    found = run(
+        library, x, stored, bias, n, layout, row_bits=row_bits, threads=threads,
+        y_stride=n + y_padding,
+    )  # fmt: skip
+    assert same_bits(found, oracle(x, stored, bias, n, layout, row_bits))
 
 
-@pytest.mark.parametrize("layout", **EVERY)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, dtype, layout):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in OWN_BITS for layout in LAYOUTS]
+    + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12)],
+    ids=lambda item: item.name if isinstance(item, QuantizedLayout) else EVERY_ROW["ids"](item),
+)
+def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, kind, layout):
     k, n = 773, 139
+    dtype, row_bits = kind
     x, bias = torch.randn(70, k).to(dtype), torch.randn(n).to(dtype)
     stored = random_weight(n, k, layout)
-    want = run(library, x, stored, bias, n, layout)
-    assert same_bits(want, oracle(x, stored, bias, n, layout))
+    want = run(library, x, stored, bias, n, layout, row_bits=row_bits)
+    assert same_bits(want, oracle(x, stored, bias, n, layout, row_bits))
+    more = {"row_bits": row_bits}
     for rows in (*range(1, 10), 12, 16, 17, 31, 32, 33):
         for threads in (1, 2):
             first = 70 - rows
-            got = run(library, x[first:], stored, bias, n, layout, threads=threads)
+            got = run(library, x[first:], stored, bias, n, layout, threads=threads, **more)
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
-        got = run(library, x[first:], stored, bias, n, layout, threads=3, in_team=True)
+        got = run(library, x[first:], stored, bias, n, layout, threads=3, in_team=True, **more)
         assert torch.equal(got, want[first:]), f"{rows} rows, a team"
 
 
@@ -255,12 +276,13 @@ def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
 
 
 @pytest.mark.parametrize("layout", every(3, INTEGERS), ids=lambda item: item.name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", **EVERY_ROW)
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
-def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
+def test_sums_at_the_ends_of_their_range(library, sign, kind, layout):
     """Every integer is the largest there is: 8192 columns in one sum would not fit 32 bits."""
     k, n = 8192, 33
-    most = 32639 if dtype == torch.bfloat16 else 8355711
+    dtype, row_bits = kind
+    most = {8: 127, 16: 32639, 24: 8355711}[row_bits]
     x = torch.full((3, k), sign * most).to(dtype)
     if dtype == torch.bfloat16:
         x = torch.full((3, k), sign * 32512.0).to(dtype)  # the largest of 8 bits
@@ -269,8 +291,8 @@ def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
         zero = (1 << layout.bits) - 1 - level
         zeros = torch.full((n, groups), zero) if layout.has_zeros else None
         stored = pack(levels, torch.ones(n, groups), zeros, layout)
-        found = run(library, x, stored, None, n, layout)
-        assert same_bits(found, oracle(x, stored, None, n, layout))
+        found = run(library, x, stored, None, n, layout, row_bits=row_bits)
+        assert same_bits(found, oracle(x, stored, None, n, layout, row_bits))
         middle = layout.middle if zeros is None else zero
         want = (level - middle) * x[0].double().sum()
         assert abs(found[0, 0].double() - want) <= abs(want) * 2.0 ** (
@@ -278,13 +300,14 @@ def test_sums_at_the_ends_of_their_range(library, sign, dtype, layout):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", **EVERY_ROW)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_nan_and_infinity_stay_in_their_row(library, poison, dtype):
+def test_nan_and_infinity_stay_in_their_row(library, poison, kind):
     layout = QuantizedLayout(4, 32)
+    dtype, row_bits = kind
     x, stored = torch.rand(5, 133).to(dtype), quantize(torch.rand(9, 133), layout)
     x[2, 131] = poison
-    y = run(library, x, stored, None, 9, layout)
+    y = run(library, x, stored, None, 9, layout, row_bits=row_bits)
     assert y[2].isnan().all()
     assert y[[0, 1, 3, 4]].isfinite().all()
 
@@ -300,6 +323,27 @@ def test_reads_nothing_beyond_x_and_weight(library, k, layout):
     if child == 0:
         os._exit(0 if same_bits(run(library, x, stored, None, 39, layout), want) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operators_are_told_how_many_bits_rows_have(dtype):
+    native.load(native.build())
+    x, layout = torch.randn(6, 100).to(dtype), LAYOUTS[2]
+    arguments = (70, *numbers_of(layout))
+    stored = random_weight(70, 100, layout)
+    ends, both = torch.tensor([2, 6], dtype=torch.int32), torch.cat((stored, stored))
+    made = []
+    for row_bits in (bits for kind, bits in ROWS if kind == dtype):
+        own, oracles = torch.ops.specc_cpu, torch.ops.specc
+        made.append(own.linear_q(x, stored, None, *arguments, row_bits))
+        assert same_bits(made[-1], oracles.linear_q(x, stored, None, *arguments, row_bits))
+        assert same_bits(made[-1], own.grouped_mm_q(x, both, ends, *arguments, row_bits))
+        assert same_bits(made[-1], oracles.grouped_mm_q(x, both, ends, *arguments, row_bits))
+    assert same_bits(made[0], torch.ops.specc_cpu.linear_q(x, stored, None, *arguments))
+    assert all(not torch.equal(made[0], other) for other in made[1:])
+    for wrong in (4, -8, 32) if dtype == torch.float32 else (24,):
+        with pytest.raises(RuntimeError, match="rows have 8 or 16 bits"):
+            torch.ops.specc_cpu.linear_q(x, stored, None, *arguments, wrong)
 
 
 @pytest.mark.parametrize("layout", **EVERY)

@@ -19,15 +19,15 @@ FP8 = [QuantizedLayout.named(name) for name in ("fp8", "fp8-g32", "fp8-g128")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def project(x, stored, bias, n, layout):
-    more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
+def project(x, stored, bias, n, layout, row_bits=0):
+    more = (layout.bits, layout.group, layout.has_zeros, layout.is_float, row_bits)
     return linear_q_reference(x, stored, bias, n, *more)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *FP8], ids=lambda item: item.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [1, 31, 160, 2100])
-def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout) -> None:
+@pytest.mark.parametrize(("k", "row_bits"), [(1, 0), (31, 0), (160, 0), (2100, 0), (160, 8)])
+def test_products_are_those_of_the_weight_that_blocks_stand_for(k, row_bits, dtype, layout) -> None:
     torch.manual_seed(k)
     x, bias = torch.randn(5, k), torch.randn(37).to(dtype)
     x[:, ::50] *= 50  # as the outliers of trained models
@@ -35,11 +35,11 @@ def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout
     stored = quantize(torch.randn(37, k), layout)
     weight = dequantize(stored, (37, k), layout).double()
     want = x.double() @ weight.T + bias.double()
-    found = project(x, stored, bias, 37, layout).double()
+    found = project(x, stored, bias, 37, layout, row_bits).double()
     # each integer of a row is at most half a step of its group off; float sums on top
     group = layout.group or 128
     largest = torch.cat([p.abs().amax(1, True).expand_as(p) for p in x.double().split(group, 1)], 1)
-    step = 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
+    step = 1 / 254 if row_bits else 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
     bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ weight.abs().T)
     if layout in FP8:
         bound = 2.0**-18 * (x.double().abs() @ weight.abs().T)
@@ -49,34 +49,52 @@ def test_products_are_those_of_the_weight_that_blocks_stand_for(k, dtype, layout
 
 def test_rows_are_the_nearest_integers() -> None:
     x = torch.tensor([[1.0, -0.5, 3.0, 2.0**-30, 5.0], [32639, 2.5, 3.5, -1, 0]])
-    (wide, rest), (factor, last) = row_integers(x, 4)
+    (wide, rest), (factor, last) = row_integers(x, 4, 24)
     assert factor.tolist() == [2.0**-21, 2.0**-8]
     assert wide.tolist()[0] == [2**21, -(2**20), 3 * 2**21, 0]
     assert (wide[1] * factor[1]).tolist() == [32639, 2.5, 3.5, -1]
     assert (rest[0, 0] * last[0], rest[1, 0]) == (5.0, 0)
-    ((narrow,), (factor,)) = row_integers(x[1:].bfloat16(), 5)
+    ((narrow,), (factor,)) = row_integers(x[1:].bfloat16(), 5, 16)
     # bfloat16 makes 32640 of 32639, which is beyond two bytes at 2^0; ties are to even
     assert factor.tolist() == [2.0]
     assert narrow.tolist() == [[16320, 1, 2, 0, 0]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_integers_fit_their_bytes_and_use_them(dtype) -> None:
-    most = 32639 if dtype == torch.bfloat16 else 8355711
+@pytest.mark.parametrize(("dtype", "bits"), [(DTYPES[0], 24), (DTYPES[0], 16), (DTYPES[1], 16)])
+def test_integers_fit_their_bytes_and_use_them(dtype, bits) -> None:
+    most = 32639 if bits == 16 else 8355711
     x = torch.exp2(torch.empty(2000, 1).uniform_(-30, 126)) * torch.empty(2000, 1).uniform_(1, 2)
-    ((values,), (factors,)) = row_integers(x.to(dtype), 32)
+    ((values,), (factors,)) = row_integers(x.to(dtype), 32, bits)
     assert values.max() <= most
     assert values.min() > most // 2 - 1
     error = (values[:, 0].double() * factors.double() - x.to(dtype).double()[:, 0]).abs()
     assert (error <= factors.double() / 2).all()
     edge = torch.tensor([[most], [most + 1.0]], dtype=torch.float32)
-    ((values,), _) = row_integers(edge.to(dtype), 32)
+    ((values,), _) = row_integers(edge.to(dtype), 32, bits)
     assert values.max() <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_of_rows_are_the_nearest_of_the_largest(dtype) -> None:
+    torch.manual_seed(3)
+    x = (torch.randn(500, 32) * torch.exp2(torch.empty(500, 1).uniform_(-60, 120))).to(dtype)
+    ((values,), (factors,)) = row_integers(x, 32, 8)
+    assert (values.abs().amax(1) == 127).all()
+    error = (values.double() * factors[:, None].double() - x.double()).abs()
+    assert (error <= x.double().abs().amax(1, True) / 254 * (1 + 2.0**-14)).all()
+    # 254 / 127 is 2: halves go to the even neighbor
+    ((values,), (factors,)) = row_integers(torch.tensor([[254.0, 1, 3, -5, 7]]), 5, 8)
+    assert (values.tolist(), factors.tolist()) == ([[127, 0, 2, -2, 4]], [2.0])
+    least = torch.tensor([[2.0**-64], [2.0**-65], [0.0], [torch.inf]])
+    ((values,), (factors,)) = row_integers(least, 32, 8)
+    assert values[:, 0].tolist() == [127, 0, 0, 0]
+    assert factors[:3].tolist() == pytest.approx([2.0**-64 / 127, 0, 0], rel=1e-6)
+    assert factors[3].isnan()
 
 
 def test_bfloat16_rows_near_their_largest_have_no_error() -> None:
     x = (torch.randn(50, 64).sign() * torch.empty(50, 64).uniform_(2.0**-5, 2)).bfloat16()
-    ((values,), (factors,)) = row_integers(x, 64)
+    ((values,), (factors,)) = row_integers(x, 64, 16)
     assert torch.equal(values * factors[:, None].double(), x.double())
 
 

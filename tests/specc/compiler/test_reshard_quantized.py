@@ -55,7 +55,12 @@ BOTH = [((1, 1), (2, 1)), ((2, 1), (1, 1))]
     ("name", "changes", "options", "ways"),
     [
         # into ranks, from ranks into stages, and out of them
-        ("llama", WIDE, INT4, [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (1, 1))]),
+        (
+            "llama",
+            WIDE,
+            INT4 | {"activation_bits": 8},
+            [((1, 1), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (1, 1))],
+        ),
         pytest.param(
             "llama",
             WIDE | {"head_dim": 32},

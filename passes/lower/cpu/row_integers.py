@@ -1,0 +1,41 @@
+"""Let rows that integers multiply have fewer bits than their type asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from specc.kernels import ops
+from specc.passes.base import Pass, PassResult
+from specc.passes.program import Program, bind_args
+
+# the operand with the rows
+_ROWS = {ops.linear_q: "input", ops.grouped_mm_q: "x"}
+
+
+class RowIntegers(Pass):
+    """Set `row_bits` of `specc.linear_q` and `specc.grouped_mm_q`.
+
+    Rows by fp8 stay floats. Rows that have as few bits anyway, bfloat16 ones of 16, are as they
+    were.
+
+    Args:
+        bits: of an integer, 8 or 16.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        for kind, operand in _ROWS.items():
+            for node in program.calls(kind):
+                bound = bind_args(node)
+                if bound["is_float"] and bound["bits"] == 8:
+                    result.decline(node.name, "rows by fp8 stay floats")
+                    continue
+                if bound[operand].meta["val"].dtype == torch.bfloat16 and self._bits == 16:
+                    result.decline(node.name, "rows in bfloat16 have 16 bits")
+                    continue
+                node.args, node.kwargs = tuple({**bound, "row_bits": self._bits}.values()), {}
+                result.rewrites += 1
+        return result

@@ -1,0 +1,155 @@
+"""Engines whose rows have fewer bits: every plan has the tokens of off, and logits are as near."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specc.artifact.directory import read_manifest
+from specc.artifact.graph_io import graph_from_json
+from specc.artifact.manifest import Manifest
+from specc.cli.render import weight_lines
+from specc.compiler.backends.registry import check_options, compiler_backend
+from specc.compiler.quantized_models import check_activation_bits
+from specc.config import CompileConfig
+from specc.errors import ConfigError, EngineError
+from specc.kernels import ops
+from specc.passes.program import bind_args
+from specc.runtime.backends.program_files import read_json
+from specc.runtime.engine import Engine
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+from tests.runtime.test_quantized import check_plans, error_of_logits, generate, reference_model
+
+CHAIN, TREE = (SpecPlan.from_widths(widths) for widths in ((1, 1, 1, 1), (2, 2, 1)))
+OWN = SpecPlan.from_widths((1, 1, 1), ("self_int8",))
+INT4: dict[str, Any] = {"quantize": "int4", "quantize_group": 32}
+# least and largest of the largest error of logits over their spread, of rows of so many bits
+BOUNDS = {8: (5e-3, 0.5), 16: (3e-5, 2e-3)}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory):
+    """(checkpoint, engine) of a tiny model with a noisy draft."""
+    known: dict[Any, tuple[Path, Path]] = {}
+
+    def make_one(name: str = "llama", plans=(CHAIN, TREE), **options: Any) -> tuple[Path, Path]:
+        key = (name, plans, *options.items())
+        if key not in known:
+            root = tmp_path_factory.mktemp("bits")
+            target = models.save_tiny(name, root / "target")
+            draft = models.save_tiny(name, root / "draft", 0, models.DRAFT_NOISE[name])
+            given = {"backend": "eager", "probe": False} | options
+            config = CompileConfig(max_seq_len=models.MAX_SEQ_LEN, plans=plans, **given)
+            drafts = [draft] if any(plan.models for plan in plans) else []
+            known[key] = target, engines.build(target, drafts, root / "engine", config)
+        return known[key]
+
+    return make_one
+
+
+def bits_of_rows(program: Path) -> list[int]:
+    """Of the products by integers of a program's file, in its order."""
+    graph = graph_from_json(read_json(program / "program.json")["graph"]).graph
+    names = {ops.linear_q, ops.grouped_mm_q}
+    return [bind_args(node)["row_bits"] for node in graph.nodes if node.target in names]
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_plans_and_logits(make, backend: str, bits: int) -> None:
+    """Outputs are those of off; logits are as far off as so many bits make them."""
+    checkpoint, engine = make(backend=backend, activation_bits=bits, **INT4)
+    assert set(bits_of_rows(engine / "target")) == {bits}
+    assert set(bits_of_rows(engine / "draft-0")) == {bits}
+    error, _ = error_of_logits(engine, reference_model(checkpoint, engine), "float32")
+    assert BOUNDS[bits][0] < error < BOUNDS[bits][1]
+    check_plans(engine, (CHAIN, TREE))
+
+
+@pytest.mark.slow
+def test_compiled_and_eager_engines_say_the_same(make) -> None:
+    _, compiled = make(backend="cpu", activation_bits=8, **INT4)
+    loaded = [Engine.load(compiled, backend=name) for name in ("cpu", "eager")]
+    tokens = [generate(engine, TREE.name, models.prompts()[:3])[0] for engine in loaded]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral", INT4),
+        pytest.param("llama", {"dtype": "bfloat16", "quantize": "int8"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"segments": True, **INT4}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_products(make, name: str, options: dict[str, Any]) -> None:
+    _, engine = make(name, activation_bits=8, **options)
+    if "segments" not in options:
+        assert set(bits_of_rows(engine / "target")) == {8}
+    check_plans(engine, (CHAIN, TREE), num_prompts=2, max_tokens=12)
+
+
+def test_a_draft_alone_has_them(make) -> None:
+    """The target reads floats: its tokens are those of an engine without any integers."""
+    _, plain = make(plans=(CHAIN,))
+    _, engine = make(plans=(OWN,), activation_bits=8)
+    assert bits_of_rows(engine / "target") == []
+    (entry,) = read_manifest(engine).self_drafts
+    assert set(bits_of_rows(engine / entry.dir)) == {8}
+    prompts = models.prompts()[:3]
+    found, stats = generate(Engine.load(engine), OWN.name, prompts)
+    assert found == generate(Engine.load(plain), "off", prompts)[0]
+    assert stats.mean_acceptance_length > 2
+
+
+def test_what_is_told(make) -> None:
+    _, engine = make(activation_bits=8, **INT4)
+    manifest = read_manifest(engine)
+    assert manifest.activation_bits == 8
+    assert "target multiplies them with values of 8 bits" in weight_lines(manifest)
+    data = manifest.to_json()
+    assert Manifest.from_json(data) == manifest
+    for wrong in (4, True, "8"):
+        with pytest.raises(EngineError, match="activation_bits"):
+            Manifest.from_json(data | {"activation_bits": wrong})
+    _, without = make(**INT4)
+    assert "activation_bits" not in read_manifest(without).to_json()
+    assert set(bits_of_rows(without / "target")) == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "plans", "keeps_integers", "found"),
+    [
+        ({}, (CHAIN,), False, "--activation-bits 8 without quantized weights"),
+        ({"quantize": "fp8"}, (CHAIN,), False, "--activation-bits 8 and --quantize fp8"),
+        ({"quantize": "int8"}, (), False, None),
+        ({}, (OWN,), False, None),
+        ({}, (), True, None),
+    ],
+)
+def test_where_they_would_change_nothing(options, plans, keeps_integers, found) -> None:
+    config = CompileConfig(activation_bits=8, **options)
+    if found is None:
+        check_activation_bits(config, plans, keeps_integers)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_activation_bits(config, plans, keeps_integers)
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize("bits", [4, 24, True])
+def test_numbers_of_bits_that_are_refused(bits) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CompileConfig(activation_bits=bits)
+    assert caught.value.needed == "8 or 16"
+
+
+@pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])
+def test_backends_whose_rows_stay_floats(backend: str) -> None:
+    config = CompileConfig(quantize="int8", activation_bits=8, backend=backend)
+    with pytest.raises(ConfigError) as caught:
+        check_options(config, compiler_backend(backend))
+    assert f"with backend {backend}" in caught.value.found
