@@ -29,7 +29,7 @@ class Pair:
         dtype: of the engine.
         integers: `int8` or `int4` of target and of draft, where the engine rounded them.
         depth: draft tokens of the engine's plan; 0 where none drafts.
-        special: what the engine has and the others have not, for notes.
+        special: notes on the engine, of what is otherwise in the others.
     """
 
     target: str
@@ -98,7 +98,7 @@ def prepare_peers(
     if pair.draft is not None:
         draft = find_checkpoint(pair.draft, "--draft-checkpoint")
     prepared = Prepared()
-    prepared.notes += [f"{one}: the programs beside it have not" for one in pair.special]
+    prepared.notes += pair.special
     try:
         for name in names:
             with phases.phase(f"prepare {name}"):

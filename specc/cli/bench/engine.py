@@ -212,13 +212,15 @@ def _prepare_peers(
 
 
 def _special(manifest: Manifest) -> Iterator[str]:
-    """What the engine has on which times depend, and other programs have not."""
+    """What of the engine times depend on, and is otherwise in the programs beside it."""
     if manifest.device != "cpu":
-        yield f"the engine has a device, {manifest.device}"
+        yield f"the engine has a device, {manifest.device}: the programs beside it have not"
     if kinds := {model.quantization for model in manifest.models if model.quantization}:
-        yield f"the engine has weights in {' and '.join(sorted(kinds))}"
-    if manifest.activation_bits is not None:
-        yield f"it multiplies them with values of {manifest.activation_bits} bits"
+        bits = manifest.activation_bits or (16 if manifest.dtype == "bfloat16" else 24)
+        yield (
+            f"the engine multiplies weights in {' and '.join(sorted(kinds))} with values of {bits}"
+            " bits: the programs beside it round in their own way"
+        )
 
 
 def _integers(manifest: Manifest) -> tuple[str | None, str | None]:

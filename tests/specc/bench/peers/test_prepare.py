@@ -60,7 +60,7 @@ def test_modes_are_loaded_and_the_fastest_setting_is_kept(checkpoint, tmp_path):
         kept = {"name": "fast", "model_bytes": size, "num": 4}
         assert prepared.settings()[RUNS[1]] == kept
         special, note = prepared.notes
-        assert special == "the engine has wings: the programs beside it have not"
+        assert special == "the engine has wings"
         assert "fastest setting, fast (before the rounds: slow 1.05 s, fast 1.00 s)" in note
         rounds = run_rounds(prepared.contenders, 2, 0)
         for _, measured in rounds:
