@@ -117,6 +117,9 @@ class EngineCore:
                 cuts_trees=cuts_trees,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
+                graph_sizes=next(
+                    (step.queued.buckets for step in engine.steps.values() if step.queued), ()
+                ),
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
