@@ -159,10 +159,10 @@ class StepExtras(NamedTuple):
     @property
     def kind(self) -> StepKind:
         masks = self.masks
-        own = {"num_rows": self.num_rows, "threshold": self.threshold}
-        if masks is None:
-            return StepKind(self.is_scored, **own)
-        late = masks.is_late, masks.reads_draft
-        return StepKind(
-            self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts, **own
-        )
+        kind = StepKind(self.is_scored)
+        if masks is not None:
+            late = masks.is_late, masks.reads_draft
+            kind = StepKind(
+                self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts
+            )
+        return kind._replace(num_rows=self.num_rows, threshold=self.threshold)
