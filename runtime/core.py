@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specc.artifact.backends import facts_of
-from specc.artifact.model_entry import DSPARK
 from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
@@ -79,7 +77,7 @@ class EngineCore:
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
-            _check_threshold(confidence_threshold, engine, in_use, shares_pass, adapts_verification)
+            _check_threshold(confidence_threshold, engine, in_use, cuts_trees, adapts_verification)
         self.runner = Runner(
             engine.target,
             engine.drafts,
@@ -117,6 +115,9 @@ class EngineCore:
                 cuts_trees=cuts_trees,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
+                graph_sizes=next(
+                    (step.queued.buckets for step in engine.steps.values() if step.queued), ()
+                ),
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
@@ -161,7 +162,7 @@ def _check_threshold(
     threshold: float,
     engine: Engine,
     in_use: Sequence[SpecPlan],
-    shares_pass: bool,
+    cuts_trees: bool,
     adapts_verification: bool,
 ) -> None:
     """Refuse a threshold of confidence that would change nothing, or does not go with the rest.
@@ -170,7 +171,7 @@ def _check_threshold(
         threshold: above 0.
         engine: loaded.
         in_use: plans that its steps may have.
-        shares_pass: the target can verify a part of a tree.
+        cuts_trees: the target can verify a part of a tree.
         adapts_verification: see `EngineCore`.
     Raises:
         ConfigError: it does not go with them.
@@ -182,11 +183,11 @@ def _check_threshold(
             "one of them: both say how many nodes of a tree are verified",
             "leave out one of the two",
         )
-    if not shares_pass or (engine.manifest is not None and engine.manifest.num_ranks > 1):
+    if not cuts_trees or (engine.manifest is not None and engine.manifest.num_ranks > 1):
         raise ConfigError(
             f"{option}, and an engine whose steps ask no drafter how much to verify",
-            "an engine of the backends cpu or eager, in one process",
-            "leave it out, or compile with --backend cpu",
+            "an engine of the backends cpu, cuda or eager, in one process",
+            "leave it out, or compile with one of these",
         )
     if any(map(says_confidence, in_use)):
         return
@@ -203,16 +204,6 @@ def _check_threshold(
             f"{asked}, of which no part can be verified by what a drafter says",
             f"a plan of this engine whose trees can end early: {', '.join(others)}",
             f"leave it out, or pass --plan {others[0]}",
-        )
-    manifest = engine.manifest
-    models = manifest.models if manifest else ()
-    has_drafter = any(model.head is not None and model.head.kind == DSPARK for model in models)
-    if manifest and has_drafter and not facts_of(manifest.backend).shares_pass:
-        raise ConfigError(
-            f"{option}, and an engine that was compiled for {manifest.backend}, without confidence"
-            " heads",
-            "a confidence head, which engines of the backends cpu and eager keep",
-            "leave it out, or compile with --backend cpu or eager",
         )
     raise ConfigError(
         asked,

@@ -6,10 +6,9 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from specc.runtime.backends.captured.step_scores import StepExtras
 from specc.runtime.backends.step import Model, PendingStep, QueuedStep, RepeatedStep, Step
@@ -26,6 +25,7 @@ from specc.runtime.execution.draws import DrawnPrograms, StagedModel
 from specc.runtime.execution.hooked_step import hooked, logprobs_after
 from specc.runtime.execution.prompt_ends import PendingEnds
 from specc.runtime.execution.prompts import Prompts
+from specc.runtime.execution.queued_group import LastQueued, QueuedGroup
 from specc.runtime.outputs.step_logprobs import wants_logprobs
 from specc.runtime.scheduling.batch import (
     Batch,
@@ -40,38 +40,6 @@ from specc.runtime.scheduling.kv_cache import KVCache
 from specc.speculation.feature_drafts import blocks_of, heads_of
 from specc.speculation.live_nodes import says_confidence
 from specc.speculation.plans import SpecPlan
-
-
-class _Own(NamedTuple):
-    """How a group's step is queued: what it does besides, and whether it waits for its masks."""
-
-    step: QueuedStep
-    group: StepGroup
-    extras: StepExtras | None
-
-    @property
-    def is_half(self) -> bool:
-        """Its masks follow from a step in flight: see `PendingStep.complete`."""
-        return self.extras is not None and self.extras.kind.is_late and any(self.group.ahead)
-
-
-class _Last(NamedTuple):
-    """The step that was queued last, and the block table that it had."""
-
-    own: _Own
-    table: Tensor
-    pending: PendingStep
-
-    def leads_to(self, own: _Own, table: Tensor) -> bool:
-        """The same step for the same requests, all of which go on from its state."""
-        before, group = self.own.group, own.group
-        return (
-            all(group.ahead or [0])
-            and (before.plan, before.requests) == (group.plan, group.requests)
-            and before.live == group.live
-            and self.table is table
-            and self.pending.can_go_on
-        )
 
 
 class Runner:
@@ -89,7 +57,7 @@ class Runner:
         link: to the device of the programs; None is the host.
         drawn: for batches whose tokens the target draws; None where it cannot.
         staged: the target, where it has stages: batches are begun before others are done.
-        threshold: see `BegunBatches`; of steps that share a pass.
+        threshold: see `BegunBatches`; of steps that share a pass, or that a device replays.
     """
 
     def __init__(
@@ -125,7 +93,7 @@ class Runner:
             steps, cache, self._prompts, self._rows, self._votes, self._link, drawn, threshold
         )
         self._threshold = threshold
-        self._last_queued: _Last | None = None
+        self._last_queued: LastQueued | None = None
 
     def run(self, batch: Batch) -> RunResult:
         """Prefill, then one step for each group; requests are read, never changed."""
@@ -147,6 +115,7 @@ class Runner:
                 step = self._step(group)
             result.steps.append(step)
             result.logprobs.append(logprobs_after(group, step))
+        batch.note_verified(result.steps)
         return result
 
     def run_in_a_row(self, batch: Batch, count: int) -> list[RunResult]:
@@ -246,7 +215,7 @@ class Runner:
         """A step of the device, which knows what is queued there; None where all runs here."""
         return next((step.queued for step in self._steps.values()), None)
 
-    def _queueable(self, group: StepGroup) -> _Own | None:
+    def _queueable(self, group: StepGroup) -> QueuedGroup | None:
         """The step of a group, where it can be queued now."""
         step = self._steps[group.plan.name].queued
         if step is None or step.is_split:
@@ -259,9 +228,9 @@ class Runner:
             blocks = [s.blocks[0] for s in group.requests]
             if not step.can_follow(blocks, carried, extras):
                 return None
-        return _Own(step, group, extras)
+        return QueuedGroup(step, group, extras)
 
-    def _queue_step(self, own: _Own, inputs: StepInputs) -> PendingStep:
+    def _queue_step(self, own: QueuedGroup, inputs: StepInputs) -> PendingStep:
         begin_s = time.perf_counter()
         step, group, extras = own
         self._prompts.catch_up(group)
@@ -272,11 +241,11 @@ class Runner:
             is_carried = [more > 0 for more in group.ahead] or [False] * len(requests)
             pending = step.submit(inputs, requests, is_carried, extras)
         pending = pending.since(begin_s)
-        self._last_queued = _Last(own, inputs.block_table, pending)
+        self._last_queued = LastQueued(own, inputs.block_table, pending)
         return pending
 
     def _complete(
-        self, queued: dict[int, PendingStep], place: int, own: _Own, inputs: StepInputs
+        self, queued: dict[int, PendingStep], place: int, own: QueuedGroup, inputs: StepInputs
     ) -> None:
         """Queue what is left of a step, now that the one before it is committed.
 
@@ -296,17 +265,20 @@ class Runner:
                 inputs._replace(rows=rows), requests, [False] * len(requests), extras
             )
             own = own._replace(extras=extras)
-        self._last_queued = _Last(own, inputs.block_table, pending)
+        self._last_queued = LastQueued(own, inputs.block_table, pending)
         queued[place] = pending
 
     def _extras(self, step: QueuedStep, group: StepGroup) -> StepExtras | None:
         """What a step of the device does besides; None is nothing."""
         is_scored, rules = wants_logprobs(group.requests), None
-        num_rows = step.pass_rows(len(group.requests), sum(group.live)) if group.live else 0
+        threshold = self._threshold if self._asks_confidence(group) else 0.0
+        num_rows = 0
+        if group.live and not threshold:
+            num_rows = step.pass_rows(len(group.requests), sum(group.live))
         if has_masks(group.requests) and step.takes_masks:
             proposals = group.extra.get("proposals")
             rules = MaskRules(group.requests, group.plan, proposals, self._link)
-        extras = StepExtras(is_scored, rules, num_rows)
+        extras = StepExtras(is_scored, rules, num_rows, threshold)
         return extras if any(extras) else None
 
     def _leave_whole(self, batch: Batch) -> None:
@@ -346,6 +318,11 @@ class Runner:
         """Whether what is drafted may say that not all nodes take part."""
         return self._threshold > 0 and says_confidence(plan)
 
+    def _asks_confidence(self, group: StepGroup) -> bool:
+        """Whether a step that a device replays asks its drafter how much to verify."""
+        step = self._steps[group.plan.name].queued
+        return step is not None and step.takes_live and self._may_cut(group.plan)
+
     def queue_prefill(self, spans: list[Span]) -> PendingEnds:
         """Queue the passes of some prompts; on a device nothing waits for it until the result."""
         return self._prompts.begin(spans)()
@@ -377,9 +354,11 @@ class Runner:
         return hooked(step, group, lambda reads: step.advance(inputs, slabs, reads))
 
     def _inputs(self, group: StepGroup) -> StepInputs:
-        extra = group.extra
-        if group.live and self._steps[group.plan.name].queued is not None:
-            extra = {**extra, "live": torch.tensor(group.live, dtype=torch.int32)}
+        extra, live = group.extra, group.live
+        if self._asks_confidence(group):
+            live = live or (group.plan.num_nodes,) * len(group.requests)
+        if live and self._steps[group.plan.name].queued is not None:
+            extra = {**extra, "live": torch.tensor(live, dtype=torch.int32)}
         inputs = self._rows.inputs(group.requests, extra, group.ahead)
         masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
@@ -392,5 +371,6 @@ def _no_more() -> None:
 def _finish(batch: Batch, pending: DeviceBatch) -> RunResult:
     """The result of a batch that was queued; waits for it."""
     found = pending.result()
+    batch.note_verified(found.steps)
     scores = [logprobs_after(*item) for item in zip(batch.groups, found.steps, strict=True)]
     return replace(found, logprobs=scores)

@@ -110,6 +110,11 @@ class QueuedStep(Step, Protocol):
     """A step that a device replays as a whole, so that others can be queued after it."""
 
     @property
+    def buckets(self) -> Sequence[int]:
+        """Requests that its graphs take, ascending: a batch takes the smallest that holds it."""
+        ...
+
+    @property
     def is_split(self) -> bool:
         """A hook comes between its stages, which then are replayed one by one."""
         ...

@@ -19,6 +19,7 @@ class StepResult(NamedTuple):
         draft_lens: draft → [B] committed rows of it.
         stage_s: seconds of each stage.
         values: what was asked for by name, as it is before the next step.
+        live: [B] nodes of each tree that were verified, where a device found out; else ().
     """
 
     num_accepted: list[int]
@@ -27,6 +28,7 @@ class StepResult(NamedTuple):
     draft_lens: dict[int, list[int]]
     stage_s: dict[str, float]
     values: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, never changed
+    live: tuple[int, ...] = ()
 
 
 class StepInputs(NamedTuple):
@@ -39,7 +41,8 @@ class StepInputs(NamedTuple):
         sampling_words: [B, 4] int64.
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
             `chosen_blocks` [B, C] int64 columns of the block table; and of a step that a device
-            replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are.
+            replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are,
+            or at most may be.
         mask_drafts: changes what drafts find likely; steps that a device replays take it
             from `StepExtras` instead.
     """

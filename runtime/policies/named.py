@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specc.cost.latency_table import LatencyTable
@@ -35,6 +35,7 @@ def make_policy(
     max_num_seqs: int = 256,
     clock: Callable[[], float] = time.perf_counter,
     adapts_verification: bool = False,
+    graph_sizes: Sequence[int] = (),
 ) -> Policy:
     """The policy of this name; `fixed` needs no more than its plan and is not made here.
 
@@ -49,6 +50,7 @@ def make_policy(
         max_num_seqs: sequences that run together.
         clock: seconds of the host, by which goodput knows how long deciding takes.
         adapts_verification: goodput chooses for each request how much of its tree is verified.
+        graph_sizes: sequences that captured steps take, ascending; () are steps of any number.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
         ConfigError: adaptive verification by another policy, or by an engine whose steps verify
@@ -93,6 +95,7 @@ def make_policy(
             max_num_seqs=max_num_seqs,
             clock=clock,
             adapts_verification=adapts_verification,
+            graph_sizes=graph_sizes,
         )
     else:
         needed, do = f"one of {', '.join(NAMES)}", "choose one of them"

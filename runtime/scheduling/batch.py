@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,6 +97,12 @@ class Batch:
         """All that have a part in it."""
         stepped = [request for group in self.groups for request in group.requests]
         return [*(span.request for span in self.prefill), *stepped]
+
+    def note_verified(self, steps: Sequence[StepResult]) -> None:
+        """What commits it, and who learns of it, counts what drafters had verified."""
+        for place, step in enumerate(steps):
+            if step.live:
+                self.groups[place] = replace(self.groups[place], live=step.live)
 
 
 class Vote(NamedTuple):

@@ -77,7 +77,7 @@ def with_confidence(
         facts: of the backend.
         plans: of the engine; which of them are in tiles is not known yet.
     """
-    if not facts.shares_pass:
+    if not (facts.shares_pass or facts.captures_live):
         why = f"the backend {facts.name} verifies whole trees"
         return [_without_confidence(x, why) for x in candidates]
     cut = {model for plan in plans if can_cut(plan) for model in plan.models}

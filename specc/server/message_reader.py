@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -11,7 +11,7 @@ from specc.server.config import ServeConfig
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS
 from specc.server.parsers.whole_message import message_parser
-from specc.server.protocol import ChatRequest
+from specc.server.protocol import ChatMessage, ChatRequest
 from specc.server.tools import ToolUse, has_structure
 
 # characters of a prompt whose end is looked at; a marker and white space after it are fewer
@@ -36,6 +36,7 @@ class MessageReader:
         self._shows_reasoning = wanted.include_reasoning is not False
         self._prompt = prompt[-_END:]
         self._use = use
+        self._taken_ids = _call_ids(wanted.messages)
 
     @property
     def markers(self) -> Sequence[str]:
@@ -46,7 +47,9 @@ class MessageReader:
     def parser(self) -> MessageParser:
         """For one output."""
         use = self._use
-        return message_parser(use.form, self._thinks, use.tools, self._prompt, use.max_calls)
+        return message_parser(
+            use.form, self._thinks, use.tools, self._prompt, use.max_calls, self._taken_ids
+        )
 
     def message(self, whole: Delta) -> dict[str, Any]:
         """Fields of a message: null is a content that is not there, beside something else."""
@@ -73,6 +76,17 @@ class MessageReader:
     def _reasoning(self, text: str | None) -> dict[str, Any]:
         # vLLM's name of today, and the one before it, which DeepSeek's API has
         return {"reasoning": text, "reasoning_content": text} if self._shows_reasoning else {}
+
+
+def _call_ids(messages: Iterable[ChatMessage]) -> frozenset[str]:
+    """Of calls in a conversation: some models number those of each of their outputs from 0 on."""
+    found: list[Any] = []
+    for message in messages:
+        calls = (message.model_extra or {}).get("tool_calls")
+        # whatever else it is, the chat template is asked about it
+        if isinstance(calls, list):
+            found += [call.get("id") for call in calls if isinstance(call, Mapping)]
+    return frozenset(call_id for call_id in found if isinstance(call_id, str))
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,11 @@ class BoundStep:
         # nobody reads it after the step, and captured memory would stay taken for it
         for name in self.environment.keys() - self._lasting_names:
             del self.environment[name]
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Put what another step has left into the environment, where it stays after a run."""
+        self.environment |= values
+        self._lasting_names = self._lasting_names | values.keys()
 
     def _leave_results(self) -> None:
         env = self.environment
@@ -235,6 +240,11 @@ class BoundStage:
     def leave(self, values: Mapping[fx.Node, Any]) -> None:
         """Put the outputs into the environment, after the last call."""
         self._environment |= {name: values[node] for name, node in self._outputs.items()}
+
+    @property
+    def output_names(self) -> Collection[str]:
+        """Of what a run leaves in the environment."""
+        return self._outputs.keys()
 
     @property
     def passes(self) -> list[tuple[int, fx.Node]]:

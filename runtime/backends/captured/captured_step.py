@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,24 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.artifact.graph_io import graph_from_json
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.captures import LoneGraph, capture_parts, warm_up
+from specc.runtime.backends.captured.confident_step import ConfidentStep
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, SideStream
-from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
+from specc.runtime.backends.captured.step_binder import Bound, StepBinder
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, StepKind
-from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step import QueuedStep
-from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import BeforeAccept, StepInputs, StepResult, StepValues
 from specc.speculation.live_nodes import can_cut, captured_rows
+
+Parts = Sequence[Callable[[], object]]
 
 
 class CapturedStep:
@@ -35,8 +36,9 @@ class CapturedStep:
 
     A bucket is a number of requests; rows that a batch does not fill are padding, which writes
     nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
-    each stage; what a step does besides is captured by its kind, see `ExtendedStep`. Batches that
-    need no filters have a graph of fewer launches where `skips_filters` is set.
+    each stage; what a step does besides is captured by its kind, see `ExtendedStep` and
+    `ConfidentStep`. Batches that need no filters have a graph of fewer launches where
+    `skips_filters` is set.
 
     Args:
         program: content of `steps/<plan>.json`.
@@ -71,29 +73,18 @@ class CapturedStep:
         self.skips_filters = skips_filters
         # kernels of graphs that are captured from now on may start early, see `dependent_launches`
         self.launches_dependent = False
-        self.plan = plan_of(program)
+        self._binder = StepBinder(program, models, slabs, buffers, graphs, adapt, side)
+        self.plan = self._binder.plan
         self.before_accept: BeforeAccept | None = None
-        self._side = None if whole_reason(self.plan) else side
         self.buckets = tuple(buckets)
+        self.by_block = by_block
         self._buffers = buffers
         self._graphs = graphs
         self._slabs = slabs
-        constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
-        self._constants = {name: value.to(graphs.device) for name, value in constants.items()}
-        self._stages = {
-            stage["name"]: place(graph_from_json(stage["graph"], modules=models), graphs.device)
-            for stage in program["stages"]
-        }
-        self.by_block = by_block
-        for stage in self._stages.values():
-            adapt(stage, self.plan.name, self._constants)
-            # the module and its graph name each other: weights would outlive the engine until the
-            # garbage collector comes by
-            stage.graph.owning_module = None
         self._drafts = self.plan.draft_lens
         # a capture's results stay where it put them, so each way of capturing has its own: whole,
         # in stages, or of some kind
-        self._bound: dict[tuple[int, bool | StepKind], BoundStep | OverlappedStep] = {}
+        self._bound: dict[tuple[int, bool | StepKind], Bound] = {}
         self._captured: dict[tuple[int, bool | StepKind], list[Graph] | None] = {}
         # what the step that was queued last does besides
         self.kind: StepKind | None = None
@@ -158,19 +149,12 @@ class CapturedStep:
         key = (bucket, kind or self.is_split)
         if key in self._captured:
             return 0.0
-        # padding alone: the run before the capture writes no cache row
-        launches = dependent_launches(self.launches_dependent)
-        with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
+        with self._padded(bucket):
             bound = self._bind(bucket, kind)
-            is_parted = kind.is_late if kind else self.is_split
-            parts = bound.parts if is_parted else [bound.run]
-            what = f"plan {self.plan.name} for {bucket} requests"
-            # each part is replayed before the next one is captured, in memory that graphs share
-            self._buffers.half = None
-            warm_up(parts, what)
-            begin_s = time.perf_counter()
-            self._bound[key], self._captured[key] = bound, capture_parts(self._graphs, parts, what)
-            return time.perf_counter() - begin_s
+            is_parted = kind.is_parted if kind else self.is_split
+            graphs, seconds = self._capture(bucket, bound.parts if is_parted else [bound.run])
+            self._bound[key], self._captured[key] = bound, graphs
+            return seconds
 
     def capture_alone(self, bucket: int, is_dependent: bool) -> Graph:
         """A graph of the whole step that nothing replays but the caller, to measure it.
@@ -181,11 +165,33 @@ class CapturedStep:
         Raises:
             OperatorError: it cannot run, or cannot be captured.
         """
-        launches = dependent_launches(is_dependent)
-        with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
+        with self._padded(bucket, is_dependent):
             run = self._bind(bucket).run
             run()
             return LoneGraph(self._graphs.capture(run), run)
+
+    @contextlib.contextmanager
+    def _padded(self, bucket: int, is_dependent: bool | None = None) -> Iterator[None]:
+        """Padding alone for a while: the run before a capture writes no cache row."""
+        starts_early = self.launches_dependent if is_dependent is None else is_dependent
+        launches = dependent_launches(starts_early)
+        with self._graphs.active(), self._buffers.kept_inputs(bucket), launches:
+            yield
+
+    def _capture(self, bucket: int, parts: Parts) -> tuple[list[Graph] | None, float]:
+        """Graphs of some parts, and seconds of capturing."""
+        what = f"plan {self.plan.name} for {bucket} requests"
+        # each part is replayed before the next one is captured, in memory that graphs share
+        self._buffers.half = None
+        warm_up(parts, what)
+        begin_s = time.perf_counter()
+        return capture_parts(self._graphs, parts, what), time.perf_counter() - begin_s
+
+    @torch.inference_mode(False)
+    def _capture_tail(self, bucket: int, parts: Parts) -> list[Graph] | None:
+        """Graphs of parts that come after others of a step that is under way."""
+        with self._padded(bucket):
+            return self._capture(bucket, parts)[0]
 
     def submit(
         self,
@@ -316,8 +322,12 @@ class CapturedStep:
         if not parts and not self.kind:
             parts = [*bound.parts] if self.is_split else [bound.run]
         rest: Callable[[], object] | None = None
-        if isinstance(bound, ExtendedStep):
-            rest = bound.queue(parts, batch, extras.masks if extras else None)
+        rules = extras.masks if extras else None
+        if isinstance(bound, ConfidentStep):
+            capture = functools.partial(self._capture_tail, bucket)
+            rest = bound.queue(parts, batch, rules, capture)
+        elif isinstance(bound, ExtendedStep):
+            rest = bound.queue(parts, batch, rules)
         elif self.before_accept is None:
             for part in parts:
                 part()
@@ -332,12 +342,13 @@ class CapturedStep:
             if rest is not None:
                 rest()
             self._buffers.state.stepped()
-            if isinstance(bound, ExtendedStep) and bound.scores is not None:
+            if isinstance(bound, ExtendedStep | ConfidentStep) and bound.scores is not None:
                 results: HostResults = bound.scores.read()
                 self._buffers.newest = results
             else:
                 results = self._buffers.read_results()
-            return PendingReplay(self, batch, begin_s, results, places)
+            live = bound.verified if isinstance(bound, ConfidentStep) else ()
+            return PendingReplay(self, batch, begin_s, results, places, live)
 
         if rest is None or not is_carried:
             return finish(begin_s)
@@ -367,35 +378,11 @@ class CapturedStep:
             return bucket, UNFILTERED
         return bucket, self.kind or self.is_split
 
-    def _bind(self, bucket: int, kind: StepKind | None = None) -> BoundStep | OverlappedStep:
-        if kind and kind != UNFILTERED:
-            return ExtendedStep(kind, self._graphs, self.plan, **self._of_rows(0, bucket))
-        side = None if self.is_split else self._side
-        halves = halves_of(bucket) if side else None
-        parts = [
-            BoundStep(**self._of_rows(*rows), is_filtered=kind is None)
-            for rows in halves or [(0, bucket)]
-        ]
-        return OverlappedStep(parts[0], parts[1], side) if side and halves else parts[0]
-
-    def _of_rows(self, first: int, last: int) -> dict[str, Any]:
-        """What a bound step takes, of some rows of the buffers."""
-        # plans read as many proposals, weights and blocks as they have
-        widths = {
-            "proposals": self.plan.max_depth,
-            "vote_weights": len(self.plan.drafts),
-            "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
-        }
-        return {
-            "stages": self._stages,
-            "constants": self._constants,
-            "inputs": {**self._slabs, **self._buffers.rows(first, last, widths)},
-            "results": self._buffers.results[first:last],
-            "draft_lens": self._drafts.values(),
-        }
+    def _bind(self, bucket: int, kind: StepKind | None = None) -> Bound:
+        return self._binder.bind(bucket, kind, self.is_split)
 
     @staticmethod
-    def _seen(bound: BoundStep | OverlappedStep, *rows: Any) -> HookValues:
+    def _seen(bound: Bound, *rows: Any) -> HookValues:
         assert isinstance(bound, BoundStep), "a step whose stages are captured one by one"
         return HookValues(bound, *rows)
 

@@ -20,6 +20,9 @@ from specc.runtime.backends.failed_operator import do_named
 from specc.runtime.constraints.mask_rules import MaskRules
 from specc.speculation.plans import SpecPlan
 
+# batch → [B][N] tokens and parents
+ReadTrees = Callable[[int], tuple[list[list[int]], list[list[int]]]]
+
 
 class DraftReader:
     """Tokens of a step's trees on their way to the host, which reads them while the step goes on.
@@ -152,7 +155,11 @@ class ExtendedStep(BoundStep):
         return [torch.inference_mode()(part) for part in parts]
 
     def queue(
-        self, graphs: Sequence[Callable[[], object]], batch: int, rules: MaskRules | None
+        self,
+        graphs: Sequence[Callable[[], object]],
+        batch: int,
+        rules: MaskRules | None,
+        read_trees: ReadTrees | None = None,
     ) -> Callable[[], None] | None:
         """Queue a run, with masks of some rules; where these are late, what needs none of them.
 
@@ -163,6 +170,7 @@ class ExtendedStep(BoundStep):
             graphs: replays of the parts; none where they were not captured.
             batch: sequences.
             rules: `MaskRules` of the step; None where it has none.
+            read_trees: waits for them, where another step has drafted.
         Returns:
             what makes the masks, and queues the rest; None: all is queued. It waits for what the
             device drafts, where masks follow from that; the device computes passes meanwhile.
@@ -187,7 +195,8 @@ class ExtendedStep(BoundStep):
                 for number in range(self._draft.num_passes):
                     self._draft.fill(number, own)
                     self._queue_early(early, number + 1)
-            trees = rules.known_trees() if self.reader is None else self.reader.read(batch)
+            read = read_trees if self.reader is None else self.reader.read
+            trees = rules.known_trees() if read is None else read(batch)
             masks.fill(rules.masks(trees, device))
             last()
 

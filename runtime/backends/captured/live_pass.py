@@ -144,3 +144,27 @@ def accepts_live(stage: fx.GraphModule) -> fx.GraphModule:
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(stage, graph)
+
+
+def without_output(stage: fx.GraphModule, name: str) -> fx.GraphModule:
+    """A stage that does not compute one of its outputs; the same stage where it has no such one.
+
+    What it makes is not named by its own graph, as modules with weights may be among it.
+    """
+    (output,) = (node for node in stage.graph.nodes if node.op == "output")
+    if name not in output.args[0]:
+        return stage
+    graph = fx.Graph()
+    kept = dict(graph.graph_copy(stage.graph, {}))
+    del kept[name]
+    graph.output(kept)
+    graph.eliminate_dead_code(is_impure_node=_has_effects)
+    graph.lint()
+    found = fx.GraphModule(stage, graph)
+    found.graph.owning_module = None
+    return found
+
+
+def _has_effects(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op != "call_function" or (schema is not None and schema.is_mutable)

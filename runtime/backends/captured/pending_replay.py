@@ -43,6 +43,8 @@ class PendingReplay(NamedTuple):
     results: HostResults
     # row of each request; None is their order
     places: Sequence[int] | None = None
+    # see `StepResult`
+    live: tuple[int, ...] = ()
 
     @property
     def can_go_on(self) -> bool:
@@ -70,13 +72,14 @@ class PendingReplay(NamedTuple):
         found = self.step.to_result(values[own], self.step.seconds_since(self.begin_s))
         if isinstance(self.results, ScoredResults):
             found = found._replace(values={"scores": self.results.scores[own]})
-        return found
+        return found._replace(live=self.live)
 
 
 class HalfReplay:
     """A step of which only the beginning was queued; see `PendingStep`.
 
-    That is all up to its verification, or to the first pass of a draft that obeys a grammar.
+    That is all up to its verification, or to the first pass of a draft that obeys a grammar; where
+    drafts say how much is verified, all of the draft alone.
     Masks of the rest follow from tokens that the step before it brings, and from its own draft: so
     the device drafts and verifies, or computes that pass, while the host reads the results before,
     and makes the masks. Until then its inputs, and what it has left in memory that graphs share,

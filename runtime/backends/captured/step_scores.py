@@ -117,6 +117,8 @@ class StepKind(NamedTuple):
         masks_drafts: masks change the logits of drafts, too, and come between their passes: the
             part of the step that drafts is queued in pieces.
         num_rows: of the target's pass, where not all nodes of its trees are live; 0 where they are.
+        threshold: of confidence, by which drafts say how many are live, see `ConfidentStep`; 0 does
+            not ask them.
     """
 
     is_scored: bool = False
@@ -127,6 +129,12 @@ class StepKind(NamedTuple):
     is_unfiltered: bool = False
     masks_drafts: bool = False
     num_rows: int = 0
+    threshold: float = 0.0
+
+    @property
+    def is_parted(self) -> bool:
+        """The host has a part in it before all of it is queued."""
+        return self.is_late or self.threshold > 0
 
 
 UNFILTERED = StepKind(is_unfiltered=True)
@@ -139,19 +147,22 @@ class StepExtras(NamedTuple):
         is_scored: log probabilities of what it emits.
         masks: of its trees.
         num_rows: see `StepKind`; `live` among the inputs then says which nodes these are.
+        threshold: see `StepKind`; `live` among the inputs then says which nodes these are at most,
+            and `num_rows` is 0.
     """
 
     is_scored: bool = False
     masks: MaskRules | None = None
     num_rows: int = 0
+    threshold: float = 0.0
 
     @property
     def kind(self) -> StepKind:
         masks = self.masks
-        if masks is None:
-            return StepKind(self.is_scored, num_rows=self.num_rows)
-        late = masks.is_late, masks.reads_draft
-        return StepKind(
-            self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts,
-            num_rows=self.num_rows,
-        )  # fmt: skip
+        kind = StepKind(self.is_scored)
+        if masks is not None:
+            late = masks.is_late, masks.reads_draft
+            kind = StepKind(
+                self.is_scored, True, masks.has_biases, *late, masks_drafts=masks.masks_drafts
+            )
+        return kind._replace(num_rows=self.num_rows, threshold=self.threshold)

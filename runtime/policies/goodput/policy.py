@@ -60,6 +60,7 @@ class GoodputPolicy(Policy):
         max_num_seqs: requests that run together.
         clock: seconds of the host; deciding is as rare as it is slow.
         adapts_verification: how much of its tree the target verifies is chosen for each request.
+        graph_sizes: see `PredictedSeconds`.
     Raises:
         ConfigError: acceptance that is no table of probabilities.
     """
@@ -78,6 +79,7 @@ class GoodputPolicy(Policy):
         max_num_seqs: int = 256,
         clock: Callable[[], float] = time.perf_counter,
         adapts_verification: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         speculative = [plan for plan in plans.values() if plan.speculates]
         speculative.sort(key=lambda plan: plan.num_nodes)
@@ -85,7 +87,7 @@ class GoodputPolicy(Policy):
         models = {model for plan in speculative for model in plan.models}
         if table is None or not models <= set(table.drafts):
             table = LatencyTable.neutral(sorted(models))
-        self._seconds = PredictedSeconds(table, shares_pass)
+        self._seconds = PredictedSeconds(table, shares_pass, graph_sizes)
         # [plans] what a sequence's rows add to the seconds of its drafts
         self._draft_rows = [table.draft_rows(plan) for plan in self._plans]
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))

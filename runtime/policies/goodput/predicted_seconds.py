@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,11 +52,16 @@ class PredictedSeconds:
     Args:
         table: what to start from.
         shares_pass: groups are verified in one pass of the target; else each in its own.
+        graph_sizes: sequences of captured steps, ascending: a batch takes the smallest that holds
+            it, with rows of nobody; () are steps of as many as there are.
     """
 
-    def __init__(self, table: LatencyTable, shares_pass: bool) -> None:
+    def __init__(
+        self, table: LatencyTable, shares_pass: bool, graph_sizes: Sequence[int] = ()
+    ) -> None:
         self.table = table
         self.shares_pass = shares_pass
+        self._graph_sizes = graph_sizes
         # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
@@ -84,9 +90,24 @@ class PredictedSeconds:
         return seconds + sum(self.passed([part]) for part in parts)
 
     def nodes_of(self, plan: SpecPlan) -> float:
-        """Nodes of a sequence that the target verifies: fewer where drafters end their trees."""
+        """Tokens of each sequence in the target's pass: fewer where drafters end their trees."""
         nodes, _ = self._verified.get(plan.name, (float(plan.num_nodes), 0))
         return nodes
+
+    def graph_size(self, rows: float) -> float:
+        """Sequences that a pass of so many has: more where it is a graph of fixed sizes."""
+        place = bisect_left(self._graph_sizes, rows)
+        return self._graph_sizes[place] if place < len(self._graph_sizes) else rows
+
+    def pass_tokens(self, plan: SpecPlan, rows: float) -> float:
+        """Tokens of the target's pass over so many sequences, those of nobody included.
+
+        Fewer where drafters end their trees.
+        """
+        known = self._verified.get(plan.name)
+        if known is not None:
+            return rows * known[0]
+        return plan.num_nodes * (rows if self.shares_pass else self.graph_size(rows))
 
     def is_cut(self, plan: SpecPlan) -> bool:
         """Its drafter ends trees, so that passes have no dead nodes in them."""
@@ -96,13 +117,13 @@ class PredictedSeconds:
         """Count what is verified of trees that their drafter ends; those of a policy do not."""
         nodes, count = self._verified.get(group.plan.name, (0.0, 0))
         news = max(TUNED.prompt_news, 1 / (count + 1))
-        nodes += news * (group.num_nodes / len(group.requests) - nodes)
+        nodes += news * (self._nodes_of(group) / len(group.requests) - nodes)
         self._verified[group.plan.name] = nodes, count + 1
 
     def _with_nodes(self, shape: StepShape) -> StepShape:
-        if shape.nodes is not None or not self.is_cut(shape.plan):
+        if shape.nodes is not None:
             return shape
-        return shape._replace(nodes=shape.rows * self.nodes_of(shape.plan))
+        return shape._replace(nodes=self.pass_tokens(shape.plan, shape.rows))
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
@@ -322,11 +343,13 @@ class PredictedSeconds:
 
         Args:
             plan: of the steps.
-            is_cut: they verify parts of trees; where none did, as those of whole ones.
+            is_cut: they verify parts of trees, as where drafters end them; where none did, as those
+                of whole ones.
         """
         known = self._wholes
         if not known:
             return None
+        is_cut = is_cut or self.is_cut(plan)
         found = known.get((plan.name, is_cut))
         if is_cut and found is not None and found.num_observed < TUNED.cut_steps:
             # the first ones may have captured their graphs, which take a hundred steps' time
@@ -339,12 +362,12 @@ class PredictedSeconds:
             for group, step in zip(batch.groups, result.steps, strict=True)
         ]
 
-    def _nodes_of(self, group: StepGroup) -> int:
+    def _nodes_of(self, group: StepGroup) -> float:
         """Tokens that a group brings to the target's pass, those of nobody included."""
-        nodes = group.num_nodes
-        if not group.live or self.shares_pass:
-            return nodes
-        return captured_rows(group.plan.num_nodes, len(group.requests), nodes)
+        if self.shares_pass:
+            return group.num_nodes
+        size, nodes = self.graph_size(len(group.requests)), group.plan.num_nodes
+        return captured_rows(nodes, int(size), group.num_nodes) if group.live else size * nodes
 
 
 def lag(request: Request, plan: SpecPlan) -> dict[int, int]:

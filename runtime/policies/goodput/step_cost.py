@@ -46,11 +46,10 @@ class StepCost:
         self._drafting_s = drafting_s
         self._plans = plans
         self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
-        # [plans] nodes of a sequence, seconds of each of its rows in the target's pass; whether
-        # drafters end trees
-        self._nodes = [seconds.nodes_of(plan) for plan in plans]
+        # [plans] whether drafters end trees; seconds of each row of a sequence in the target's pass
         self._ends = [seconds.is_cut(plan) for plan in plans]
-        self._row_s = [seconds.table.target.row_s(nodes) for nodes in self._nodes]
+        nodes = [seconds.nodes_of(plan) for plan in plans]
+        self._row_s = [seconds.table.target.row_s(count) for count in nodes]
         self._is_whole = [seconds.is_whole(plan) for plan in plans]
         # the same, and how many times as long they take as that
         self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
@@ -70,7 +69,8 @@ class StepCost:
             count, context, drafts_s = load
             drafting_s, ratio = known.get((index, count)) or self._drafting_of(index, count)
             total += (drafting_s + drafts_s) * ratio
-            nodes, read_s = count * self._nodes[index], context * self._row_s[index]
+            nodes = self._seconds.pass_tokens(self._plans[index], count)
+            read_s = context * self._row_s[index]
             if self._shares:
                 tokens, rows_s = tokens + nodes, rows_s + read_s
                 is_cut |= self._ends[index]
@@ -104,10 +104,11 @@ class StepCost:
         drafting_s, ratio = self._drafting_of(own, count)
         whole = self._seconds.ratio_of_whole(plan, is_cut=True)
         whole_ratio = 1.0 if whole is None else whole(count)
+        size = int(self._seconds.graph_size(count))
         besides = self(others) + (drafting_s + drafts_s) * (ratio if whole is None else whole_ratio)
 
         def pass_s(tokens: float, rows_s: float, besides: float) -> float:
-            rows = captured_rows(plan.num_nodes, count, round(tokens))
+            rows = captured_rows(plan.num_nodes, size, round(tokens))
             return self._seconds.pass_s(rows, rows_s, is_cut=True) * whole_ratio
 
         return CutPass(own, besides, pass_s)
@@ -135,6 +136,6 @@ class StepCost:
     def _whole_s(self, index: int, load: GroupLoad) -> float:
         """Of a group whose steps are timed as a whole."""
         plan, count = self._plans[index], load.size
-        part = PassPart(count, count * plan.num_nodes, load.context)
+        part = PassPart(count, self._seconds.pass_tokens(plan, count), load.context)
         drafting_s, _ = self._drafting_of(index, count)
         return self._seconds.group(plan, drafting_s + load.drafting_s, part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from specc.server.parsers.events import find_marker
+from specc.server.parsers.events import Blanks, find_marker
 
 
 class _At(enum.Enum):
@@ -33,6 +33,8 @@ class Answer:
         self._closing = ""
         self._place = _At.BEGIN if marks else _At.OVER
         self._held = ""
+        # before it, where the first mark may stand
+        self._blanks = Blanks()
 
     def feed(self, text: str) -> str:
         """What has become certain with these characters."""
@@ -53,16 +55,17 @@ class Answer:
 
     def finish(self) -> str:
         """What was held back; called once, after all text."""
-        return self._held
+        return self._blanks.pop() + self._held
 
     def _open(self) -> bool:
         """Look for the first mark; False where more text is needed for that."""
-        begin = self._held.lstrip()
+        begin = self._held = self._blanks.take(self._held)
         if any(len(begin) < len(mark) and mark.startswith(begin) for mark, _ in self._marks):
             return False
         pair = next((pair for pair in self._marks if begin.startswith(pair[0])), None)
+        blanks = self._blanks.pop()
         if pair is None:
-            self._place = _At.OVER
+            self._place, self._held = _At.OVER, blanks + begin
         else:
             self._place, self._closing = _At.OPENED, pair[1]
             self._held = begin.removeprefix(pair[0])

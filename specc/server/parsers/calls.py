@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.server.parsers.bodies import Body
-from specc.server.parsers.events import Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
 
 # name of a tool → schema of its arguments
 Tools = Mapping[str, Any]
@@ -100,6 +100,8 @@ class CallParser(Parser):
         self._place = _At.BARE if form.bare else _At.TEXT
         self._between = self._closing = ""
         self._held = ""
+        # before it, where a call may begin or be closed
+        self._blanks = Blanks()
         self._body: Body | None = None
         # what came before the body and is text if it is no call
         self._before = ""
@@ -115,7 +117,7 @@ class CallParser(Parser):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        held, self._held = self._held, ""
+        held, self._held = self._blanks.pop() + self._held, ""
         if self._place is _At.BODY:
             self._end_body(events)
         elif self._between and (self._place is _At.CLOSING or not held.strip(self._between)):
@@ -147,18 +149,17 @@ class CallParser(Parser):
             if marker is not None:
                 self._begin_body(marker)
             return marker is not None
-        rest = self._held.lstrip(self._between or _WHITE)
+        rest = self._held = self._blanks.take(self._held, self._between or _WHITE)
         if self._place is _At.CLOSING:
             return self._close(rest)
         if not rest:
             return False
         if rest[0] != self._form.bare or rest.startswith(self._form.openings):
-            self._place = _At.TEXT
+            self._begin_text()
         elif any(opening.startswith(rest) for opening in self._form.openings):
             return False
         else:
-            self._begin_body(self._held[: len(self._held) - len(rest)])
-            self._held = rest
+            self._begin_body(self._blanks.pop())
         return True
 
     def _close(self, rest: str) -> bool:
@@ -167,8 +168,16 @@ class CallParser(Parser):
             return False
         if rest.startswith(closing):
             self._held = rest.removeprefix(closing)
+            self._blanks.pop()
         self._place = self._after_call()
+        if self._place is _At.TEXT:
+            self._begin_text()
         return True
+
+    def _begin_text(self) -> None:
+        """What is held is text, white space before it included."""
+        self._held = self._blanks.pop() + self._held
+        self._place = _At.TEXT
 
     def _after_call(self) -> _At:
         return _At.BARE if self._form.bare else _At.TEXT

@@ -62,6 +62,34 @@ class Parser(abc.ABC):
         """What was held back; called once, after all text."""
 
 
+class Blanks:
+    """White space at the beginning of a text that comes in pieces, each of which is read once.
+
+    Held back with the rest, it would be read again with every piece: by the square of its length.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def take(self, text: str, chars: str | None = None) -> str:
+        """Keep what is white at the beginning; returns the rest.
+
+        Args:
+            text: that follows what is held.
+            chars: that count as white; None are all that Unicode counts so.
+        """
+        rest = text.lstrip(chars)
+        if len(rest) < len(text):
+            self._pieces.append(text[: len(text) - len(rest)])
+        return rest
+
+    def pop(self) -> str:
+        """All that was kept, which is held no longer."""
+        held = "".join(self._pieces)
+        self._pieces.clear()
+        return held
+
+
 def find_marker(text: str, *markers: str) -> tuple[int, str | None]:
     """The first of some markers, none of which holds another, or where one may have begun.
 

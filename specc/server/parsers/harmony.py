@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from specc.server.parsers.bodies import NamedArguments
 from specc.server.parsers.calls import CallFormat, Tools
-from specc.server.parsers.events import Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -74,6 +74,8 @@ class HarmonyParser(Parser):
         self._tools = tools
         self._place = _At.HEAD
         self._held = ""
+        # before it, after a call
+        self._blanks = Blanks()
         # of a head, what the prompt has of it
         self._given = ""
         self._call: NamedArguments | None = None
@@ -145,14 +147,15 @@ class HarmonyParser(Parser):
 
     def _take_after(self) -> bool:
         """After a call: white space and the mark that ends it."""
-        rest = self._held.lstrip()
+        rest = self._held = self._blanks.take(self._held)
         marker = next((mark for mark in (*_ENDS, *_BEGINS) if rest.startswith(mark)), None)
         if marker is not None:
-            self._held = rest
+            self._blanks.pop()
             self._end_message(marker)
         elif any(mark.startswith(rest) for mark in (*_ENDS, *_BEGINS)):
             return False
         else:
+            self._held = self._blanks.pop() + rest
             self._begin_text(is_reasoning=False)
         return True
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from specc.server.parsers.calls import openai_id
-from specc.server.parsers.events import CallArguments, CallBegin, CallEnd, Event, Parser, Text
+from specc.server.parsers.events import (
+    Blanks,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Parser,
+    Text,
+)
 
 
 @dataclass
@@ -42,7 +50,8 @@ class MessageParser:
         reasoning: of thinking; None where there is none. It may find calls, too.
         calls: of calls in text; None takes all text for content.
         max_calls: what is called beyond is left out, as by vLLM; None is any number.
-        make_id: of calls.
+        make_id: of calls to which the model gives none, or one that another call has.
+        taken_ids: of calls earlier in the conversation.
     """
 
     def __init__(
@@ -51,15 +60,18 @@ class MessageParser:
         calls: Parser | None = None,
         max_calls: int | None = None,
         make_id: Callable[[], str] = openai_id,
+        taken_ids: Iterable[str] = (),
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._max_calls = max_calls
         self._make_id = make_id
+        self._ids = set(taken_ids)
         self._num_calls = 0
         self._num_whole = 0
-        # white space since the last call, while there is nothing else
-        self._space: str | None = ""
+        # white space since the last call, and whether there is nothing else
+        self._space = Blanks()
+        self._is_blank = True
 
     @property
     def has_whole_calls(self) -> bool:
@@ -69,7 +81,7 @@ class MessageParser:
     @property
     def ends_with_call(self) -> bool:
         """There is no content after the last call."""
-        return self._num_calls > 0 and self._space is not None
+        return self._num_calls > 0 and self._is_blank
 
     def feed(self, text: str, is_last: bool) -> Delta:
         """Take a part of the text.
@@ -88,8 +100,8 @@ class MessageParser:
                 self._take_text(event.text, delta)
         if is_last and self._calls is not None:
             self._add(self._calls.finish(), delta)
-        if is_last and self._space and not self._num_calls:
-            delta.content += self._space
+        if is_last and not self._num_calls:
+            delta.content += self._space.pop()
         return delta
 
     def _think(self, text: str, is_last: bool) -> list[Event]:
@@ -103,17 +115,18 @@ class MessageParser:
             self._add(self._calls.feed(text), delta)
         elif text:
             delta.content += text
-            self._space = None
+            self._is_blank = False
 
     def _add(self, events: list[Event], delta: Delta) -> None:
         for event in events:
             if isinstance(event, Text):
                 self._add_content(event.text, delta)
             elif isinstance(event, CallBegin):
-                self._space = ""
+                self._space.pop()
+                self._is_blank = True
                 self._num_calls += 1
                 if self._is_wanted:
-                    call_id = event.id or self._make_id()
+                    call_id = self._id_of(event)
                     delta.calls.append(CallDelta(self._index, call_id, event.name))
             elif isinstance(event, CallArguments):
                 if self._is_wanted and event.text:
@@ -122,6 +135,14 @@ class MessageParser:
                     delta.calls[-1].arguments += event.text
             elif isinstance(event, CallEnd):
                 self._num_whole += event.is_whole
+
+    def _id_of(self, call: CallBegin) -> str:
+        """The model's own, unless another call has it: answers of tools name their call by it."""
+        call_id = call.id
+        if not call_id or call_id in self._ids:
+            call_id = self._make_id()
+        self._ids.add(call_id)
+        return call_id
 
     @property
     def _index(self) -> int:
@@ -132,8 +153,8 @@ class MessageParser:
         return self._max_calls is None or self._num_calls <= self._max_calls
 
     def _add_content(self, text: str, delta: Delta) -> None:
-        if self._space is not None:
-            text = self._space + text
-            self._space = None if text.strip() else text
-        if self._space is None:
-            delta.content += text
+        if self._is_blank:
+            text = self._space.take(text)
+            self._is_blank = not text
+        if text:
+            delta.content += self._space.pop() + text

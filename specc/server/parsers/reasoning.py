@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from specc.server.parsers.answer import Answer
 from specc.server.parsers.calls import Tools
-from specc.server.parsers.events import Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
 from specc.server.parsers.harmony import HARMONY, HarmonyFormat
 
 
@@ -110,6 +110,8 @@ class ReasoningParser(Parser):
         # a label may come next
         self._is_labeled = bool(form.label) and self._is_inside
         self._held = ""
+        # before it, until it has begun
+        self._blanks = Blanks()
         self._answer = Answer(form.answers)
 
     def feed(self, text: str) -> list[Event]:
@@ -135,6 +137,7 @@ class ReasoningParser(Parser):
         return events + self._pass_on()
 
     def finish(self) -> list[Event]:
+        self._held = self._blanks.pop() + self._held
         if self._is_inside and not self._is_over:
             held, self._held = self._held, ""
             return [Text(held, True)] if held else []
@@ -144,10 +147,11 @@ class ReasoningParser(Parser):
 
     def _begin(self) -> bool:
         """Take the opening marker, if there is one; False where that is not certain yet."""
-        begin = self._held.lstrip()
+        begin = self._held = self._blanks.take(self._held)
         if len(begin) < len(self._form.opening) and self._form.opening.startswith(begin):
             return False
         self._has_begun = True
+        self._held = self._blanks.pop() + begin
         if begin.startswith(self._form.opening):
             self._is_inside = True
             self._is_labeled = bool(self._form.label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,7 @@ def message_parser(
     tools: Tools,
     prompt: str,
     max_calls: int | None = None,
+    taken_ids: Collection[str] = (),
 ) -> MessageParser:
     """For one output.
 
@@ -135,6 +136,7 @@ def message_parser(
         tools: name → schema of the arguments; None takes none.
         prompt: that the output follows, or its end.
         max_calls: see `MessageParser`.
+        taken_ids: likewise.
     """
     ends = (form.interrupts,) if form and form.interrupts else ()
     in_messages = tools if form and form.is_in_messages else {}
@@ -142,7 +144,7 @@ def message_parser(
     if form is None:
         return MessageParser(reasoning)
     calls = None if form.is_in_messages else CallParser(form, tools)
-    return MessageParser(reasoning, calls, max_calls, form.make_id)
+    return MessageParser(reasoning, calls, max_calls, form.make_id, taken_ids)
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def test_backends_that_verify_whole_trees_leave_it_out(tmp_path: Path) -> None:
     for name, left in (("dspark-deepspec", 0), ("dspark-specforge", WIDTH)):
         write_block(tmp_path / name, BLOCK_CASES[name])
         given = [TARGET, Candidate.open_draft("draft_0", tmp_path / name, TARGET)]
-        for backend in ("cpu", "eager"):
+        for backend in ("cpu", "cuda", "eager"):
             assert with_confidence(given, facts_of(backend), [CHAIN]) == given
-        target, draft = with_confidence(given, facts_of("cuda"), [CHAIN])
+        target, draft = with_confidence(given, facts_of("onnx"), [CHAIN])
         assert target is TARGET
         block, before = draft.head.block, given[1].head.block
         assert (before.confidence, before.hidden_columns) == (
@@ -38,7 +38,7 @@ def test_backends_that_verify_whole_trees_leave_it_out(tmp_path: Path) -> None:
         )  # fmt: skip
         # what the gate reads stays
         assert (block.confidence, block.hidden_columns) == ("", left)
-        assert "the backend cuda verifies whole trees" in draft.head.warnings[-1]
+        assert "the backend onnx verifies whole trees" in draft.head.warnings[-1]
         read = {key for head in (given[1].head, draft.head) for key in _read(head)}
         assert {*CONFIDENCE_TENSORS.values()} <= read
         assert not {*CONFIDENCE_TENSORS.values()} & {*_read(draft.head)}

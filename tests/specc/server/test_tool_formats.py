@@ -10,6 +10,10 @@ import pytest
 from specc.errors import ConfigError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.server.config import ServeConfig
+from specc.server.message_reader import MessageReader
+from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.protocol import ChatRequest
+from specc.server.tools import ToolUse
 from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
 from tests.specc.server.serving import MODEL, Server, serve
 
@@ -76,6 +80,22 @@ def test_a_message_and_its_stream(rig, whole: bool) -> None:
         assert call.id == IDS[name] if name in IDS else call.id.startswith("call_")
     if name != "kimi_k2":
         assert choice.message.reasoning == "add, 🙂"
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_an_id_that_the_conversation_has(name: str) -> None:
+    """Models that give ids may give that of an earlier turn: its answer would be taken for ours."""
+    function = {"name": "add", "arguments": "{}"}
+    calls = [{"id": IDS[name], "type": "function", "function": function}, "no call", {}]
+    for tool_calls, is_own in (([], True), (calls, False), ("no list", True)):
+        earlier = [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
+        wanted = ChatRequest.model_validate({"model": MODEL, "messages": earlier})
+        use = ToolUse({"add": {}}, CALL_FORMATS[name], None)
+        parser = MessageReader(ServeConfig((MODEL,)), wanted, "", use).parser()
+        (call,) = parser.feed(OUTPUTS[name][1], is_last=True).calls
+        assert call.name == "add"
+        assert call.id is not None
+        assert call.id == IDS[name] if is_own else call.id.startswith("call_")
 
 
 def test_without_tools_a_call_is_content(rig) -> None:

@@ -36,7 +36,7 @@ def test_each_stage_reads_what_the_graph_before_it_computes(rig, plan) -> None:
     step, seen = rig.steps[plan], []
     step.before_accept = lambda values: seen.append(values["tokens"].tolist())
     step.capture(BATCH)
-    assert len(rig.device.tapes) == len(step._stages)
+    assert len(rig.device.tapes) == len(step._binder.stages)
     inputs = rig.state(BATCH)
     same(rig.advance(plan, inputs), rig.advance_eager(plan, inputs))
     rig.assert_same_caches()

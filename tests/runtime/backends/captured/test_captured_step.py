@@ -258,7 +258,7 @@ def test_hooks_come_and_go(rig) -> None:
 def test_a_step_that_cannot_be_captured_runs_anyway_and_says_why(rig) -> None:
     """A host read in the middle: the operator is named once, results are right."""
     step = rig.steps["chain-3"]
-    graph = step._stages["accept_commit"].graph
+    graph = step._binder.stages["accept_commit"].graph
     (accept,) = [n for n in graph.nodes if n.target is torch.ops.specc.accept.default]
     with graph.inserting_before(accept):
         graph.call_function(torch.ops.aten.equal.default, (accept.args[1], accept.args[1]))
@@ -295,7 +295,8 @@ def test_an_operator_inside_of_a_model_is_named(rig) -> None:
 def test_a_step_that_cannot_run_is_told_from_one_that_cannot_be_captured(rig, where) -> None:
     """The run before the capture fails, as where memory is out: no step of that size can run."""
     step = rig.steps["chain-3"]
-    module = {"target": rig.other.target._graph, "step": step._stages["accept_commit"]}[where]
+    accept = step._binder.stages["accept_commit"]
+    module = {"target": rig.other.target._graph, "step": accept}[where]
     operator = {"target": aten.linear, "step": torch.ops.specc.accept}[where].default
     added = call_before(module.graph, operator, aten.view.default, [7, 7, 7])
     module.recompile()

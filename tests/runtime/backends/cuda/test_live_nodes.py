@@ -259,6 +259,8 @@ def test_the_option_is_taken(
     """By goodput, which asks what its plan's pass costs by the rows of graphs."""
     llm = LLM(Engine.load(cuda_engine), policy="goodput", adapts_verification=True)
     policy = llm._core.scheduler.policy
+    # graphs of 1, 2 and 4 requests
+    assert [policy._seconds.graph_size(count) for count in (1, 2, 3)] == [1, 2, 4]
     asked: list[tuple[int, ...]] = []
     live_nodes = policy.live_nodes
 

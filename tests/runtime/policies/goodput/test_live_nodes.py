@@ -224,6 +224,62 @@ def test_captured_passes_cost_by_the_rows_of_their_graphs() -> None:
     assert found[4] == pytest.approx(SLOW.target([PassPart(2, 14, 0)]))
 
 
+def test_captured_passes_have_rows_of_nobody() -> None:
+    """Five requests run in the graph of eight, whatever is verified of them, and learn so."""
+    policy, _ = captured_policy(graph_sizes=(1, 2, 4, 8))
+    seconds, loads = policy._seconds, [GroupLoad(), GroupLoad(5, 1500.0)]
+    cost = StepCost(seconds, policy._plans, {})
+    drafting_s = seconds.table.draft_s(StepShape(CHAINS[6], 5, 0.0))
+    whole_s = SLOW.target([PassPart(5, 8 * 7, 0)]) + 1500 * SLOW.target.row_s(7)
+    assert cost(loads) == pytest.approx(drafting_s + whole_s)
+    cut_pass = cost.cut_pass(loads)
+    assert cut_pass is not None
+    # quarters of eight trees of seven nodes
+    found = [cut_pass.pass_s(count, 0.0, 0.0) for count in (5, 16, 17, 32, 33)]
+    assert found[0] == found[1] == pytest.approx(SLOW.target([PassPart(8, 16, 0)]))
+    assert found[1] < found[2] == found[3] < found[4]
+    # a machine that is as fast as the table says, whole or cut
+    requests = make_requests(5)
+    whole = StepGroup(CHAINS[6], requests)
+    for group, tokens in ((whole, 56), (replace(whole, live=(4, 4, 3, 3, 3)), 32)):
+        part = PassPart(5, tokens, 1500)
+        shape = StepShape(CHAINS[6], 5, 1500.0)
+        passed_s = seconds.table.draft_s(shape) + SLOW.target([part])
+        step = StepResult([0] * 5, [], [301] * 5, {}, {"step": passed_s})
+        for _ in range(40):
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step]))
+    for is_cut in (False, True):
+        assert seconds.ratio_of_whole(CHAINS[6], is_cut)(5) == pytest.approx(1.0)
+    # more than the largest are as many as there are
+    assert [seconds.graph_size(count) for count in (1, 3, 8, 9)] == [1, 4, 8, 9]
+
+
+def test_captured_steps_whose_drafter_ends_trees_are_timed_so() -> None:
+    """By the rows of their graphs, apart from those that verify whole trees."""
+    policy, _ = captured_policy(adapts_verification=False, graph_sizes=(4, 8))
+    requests, chain = make_requests(5), CHAINS[6]
+    seconds, drafting_s = policy._seconds, 6 * 0.01
+    off = StepGroup(OFF, requests)
+    off_step = StepResult([0] * 5, [], [301] * 5, {}, {"step": 3.0})
+    for live, rows in (((2, 2, 2, 2, 1), 16), ((4, 4, 4, 4, 4), 32)):
+        group = StepGroup(chain, requests, live=live)
+        for _ in range(60):
+            taken = 2.0 * (drafting_s + SLOW.target([PassPart(5, rows, 1500)]))
+            step = StepResult([0] * 5, [], [301] * 5, {}, {"step": taken})
+            policy.observe(group, step)
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step]))
+            policy.observe_batch(Batch([], [off]), RunResult(steps=[off_step]))
+    ratio = seconds.ratio_of_whole(chain)
+    assert ratio is not None
+    assert ratio(5) == pytest.approx(2.0, rel=0.05)
+    tokens = seconds.pass_tokens(chain, 5)
+    assert 16 < tokens < 32
+    cost = StepCost(seconds, policy._plans, {})
+    drafting_s = seconds.table.draft_s(StepShape(chain, 5, 0.0))
+    wanted = ratio(5) * (drafting_s + SLOW.target([PassPart(5, tokens, 1500.0)]))
+    assert cost([GroupLoad(), GroupLoad(5, 1500.0)]) == pytest.approx(wanted)
+
+
 def test_plain_requests_beside_a_captured_pass_have_one_of_their_own() -> None:
     policy, _ = captured_policy()
     cost = StepCost(policy._seconds, policy._plans, {})

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.server.parsers.calls import CallParser
+from specc.server.parsers.events import Blanks
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from specc.server.parsers.reasoning import FORMATS
 from tests.specc.server.parsers.pieces import Found, counted, found
+from tests.specc.server.parsers.writers import WRITERS
 
 TOOLS: dict[str, Any] = {"add": {"type": "object"}, "now": None, "a.b-c/d:e": None}
 A = '{"name": "add", "arguments": {"x": 1}}'
@@ -227,3 +229,33 @@ def test_pieces_do_not_matter(form: str) -> None:
             assert whole.content == text
 
     run()
+
+
+@pytest.mark.parametrize("form", ["llama3_json", "granite", "hermes", "cohere_command3"])
+@pytest.mark.parametrize("before", ["", "call"])
+def test_blanks_are_read_once(form: str, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come one by one, before calls, after them and around thinking.
+
+    Each character costs its own time where what is held and read again stays short.
+    """
+    read = 0
+    take = Blanks.take
+
+    def counted_take(blanks: Blanks, text: str, *chars: str) -> str:
+        nonlocal read
+        read += len(text)
+        return take(blanks, text, *chars)
+
+    monkeypatch.setattr(Blanks, "take", counted_take)
+    thinks = FORMATS["cohere_command3"].parser("", (), {})
+    calls = CallParser(CALL_FORMATS[form], TOOLS)
+    parser = MessageParser(thinks, calls, make_id=counted())
+    call = WRITERS[form]([("now", {})]) if before else ""
+    parser.feed(call, is_last=False)
+    count = 400
+    for i in range(count):
+        parser.feed(" \n"[i % 2], is_last=False)
+        assert max(len(x._held) for x in (calls, thinks, thinks._answer)) <= 1
+    # by thinking, the answer, calls and the message
+    assert read <= 4 * (count + len(call))
+    assert parser.feed("x", is_last=False).content.endswith(" \nx")

@@ -151,6 +151,20 @@ def test_ids_of_cohere_are_the_ones_that_its_model_writes() -> None:
     assert ids("cohere_command4", text, 4) == ["call_0"]
 
 
+def test_an_id_that_another_call_has_is_no_id() -> None:
+    """Of one output, or of an earlier one of the conversation: models may begin at 0 each time."""
+    twice = write_cohere(BOTH).replace('"1", "tool_name"', '"0", "tool_name"')
+    assert ids("cohere_command3", twice, 7) == ["0", "call_0"]
+    for size in (1, 7, 500):
+        parser = MessageParser(
+            calls=CallParser(CALL_FORMATS["cohere_command4"], TOOLS),
+            make_id=counted(),
+            taken_ids=["0", "2"],
+        )
+        found = joined(parser, cut(write_cohere([*BOTH, BOTH[1]]), [size])).calls
+        assert [call.id for call in found] == ["call_0", "1", "call_1"]
+
+
 B, E, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
 ONE, AFTER = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 K_BEGIN, K_ONE, K_ARGS = (

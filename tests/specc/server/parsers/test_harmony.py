@@ -160,3 +160,13 @@ def test_a_text_after_a_call_is_not_its_end() -> None:
         parser = MessageParser(HarmonyParser(TOOLS, PROMPT))
         parser.feed(text, is_last=True)
         assert parser.ends_with_call == ends
+
+
+def test_blanks_after_a_call_are_read_once() -> None:
+    """However many come one by one before the mark that ends it."""
+    parser = HarmonyParser(TOOLS, PROMPT)
+    parser.feed(NOW)
+    for _ in range(400):
+        parser.feed(" ")
+        assert len(parser._held) <= 1
+    assert parser.feed("<|call|>") == []

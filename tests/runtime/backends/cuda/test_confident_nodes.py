@@ -1,0 +1,387 @@
+"""Engines for CUDA whose drafter says how much of each tree is verified, beside the backend eager.
+
+A simulated device stands for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specc.errors import EngineError
+from specc.runtime.backends.captured import backend, confident_step
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.captures import CaptureWarning
+from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay
+from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.core import EngineCore
+from specc.runtime.llm import LLM
+from specc.runtime.policies.base import FixedPolicy, Policy
+from specc.runtime.scheduling.batch import Batch, RunResult
+from specc.sampling.params import SamplingParams
+from specc.sampling.structured import StructuredOutputsParams
+from specc.speculation.live_nodes import captured_rows
+from specc.speculation.plans import SpecPlan
+from tests import engines, models
+from tests.block_heads import BLOCK_CASES, write_block
+from tests.lossless import Zoo
+from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
+from tests.runtime.backends.cuda.test_live_nodes import COUNTERS
+from tests.runtime.draft_cases import SIZES
+from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
+from tests.runtime.live_rig import ScriptedNodes
+
+PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
+# random drafters are about as sure of all that they propose
+THRESHOLD = 0.5
+RULES = [None, "coupled", "delta"]
+
+
+@pytest.fixture(scope="module")
+def engine_of(zoo: Zoo) -> Callable[..., Path]:
+    """An engine for CUDA with a drafter that has a confidence head, of some layout."""
+    target = zoo.once("repeating-target", _write_target)
+
+    def make(name: str = "dspark-deepspec", **changes: Any) -> Path:
+        drafter = zoo.once(f"repeating-{name}", lambda path: _write_drafter(path, name))
+        config = options(backend="cuda", plans=(CHAIN, TREE, DYNAMIC), **changes)
+        label = "-".join(map(str, changes.values()))
+        return zoo.once(
+            f"confident-{name}-{label}", lambda made: engines.build(target, drafter, made, config)
+        )
+
+    return make
+
+
+def _write_target(path: Path) -> None:
+    """Mostly the token before is the likeliest next one: drafts can know that."""
+    models.save_tiny("llama", path, tie_word_embeddings=False, **SIZES)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for key in tensors:
+        if key.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[key] *= 0.3
+    rows = torch.nn.functional.normalize(tensors["model.embed_tokens.weight"], dim=-1)
+    tensors["lm_head.weight"] = 1.5 * rows
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _write_drafter(path: Path, name: str) -> None:
+    """It proposes the token before, too, and is as sure of that as its random head says."""
+    write_block(path, BLOCK_CASES[name])
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    rows = torch.nn.functional.normalize(tensors["markov_head.markov_w1.weight"], dim=-1)
+    tensors["markov_head.markov_w1.weight"] = 2.0 * rows
+    tensors["markov_head.markov_w2.weight"] = 10.0 * rows
+    save_file(tensors, file)
+
+
+class Cut(ScriptedNodes):
+    """The policy leaves out a part of each tree, too: the same on every backend."""
+
+    needs_results = True
+
+
+class Served(NamedTuple):
+    """What came of some requests.
+
+    `steps` are of each request, by its id: live nodes and accepted tokens; `batches` are the live
+    nodes of each.
+    """
+
+    tokens: list[list[int]]
+    steps: dict[str, list[tuple[int, int]]]
+    counters: list[Any]
+    batches: list[tuple[int, ...]]
+    llm: LLM
+
+
+def params(rule: str | None, **more: Any) -> list[SamplingParams]:
+    hot = {} if rule is None else {"temperature": 1.0, "rule": rule}
+    return [
+        SamplingParams(max_tokens=10 + i, ignore_eos=True, seed=i, **hot, **more)
+        for i in range(len(PROMPTS))
+    ]
+
+
+def served(
+    path: Path,
+    name: str | None,
+    policy: Policy,
+    own: Sequence[SamplingParams],
+    threshold: float = THRESHOLD,
+    **limits: Any,
+) -> Served:
+    if name is None:
+        limits.setdefault("capture", CaptureLimits.lazy())
+    llm = LLM(load(path, backend=name, **limits), policy=policy, confidence_threshold=threshold)
+    scheduler = llm._core.scheduler
+    postprocess = scheduler.postprocess
+    steps: dict[str, list[tuple[int, int]]] = {}
+    batches = []
+
+    def noted(batch: Batch, result: RunResult) -> None:
+        for group, step in zip(batch.groups, result.steps, strict=True):
+            if not group.plan.speculates:
+                continue
+            batches.append(group.live)
+            rows = zip(group.requests, group.live, step.num_accepted, strict=True)
+            for request, live, num_accepted in rows:
+                # of steps ahead, rows that nobody reads
+                if not request.is_finished:
+                    steps.setdefault(request.request_id, []).append((live, num_accepted))
+        postprocess(batch, result)
+
+    scheduler.postprocess = noted
+    outputs = llm.generate(PROMPTS[: len(own)], own)
+    stats = llm.get_metrics()
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return Served(tokens, steps, [getattr(stats, name) for name in COUNTERS], batches, llm)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+def test_outputs_steps_and_counters_are_those_of_eager(
+    engine_of: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
+) -> None:
+    """One of the layouts whose head reads tokens; requests of a batch differ."""
+    path, own = engine_of(), params(rule)
+    wanted = served(path, "eager", FixedPolicy(plan.name), own)
+    found = served(path, None, FixedPolicy(plan.name), own)
+    assert found[:3] == wanted[:3]
+    assert {1, plan.num_nodes} < {count for live in found.batches for count in live}
+    assert any(len(set(live)) > 1 for live in found.batches)
+    steps = [step for own in found.steps.values() for step in own]
+    assert 0 < sum(accepted for _, accepted in steps) < sum(live - 1 for live, _ in steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("dspark-deepspec", TREE), ("dspark-specforge", CHAIN)],
+    ids=["tree", "head that reads rows alone"],
+)
+def test_no_more_is_verified_than_the_policy_says(
+    engine_of: Any, device: SimulatedDevice, name: str, plan: SpecPlan
+) -> None:
+    path, own = engine_of(name), params("coupled")
+    wanted = served(path, "eager", Cut(plan), own)
+    found = served(path, None, policy := Cut(plan), own)
+    assert found[:3] == wanted[:3]
+    # both have a say
+    most = {count for asked in policy.asked for count in asked}
+    whole = served(path, None, FixedPolicy(plan.name), own)
+    assert max(most) == plan.num_nodes
+    assert wanted.counters[2] < whole.counters[2]
+    pairs = [
+        pair
+        for live, asked in zip(found.batches, policy.asked, strict=True)
+        for pair in zip(live, asked, strict=True)
+    ]
+    assert all(live <= most for live, most in pairs)
+    assert {live < most for live, most in pairs} == {True, False}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_are_drafted_ahead_of_results(
+    engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """The device may have drafted, or do so when somebody waits for it."""
+    if late:
+        monkeypatch.setattr(backend, "cuda_device", LateDevice)
+    path, own = engine_of(), params("coupled")
+    # as long as each other, so that batches stay as they are
+    own = [replace(one, max_tokens=16) for one in own[:3]]
+    wanted = served(path, "eager", FixedPolicy(TREE.name), own)
+    queued: list[PendingReplay | HalfReplay] = []
+    queue = CapturedStep._queue
+
+    def noted(*given: Any, **more: Any) -> PendingReplay | HalfReplay:
+        queued.append(queue(*given, **more))
+        return queued[-1]
+
+    monkeypatch.setattr(CapturedStep, "_queue", noted)
+    found = served(path, None, FixedPolicy(TREE.name), own)
+    assert found[:3] == wanted[:3]
+    num_half = sum(isinstance(step, HalfReplay) for step in queued)
+    assert num_half > len(queued) / 2
+
+
+def test_engines_that_serve_two_thresholds(engine_of: Any, device: SimulatedDevice) -> None:
+    """A step that was drafted ahead is queued anew where another one came in between."""
+    path = engine_of()
+    engine = load(path, capture=CaptureLimits.lazy())
+    thresholds = (THRESHOLD, 0.0, 0.6)
+    cores = [EngineCore(engine, CHAIN.name, confidence_threshold=x) for x in thresholds]
+    alone = load(path, backend="eager")
+    found, wanted = [], []
+    for core, threshold in zip(cores, thresholds, strict=True):
+        other = EngineCore(alone, CHAIN.name, confidence_threshold=threshold)
+        for into, one in ((found, core), (wanted, other)):
+            request = one.requests.make(PROMPTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
+            one.scheduler.add(request)
+            into.append(request)
+        while other.scheduler.has_work:
+            other.advance()
+    while any(core.scheduler.has_work for core in cores):
+        for core in cores:
+            core.advance()
+    assert [x.output_token_ids for x in found] == [x.output_token_ids for x in wanted]
+    counts = [x.stats.num_draft_tokens for x in found]
+    assert counts == [x.stats.num_draft_tokens for x in wanted]
+    assert len(set(counts)) == 3
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+def test_masks_and_log_probabilities_beside_unsure_drafts(
+    engine_of: Any, device: SimulatedDevice, plan: SpecPlan
+) -> None:
+    """Grammars mask drafts before they say how sure they are, and what is verified of them."""
+    path = engine_of()
+    # letters of the engine's vocabulary
+    word = StructuredOutputsParams(regex="(!|#){4,9}")
+    more: list[dict[str, Any]] = [
+        {"structured_outputs": word}, {"logit_bias": {66: 3.0}}, {"logprobs": 2}, {},
+    ]  # fmt: skip
+    own = [replace(one, **x) for one, x in zip(params("coupled"), more, strict=True)]
+    found = []
+    for backend_name in ("eager", None):
+        result = served(path, backend_name, FixedPolicy(plan.name), own)
+        again = result.llm.generate(PROMPTS[2], own[2])[0].outputs[0]
+        found.append((result[:3], again.token_ids, again.logprobs))
+    (wanted, tokens, scores), (mine, own_tokens, own_scores) = found
+    assert mine == wanted
+    assert own_tokens == tokens
+    for one, other in zip(own_scores, scores, strict=True):
+        assert one.keys() == other.keys()
+        for token, entry in one.items():
+            assert entry.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_requests_that_had_to_give_way(engine_of: Any, device: SimulatedDevice) -> None:
+    path, own = engine_of(), params("coupled", min_tokens=8)
+    own = [replace(one, max_tokens=20) for one in own]
+    wanted = served(path, "eager", FixedPolicy(TREE.name), own)
+    found = served(path, None, FixedPolicy(TREE.name), own, kv_cache_tokens=76)
+    assert found.llm.get_metrics().num_preemptions > 0
+    assert found.tokens == wanted.tokens
+    assert {1, TREE.num_nodes} < {count for live in found.batches for count in live}
+
+
+def test_four_graphs_verify_whatever_is_drafted(
+    engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One drafts; of as many rows as are asked for, each is captured when it first is."""
+    path = engine_of()
+    limits = CaptureLimits(sizes=(4,), max_seconds=-1)
+    made: list[int] = []
+    monkeypatch.setattr(
+        confident_step, "captured_rows", lambda *of: made.append(captured_rows(*of)) or made[-1]
+    )
+    own = [replace(one, max_tokens=16) for one in params("coupled")]
+    found = served(path, None, FixedPolicy(TREE.name), own, capture=limits)
+    assert len(found.batches) > len(set(made)) > 1
+    assert set(made) <= {captured_rows(TREE.num_nodes, 4, count) for count in range(4, 45)}
+    # every request reads the same rows, however many of them there are
+    assert len(device.tapes) == 1 + len(set(made))
+    draft, *tails = [[call.function for call in tape.calls] for tape in device.tapes]
+    assert torch.ops.aten.sigmoid.default in draft
+    assert torch.ops.specc.accept.default not in draft
+    for tail in tails:
+        assert torch.ops.aten.sigmoid.default not in tail
+        assert torch.ops.specc.accept.default in tail
+
+
+@pytest.mark.parametrize("plan", [CHAIN, DYNAMIC], ids=lambda plan: plan.name)
+def test_steps_that_ask_no_drafter_do_not_compute_it(
+    engine_of: Any, device: SimulatedDevice, plan: SpecPlan
+) -> None:
+    """Whole trees have one graph, without a launch of the confidence head."""
+    engine = load(engine_of(), capture=CaptureLimits.lazy())
+    LLM(engine, plan=plan.name).generate(PROMPTS[0], params(None)[0])
+    # for any batch, and for those without filters
+    assert len(device.tapes) == 2
+    functions = {call.function for tape in device.tapes for call in tape.calls}
+    assert torch.ops.aten.sigmoid.default not in functions
+    assert torch.ops.aten.searchsorted.Tensor not in functions
+
+
+def test_a_step_with_a_hook_verifies_whole_trees(engine_of: Any, device: SimulatedDevice) -> None:
+    path, own = engine_of(), params("coupled")
+    engine = load(path, capture=CaptureLimits.lazy())
+    seen: list[int] = []
+    engine.steps[TREE.name].before_accept = lambda values: seen.append(len(values["logits"]))
+    llm = LLM(engine, plan=TREE.name, confidence_threshold=THRESHOLD)
+    outputs = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, own)]
+    whole = LLM(load(path, backend="eager"), plan=TREE.name)
+    assert outputs == [output.outputs[0].token_ids for output in whole.generate(PROMPTS, own)]
+    assert seen
+    found, stats = llm.get_metrics(), whole.get_metrics()
+    for name in COUNTERS:
+        assert getattr(found, name) == getattr(stats, name), name
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["the draft", "what verifies"])
+def test_a_part_that_cannot_be_captured(
+    engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """It runs operator by operator, and so does what would read memory of its graph."""
+    path, own = engine_of(), params("coupled")
+    wanted = served(path, "eager", FixedPolicy(TREE.name), own)
+    capture, limits = device.capture, CaptureLimits(sizes=(4,), max_seconds=-1)
+    number = 0
+
+    def fails(run: Callable[[], object]) -> Any:
+        nonlocal number
+        number += 1
+        if number == which + 1:
+            raise OperatorError("a copy", None, RuntimeError("it waits"))
+        return capture(run)
+
+    monkeypatch.setattr(device, "capture", fails)
+    with pytest.warns(CaptureWarning, match="runs operator by operator"):
+        found = served(path, None, FixedPolicy(TREE.name), own, capture=limits)
+    assert found[:3] == wanted[:3]
+    assert bool(device.tapes) == bool(which)
+
+
+def test_counts_that_are_not_there(
+    engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an older draft never pass for them."""
+    steps: list[confident_step.ConfidentStep] = []
+    queue = confident_step.ConfidentStep.queue
+
+    def forgetful(step: confident_step.ConfidentStep, graphs: Any, *given: Any) -> Any:
+        # the second draft is not run
+        steps.append(step)
+        return queue(step, [lambda: None] if len(steps) > 1 else graphs, *given)
+
+    monkeypatch.setattr(confident_step.ConfidentStep, "queue", forgetful)
+    with pytest.raises(EngineError, match=f"a draft of plan {CHAIN.name} that is not there"):
+        served(engine_of(), None, FixedPolicy(CHAIN.name), params("coupled")[:1])
+    assert len(steps) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dspark-deepspec", "dspark-specforge"])
+def test_the_kernels_say_the_same(
+    engine_of: Any, device: SimulatedDevice, request: pytest.FixtureRequest, name: str
+) -> None:
+    """With the Triton kernels, interpreted; one request is greedy."""
+    path = engine_of(name)
+    own = [replace(params(rule)[i], max_tokens=5) for i, rule in enumerate((None, "coupled"))]
+    wanted = served(path, "eager", FixedPolicy(TREE.name), own)
+    # until now the oracles run
+    request.getfixturevalue("triton_kernels")
+    limits = CaptureLimits(sizes=(2,), max_seconds=-1)
+    found = served(path, None, FixedPolicy(TREE.name), own, capture=limits)
+    assert found[:3] == wanted[:3]
+    assert found.counters[3] > 0
