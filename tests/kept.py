@@ -1,4 +1,4 @@
-"""Directories that tests make once: kept in specc's cache by all that they are made of.
+"""What tests make once: directories and bytes, kept in specc's cache by all they are made of.
 
 Workers share them, and so do later runs, until a source, a package, or what they are made of
 changes.
@@ -24,7 +24,7 @@ from specc.system.machine import isa_flags
 ROOT = Path(__file__).resolve().parents[1]
 # what compiles, which imports nothing else of this repository (make lint)
 COMPILER = ("specc", "passes", "kernels")
-# of all directories in the cache; those that nobody asked for longest are removed
+# of all that is kept in the cache; what nobody asked for longest is removed
 MAX_BYTES = 1 << 30
 _FOLDER = "tests"
 
@@ -40,9 +40,6 @@ def keep(path: Path, make: Callable[[Path], object], *key: Any, sources: tuple[s
     Returns:
         `path`.
     """
-    cache = FileCache()
-    parts = (key, *map(_source_hash, sources), _environment())
-    name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.tar"
 
     def pack(scratch: Path) -> Path:
         make(scratch / "made")
@@ -50,13 +47,39 @@ def keep(path: Path, make: Callable[[Path], object], *key: Any, sources: tuple[s
             archive.add(scratch / "made", ".")
         return scratch / "made.tar"
 
-    data = cache.obtain(name, pack)
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(cache.path(name))
-    remove_oldest(cache.root / _FOLDER, MAX_BYTES)
+    data = _obtain("tar", pack, key, sources)
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(path, filter="data")
     return path
+
+
+def keep_bytes(make: Callable[[], bytes], *key: Any, sources: tuple[str, ...]) -> bytes:
+    """Make bytes, or take those that were made of the same before.
+
+    Args:
+        make: returns them.
+        key: what they are made of, besides sources, packages and processor; told apart by `repr`.
+        sources: files and folders of this repository that make them.
+    """
+
+    def write(scratch: Path) -> Path:
+        (scratch / "made").write_bytes(make())
+        return scratch / "made"
+
+    return _obtain("bytes", write, key, sources)
+
+
+def _obtain(
+    kind: str, make: Callable[[Path], Path], key: tuple[Any, ...], sources: tuple[str, ...]
+) -> bytes:
+    cache = FileCache()
+    parts = (kind, key, *map(_source_hash, sources), _environment())
+    name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.{kind}"
+    data = cache.obtain(name, make)
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(cache.path(name))
+    remove_oldest(cache.root / _FOLDER, MAX_BYTES)
+    return data
 
 
 def content_hash(path: Path) -> str:
@@ -73,11 +96,12 @@ def content_hash(path: Path) -> str:
 def remove_oldest(directory: Path, max_bytes: int) -> None:
     """Remove what nobody asked for longest, until the others have room."""
     found = []
-    for file in directory.glob("*.tar"):
+    for file in directory.iterdir():
         # another process may be removing it, too
         with contextlib.suppress(FileNotFoundError):
-            status = file.stat()
-            found.append((status.st_mtime, status.st_size, file))
+            if file.suffix != ".sha256":
+                status = file.stat()
+                found.append((status.st_mtime, status.st_size, file))
     total = sum(size for _, size, _ in found)
     for _, size, file in sorted(found):
         if total <= max_bytes:

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.tiers import every, only
+from tests.tiers import checkered, every, only
 
 
 def is_slow(case):
@@ -48,3 +48,20 @@ def test_a_case_that_is_slow_stays_slow():
 def test_a_name_of_no_case_is_refused(name):
     with pytest.raises(ValueError, match="needed cases of that name or value"):
         only((name,), [("a", 1), 2])
+
+
+def test_of_a_board_every_other_case_stays_and_none_is_lost():
+    cases = checkered([pytest.param(1, 2, id="a"), 3], ["x", None, "z"])
+    assert [case.values for case in cases] == [
+        (1, 2, "x"), (1, 2, None), (1, 2, "z"), (3, "x"), (3, None), (3, "z"),
+    ]  # fmt: skip
+    assert [case.id for case in cases] == ["a-x", "a-None", "a-z", "3-x", "3-None", "3-z"]
+    assert [is_slow(case) for case in cases] == [False, True, False, True, False, True]
+    others = checkered([1, 2], [3, 4], first=1)
+    assert [is_slow(case) for case in others] == [True, False, False, True]
+
+
+def test_marks_of_both_sides_stay():
+    row, column = pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.skip)
+    (case,) = checkered([row], [column])
+    assert [mark.name for mark in case.marks] == ["slow", "skip"]

@@ -50,6 +50,38 @@ def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[ParameterSet]:
     return sets
 
 
+def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> list[ParameterSet]:
+    """The product of two sets of cases: in the default tier is every other one, as on a board.
+
+    Every case of either set stays with about half of the other's.
+
+    Args:
+        rows: parameters, or what `pytest.param` makes; their marks stay.
+        columns: likewise; ids are those of both with a dash between them.
+        first: 0 or 1: which of the first row's cases is the first that stays.
+    """
+    made = []
+    for i, row in enumerate(map(_as_set, rows)):
+        for j, column in enumerate(map(_as_set, columns)):
+            case = pytest.param(
+                *row.values, *column.values,
+                id=f"{_name(row)}-{_name(column)}",
+                marks=(*row.marks, *column.marks),
+            )  # fmt: skip
+            is_slow = any(mark.name == "slow" for mark in case.marks)
+            if (i + j) % 2 != first and not is_slow:
+                case = case._replace(marks=(*case.marks, pytest.mark.slow))
+            made.append(case)
+    return made
+
+
+def _name(case: ParameterSet) -> str:
+    """As pytest would call it."""
+    if case.id is not None:
+        return str(case.id)
+    return "-".join(str(getattr(value, "name", value)) for value in case.values)
+
+
 def _as_set(case: Any) -> ParameterSet:
     if isinstance(case, ParameterSet):
         return case

@@ -1,6 +1,8 @@
-"""Traces of models that are alike, and their ONNX files: made once in a process, in seconds each.
+"""Traces of models that are alike, and their ONNX files: made once, in seconds each.
 
-Only models of transformers are known by what they are made of; of others every trace is new.
+Traces are kept on disk, too (tests/kept.py), for other workers and later runs; ONNX files are made
+once in a process. Only models of transformers are known by what they are made of; of others every
+trace is new.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
+import sys
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _graph_pickler
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specc.artifact.graph_io import graph_to_json
 from specc.compiler import compiled_model
@@ -25,12 +34,28 @@ from specc.passes.lower.onnx import lower
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
 from specc.passes.program import Program, RowInput
 from specc.passes.rewrite import padded
+from tests.kept import keep_bytes
 
 Trace = Callable[[nn.Module, str, int | None], Program]
 
 _LIBRARIES = ("transformers.", "torch.nn.")
 # where a model came from, which a trace does not read
 _ORIGINS = ("_name_or_path", "name_or_path")
+# of this repository, all that `trace` and `trace_padded` import (tests/test_traces.py)
+SOURCES = (
+    "kernels/fakes.py",
+    "kernels/ops.py",
+    "kernels/reference",
+    "passes/frontend",
+    "passes/program.py",
+    "specc/artifact",
+    "specc/errors.py",
+    "specc/sampling",
+    "specc/sharding",
+    "specc/speculation",
+    "specc/system",
+    "tests/traces.py",
+)
 _known: dict[Hashable, Program] = {}
 _written: dict[Hashable, tuple[bytes, OnnxFile]] = {}
 
@@ -51,7 +76,8 @@ def trace_once(
     if key is None:
         return how(model, name, rope_length)
     if (how, rope_length, key) not in _known:
-        _known[how, rope_length, key] = how(model, name, rope_length)
+        make = functools.partial(how, model, name, rope_length)
+        _known[how, rope_length, key] = _kept(make, how, rope_length, key)
     known = _known[how, rope_length, key]
     return Program(
         name,
@@ -60,6 +86,54 @@ def trace_once(
         {key: value.clone() for key, value in known.constants.items()},
         runtime_inputs=known.runtime_inputs,
     )
+
+
+def _kept(make: Callable[[], Program], *key: Hashable) -> Program:
+    """A new trace, or the one that was kept of the same, in this run or an earlier one."""
+    described = stable_repr(key)
+    if described is None:
+        return make()
+    return unpack(keep_bytes(lambda: pack(make()), described, sources=SOURCES))
+
+
+def pack(program: Program) -> bytes:
+    """A trace as bytes: graph, fake values with their symbols, weights and constants."""
+    mode = next(
+        node.meta["val"].fake_mode
+        for node in program.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["val"], Tensor)
+    )
+    switches = {key: value for key, value in vars(mode).items() if type(value) is bool}
+    parts = program.name, program.graph_module, program.weights, program.constants
+    # with the modules that nodes come from, which errors name
+    options = _graph_pickler.Options(ops_filter=None, node_metadata_key_filter=None)
+    return GraphPickler.dumps((*parts, program.runtime_inputs, switches), options)
+
+
+def unpack(data: bytes) -> Program:
+    """The trace that `pack` was given, whose values have a mode and symbols of their own."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    found: Any = GraphPickler.loads(data, mode)
+    name, graph_module, weights, constants, runtime_inputs, switches = found
+    vars(mode).update(switches)
+    return Program(name, graph_module, weights, constants, runtime_inputs=runtime_inputs)
+
+
+def stable_repr(key: Hashable) -> str | None:
+    """What `repr` says, with names for classes and functions: the same in every process.
+
+    None: a part has no such name.
+    """
+    if isinstance(key, tuple):
+        parts = [stable_repr(part) for part in key]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(key, type | types.FunctionType | types.BuiltinFunctionType):
+        found = sys.modules.get(key.__module__ or "")
+        for name in key.__qualname__.split("."):
+            found = inspect.getattr_static(found, name, None)
+        return f"{key.__module__}.{key.__qualname__}" if found is key else None
+    text = repr(key)
+    return None if " at 0x" in text else text
 
 
 def write_once(program: Program, path: Path, weights: Path) -> OnnxFile:

@@ -80,15 +80,22 @@ def draft_children_reference(
         def noise(purpose: Tensor | int) -> Tensor:
             return gumbel_reference(seed, offset, ids, purpose)
 
-        coupled = torch.where(is_plain, scores, scores + noise(TOKEN_NOISE))
-        swor = scores + noise(purpose_of_column(DRAW_NOISE, first))
-        ranked = torch.where(~is_plain & (rule == Rule.SWOR), swor, coupled)
-        best = ranked.sort(dim=1, descending=True, stable=True).indices[:, :num_children]
-        draws = [
-            (scores + noise(purpose_of_column(DRAW_NOISE, first + child))).argmax(dim=1)
-            for child in range(num_children)
-        ]
-        tokens = torch.where(~is_plain & (rule == Rule.MSS), torch.stack(draws, dim=1), best)
+        # noise takes longest: of what rows can be ranked by, only what some row is
+        rules = {*rule[~is_plain].tolist()}
+        coupled = ranked = scores
+        if rules - {Rule.MSS, Rule.SWOR}:
+            coupled = ranked = torch.where(is_plain, scores, scores + noise(TOKEN_NOISE))
+        if Rule.SWOR in rules:
+            swor = scores + noise(purpose_of_column(DRAW_NOISE, first))
+            ranked = torch.where(~is_plain & (rule == Rule.SWOR), swor, coupled)
+        tokens = best = ranked.sort(dim=1, descending=True, stable=True).indices[:, :num_children]
+        if Rule.MSS in rules:
+            draws = [
+                (scores + noise(purpose_of_column(DRAW_NOISE, first + child))).argmax(dim=1)
+                for child in range(num_children)
+            ]
+            tokens = torch.where(~is_plain & (rule == Rule.MSS), torch.stack(draws, dim=1), best)
+        tokens = tokens.contiguous()
     if not scored:
         return tokens, scores.new_empty(rows, 0)
     is_drawn = (rule == Rule.MSS) | (rule == Rule.SWOR)

@@ -23,6 +23,7 @@ from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.runtime.live_rig import EveryNode, ScriptedNodes
+from tests.tiers import checkered
 
 CHAINS = [SpecPlan.from_widths((1,) * depth) for depth in range(1, 5)]
 TREE = SpecPlan.from_widths((3, 2, 1))
@@ -55,8 +56,9 @@ def tokens_of(llm: LLM, prompts: list[list[int]], options: list[SamplingParams])
     return [output.outputs[0].token_ids for output in llm.generate(prompts, options)]
 
 
-@pytest.mark.parametrize("plan", [CHAINS[3], TREE, VIEW], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("rule", [None, "coupled", "delta"])
+@pytest.mark.parametrize(
+    ("rule", "plan"), checkered([None, "coupled", "delta"], [CHAINS[3], TREE, VIEW])
+)
 def test_output_is_that_without_speculation(
     engine: Engine, prompts: list[list[int]], plan: SpecPlan, rule: str | None
 ) -> None:
@@ -73,11 +75,17 @@ def test_output_is_that_without_speculation(
     assert stats.num_spec_steps < stats.num_steps
 
 
-@pytest.mark.parametrize("rule", [None, "coupled", "delta", "mss", "swor"])
 @pytest.mark.parametrize(
-    ("plan", "live", "smaller"),
-    [(CHAINS[3], 3, CHAINS[1]), (CHAINS[3], 1, PLANS[0]), (TREE, 4, STAR), (TREE, 6, PREFIX)],
-    ids=["chain", "root", "level", "part-of-a-level"],
+    ("plan", "live", "smaller", "rule"),
+    checkered(
+        [
+            pytest.param(CHAINS[3], 3, CHAINS[1], id="chain"),
+            pytest.param(CHAINS[3], 1, PLANS[0], id="root"),
+            pytest.param(TREE, 4, STAR, id="level"),
+            pytest.param(TREE, 6, PREFIX, id="part-of-a-level"),
+        ],
+        [None, "coupled", "delta", "mss", "swor"],
+    ),
 )
 def test_first_nodes_are_the_plan_of_the_smaller_tree(
     engine: Engine,

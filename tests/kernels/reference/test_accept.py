@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -128,6 +129,29 @@ def test_children_of_each_rule():
             logits, 3, torch.tensor(lens).int(), columns, 2, values, words
         )[1]
         assert empty.shape == (4, 0)
+
+
+def test_rules_of_one_batch_leave_each_other_alone():
+    """What a row gets is what it gets alone, whichever rules are beside it."""
+    rules = [*Rule, Rule.COUPLED]
+    values = torch.cat([*(values_of(temperature=0.9) for _ in Rule), values_of(temperature=0.0)])
+    words = torch.cat([words_of(rule, seed=i) for i, rule in enumerate(rules)])
+    logits, lens = torch.randn(len(rules), 9), torch.arange(3, 3 + len(rules)).int()
+
+    def drawn(rows: list[int]) -> list[torch.Tensor]:
+        return list(
+            draft_children_reference(
+                logits[rows], 3, lens[rows], torch.tensor([2]).int(), 1, values[rows], words[rows],
+                scored=True,
+            )
+        )  # fmt: skip
+
+    alone = [drawn([row]) for row in range(len(rules))]
+    pairs = [list(pair) for pair in itertools.permutations(range(len(rules)), 2)]
+    for rows in [*pairs, list(range(len(rules)))]:
+        tokens, scores = drawn(rows)
+        assert torch.equal(tokens, torch.cat([alone[row][0] for row in rows]))
+        assert torch.equal(scores, torch.cat([alone[row][1] for row in rows]))
 
 
 def test_tokens_of_probability_zero_come_last_by_id():

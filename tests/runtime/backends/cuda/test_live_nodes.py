@@ -29,6 +29,7 @@ from tests import engines
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.backends.cuda.test_backend import Launches
 from tests.runtime.live_rig import ScriptedNodes
+from tests.tiers import checkered
 
 
 class Told(ScriptedNodes):
@@ -68,8 +69,9 @@ def cuda_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     return engines.build(tiny_models.target, tiny_models.target, path, config)
 
 
-@pytest.mark.parametrize("rule", [None, "coupled", "delta", "mss", "swor"])
-@pytest.mark.parametrize("plan", TREES, ids=lambda plan: plan.name)
+@pytest.mark.parametrize(
+    ("plan", "rule"), checkered(TREES, [None, "coupled", "delta", "mss", "swor"], first=1)
+)
 def test_outputs_and_counters_are_those_of_eager(
     cuda_engine: Path, device: SimulatedDevice, plan: SpecPlan, rule: str | None
 ) -> None:
