@@ -196,7 +196,7 @@ register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
-        attention_extras=("slopes", LATENT_ROWS),
+        attention_extras=("slopes", "chunks", LATENT_ROWS),
     )
 )  # fmt: skip
 register(
