@@ -39,10 +39,10 @@ class RewriteCachedAttention(Pass):
 
     So does `specc.dense_attention`, which stands for attention that a model spells out.
     What each layer's mask means was recovered from the flat trace of the same model, and so was
-    the proof that tokens meet in attention alone. Masks become inputs, one for each reach of layers,
-    since only a runtime knows committed lengths and trees. Of a layer with slopes the mask is what is
-    added to its scores, once for all layers with the same ones (`specc.distance_bias`). Of a layer
-    whose flat program caches a latent there is one cache (`cached_latent`).
+    the proof that tokens meet in attention alone. Masks become inputs, one for each reach of
+    layers, since only a runtime knows committed lengths and trees. Of a layer with slopes the mask
+    is what is added to its scores, once for all layers with the same ones (`specc.distance_bias`).
+    Of a layer whose flat program caches a latent there is one cache (`cached_latent`).
 
     Args:
         layers: of the flat program, in the order of execution.

@@ -30,7 +30,7 @@ class Scaled(nn.Module):
         return torch.log1p(torch.floor((places + 1.0) / 3)) * 0.5 + 1.0
 
     def scale(self, x: Tensor, factors: Tensor) -> Tensor:
-        """x [B, N, WIDTH], factors [N], or [B, N] of positions."""
+        """Factors [N], or [B, N] of positions, of x [B, N, WIDTH]."""
         return x * factors.view(*factors.shape[:-1] or (1,), -1, 1)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -25,9 +25,7 @@ CHAIN = TokenTree.chain(5)
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))
 
 
-def make(
-    inputs: Inputs, reaches: Sequence[Reach] = REACHES, rows: CacheRows = ROWS
-) -> PaddedBatch:
+def make(inputs: Inputs, reaches: Sequence[Reach] = REACHES, rows: CacheRows = ROWS) -> PaddedBatch:
     """The padded batch of a flat pass of as many tokens for each sequence."""
     batch = len(inputs["cache_len"])
     shape = (batch, len(inputs["tokens"]) // batch)
