@@ -34,7 +34,6 @@ import typer
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from specc.artifact.cache_rows import mask_input
 from specc.cli.prompts import plain_prompts
 from specc.runtime.backends.onnx.program import OnnxProgram, any_length
 from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_inputs
@@ -143,12 +142,12 @@ class PastPresent:
         starts = given.write_index.tolist()
         past = max(starts)
         feed = {k: v.numpy() for k, v in named_inputs(given).items() if k != "write_index"}
-        for window, mask in given.masks.items():
+        for reach, mask in given.masks.items():
             old = mask[..., :past].clone()
             for b, start in enumerate(starts):
                 old[b, :, :, start:] = False
             new = [mask[b, :, :, s : s + nodes] for b, s in enumerate(starts)]
-            feed[mask_input(window)] = torch.cat([old, torch.stack(new)], dim=-1).numpy()
+            feed[reach.mask_input] = torch.cat([old, torch.stack(new)], dim=-1).numpy()
         caches = self.program._caches
         for name, cache in caches.items():
             feed[name] = cache[first : first + batch, :, :past].contiguous().numpy()

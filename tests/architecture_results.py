@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, backend_names, facts_of
 from tests import models, more_models
 
@@ -30,7 +32,9 @@ _HEAD = """# Architectures and backends
 Written by `python -m tests.architecture_results` from `docs/results/architectures.json`, which the
 same command with `--run` adds to. A number is how many tokens of a tiny random model were compared
 with `transformers.generate`, token for token, all equal: with off, a chain of 4 and tree 2,2,1,
-five prompts in one batch and one alone, float32. `refused` is said when such a model is compiled,
+five prompts in one batch and one alone, float32. Steps of `cuda` were captured and replayed on a
+simulated device, with the oracles of its operators in place of the kernels, which are compared with
+them one by one ([the CUDA backend](cuda.md)). `refused` is said when such a model is compiled,
 before anything slow; an empty field was not run by this command (`tests/runtime/test_lossless.py`,
 `tests/runtime/backends/`: what the first twelve do on which backend). Weights in int8 and int4
 (`--quantize`) are compared with off only: [quantized weights](quantization.md).
@@ -52,19 +56,33 @@ In layers of Llama 4 with rotary, a token sees the keys of its own chunk of 8,19
 (`attention_chunk_size`), up to itself; the layers between them have no rotary, and see all. Masks
 of quotients of positions are evaluated as others are, and accepted where they are that. With
 `--max-seq-len` up to the chunk no sequence leaves it, and such a layer counts as causal, on every
-backend; beyond it `specc::tree_attention` gets the chunk, on `cpu` and `eager`, and the others
-refuse it by name. Of a tree that crosses into the next chunk, nodes of a path before it are not
-seen after it, as in plain decoding; blocks of the cache before it are kept, and not read.
+backend; beyond it `specc::tree_attention` gets the chunk. `tensorrt` refuses it by name. Of a tree
+that crosses into the next chunk, nodes of a path before it are not seen after it, as in plain
+decoding; blocks of the cache before it are kept, and not read.
+
+For `onnx`, layers with chunks have a mask of their own, `mask_chunk_C`, which the runtime computes
+as it does those of windows: a node of a tree is as far from a token as the token sees nodes after
+it. On `cuda` a call with a chunk takes the general kernel whatever its shapes, compiled for that
+chunk (`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
+visited. Calls without chunks are compiled to the PTX that they had. Triton's interpreter has
+compared it with the oracle. Of the three configurations that ptxas has seen for sm_90 none spills
+registers; of sm_80 bfloat16 trees of few rows spill three of them. No GPU has run it.
 
 Layers without rotary scale queries by the logarithm of their place, which transformers counts over
 the tokens of a pass. What counts 0, 1, 2, … and becomes a float reads positions instead: of a
-sequence that begins in the pass, both are the same (`passes/rewrite/read_places.py`).
+sequence that begins in the pass, both are the same (`passes/rewrite/read_places.py`). In programs
+of [batch, nodes] tokens each sequence reads its own positions; arithmetic with places that does not
+become a row of each sequence is refused there (`passes/rewrite/read_padded_places.py`).
 
 Its mixtures weight rows before their experts, and send all rows to all experts, most of them as
 zeros. An expert of zeros is zero, which the compiler computes, so each token goes to its own
 experts alone (`passes/rewrite/route_experts.py`), with grouped products that `--quantize` rounds,
-too. A token with several experts adds them in the order of its choice. ONNX has no complex numbers,
-by which such a model rotates: `onnx` and `tensorrt` refuse it.
+too. A token with several experts adds them in the order of its choice. In ONNX all rows go to all
+experts, as transformers sends them.
+
+ONNX has no complex numbers, by which Llama 4 and DeepSeek V2 rotate. For `onnx` and `tensorrt` a
+product of two of them becomes four products of real numbers, a difference and a sum
+(`passes/rewrite/split_complex.py`); what else a model does with complex numbers is refused by name.
 
 ## Latent attention
 
@@ -117,8 +135,7 @@ where the widths differ, `auto` takes latents of any size.
 In ONNX a layer has one cache [B, 1, L, R + r], which its Attention reads as keys and as values;
 the last r columns of what it returns are dropped, so that no row is copied
 (`passes/rewrite/cached_latent.py`). Prompts stay absorbed there. Expanded keys and values are for
-models that have them of one width. DeepSeek V2 rotates by complex numbers, which ONNX has not, and
-is refused.
+models that have them of one width.
 
 Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
 values and attention; or products with Wk and Wv and attention; or latents as engines compute them
@@ -179,8 +196,9 @@ biases that is a buffer are refused by name; so are `tensorrt`, and networks of 
 
 On `cuda` a call with slopes takes the general kernel whatever its shapes, since those for few and
 for wide rows have none (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
-they were. Triton's interpreter has compared it with the oracle, and ptxas of sm_80 and sm_90 keeps
-its registers; no GPU has run it.
+they were. Triton's interpreter has compared it with the oracle, and in captured steps, prompts in
+pieces and trees, with the tokens of transformers (`tests/runtime/backends/cuda/test_slopes.py`);
+ptxas of sm_80 and sm_90 keeps its registers; no GPU has run it.
 """
 
 
@@ -221,15 +239,19 @@ def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:
 def run(zoo: Any, name: str, backend: str) -> dict[str, Any]:
     """Compare one architecture; raises AssertionError where a token differs."""
     from tests.lossless import PLANS, run_case
+    from tests.runtime.backends.captured.simulated_device import stand_in
 
-    engine = zoo.engine(name, prefill_chunk=7, backend=backend)
     prompts = models.prompts()
     compared = ties = 0
-    for number, plan in enumerate((PLANS[0], PLANS[2], PLANS[3])):
-        for batch in (prompts, [prompts[number + 1]]):
-            outcome = run_case(zoo, name, engine, plan.name, batch, NUM_TOKENS)
-            compared += outcome.num_compared
-            ties += len(outcome.ties)
+    with pytest.MonkeyPatch.context() as patch:
+        if facts_of(backend).captures_live:
+            stand_in(patch)
+        engine = zoo.engine(name, prefill_chunk=7, backend=backend)
+        for number, plan in enumerate((PLANS[0], PLANS[2], PLANS[3])):
+            for batch in (prompts, [prompts[number + 1]]):
+                outcome = run_case(zoo, name, engine, plan.name, batch, NUM_TOKENS)
+                compared += outcome.num_compared
+                ties += len(outcome.ties)
     layers = engine.manifest.models[0].layers
     windows = sorted({layer.window for layer in layers})
     program = json.loads((engine.directory / "target" / "program.json").read_text("utf-8"))
@@ -256,15 +278,19 @@ def _extras(graph: Any) -> list[str]:
     from specc.kernels import ops
     from specc.passes.program import bind_args
 
-    nodes = graph_from_json(graph).graph.find_nodes(op="call_function", target=ops.tree_attention)
+    stored = graph_from_json(graph).graph
+    # backends that write keys and values by themselves have the second one
+    operators = ops.tree_attention, ops.attend
+    nodes = [x for op in operators for x in stored.find_nodes(op="call_function", target=op)]
     bound = [bind_args(node) for node in nodes]
-    found = {
-        "sinks": any(arguments["sink_logits"] is not None for arguments in bound),
-        "softcap": any(arguments["softcap"] for arguments in bound),
-        "chunks": any(arguments["chunk"] for arguments in bound),
-        "slopes": any(arguments["slopes"] is not None for arguments in bound),
-    }
-    return [name for name, is_there in found.items() if is_there]
+    arguments = {
+        "sinks": "sink_logits", "softcap": "softcap", "chunks": "chunk", "slopes": "slopes",
+    }  # fmt: skip
+    return [
+        name
+        for name, argument in arguments.items()
+        if any(found.get(argument) not in (None, 0) for found in bound)
+    ]
 
 
 def main() -> None:

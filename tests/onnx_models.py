@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach, reaches_of
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.mla_cache import LATENT
 from specc.artifact.model_entry import LayerEntry, ModelEntry
@@ -72,8 +72,8 @@ class Lowered:
         }
 
     @property
-    def windows(self) -> list[int]:
-        return sorted({layer.window for layer in self.flat.layers})
+    def reaches(self) -> list[Reach]:
+        return reaches_of(self.flat.layers)
 
 
 def lowered(
@@ -117,6 +117,7 @@ def model_entry(pair: Lowered) -> ModelEntry:
             layer.window,
             slab=0,
             index=i,
+            chunk=layer.chunk,
             value_dim=layer.value_dim,
             values_in_keys=layer.values_in_keys,
         )
@@ -261,7 +262,7 @@ class EagerPadded:
         shape, blocks = (len(cache_len), -1), block_table[:, 0].long()
         made = padded_batch(
             self._pair.rows,
-            self._pair.windows,
+            self._pair.reaches,
             *(x.view(shape) for x in (tokens, positions, slot)),
             cache_len,
             None if ancestors is None else ancestors.view(*shape, ancestors.shape[-1]),
@@ -269,7 +270,7 @@ class EagerPadded:
         )
         program = self._pair.padded
         given = made._asdict()
-        given |= {mask_input(window): mask for window, mask in given.pop("masks").items()}
+        given |= {reach.mask_input: mask for reach, mask in given.pop("masks").items()}
         values: list[Tensor] = []
         for node in program.graph.find_nodes(op="placeholder"):
             if node.target in program.caches:

@@ -56,6 +56,7 @@ def attend(
     window: int = 0,
     sink: int = 0,
     rounds_bias: bool = False,
+    chunk: int = 0,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attend to prefix and tree ancestors in the cache; see `attend_reference`.
@@ -73,20 +74,27 @@ def attend(
             f"attend: found slopes {slopes.dtype} {tuple(slopes.shape)}; needed float32"
             f" [{call.num_heads}]"
         )
+    if chunk < 0:
+        raise ValueError(f"attend: found a chunk of {chunk}; needed 0 or more positions")
     out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
     capability, num_sms = machine(q.device)
     found = q, v_cache, block_table, window, capability
+    beside: dict[str, Any] = {}
     if slopes is not None:
-        _launch(call, out, capability, num_sms, {"slopes": slopes, "ROUNDS": rounds_bias})
+        beside |= {"slopes": slopes, "ROUNDS": rounds_bias}
+    if chunk:
+        beside["CHUNK"] = chunk
+    if beside:
+        _launch(call, out, capability, num_sms, beside)
     elif (wide := attend_wide.find(*found)) is not None:
         attend_wide.launch(wide, call, out, num_sms)
     elif (few := attend_few.find(*found)) is not None:
         attend_few.launch(few, call, out, num_sms)
     else:
-        _launch(call, out, capability, num_sms, {})
+        _launch(call, out, capability, num_sms, beside)
     return out.transpose(0, 1)
 
 
@@ -95,7 +103,7 @@ def _launch(
 ) -> None:
     """Launch the kernel for all batches; `out` [Nt, H, DV] is written.
 
-    `beside` has the arguments of slopes; it is empty where there are none.
+    `beside` has the arguments of slopes and chunks; it is empty where there are none.
     """
     rows, dtype = call.mean_rows, call.q.dtype
     c = config(dtype, max(call.head_dim, call.value_dim), rows, capability)
@@ -201,6 +209,7 @@ def _shipped_attend(
             "IS_TREE": is_tree,
             "slopes": None,
             "ROUNDS": False,
+            "CHUNK": 0,
         },
         c.num_warps,
         c.num_stages,

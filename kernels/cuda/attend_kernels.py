@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.attend_chunks import first_slots
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_rows import load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances
@@ -98,6 +99,7 @@ def _attend_block(
     IS_MASKED: tl.constexpr,
     b_slope=None,  # [BM], or none
     ROUNDS: tl.constexpr = False,
+    b_first=None,  # [BM] slot of the first key of each row's chunk, or none
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
     o_n = tl.arange(0, BN)
@@ -133,6 +135,8 @@ def _attend_block(
             o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
             b_high[None, :], window, sink, length, IS_TREE,
         )  # fmt: skip  # [BN, BM]
+        if b_first is not None:
+            m_seen &= o_key[:, None] >= b_first[None, :]
         m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
     else:
@@ -162,6 +166,8 @@ def _attend_block(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE,
         )  # fmt: skip
+        if b_first is not None:
+            m_s &= o_key[None, :] >= b_first[:, None]
         b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         # rows that have seen nothing yet: -inf - -inf is NaN
@@ -240,6 +246,7 @@ def attend_kernel(
     IS_DEPENDENT: tl.constexpr,
     slopes=None,  # [H] float32, or none
     ROUNDS: tl.constexpr = False,
+    CHUNK: tl.constexpr = 0,
 ):
     # until the wait below nothing is read but integers that are older than the keys
     # neighbors are the KV heads of one part: what is long starts early for all of them
@@ -252,9 +259,12 @@ def attend_kernel(
         is_chunk = num_splits == 1
         i_program = tl.where(is_chunk, num_programs - 1 - i_program, i_program)
     capacity = num_pages * block_size
+    reach = window + sink
+    if CHUNK:
+        reach = tl.minimum(reach, CHUNK)
     i_b, i_tile, i_split, splits, i_part = find_work(
         i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
-        window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+        reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
     )  # fmt: skip
     is_idle = i_b < 0
     i_b = tl.maximum(i_b, 0)
@@ -294,6 +304,15 @@ def attend_kernel(
         start = tl.maximum(start - window + 1, 0)
         if IS_TREE:
             start = tl.minimum(start, length)
+    b_first = None
+    if CHUNK:
+        p_words = ancestors + o_t.to(tl.int64) * stride_words
+        b_first = first_slots(p_words, m_live, b_position, length, num_words, CHUNK, IS_TREE)
+        low = tl.maximum(low, tl.max(tl.where(m_live, b_first, 0), 0))
+        first_slot = tl.min(tl.where(m_live, b_first, 2147483647), 0)
+        if IS_TREE:
+            first_slot = tl.minimum(first_slot, length)
+        start = tl.maximum(start, first_slot)
     if IS_TREE:
         full = tl.minimum(length, capacity)
     else:
@@ -328,7 +347,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
             length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS, b_first,
         )  # fmt: skip
 
     if IS_TREE:
@@ -353,7 +372,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS, b_first,
         )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)

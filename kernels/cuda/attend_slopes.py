@@ -13,7 +13,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _count_bits(b_word):
+def count_bits(b_word):
     """Bits that are set in words of 32."""
     b_word = b_word - ((b_word >> 1) & 0x55555555)
     b_word = (b_word & 0x33333333) + ((b_word >> 2) & 0x33333333)
@@ -38,7 +38,7 @@ def nodes_from(p_words, m_live, i_node, num_words):
         b_word = tl.load(p_words + i, mask=m_live, other=0).to(tl.uint64, bitcast=True)
         # of the first word, the bits from the node on
         b_word = b_word >> tl.maximum(i_node - i * 64, 0).to(tl.uint64)
-        b_count += _count_bits(b_word.to(tl.uint32)) + _count_bits((b_word >> 32).to(tl.uint32))
+        b_count += count_bits(b_word.to(tl.uint32)) + count_bits((b_word >> 32).to(tl.uint32))
     return b_count
 
 
@@ -72,7 +72,7 @@ def distances(
         # bits above the key's own
         b_low_above = tl.where(is_low, (b_low[:, None] >> o_bit) >> 1, 0).to(tl.uint32)
         b_high_above = tl.where(is_low, b_high[:, None], (b_high[:, None] >> o_bit) >> 1)
-        b_after = _count_bits(b_low_above) + _count_bits(b_high_above.to(tl.uint32))
+        b_after = count_bits(b_low_above) + count_bits(b_high_above.to(tl.uint32))
         b_after += b_later[:, None]
         b_far = tl.where(o_key[None, :] < length, b_far, -b_after)
     return b_far

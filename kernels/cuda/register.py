@@ -77,6 +77,7 @@ def attend(
     sink: int = 0,
     values_in_keys: bool = False,
     rounds_bias: bool = False,
+    chunk: int = 0,
 ) -> Tensor:
     """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
     # refused when a model is compiled: passes/rewrite/require_attention.py
@@ -85,6 +86,7 @@ def attend(
     if values_in_keys:
         # caches hold latents of layers without slopes alone: passes/rewrite/absorb_latent.py
         assert slopes is None, "no slopes over latents"
+        assert not chunk, "no chunks over latents"
         rank = v_cache.shape[3]
         return attend_latent(q, k_cache, rank, *places, scale=scale, window=window, sink=sink)
     return attend_heads(
@@ -97,6 +99,7 @@ def attend(
         window=window,
         sink=sink,
         rounds_bias=rounds_bias,
+        chunk=chunk,
     )
 
 
@@ -126,7 +129,6 @@ def tree_attention(
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
     # refused when a model is compiled, as below
     assert not softcap, "no softcap on this device"
-    assert not chunk, "no chunks on this device"
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     return attend(
@@ -145,6 +147,7 @@ def tree_attention(
         window=window,
         sink=sink,
         rounds_bias=rounds_bias,
+        chunk=chunk,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from specc.artifact.cache_rows import mask_input
+from specc.artifact.cache_rows import Reach, reach_of, reaches_of
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
@@ -39,10 +39,10 @@ class RewriteCachedAttention(Pass):
 
     So does `specc.dense_attention`, which stands for attention that a model spells out.
     What each layer's mask means was recovered from the flat trace of the same model, and so was
-    the proof that tokens meet in attention alone. Masks become inputs, one for each window, since
-    only a runtime knows committed lengths and trees. Of a layer with slopes the mask is what is
-    added to its scores, once for all layers with the same ones (`specc.distance_bias`). Of a layer
-    whose flat program caches a latent there is one cache (`cached_latent`).
+    the proof that tokens meet in attention alone. Masks become inputs, one for each reach of
+    layers, since only a runtime knows committed lengths and trees. Of a layer with slopes the mask
+    is what is added to its scores, once for all layers with the same ones (`specc.distance_bias`).
+    Of a layer whose flat program caches a latent there is one cache (`cached_latent`).
 
     Args:
         layers: of the flat program, in the order of execution.
@@ -98,7 +98,7 @@ class RewriteCachedAttention(Pass):
                 with graph.inserting_before(node):
                     caches.append(emit_call(graph, ops.cache_write, last, update, write_index))
             with graph.inserting_before(node):
-                mask = masks[layer.window]
+                mask = masks[reach_of(layer)]
                 if slopes is not None:
                     mask = biases.of(mask, slopes, scale, q.meta["val"].dtype)
                 # of a latent, the one row is key and value both
@@ -115,15 +115,15 @@ class RewriteCachedAttention(Pass):
         graph.eliminate_dead_code()
         return result
 
-    def _add_masks(self, program: Program) -> dict[int, fx.Node]:
-        """An input [B, 1, N, L] for each window."""
+    def _add_masks(self, program: Program) -> dict[Reach, fx.Node]:
+        """An input [B, 1, N, L] for each reach of layers."""
         tokens = program.placeholder("tokens").meta["val"]
         batch, nodes = tokens.shape
         last, masks = last_placeholder(program.graph), {}
-        for window in sorted({layer.window for layer in self._layers}):
+        for reach in reaches_of(self._layers):
             value = tokens.new_empty((batch, 1, nodes, self._cache_rows), dtype=torch.bool)
-            last = add_placeholder(program, mask_input(window), value, last)
-            masks[window] = last
+            last = add_placeholder(program, reach.mask_input, value, last)
+            masks[reach] = last
         program.runtime_inputs += tuple(mask.target for mask in masks.values())
         return masks
 

@@ -144,16 +144,16 @@ def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
     # RequireAttention ran before
     assert bound["sink_logits"] is None, "the operator knows no sinks"
     assert not bound["softcap"], "the operator knows no softcap"
-    assert not bound["chunk"], "the operator knows no chunks"
     # BackendFacts.expands_prompts
     assert not bound["most_rows"], "the operator leaves no rows to others"
     options = {name: bound[name] for name in ("scale", "window", "sink")}
     if values_in_keys(node):
         options["values_in_keys"] = True
-    # beside what every call has, so that graphs without slopes are what they were
+    # beside what every call has, so that graphs without slopes and chunks are what they were
     tilt = () if bound["slopes"] is None else (None, bound["slopes"])
-    if bound["rounds_bias"]:
-        options["rounds_bias"] = True
+    for name in ("rounds_bias", "chunk"):
+        if bound[name]:
+            options[name] = bound[name]
     with node.graph.inserting_before(node):
         attended = emit_call(
             node.graph, ops.attend, q, *(bound[name] for name in _ATTEND_INPUTS), *tilt, **options

@@ -24,10 +24,12 @@ from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.quantize_like import QuantizeLike
+from specc.passes.rewrite.read_padded_places import ReadPaddedPlaces
 from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
+from specc.passes.rewrite.split_complex import SplitComplex
 from specc.passes.shard.shard import Shard
 from specc.sharding.shard_plan import ShardPlan
 from specc.speculation.vocabulary_map import VocabularyMap
@@ -64,10 +66,14 @@ def padded_program(
     program = trace_padded(module, flat.name, rope_length)
     program.integers = dict(flat.integers)
     phases: Phases = (
-        ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
+        ("normalize", (Normalize, SplitComplex, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
         (
             "attention",
-            (RecoverAttention, partial(RewriteCachedAttention, layers, cache_rows, slopes)),
+            (
+                RecoverAttention,
+                partial(RewriteCachedAttention, layers, cache_rows, slopes),
+                ReadPaddedPlaces,
+            ),
         ),
         ("logits", (SelectLogits,)),
         ("fuse", (FuseQKV, FuseGateUp)),

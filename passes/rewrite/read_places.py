@@ -33,7 +33,7 @@ class ReadPlaces(Pass):
         result = PassResult()
         positions = program.placeholder("positions")
         for node in program.calls(aten.to.dtype):
-            source = _counted(node.args[0])
+            source = counted(node.args[0])
             if source is None or not node.meta["val"].dtype.is_floating_point:
                 continue
             value, places = source.meta["val"], positions.meta["val"]
@@ -50,7 +50,7 @@ class ReadPlaces(Pass):
         return result
 
 
-def _counted(node: Any) -> fx.Node | None:
+def counted(node: Any) -> fx.Node | None:
     """The values 0, 1, 2, … that this is, if it is that."""
     while isinstance(node, fx.Node) and node.target is aten.add.Tensor:
         bound = bind_args(node)

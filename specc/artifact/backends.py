@@ -183,7 +183,8 @@ register(
         takes_ranks=True, attention=NATIVE,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
-        attention_extras=("slopes", LATENT_ROWS), most_latent=(512, 64), expands_prompts=False,
+        attention_extras=("slopes", "chunks", LATENT_ROWS), most_latent=(512, 64),
+        expands_prompts=False,
     )
 )  # fmt: skip
 register(
@@ -199,7 +200,7 @@ register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
-        attention_extras=("slopes", LATENT_ROWS),
+        attention_extras=("slopes", "chunks", LATENT_ROWS),
     )
 )  # fmt: skip
 register(

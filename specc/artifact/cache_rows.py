@@ -10,15 +10,55 @@ sequence of their batch, and nothing tells them to leave one out. So a sequence'
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 # rows of a cache are a multiple of this: kernels read keys in such pieces
 _MULTIPLE = 16
 
 
-def mask_input(window: int) -> str:
-    """Name of the mask of the layers with a window; 0 is none."""
-    return f"mask_window_{window}" if window else "mask"
+class Reach(NamedTuple):
+    """How far before itself a token sees keys; layers of one reach share a mask.
+
+    Args:
+        window: keys at positions ≤ position - window are not seen; 0 is no limit.
+        chunk: none before position - position % chunk is seen; 0 is no limit.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def mask_input(self) -> str:
+        """Name of the mask among the inputs of a program."""
+        limits = [f"{name}_{size}" for name, size in self._asdict().items() if size]
+        return "_".join(("mask", *limits))
+
+    @property
+    def description(self) -> str:
+        """Of which layers the mask is, for readers of a file; empty where nothing is cut."""
+        found = [f"a sliding window of {self.window}"] if self.window else []
+        if self.chunk:
+            found.append(f"chunks of {self.chunk} positions")
+        return f"For layers with {' and '.join(found)}." if found else ""
+
+
+class _Layer(Protocol):
+    @property
+    def window(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+
+
+def reach_of(layer: _Layer) -> Reach:
+    """Of one attention layer."""
+    return Reach(layer.window, layer.chunk)
+
+
+def reaches_of(layers: Iterable[_Layer]) -> list[Reach]:
+    """Those of the layers of a model, each once, in the order of the program's inputs."""
+    return sorted({reach_of(layer) for layer in layers})
 
 
 def cache_output(name: str) -> str:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specc.artifact.cache_rows import cache_output
+from specc.artifact.cache_rows import cache_output, reaches_of
 from specc.artifact.safetensors_io import SafetensorsReader
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
@@ -317,6 +317,7 @@ def _describe(model: onnx_ir.Model, program: Program) -> None:
         " cache input and its output (…_out) to one address: the pass writes its keys and values"
         " in place."
     )
+    masks = {reach.mask_input: reach.description for reach in reaches_of(program.layers)}
     for value in (*model.graph.inputs, *model.graph.outputs):
         name = str(value.name).removesuffix("_out")
         if name in program.caches:
@@ -333,10 +334,8 @@ def _describe(model: onnx_ir.Model, program: Program) -> None:
             )
             value.doc_string = f"{what} of layer {program.layers[layer].name} {way}."
         else:
-            value.doc_string = _DOCS.get(name, _MASK_DOC)
-            if name.startswith("mask_window_"):
-                window = name.removeprefix("mask_window_")
-                value.doc_string += f" For layers with a sliding window of {window}."
+            words = _DOCS.get(name, _MASK_DOC), masks.get(name, "")
+            value.doc_string = " ".join(filter(None, words))
 
 
 def _cause(error: BaseException) -> str:

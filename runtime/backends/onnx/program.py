@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specc.artifact.cache_rows import CacheRows, cache_output, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach, cache_output, reaches_of
 from specc.errors import EngineError
 from specc.runtime.backends.padded.model import PaddedModel
 from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_caches, named_inputs
@@ -52,7 +52,7 @@ class OnnxProgram(PaddedModel):
         name: of the model.
         session: of the model's ONNX file.
         caches: per layer, the k and v cache [blocks, HK, L, D], contiguous.
-        windows: of the layers, each once.
+        reaches: of the layers, each once.
         rows: of a sequence's cache.
         grow: called with a number of slots; returns the rows that a sequence has by then, and the
             caches. None where they never change.
@@ -65,7 +65,7 @@ class OnnxProgram(PaddedModel):
         name: str,
         session: onnxruntime.InferenceSession,
         caches: Sequence[tuple[Tensor, Tensor]],
-        windows: Sequence[int],
+        reaches: Sequence[Reach],
         rows: CacheRows,
         grow: Grow | None = None,
     ) -> None:
@@ -73,10 +73,11 @@ class OnnxProgram(PaddedModel):
         self._made = _dtype_of(logits.type)
         # what the operators of a step on a CPU read
         dtype = torch.float32 if self._made is torch.float16 else self._made
-        super().__init__(name, windows, rows, int(logits.shape[1]), dtype)
+        super().__init__(name, reaches, rows, int(logits.shape[1]), dtype)
         self._session = session
         self._caches = named_caches(caches)
-        wanted = {"tokens", "positions", "write_index", "logit_rows", *map(mask_input, windows)}
+        masks = {reach.mask_input for reach in reaches}
+        wanted = {"tokens", "positions", "write_index", "logit_rows"} | masks
         _check_inputs(name, session, wanted | self._caches.keys())
         # (first block, sequences, nodes, rows of logits) → memory
         self._bindings: dict[tuple[int, int, int, int], _Bound] = {}
@@ -164,8 +165,7 @@ def load_onnx(
             "pip install -U onnxruntime, compile with --dtype float32, or run the engine's graphs"
             " with --backend eager",
         ) from error
-    windows = sorted({layer.window for layer in model.layers})
-    return OnnxProgram(model.name, session, caches, windows, rows, grow)
+    return OnnxProgram(model.name, session, caches, reaches_of(model.layers), rows, grow)
 
 
 def can_grow() -> bool:

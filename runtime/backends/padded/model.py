@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specc.artifact.cache_rows import CacheRows
+from specc.artifact.cache_rows import CacheRows, Reach
 from specc.errors import EngineError
 from specc.runtime.backends.padded.padded_batch import PaddedBatch, padded_batch
 
@@ -38,14 +38,14 @@ class PaddedModel(nn.Module):
 
     Args:
         name: of the model.
-        windows: of the layers, each once.
+        reaches: of the layers, each once.
         rows: of a request's cache.
         width: V of the logits.
         dtype: of the logits that the runtime makes.
     """
 
     def __init__(
-        self, name: str, windows: Sequence[int], rows: CacheRows, width: int, dtype: torch.dtype
+        self, name: str, reaches: Sequence[Reach], rows: CacheRows, width: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.name = name
@@ -53,7 +53,7 @@ class PaddedModel(nn.Module):
         self.weights: Mapping[str, Tensor] = {}
         self.width = width
         self.dtype = dtype
-        self._windows = windows
+        self._reaches = reaches
         self._rows = rows
 
     @abstractmethod
@@ -134,7 +134,7 @@ class PaddedModel(nn.Module):
         # a runtime need not take tensors without elements
         rows = logit_rows if asked else logit_rows.new_zeros(1)
         flat = (tokens, positions, slot, cache_len, ancestors, rows)
-        given = padded_batch(self._rows, self._windows, *flat, length)
+        given = padded_batch(self._rows, self._reaches, *flat, length)
         return self.run(first, batch, given)[:asked]
 
     def _check_rows(self, first_slots: Sequence[int], counts: Sequence[int]) -> None:

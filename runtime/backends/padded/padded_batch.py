@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach
 from specc.speculation.tree import WORD_BITS
 
 # a slot so far below zero belongs to no sequence: see `step_buffers.PADDING`
@@ -27,19 +27,19 @@ class PaddedBatch(NamedTuple):
         positions: [B, N] int64.
         write_index: [B] int64 cache row of each sequence's first token.
         logit_rows: [R] int64.
-        masks: window → [B, 1, N, L] bool; 0 is the mask without one.
+        masks: of each reach of layers, [B, 1, N, L] bool.
     """
 
     tokens: Tensor
     positions: Tensor
     write_index: Tensor
     logit_rows: Tensor
-    masks: Mapping[int, Tensor]
+    masks: Mapping[Reach, Tensor]
 
 
 def padded_batch(
     rows: CacheRows,
-    windows: Sequence[int],
+    reaches: Sequence[Reach],
     tokens: Tensor,
     positions: Tensor,
     slot: Tensor,
@@ -55,7 +55,7 @@ def padded_batch(
 
     Args:
         rows: of the cache.
-        windows: of the model's layers, each once.
+        reaches: of the model's layers, each once.
         tokens: [B, N] int64.
         positions: [B, N] int64.
         slot: [B, N] int32; slot[b, n] is slot[b, 0] + n.
@@ -69,22 +69,22 @@ def padded_batch(
         first < _NO_SEQUENCE, rows.front + rows.slots, (first + rows.front).clamp(min=0)
     )
     masks = attention_masks(
-        rows, windows, positions, slot, write_index, cache_len, ancestors, length
+        rows, reaches, positions, slot, write_index, cache_len, ancestors, length
     )
     return PaddedBatch(tokens, positions.clamp(min=0), write_index, logit_rows, masks)
 
 
 def attention_masks(
     rows: CacheRows,
-    windows: Sequence[int],
+    reaches: Sequence[Reach],
     positions: Tensor,
     slot: Tensor,
     write_index: Tensor,
     cache_len: Tensor,
     ancestors: Tensor | None,
     length: int | None = None,
-) -> dict[int, Tensor]:
-    """Window → [B, 1, N, L]: what each token attends to.
+) -> dict[Reach, Tensor]:
+    """Of each reach, [B, 1, N, L]: what each token attends to.
 
     That is what `specc::tree_attention` lets it: its prefix and its ancestors in the tree, or,
     without ancestors, everything up to its position. No token attends to nothing.
@@ -109,21 +109,28 @@ def attention_masks(
         word = (node // WORD_BITS)[:, None].expand(-1, num_tokens, -1)
         bits = ancestors.gather(2, word) >> (node % WORD_BITS)[:, None]
         allowed = in_prefix | (in_region & (bits & 1).bool())
+        if any(reach.chunk for reach in reaches):
+            # of the nodes of a path, how many come after each of them, which slots do not say
+            on_path = allowed & ~in_prefix
+            after = on_path.flip(-1).cumsum(-1).flip(-1) - 1
+            distance = torch.where(in_prefix, distance, -after)
     masks = {}
-    for window in windows:
+    for reach in reaches:
         near = allowed
-        if window:
+        if reach.window:
             # of a tree, only the prefix is farther away than its depth
-            inside = distance > -window
+            inside = distance > -reach.window
             near = allowed & (inside if in_prefix is None else inside | ~in_prefix)
-        masks[window] = torch.where(live, near, own)[:, None]
+        if reach.chunk:
+            near = near & (distance >= -(positions % reach.chunk)[..., None])
+        masks[reach] = torch.where(live, near, own)[:, None]
     return masks
 
 
 def named_inputs(given: PaddedBatch) -> dict[str, Tensor]:
     """Inputs of a pass under their names in the program, without the caches."""
     named = {key: getattr(given, key) for key in PaddedBatch._fields if key != "masks"}
-    return named | {mask_input(window): mask for window, mask in given.masks.items()}
+    return named | {reach.mask_input: mask for reach, mask in given.masks.items()}
 
 
 def named_caches(caches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specc.artifact.cache_rows import reaches_of
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import TensorRTEntry
 from specc.artifact.model_entry import ModelEntry
@@ -58,7 +59,7 @@ class TensorRTBackend(CapturedBackend):
                     trt, runtime, path, model, manifest.files[model.plan_file].sha256, entry
                 ),
                 caches_of(model, cache),
-                sorted({layer.window for layer in model.layers}),
+                reaches_of(model.layers),
                 rows,
                 graphs,
             )

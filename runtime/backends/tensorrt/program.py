@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.cache_rows import CacheRows, cache_output, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach, cache_output
 from specc.errors import EngineError
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.padded.model import PaddedModel
@@ -32,7 +32,7 @@ class TensorRTProgram(PaddedModel):
         trt: the module, see `specc.tensorrt.library.load`.
         engine: deserialized.
         caches: per layer, the k and v cache [sequences, HK, L, D] on the device, contiguous.
-        windows: of the layers, each once.
+        reaches: of the layers, each once.
         rows: of a sequence's cache.
         graphs: the device.
     Raises:
@@ -45,7 +45,7 @@ class TensorRTProgram(PaddedModel):
         trt: Any,
         engine: Any,
         caches: Sequence[tuple[Tensor, Tensor]],
-        windows: Sequence[int],
+        reaches: Sequence[Reach],
         rows: CacheRows,
         graphs: GraphDevice,
     ) -> None:
@@ -59,9 +59,9 @@ class TensorRTProgram(PaddedModel):
         }
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         by_name = named_caches(caches)
-        _check_names(name, names, {*map(mask_input, windows)}, by_name)
+        _check_names(name, names, {reach.mask_input for reach in reaches}, by_name)
         width = int(engine.get_tensor_shape("logits")[1])
-        super().__init__(name, windows, rows, width, dtypes[engine.get_tensor_dtype("logits")])
+        super().__init__(name, reaches, rows, width, dtypes[engine.get_tensor_dtype("logits")])
         self._trt = trt
         self._engine = engine
         self._caches = by_name
@@ -178,7 +178,7 @@ class TensorRTProgram(PaddedModel):
         return config
 
     def _masks(self) -> dict[str, int]:
-        return {mask_input(window): self._rows.total for window in self._windows}
+        return {reach.mask_input: self._rows.total for reach in self._reaches}
 
     def _profile_of(self, batch: int, nodes: int, asked: int) -> int:
         """The profile that is tuned nearest to a shape, of those that hold it."""

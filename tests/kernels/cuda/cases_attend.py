@@ -65,6 +65,7 @@ class Case:
     splits: int | None = 1
     slopes: float = 0.0  # of the first head; 0 is none
     rounds: bool = False
+    chunk: int = 0  # positions; 0 is no chunks
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -134,6 +135,33 @@ SLOPED_CASES = {
     "rounded": Case(((7, 700),), heads=(2, 2), splits=2, slopes=0.01, rounds=True),
     "rounded-prefill": Case(((40, 300),), False, heads=(2, 1), slopes=0.02, rounds=True),
 }
+CHUNKED_CASES = {
+    # sequences in their first chunk, at its end, and in a later one
+    "plain-decode": Case(((1, 40), (1, 31), (1, 32), (1, 3)), False, splits=2, chunk=32),
+    # trees that cross into the next chunk, begin with one, and lie within one
+    "tree": Case(((9, 46), (7, 48), (5, 17)), splits=2, chunk=16),
+    "tree-half": Case(((9, 125), (3, 63)), True, F16, block_size=64, splits=2, chunk=64),
+    "tree-of-several-chunks": Case(((64, 5),), heads=(2, 1), sizes=(16, 16), chunk=3),
+    # steps of 64 keys: both halves of their bits
+    "tree-of-64-half": Case(((64, 5),), True, F16, (2, 1), (16, 16), chunk=5),
+    "tree-of-3-words": Case(((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, chunk=7),
+    "draft-level": Case(((4, 70), (4, 31)), first_node=9, splits=2, chunk=36),
+    "tree-window-sink": Case(
+        ((7, 200), (3, 10)), True, F16, (4, 2), (64, 64), window=20, sink=5, chunk=150
+    ),
+    "prefill": Case(((40, 0), (23, 50)), False, F16, chunk=24),
+    # blocks of keys that every row of a tile sees, after a chunk's beginning
+    "prefill-within": Case(((20, 300),), False, F16, (2, 1), (16, 16), chunk=200),
+    "prefill-fp32": Case(((19, 30), (1, 77)), False, sizes=(32, 32), splits=2, chunk=40),
+    "prefill-crosses": Case(((70, 230),), False, F16, (2, 1), (16, 16), chunk=256),
+    "dead-tokens": Case(((5, 70), (2, 9), (4, 20)), dead=(1, 5, 6, 10), tail=3, chunk=12),
+    # what wide and few rows take where there are no chunks
+    "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), chunk=100),
+    "few": Case(((3, 150),), True, BF16, (4, 2), (64, 64), chunk=100),
+    "slopes": Case(((9, 46), (1, 10)), splits=2, slopes=0.2, chunk=16),
+    "chosen-splits": Case(((2, 150), (1, 300)), heads=(2, 1), splits=None, chunk=128),
+    "one-of-chosen-splits": Case(((2, 450),), heads=(2, 1), splits=None, chunk=256),
+}
 # sizes that only a GPU computes in time
 GPU_CASES = {
     "long-tree": Case(((32, 131_000),), True, BF16, (32, 8), (128, 128), splits=None),
@@ -189,10 +217,13 @@ def make_call(case: Case, device: torch.device) -> Call:
                 continue
             last = length if case.is_tree else position + 1
             cut = max(0, position - case.window + 1) if case.window else 0
-            seen[b, min(cut, last) : last] = True
-            seen[b, : min(case.sink, last)] = True
-            for j in path:
-                seen[b, length + j] = True
+            cut = min(cut, last)
+            begin = position - position % case.chunk if case.chunk else 0
+            seen[b, cut:last] = seen[b, cut:last] | (torch.arange(cut, last) >= begin)
+            seen[b, begin : min(case.sink, last)] = True
+            for depth, j in enumerate(sorted(path)):
+                if not case.is_tree or length + depth >= begin:
+                    seen[b, length + j] = True
     positions += [3] * case.tail
     slots += [2] * case.tail
     words += [[-1] * num_words] * case.tail
@@ -243,6 +274,8 @@ def make_call(case: Case, device: torch.device) -> Call:
         slopes = case.slopes * 0.6 ** torch.arange(num_heads, dtype=torch.float32)
         slopes = slopes.bfloat16().float() if case.rounds else slopes
         options |= {"slopes": slopes.to(device), "rounds_bias": case.rounds}
+    if case.chunk:
+        options["chunk"] = case.chunk
     return Call(args, options)
 
 

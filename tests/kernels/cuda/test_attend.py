@@ -17,6 +17,7 @@ from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda.cases_attend import (
     BF16,
     CASES,
+    CHUNKED_CASES,
     F16,
     GPU_CASES,
     SLOPED_CASES,
@@ -67,6 +68,18 @@ def test_attend(name: str, device: torch.device) -> None:
 def test_slopes(name: str, device: torch.device) -> None:
     """Whatever kernel a call without slopes takes, and whichever nodes are in the pass."""
     check_attend(SLOPED_CASES[name], device)
+
+
+@pytest.mark.parametrize("name", CHUNKED_CASES)
+def test_chunks(name: str, device: torch.device) -> None:
+    """Rows before a chunk are NaN: they are neither seen nor read."""
+    check_attend(CHUNKED_CASES[name], device)
+
+
+def test_a_chunk_has_positions(device: torch.device) -> None:
+    call = make_call(CHUNKED_CASES["tree"], device)
+    with pytest.raises(ValueError, match="found a chunk of -16"):
+        module.attend(*call.args, **(call.options | {"chunk": -16}))
 
 
 def test_slopes_are_those_of_all_heads(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach, reach_of
 from specc.errors import SpeccError, UnsupportedAttentionError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
@@ -83,7 +83,7 @@ def test_both_read_the_same_weights(pair: Lowered) -> None:
 
 def test_inputs_and_what_reads_them(pair: Lowered) -> None:
     program = pair.padded
-    masks = tuple(mask_input(window) for window in pair.windows)
+    masks = tuple(reach.mask_input for reach in pair.reaches)
     assert program.runtime_inputs == (*PADDED_INPUTS, *masks)
     inputs = [node.target for node in program.graph.find_nodes(op="placeholder")]
     layers = range(len(program.layers))
@@ -100,7 +100,7 @@ def test_inputs_and_what_reads_them(pair: Lowered) -> None:
         zip(attentions, flat, program.layers, strict=True)
     ):
         _, keys, values, mask, scale = node.args
-        assert mask.target == mask_input(layer.window)
+        assert mask.target == reach_of(layer).mask_input
         assert scale == other.kwargs["scale"]
         for part, written in (("k", keys), ("v", values)):
             assert written.target is ops.cache_write
@@ -121,7 +121,7 @@ def test_as_much_is_fused_as_of_the_flat_program(pair: Lowered) -> None:
 
 
 def test_each_window_has_a_mask_of_its_own(windowed: Lowered) -> None:
-    assert windowed.windows == [0, models.WINDOW]
+    assert windowed.reaches == [Reach(), Reach(models.WINDOW)]
     masks = [node.args[3].target for node in windowed.padded.calls(ops.masked_attention)]
     assert masks == [f"mask_window_{models.WINDOW}", "mask", f"mask_window_{models.WINDOW}"]
 

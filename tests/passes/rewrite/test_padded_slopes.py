@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specc.artifact.backends import facts_of
-from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, Reach
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
@@ -58,7 +58,7 @@ def test_passes_equal_those_of_the_flat_program(
     layers = pair.padded.calls(ops.masked_attention)
     (bias,) = pair.padded.calls(ops.distance_bias)
     assert len(layers) == 2
-    assert bind_args(bias)["mask"].target == mask_input(0)
+    assert bind_args(bias)["mask"].target == Reach().mask_input
     assert bool(bind_args(bias)["rounded_scale"]) == (name == "falcon_rw")
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from specc.artifact.cache_rows import CacheRows, cache_output
+from specc.artifact.cache_rows import CacheRows, cache_output, reaches_of
 from specc.kernels import ops
 from specc.kernels.reference.ranks import LockstepGroup
 from specc.passes.lower.onnx.lower import OnnxFile, lower_ranks
@@ -64,7 +64,7 @@ class PaddedRanks:
         assert self.cut.shard is not None
         self.plan: ShardPlan = self.cut.shard
         self.weights = whole_weights(model, self.whole)
-        self.windows = sorted({layer.window for layer in layers})
+        self.reaches = reaches_of(layers)
         generator = torch.Generator().manual_seed(5)
         # no zeros: whoever attends to a row that was never written is found out
         self.caches = {
@@ -152,7 +152,7 @@ class PaddedRanks:
         rows = torch.arange(BATCH * 7)
         return named_inputs(
             padded_batch(
-                ROWS, self.windows, tokens, positions, positions.int(), lengths, None, rows
+                ROWS, self.reaches, tokens, positions, positions.int(), lengths, None, rows
             )
         )
 
@@ -167,7 +167,7 @@ class PaddedRanks:
         words = shape.ancestor_words().repeat(BATCH, 1, 1)
         rows = torch.arange(tokens.numel())
         return named_inputs(
-            padded_batch(ROWS, self.windows, tokens, positions.long(), slots, lengths, words, rows)
+            padded_batch(ROWS, self.reaches, tokens, positions.long(), slots, lengths, words, rows)
         )
 
 

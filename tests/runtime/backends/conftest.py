@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from specc.runtime.backends.captured import backend as captured_backend
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice, stand_in
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     """Stands for the GPU of this machine."""
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(captured_backend, "cuda_device", lambda: simulated)
-    return simulated
+    return stand_in(monkeypatch)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from specc.artifact.cache_rows import CacheRows, mask_input
+from specc.artifact.cache_rows import CacheRows, reach_of
 from specc.errors import UnsupportedGraphError, WeightError
 from specc.kernels import ops
 from specc.passes.lower.experimental.export_with_weights import (
@@ -87,7 +87,7 @@ def test_the_exported_program_is_the_program(name):
     assert set(kinds) == {ops.cache_write, ops.masked_attention}
     # the masks are those of the layers
     masks = [mask_of(node) for node in own if node.target is ops.masked_attention]
-    assert masks == [mask_input(layer.window) for layer in program.layers]
+    assert masks == [reach_of(layer).mask_input for layer in program.layers]
     # heads are named: -1 would be unknown to TensorRT
     for node in exported.graph.nodes:
         if "view" in str(node.target):

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured.graph_device import SideStream
 from tests.runtime.backends.captured.tape import Recorder, Tape, poison, storage_of, storages_of
 
@@ -100,6 +102,14 @@ class SimulatedDevice:
 
     def free_bytes(self) -> int:
         return self.memory_bytes - sum(tape.num_bytes for tape in self.tapes)
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """A simulated device in the place of this machine's GPU, until the patch is undone."""
+    simulated = SimulatedDevice()
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(captured_backend, "cuda_device", lambda: simulated)
+    return simulated
 
 
 class SimulatedCopies:

@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
 
 
 def poison(tensor: Tensor) -> None:
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
         tensor.fill_(True)

@@ -8,7 +8,10 @@ from specc.kernels import ops
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import bind_args
+from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.engine import Engine
 from tests import models
+from tests.kernels.cuda.races import watched
 from tests.lossless import Zoo, run_case
 from tests.passes.modules import assert_same_numbers_flat
 from tests.traces import trace_once
@@ -34,3 +37,18 @@ def test_replayed_steps_equal_generate(zoo: Zoo, device, name: str) -> None:
     for plan in ("off", "tree-2-2-1"):
         outcome = run_case(zoo, name, engine, plan, models.prompts(), 16)
     assert outcome.stats.num_spec_steps > 0
+
+
+@pytest.mark.slow  # a minute: kernels are interpreted, element by element
+@pytest.mark.parametrize("name", ["mpt", "falcon_rw"])
+def test_the_kernels_equal_generate(zoo: Zoo, device, triton_kernels, name: str) -> None:
+    """A prompt in pieces, then trees; no launch races, and slopes take the general kernel."""
+    layout = 16, 7, models.MAX_SEQ_LEN
+    path = zoo.compiled(name, "noisy", *layout, "float32", "cuda")
+    # of one sequence and the plan that runs: what else is captured would be interpreted, too
+    engine = Engine.load(path, max_num_seqs=1, capture=CaptureLimits(sizes=(1,), max_seconds=-1))
+    with watched("tree-2-2-1") as launches:
+        outcome = run_case(zoo, name, engine, "tree-2-2-1", [models.prompts()[1]], 4)
+    assert outcome.num_compared == 4
+    attends = {launch.name for launch in launches if launch.name.startswith("attend")}
+    assert attends == {"attend_kernel"}

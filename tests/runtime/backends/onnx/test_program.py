@@ -195,7 +195,7 @@ def test_caches_are_updated_in_place(
     """The session gets one address for a cache and its output; it warns where it gets two."""
     pair, _ = small
     both = BothPrograms(*small, BLOCKS)
-    program = OnnxProgram("target", loud, both.onnx_caches, pair.windows, ROWS)
+    program = OnnxProgram("target", loud, both.onnx_caches, pair.reaches, ROWS)
     bound: dict[str, set[int]] = {}
     kept = []
     bind = onnx_program._bind

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.artifact.cache_rows import CacheRows
+from specc.artifact.cache_rows import CacheRows, Reach
 from specc.kernels.reference.core import attend_reference
 from specc.runtime.backends.padded.padded_batch import PaddedBatch, padded_batch
 from specc.speculation.tree import TokenTree
 from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_tree, tree_pass
 
 ROWS = CacheRows(front=3, slots=120, scratch=85)
-WINDOWS = (0, 3, 16)
+REACHES = (Reach(), Reach(window=3), Reach(window=16), Reach(chunk=5), Reach(4, 8))
 CHAIN = TokenTree.chain(5)
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))
 
 
-def make(inputs: Inputs, windows: Sequence[int] = WINDOWS, rows: CacheRows = ROWS) -> PaddedBatch:
+def make(inputs: Inputs, reaches: Sequence[Reach] = REACHES, rows: CacheRows = ROWS) -> PaddedBatch:
     """The padded batch of a flat pass of as many tokens for each sequence."""
     batch = len(inputs["cache_len"])
     shape = (batch, len(inputs["tokens"]) // batch)
@@ -35,7 +35,7 @@ def make(inputs: Inputs, windows: Sequence[int] = WINDOWS, rows: CacheRows = ROW
         ancestors = ancestors.view(*shape, -1)
     return padded_batch(
         rows,
-        windows,
+        reaches,
         tokens,
         positions,
         slot,
@@ -45,7 +45,7 @@ def make(inputs: Inputs, windows: Sequence[int] = WINDOWS, rows: CacheRows = ROW
     )
 
 
-def seen_slots(inputs: Inputs, window: int) -> Tensor:
+def seen_slots(inputs: Inputs, reach: Reach) -> Tensor:
     """[Nt, slots] bool: what flat attention lets every token see; dead ones see nothing."""
     batch, slots = len(inputs["cache_len"]), ROWS.slots
     count = len(inputs["tokens"])
@@ -60,7 +60,8 @@ def seen_slots(inputs: Inputs, window: int) -> Tensor:
         inputs["ancestors"],
         torch.arange(batch, dtype=torch.int32)[:, None],
         scale=1.0,
-        window=window,
+        window=reach.window,
+        chunk=reach.chunk,
     )
     return found[0] > 0
 
@@ -78,17 +79,17 @@ def check(inputs: Inputs) -> PaddedBatch:
     rim = (written < ROWS.front) | (written >= ROWS.front + ROWS.slots)
     assert bool(rim[~live].all()), "what has no slot is written to the rim"
     assert bool((made.positions >= 0).all())
-    assert made.masks.keys() == set(WINDOWS)
-    for window, mask in made.masks.items():
+    assert made.masks.keys() == set(REACHES)
+    for reach, mask in made.masks.items():
         assert mask.shape == (batch, 1, num_tokens, ROWS.total)
         assert mask.dtype is torch.bool
         wanted = torch.zeros(batch, num_tokens, ROWS.total, dtype=torch.bool)
-        seen = seen_slots(inputs, window).view(batch, num_tokens, -1)
+        seen = seen_slots(inputs, reach).view(batch, num_tokens, -1)
         wanted[..., ROWS.front : ROWS.front + ROWS.slots] = seen
         # a dead token attends to what it writes itself
         dead = torch.zeros_like(wanted).scatter_(2, written[..., None], 1)
         wanted = torch.where(live[..., None], wanted, dead)
-        assert torch.equal(mask[:, 0], wanted), window
+        assert torch.equal(mask[:, 0], wanted), reach
         assert bool(mask.any(dim=-1).all()), "no token attends to nothing"
     return made
 
@@ -141,7 +142,7 @@ def test_no_word_of_another_dtype_or_place() -> None:
     """Bit 63 is the sign bit: shifts of negative words bring ones from the left."""
     chain = TokenTree.chain(69)
     made = check(tree_pass([2], [chain], [0]))
-    assert made.masks[0][0, 0].sum(dim=-1).tolist() == [3 + node for node in range(70)]
+    assert made.masks[Reach()][0, 0].sum(dim=-1).tolist() == [3 + node for node in range(70)]
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 64, 127])
@@ -155,10 +156,10 @@ def test_cache_rows(max_seq_len: int, max_nodes: int, catch_up: int) -> None:
     assert rows.total % 16 == 0
     assert rows.scratch - max(max_nodes, catch_up) < 16
     # the first level of an empty sequence, and the widest pass of one that takes no part, fit
-    made = make(first_level([0], catch_up, [0]), (0,), rows)
+    made = make(first_level([0], catch_up, [0]), (Reach(),), rows)
     assert made.write_index.tolist() == [0]
     tree = TokenTree.chain(max_nodes - 1)
-    made = make(tree_pass([PADDING], [tree], [0]), (0,), rows)
+    made = make(tree_pass([PADDING], [tree], [0]), (Reach(),), rows)
     assert int(made.write_index[0]) + max_nodes <= rows.total
 
 

@@ -105,5 +105,5 @@ def program_of(
 ) -> TensorRTProgram:
     """A program of an engine on the recorder's device."""
     return TensorRTProgram(
-        "target", recorder, engine, caches, pair.windows, pair.rows, recorder.device
+        "target", recorder, engine, caches, pair.reaches, pair.rows, recorder.device
     )
