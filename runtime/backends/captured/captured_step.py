@@ -20,7 +20,7 @@ from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
 from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, SideStream
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
-from specc.runtime.backends.captured.step_binder import Bound, StepBinder
+from specc.runtime.backends.captured.step_binder import Bound, StepBinder, calls_of
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, StepKind
@@ -152,7 +152,7 @@ class CapturedStep:
         with self._padded(bucket):
             bound = self._bind(bucket, kind)
             is_parted = kind.is_parted if kind else self.is_split
-            graphs, seconds = self._capture(bucket, bound.parts if is_parted else [bound.run])
+            graphs, seconds = self._capture(bucket, calls_of(bound, is_parted))
             self._bound[key], self._captured[key] = bound, graphs
             return seconds
 
@@ -166,7 +166,7 @@ class CapturedStep:
             OperatorError: it cannot run, or cannot be captured.
         """
         with self._padded(bucket, is_dependent):
-            run = self._bind(bucket).run
+            (run,) = calls_of(self._bind(bucket), is_parted=False)
             run()
             return LoneGraph(self._graphs.capture(run), run)
 
@@ -320,7 +320,7 @@ class CapturedStep:
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]
         if not parts and not self.kind:
-            parts = [*bound.parts] if self.is_split else [bound.run]
+            parts = [*calls_of(bound, self.is_split)]
         rest: Callable[[], object] | None = None
         rules = extras.masks if extras else None
         if isinstance(bound, ConfidentStep):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,6 +21,13 @@ from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 
 Bound = BoundStep | OverlappedStep | ConfidentStep
+
+
+def calls_of(bound: Bound, is_parted: bool) -> Sequence[Callable[[], object]]:
+    """The parts of a step, or the whole as one; where the host reads between, there are parts."""
+    if is_parted or isinstance(bound, ConfidentStep):
+        return bound.parts
+    return [bound.run]
 
 
 class StepBinder:
