@@ -232,7 +232,7 @@ def _compile(
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes, config.quantization, *integers)
     records += told
-    check_used_bits(config, [item.program for item in (*models, *drafts)])
+    check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
         model.entry = describe_quantization(model, config.quantization)
     # the graphs may hold fewer positions
