@@ -84,8 +84,8 @@ class EngineArgs:
     confidence_threshold: float = option(
         0.0,
         "End each draft before the first token (of a tree: level) that the drafter's confidence"
-        " head gives less than this probability of acceptance (DSpark; cpu, eager); 0 verifies all."
-        " Not for the rules mss and swor.",
+        " head gives less than this probability of acceptance (DSpark; cpu, cuda, eager); 0"
+        " verifies all. Not for the rules mss and swor.",
         least=0,
         most=1,
     )

@@ -169,8 +169,8 @@ class Runner:
         That is one with a step that has a hook, and every program that the host itself runs, but
         for a target in stages. Where results of its requests are on their way, it is None for steps
         that are not replayed, too: they could wait while the results are ready to be read. Of steps
-        whose masks follow from these results, one is queued, and the last of all: up to its
-        verification, or to the first pass of a draft that obeys a grammar;
+        whose masks or live nodes follow from these results, one is queued, and the last of all: up
+        to its verification, or to the first pass of a draft that obeys a grammar;
         `PendingBatch.complete` makes the masks and queues the rest. Where a batch has several of
         these, the results come first.
         """

@@ -63,5 +63,11 @@ def test_of_a_board_every_other_case_stays_and_none_is_lost():
 
 def test_marks_of_both_sides_stay():
     row, column = pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.skip)
-    (case,) = checkered([row], [column])
+    case, *_ = checkered([row, 3], [column, 4])
     assert [mark.name for mark in case.marks] == ["slow", "skip"]
+
+
+def test_boards_that_are_too_small():
+    for given in (([1], [2, 3]), ([1, 2], [3]), ([1, 2], [3, 4], 2)):
+        with pytest.raises(ValueError, match="needed two or more"):
+            checkered(*given)

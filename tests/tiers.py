@@ -60,9 +60,11 @@ def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> li
         columns: likewise; ids are those of both with a dash between them.
         first: 0 or 1: which of the first row's cases is the first that stays.
     """
-    made = []
-    for i, row in enumerate(map(_as_set, rows)):
-        for j, column in enumerate(map(_as_set, columns)):
+    rows, columns, made = [*map(_as_set, rows)], [*map(_as_set, columns)], []
+    if min(len(rows), len(columns)) < 2 or first not in (0, 1):
+        raise ValueError(f"{len(rows)} by {len(columns)} from {first}: needed two or more of each")
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
             case = pytest.param(
                 *row.values, *column.values,
                 id=f"{_name(row)}-{_name(column)}",

@@ -52,7 +52,7 @@ def first_slots(
     """
     b_first = b_position - b_position % CHUNK
     if IS_TREE:
-        # nodes of the path before the chunk, counted down; below 0 where its first node is behind
+        # nodes of the path before the chunk, counted down; below 0 once its first node is found
         b_rank = tl.where(m_live & (b_first > length), b_first - length, -1)
         b_first = tl.where(b_rank > 0, length, b_first)
         num_read = tl.where(tl.max(b_rank, 0) > 0, num_words, 0)

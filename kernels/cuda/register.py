@@ -84,7 +84,7 @@ def attend(
     assert sink_logits is None, "no sinks on this device"
     places = q_start, position, slot, cache_len, ancestors, block_table
     if values_in_keys:
-        # caches hold latents of layers without slopes alone: passes/rewrite/absorb_latent.py
+        # refused when a model is compiled, too
         assert slopes is None, "no slopes over latents"
         assert not chunk, "no chunks over latents"
         rank = v_cache.shape[3]

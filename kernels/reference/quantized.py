@@ -54,7 +54,7 @@ from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, unpack
 
-# columns of a row that share an exponent, where the weight has no groups
+# columns of a row that share a factor, where the weight has no groups
 ROW_GROUP = 128
 LEAST_EXPONENT = -64
 _MOST = {8: 127, 16: 32639, 24: 8355711}
@@ -88,7 +88,7 @@ def linear_q_reference(
     Returns:
         [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN; by fp8 it is
         what float32 makes of it.
-    Source: llama.cpp's products of Q4_0 by rows of Q8_0, here with rows of 16 and 24 bits.
+    Source: llama.cpp's products of Q4_0 by rows of Q8_0, here with rows of 8, 16 and 24 bits.
     """
     layout = QuantizedLayout(bits, group, has_zeros, is_float)
     levels, scales, zeros = unpack(weight, (out_features, input.shape[1]), layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import fx
 
@@ -47,9 +49,12 @@ class ReadPaddedPlaces(Pass):
             source = counted(node.args[0])
             if source is None or not node.meta["val"].dtype.is_floating_point:
                 continue
-            if str(source.meta["val"].shape[0]) != str(nodes):
+            count = source.meta["val"].shape[0]
+            if not _symbols(nodes) & _symbols(count):
                 continue  # it counts something else than tokens
             try:
+                if str(count) != str(nodes):
+                    raise NoMatch("it counts tokens of all sequences, or some of one")
                 _spread(program, node)
             except NoMatch as reason:
                 where = module_path(node)
@@ -62,6 +67,11 @@ class ReadPaddedPlaces(Pass):
             result.rewrites += 1
         program.graph.eliminate_dead_code()
         return result
+
+
+def _symbols(size: int | torch.SymInt) -> set[str]:
+    """Names, or the number, that a size is made of."""
+    return set(re.findall(r"\w+", str(size)))
 
 
 def _spread(program: Program, first: fx.Node) -> None:
@@ -96,6 +106,9 @@ def _of_batch(node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
     """[batch, …] of what is one row [N] or [1, …] for all sequences, of operands that are that."""
     value = node.meta["val"]
     if node.target in _ALONG and (value.dim() == 1 or value.shape[0] == 1):
+        (source, *_) = (item for item in node.all_input_nodes if item in made)
+        if source.meta["val"].dim() != value.dim():
+            raise NoMatch(f"{node.name} gives it further dimensions")
         args = fx.map_arg(node.args, lambda item: made.get(item, item))
         return emit_call(node.graph, node.target, *args, **node.kwargs)
     source = node.args[0]

@@ -29,6 +29,13 @@ class RequireAttention(Pass):
 
     def run(self, program: Program) -> PassResult:
         for layer in program.layers:
+            if layer.chunk and layer.values_in_keys and self._facts.most_latent is not None:
+                raise UnsupportedAttentionError(
+                    f"layer {layer.name}: chunks of {layer.chunk} positions over cached latents,"
+                    f" and backend {self._facts.name}",
+                    "one of the two, or a backend that computes both",
+                    "compile with --mla-cache expanded, or with --backend cpu",
+                )
             for what, text in _extras(layer).items():
                 if what in self._facts.attention_extras:
                     continue

@@ -140,7 +140,7 @@ class QueuedStep(Step, Protocol):
         is_carried: Sequence[bool] = (),
         extras: StepExtras | None = None,
     ) -> PendingStep:
-        """Queue a step; nothing waits for the device, unless masks follow from what it drafts.
+        """Queue a step; nothing waits for the device, unless what it drafts decides on the rest.
 
         Where rows are carried, such a step is queued up to its verification, or to the first pass
         of a draft that obeys a grammar: see `complete`.

@@ -143,6 +143,8 @@ def rotary_lines(manifest: Manifest) -> list[str]:
 def weight_lines(manifest: Manifest) -> list[str]:
     """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
     lines = []
+    if (bits := manifest.activation_bits) is not None:
+        lines.append(f"weights in int8 and int4 are multiplied with values of {bits} bits")
     for model in manifest.models:
         if model.quantization:
             size = format_bytes(manifest.memory_plan[model.name].weights)
@@ -150,10 +152,6 @@ def weight_lines(manifest: Manifest) -> list[str]:
                 f"{model.name} has weights of projections in {model.quantization}, the rest in"
                 f" {model.dtype}: {size}"
             )
-            if manifest.activation_bits is not None:
-                lines.append(
-                    f"{model.name} multiplies them with values of {manifest.activation_bits} bits"
-                )
         if model.checkpoint_scheme:
             lines.append(f"{model.name} has a quantized checkpoint: {model.checkpoint_scheme}")
         if model.nonfinite_weights:

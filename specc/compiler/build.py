@@ -53,6 +53,7 @@ from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_
 from specc.compiler.quantized_models import (
     check_activation_bits,
     check_cut_integers,
+    check_used_bits,
     describe_quantization,
     told_of_quantized,
 )
@@ -231,6 +232,7 @@ def _compile(
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes, config.quantization, *integers)
     records += told
+    check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
         model.entry = describe_quantization(model, config.quantization)
     # the graphs may hold fewer positions

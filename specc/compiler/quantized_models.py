@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.model_entry import ModelEntry
@@ -15,6 +15,8 @@ from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.lower.cpu.row_integers import has_rows_of
+from specc.passes.program import Program
 from specc.speculation.plans import SpecPlan
 
 _FIELD = "quantize"
@@ -76,24 +78,45 @@ def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
 def check_activation_bits(
     config: CompileConfig, plans: Sequence[SpecPlan], keeps_integers: bool
 ) -> None:
-    """Refuse a number of bits where no row becomes integers.
+    """Refuse a number of bits before anything is traced, where no weight is to be integers.
 
     Args:
         config: of the engine.
         plans: of the engine; the weights of self-drafts may be rounded.
         keeps_integers: a checkpoint is quantized.
     Raises:
-        ConfigError: `--activation-bits` would change nothing.
+        ConfigError: `--activation-bits` would change nothing, or the head alone.
     """
-    kinds = {config.quantize} | {own.weights for plan in plans for own in plan.self_drafts}
-    if config.activation_bits is None or keeps_integers or kinds & {"int8", "int4"}:
+    if config.activation_bits is None:
         return
-    option = f"--activation-bits {config.activation_bits}"
-    is_fp8 = "fp8" in kinds
+    kinds = {own.weights for plan in plans for own in plan.self_drafts} | {config.quantize}
+    is_fp8 = config.quantize == "fp8"
+    if not is_fp8 and (keeps_integers or kinds & {"int8", "int4"}):
+        return
     raise ConfigError(
-        f"{option} and --quantize fp8" if is_fp8 else f"{option} without quantized weights",
-        "weights in int8 or int4" + (": rows by fp8 stay floats" if is_fp8 else ""),
+        f"--activation-bits {config.activation_bits} "
+        + ("and --quantize fp8" if is_fp8 else "without weights in int8 or int4"),
+        "weights in int8 or int4" + (": rows by fp8 stay floats, all but the head's" * is_fp8),
         "pass --quantize int8 or int4, or leave out --activation-bits",
+    )
+
+
+def check_used_bits(config: CompileConfig, programs: Iterable[Program]) -> None:
+    """Refuse a number of bits that no product has in the end.
+
+    Args:
+        config: of the engine.
+        programs: of all models and self-drafts, after their last passes.
+    Raises:
+        ConfigError: rows have as few bits anyway, or the checkpoint's weights are not integers.
+    """
+    bits = config.activation_bits
+    if bits is None or any(has_rows_of(program, bits) for program in programs):
+        return
+    raise ConfigError(
+        f"--activation-bits {bits}, which changes no product of these models in {config.dtype}",
+        "weights in int8, int4 or mxfp4, and rows of more bits: bfloat16 has 16, float32 24",
+        "leave it out" + (", or pass --activation-bits 8" if bits > 8 else ""),
     )
 
 

@@ -6,25 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.artifact.directory import read_manifest
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.cli.render import weight_lines
 from specc.compiler.backends.registry import check_options, compiler_backend
-from specc.compiler.quantized_models import check_activation_bits
+from specc.compiler.quantized_models import check_activation_bits, check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.kernels import ops
+from specc.passes.lower.cpu.quantize_linear import QuantizeLinear
+from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.program import bind_args
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.passes.lower.cpu.test_linear import make_program
 from tests.runtime.test_quantized import check_plans, error_of_logits, generate, reference_model
 
 CHAIN, TREE = (SpecPlan.from_widths(widths) for widths in ((1, 1, 1, 1), (2, 2, 1)))
-OWN = SpecPlan.from_widths((1, 1, 1), ("self_int8",))
+OWN, FP8 = (SpecPlan.from_widths((1, 1, 1), (f"self_{name}",)) for name in ("int8", "fp8"))
 INT4: dict[str, Any] = {"quantize": "int4", "quantize_group": 32}
 # least and largest of the largest error of logits over their spread, of rows of so many bits
 BOUNDS = {8: (5e-3, 0.5), 16: (3e-5, 2e-3)}
@@ -109,7 +114,9 @@ def test_what_is_told(make) -> None:
     _, engine = make(activation_bits=8, **INT4)
     manifest = read_manifest(engine)
     assert manifest.activation_bits == 8
-    assert "target multiplies them with values of 8 bits" in weight_lines(manifest)
+    assert (
+        weight_lines(manifest)[0] == "weights in int8 and int4 are multiplied with values of 8 bits"
+    )
     data = manifest.to_json()
     assert Manifest.from_json(data) == manifest
     for wrong in (4, True, "8"):
@@ -123,7 +130,8 @@ def test_what_is_told(make) -> None:
 @pytest.mark.parametrize(
     ("options", "plans", "keeps_integers", "found"),
     [
-        ({}, (CHAIN,), False, "--activation-bits 8 without quantized weights"),
+        ({}, (CHAIN,), False, "--activation-bits 8 without weights in int8 or int4"),
+        ({}, (FP8,), False, "--activation-bits 8 without weights in int8 or int4"),
         ({"quantize": "fp8"}, (CHAIN,), False, "--activation-bits 8 and --quantize fp8"),
         ({"quantize": "int8"}, (), False, None),
         ({}, (OWN,), False, None),
@@ -137,6 +145,32 @@ def test_where_they_would_change_nothing(options, plans, keeps_integers, found) 
         return
     with pytest.raises(ConfigError) as caught:
         check_activation_bits(config, plans, keeps_integers)
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "found"),
+    [
+        (
+            "bfloat16",
+            16,
+            "--activation-bits 16, which changes no product of these models in bfloat16",
+        ),
+        ("bfloat16", 8, None),
+        ("float32", 16, None),
+    ],
+)
+def test_a_number_that_no_product_has(dtype: str, bits: int, found: str | None) -> None:
+    x, w = torch.randn(3, 6).to(getattr(torch, dtype)), torch.randn(40, 6)
+    program = make_program(x, w.to(x.dtype), is_packed=False)
+    QuantizeLinear(QuantizedLayout(8)).run(program)
+    RowIntegers(bits).run(program)
+    config = CompileConfig(quantize="int8", activation_bits=bits, dtype=dtype)
+    if found is None:
+        check_used_bits(config, [program])
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_used_bits(config, [program])
     assert caught.value.found == found
 
 

@@ -12,6 +12,12 @@ from specc.passes.program import Program, bind_args
 _ROWS = {ops.linear_q: "input", ops.grouped_mm_q: "x"}
 
 
+def has_rows_of(program: Program, bits: int) -> bool:
+    """A product multiplies rows of so many bits, other than as many as their type asks for."""
+    calls = (node for kind in _ROWS for node in program.calls(kind))
+    return any(bind_args(node)["row_bits"] == bits for node in calls)
+
+
 class RowIntegers(Pass):
     """Set `row_bits` of `specc.linear_q` and `specc.grouped_mm_q`.
 

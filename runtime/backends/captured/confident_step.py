@@ -161,7 +161,7 @@ class ConfidentStep:
         self._event.synchronize()
         counts: list[int] = self._counts.tolist()
         if _NOT_THERE in counts:
-            raise unread_error(self._plan.name)
+            raise unread_error(self._plan.name, "engines without --confidence-threshold")
         return counts
 
     def _tail(

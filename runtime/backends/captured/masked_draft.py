@@ -29,12 +29,19 @@ NOTHING = torch.iinfo(torch.int64).min
 _READ = frozenset({0, 2, 3, 4, 5, 7, 8})
 
 
-def unread_error(plan: str) -> EngineError:
-    """The device says that it has drafted, and what it has drafted is not there."""
+def unread_error(
+    plan: str, others: str = "requests without grammars and logit controls"
+) -> EngineError:
+    """The device says that it has drafted, and what it has drafted is not there.
+
+    Args:
+        plan: its name.
+        others: whom that does not concern.
+    """
     return EngineError(
         f"a draft of plan {plan} that is not there, though its event has come",
         "events of a graph that are those of its last replay",
-        "report this; requests without grammars and logit controls are not concerned",
+        f"report this; {others} are not concerned",
     )
 
 

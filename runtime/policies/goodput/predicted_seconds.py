@@ -105,9 +105,12 @@ class PredictedSeconds:
         Fewer where drafters end their trees.
         """
         known = self._verified.get(plan.name)
-        if known is not None:
-            return rows * known[0]
-        return plan.num_nodes * (rows if self.shares_pass else self.graph_size(rows))
+        nodes = plan.num_nodes if known is None else known[0]
+        return nodes * self._sequences(rows)
+
+    def _sequences(self, rows: float) -> float:
+        """That a pass of the target has over so many, nobody's included."""
+        return rows if self.shares_pass else self.graph_size(rows)
 
     def is_cut(self, plan: SpecPlan) -> bool:
         """Its drafter ends trees, so that passes have no dead nodes in them."""
@@ -117,7 +120,7 @@ class PredictedSeconds:
         """Count what is verified of trees that their drafter ends; those of a policy do not."""
         nodes, count = self._verified.get(group.plan.name, (0.0, 0))
         news = max(TUNED.prompt_news, 1 / (count + 1))
-        nodes += news * (self._nodes_of(group) / len(group.requests) - nodes)
+        nodes += news * (self._nodes_of(group) / self._sequences(len(group.requests)) - nodes)
         self._verified[group.plan.name] = nodes, count + 1
 
     def _with_nodes(self, shape: StepShape) -> StepShape:

@@ -29,7 +29,7 @@ class Pair:
         dtype: of the engine.
         integers: `int8` or `int4` of target and of draft, where the engine rounded them.
         depth: draft tokens of the engine's plan; 0 where none drafts.
-        special: notes on the engine, of what is otherwise in the others.
+        special: what differs in the other programs, as notes.
     """
 
     target: str

@@ -212,15 +212,16 @@ def _prepare_peers(
 
 
 def _special(manifest: Manifest) -> Iterator[str]:
-    """What of the engine times depend on, and is otherwise in the programs beside it."""
+    """What times of the engine depend on, and differs in the programs beside it."""
     if manifest.device != "cpu":
         yield f"the engine has a device, {manifest.device}: the programs beside it have not"
     if kinds := {model.quantization for model in manifest.models if model.quantization}:
-        bits = manifest.activation_bits or (16 if manifest.dtype == "bfloat16" else 24)
         yield (
-            f"the engine multiplies weights in {' and '.join(sorted(kinds))} with values of {bits}"
-            " bits: the programs beside it round in their own way"
+            f"the engine has weights in {' and '.join(sorted(kinds))}: the programs beside it round"
+            " in their own way"
         )
+    if (bits := manifest.activation_bits) is not None:
+        yield f"the engine multiplies integers with values of {bits} bits, as others by default"
 
 
 def _integers(manifest: Manifest) -> tuple[str | None, str | None]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.captured import captured_step
+from specc.runtime.backends.captured import step_binder
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.overlapped_step import (
@@ -242,7 +242,7 @@ def test_branches_share_nothing_that_one_writes(rig, plan) -> None:
 )
 def test_halves_that_share_a_sequence_race(engines, monkeypatch, rows) -> None:
     """The planted race: both halves have one sequence, or all of them."""
-    monkeypatch.setattr(captured_step, "halves_of", lambda bucket: rows)
+    monkeypatch.setattr(step_binder, "halves_of", lambda bucket: rows)
     rig = make_rig(engines)
     step, slabs = rig.steps["tree-2-1"], rig.other.cache.environment
     inputs = rig.state(BY_NAME["tree-2-1"], 8)

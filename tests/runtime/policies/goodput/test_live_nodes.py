@@ -274,6 +274,10 @@ def test_captured_steps_whose_drafter_ends_trees_are_timed_so() -> None:
     assert ratio(5) == pytest.approx(2.0, rel=0.05)
     tokens = seconds.pass_tokens(chain, 5)
     assert 16 < tokens < 32
+    # of other graphs as many for each sequence, whoever is in them
+    assert seconds.pass_tokens(chain, 8) == pytest.approx(tokens)
+    assert seconds.pass_tokens(chain, 3) == pytest.approx(tokens / 2)
+    assert seconds.nodes_of(chain) == pytest.approx(tokens / 8)
     cost = StepCost(seconds, policy._plans, {})
     drafting_s = seconds.table.draft_s(StepShape(chain, 5, 0.0))
     wanted = ratio(5) * (drafting_s + SLOW.target([PassPart(5, tokens, 1500.0)]))
