@@ -312,11 +312,12 @@ def test_nan_and_infinity_stay_in_their_row(library, poison, kind):
     assert y[[0, 1, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("least", [2.0**-100, 2.0**-140])
 @pytest.mark.parametrize("row_bits", [8, 16, 24])
-def test_what_is_below_any_step_is_zero(library, row_bits):
-    """Of the smallest numbers there are: the inverse of one is beyond float32."""
+def test_what_is_below_any_step_is_zero(library, row_bits, least):
+    """Down to the smallest numbers, whose inverse is beyond float32."""
     layout = QuantizedLayout(4, 32)
-    x, stored = torch.full((3, 64), 2.0**-140), quantize(torch.rand(9, 64) + 1, layout)
+    x, stored = torch.full((3, 64), least), quantize(torch.rand(9, 64) + 1, layout)
     x[1, 32:] = 1
     y = run(library, x, stored, None, 9, layout, row_bits=row_bits)
     assert same_bits(y, oracle(x, stored, None, 9, layout, row_bits))

@@ -245,8 +245,8 @@ def test_masks_and_log_probabilities_beside_unsure_drafts(
 ) -> None:
     """Grammars mask drafts before they say how sure they are, and what is verified of them."""
     path = engine_of()
-    # letters of the engine's vocabulary
-    word = StructuredOutputsParams(regex="(!|#){4,9}")
+    # letters of the engine's vocabulary, and never the one before, which drafts propose
+    word = StructuredOutputsParams(regex="(!#){3,5}")
     more: list[dict[str, Any]] = [
         {"structured_outputs": word}, {"logit_bias": {66: 3.0}}, {"logprobs": 2}, {},
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepSh
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import GroupLoad
+from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.runtime.policies.goodput.live_nodes import Levels, cut_levels
 from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.runtime.policies.goodput.step_cost import StepCost
@@ -261,6 +262,8 @@ def test_captured_steps_whose_drafter_ends_trees_are_timed_so() -> None:
     seconds, drafting_s = policy._seconds, 6 * 0.01
     off = StepGroup(OFF, requests)
     off_step = StepResult([0] * 5, [], [301] * 5, {}, {"step": 3.0})
+    # of another plan's whole trees, which those that were cut are not like
+    seconds._wholes["chain-2", False] = LatencyCorrection()
     for live, rows in (((2, 2, 2, 2, 1), 16), ((4, 4, 4, 4, 4), 32)):
         group = StepGroup(chain, requests, live=live)
         for _ in range(60):
