@@ -16,10 +16,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "kv_rows.h"
 #include "tree_attention_ahead.h"
-#include "tree_attention_plan.h"
 #include "tree_attention_tile.h"
 #include "vec.h"
 
@@ -107,26 +107,30 @@ class ByteTile {
     }
   }
 
-  void add(const float* weights, int64_t rows, const int8_t* const* values, int64_t count,
-           float* sums, Ahead& ahead) {
-    const int64_t quads = (count + 3) / 4;
-    interleave(values, quads, ahead);
-    alignas(64) float scales[kTile];
-    for (int64_t i = 0; i < kTile; ++i) scales[i] = i < count ? scale_of(values[i], value_dim_) : 0;
+  void add(const Weighted<int8_t>& keys, int64_t rows, float* sums, Ahead& ahead) {
+    load_scales(keys);
     for (int64_t r = 0; r < rows; ++r) {
       ahead.spend(kDigitsWork);
-      load_weights(weights + r * kTile, scales, r);
+      load_weights(keys.weights + r * kTile, r, largest(keys.weights + r * kTile));
     }
-    const int64_t blocks = num_blocks(rows, kRows);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = block_start(rows, blocks, block);
-      const int64_t height = block_start(rows, blocks, block + 1) - first;
-      with_constant<kRows>(height, [&](auto h) {
-        for (int64_t unit = 0; unit < units_; ++unit) {
-          ahead.spend(2 * quads * height * kCols);
-          value_block<decltype(h)::value>(first, unit, quads, sums);
-        }
-      });
+    multiply(keys, rows, sums, {}, ahead);
+  }
+  // The same of all parts of a tile, with the bits that it would have in one: weights are rounded
+  // relative to the largest of all, and made floats when integers are whole.
+  void add_parts(const Weighted<int8_t>* parts, int64_t count, int64_t rows, float* sums,
+                 Ahead& ahead) {
+    largest_.assign(rows, {});
+    carry_.assign(rows * width(value_dim_), 0);
+    for (int64_t p = 0; p < count; ++p) {
+      load_scales(parts[p]);
+      for (int64_t r = 0; r < rows; ++r)
+        largest_[r] = largest_[r].with(largest(parts[p].weights + r * kTile));
+    }
+    for (int64_t p = 0; p < count; ++p) {
+      load_scales(parts[p]);
+      for (int64_t r = 0; r < rows; ++r)
+        load_weights(parts[p].weights + r * kTile, r, largest_[r]);
+      multiply(parts[p], rows, sums, {carry_.data(), p + 1 == count}, ahead);
     }
   }
 
@@ -262,25 +266,62 @@ class ByteTile {
     }
   }
 
-  // weight * scale of its row = weight_scale * (256 * high + low), relative to the row's largest.
-  void load_weights(const float* weights, const float* scales, int64_t r) {
-    using namespace vec;
-    constexpr int kCount = kTile / kWidth;
-    Float x[kCount], best = splat(0), total = splat(0);
-#pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) {
-      x[j] = load(weights + j * kWidth) * load(scales + j * kWidth);
-      best = vec::max(x[j], best);
-      total += x[j];
+  // Of a row's weights, times the scales of what they multiply.
+  struct Largest {
+    float most = 0, poison = 0;  // NaN of NaN and infinity
+    Largest with(const Largest& other) const {
+      return {std::max(most, other.most), poison + other.poison};
     }
-    const float most = vec::max(best), poison = vec::sum(total) * 0;  // NaN of NaN and infinity
-    const bool is_good = poison == 0 && most > 1e-30f;
-    const Float factor = splat(is_good ? kMostWeight / most : 0);
-    weight_scales_[r] = is_good ? most / kMostWeight : poison;
+  };
+  // Integers of the parts of a tile so far; a tile of one part has none.
+  struct Carry {
+    int32_t* sums = nullptr;  // [rows, width]
+    bool is_last = true;
+  };
+
+  void load_scales(const Weighted<int8_t>& keys) {
+    for (int64_t i = 0; i < kTile; ++i)
+      scales_[i] = i < keys.count ? scale_of(keys.values[i], value_dim_) : 0;
+  }
+  Largest largest(const float* weights) const {
+    using namespace vec;
+    Float best = splat(0), total = splat(0);
+#pragma GCC unroll 4
+    for (int j = 0; j < kTile; j += kWidth) {
+      const Float x = load(weights + j) * load(scales_ + j);
+      best = vec::max(x, best);
+      total += x;
+    }
+    return {vec::max(best), vec::sum(total) * 0};
+  }
+  void multiply(const Weighted<int8_t>& keys, int64_t rows, float* sums, Carry carry,
+                Ahead& ahead) {
+    const int64_t quads = (keys.count + 3) / 4;
+    interleave(keys.values, quads, ahead);
+    const int64_t blocks = num_blocks(rows, kRows);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block_start(rows, blocks, block);
+      const int64_t height = block_start(rows, blocks, block + 1) - first;
+      with_constant<kRows>(height, [&](auto h) {
+        for (int64_t unit = 0; unit < units_; ++unit) {
+          ahead.spend(2 * quads * height * kCols);
+          value_block<decltype(h)::value>(first, unit, quads, sums, carry);
+        }
+      });
+    }
+  }
+
+  // weight * scale of its row = weight_scale * (256 * high + low), relative to the row's largest.
+  void load_weights(const float* weights, int64_t r, const Largest& of_row) {
+    using namespace vec;
+    const bool is_good = of_row.poison == 0 && of_row.most > 1e-30f;
+    const Float factor = splat(is_good ? kMostWeight / of_row.most : 0);
+    weight_scales_[r] = is_good ? of_row.most / kMostWeight : of_row.poison;
     int8_t* to = reinterpret_cast<int8_t*>(weights_ + r * 2 * (kTile / 4));
 #pragma GCC unroll 4
-    for (int j = 0; j < kCount; ++j) {
-      const __m512i whole = _mm512_cvtps_epi32((__m512)(is_good ? x[j] * factor : splat(0)));
+    for (int j = 0; j < kTile / kWidth; ++j) {
+      const Float x = load(weights + j * kWidth) * load(scales_ + j * kWidth);
+      const __m512i whole = _mm512_cvtps_epi32((__m512)(is_good ? x * factor : splat(0)));
       const __m128i high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8));
       const __m128i low = _mm512_cvtepi32_epi8(whole);
       std::memcpy(to + j * kWidth, &high, sizeof high);
@@ -289,7 +330,7 @@ class ByteTile {
   }
 
   template <int R>
-  void value_block(int64_t first, int64_t unit, int64_t quads, float* sums) {
+  void value_block(int64_t first, int64_t unit, int64_t quads, float* sums, Carry carry) {
     using namespace vec;
     __m512i total[R][kCols];
 #pragma GCC unroll 6
@@ -321,7 +362,17 @@ class ByteTile {
     const int64_t width = units_ * kUnit;
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      float* to = sums + (first + r) * width + unit * kUnit;
+      const int64_t place = (first + r) * width + unit * kUnit;
+      if (carry.sums) {
+        int32_t* so_far = carry.sums + place;
+#pragma GCC unroll 4
+        for (int c = 0; c < kCols; ++c) {
+          total[r][c] = _mm512_add_epi32(total[r][c], _mm512_loadu_si512(so_far + c * kWidth));
+          if (!carry.is_last) _mm512_storeu_si512(so_far + c * kWidth, total[r][c]);
+        }
+        if (!carry.is_last) continue;
+      }
+      float* to = sums + place;
       const Float scale = splat(weight_scales_[first + r]);
 #pragma GCC unroll 4
       for (int c = 0; c < kCols; ++c) {
@@ -335,6 +386,9 @@ class ByteTile {
   int64_t parts_[7];
   int32_t *keys_, *queries_, *query_sums_, *values_, *weights_;
   float *query_scales_, *weight_scales_;
+  alignas(64) float scales_[kTile];  // of the values of a tile's part
+  std::vector<Largest> largest_;     // of each row, where a tile has several parts
+  std::vector<int32_t> carry_;       // as Carry has them
 };
 
 }  // namespace specc::attention

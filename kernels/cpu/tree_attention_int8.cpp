@@ -46,10 +46,13 @@ class WideTile {
     widen(keys, round_up(count, kWidth), dim_);
     tile_.score(first_row, rows, rows_, count, scores, ahead);
   }
-  void add(const float* weights, int64_t rows, const int8_t* const* values, int64_t count,
-           float* sums, Ahead& ahead) {
-    widen(values, count, value_dim_);
-    tile_.add(weights, rows, rows_, count, sums, ahead);
+  void add(const Weighted<int8_t>& keys, int64_t rows, float* sums, Ahead& ahead) {
+    widen(keys.values, keys.count, value_dim_);
+    tile_.add({keys.weights, rows_, keys.count}, rows, sums, ahead);
+  }
+  void add_parts(const Weighted<int8_t>* parts, int64_t count, int64_t rows, float* sums,
+                 Ahead& ahead) {
+    for (int64_t p = 0; p < count; ++p) add(parts[p], rows, sums, ahead);
   }
   int64_t place(int64_t d) const { return tile_.place(d); }
 

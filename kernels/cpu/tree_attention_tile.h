@@ -1,5 +1,5 @@
-// What specc::tree_attention computes of a tile: scores, weights, sums of values. The products are
-// as tree_attention_keys.h says.
+// The products of a tile of specc::tree_attention: scores and sums of values, as
+// tree_attention_keys.h says.
 #pragma once
 
 #include <algorithm>
@@ -10,91 +10,10 @@
 
 #include "tree_attention_ahead.h"
 #include "tree_attention_keys.h"
-#include "tree_attention_plan.h"
+#include "tree_attention_bits.h"
 #include "vec.h"
 
 namespace specc::attention {
-
-// No score comes near these; -inf would make NaN of a difference.
-constexpr float kNothing = -1e30f;  // maximum of no scores
-constexpr float kMasked = -3e38f;   // score of a key that is masked: 2^(kMasked - kNothing) is 0
-
-// Replaces a row's kTile scores by weights 2^(score - max), 0 where its bit is not set, whatever the
-// score; updates the row's maximum and its sum of weights by lane. True if the maximum grew, so
-// that what was added before is to be multiplied by alpha.
-inline bool softmax(float* scores, uint64_t bits, float factor, float* max, float* sum,
-                    float* alpha) {
-  using namespace vec;
-  constexpr int kCount = kTile / kWidth;
-  const Float scale = splat(factor * 1.44269504088896f);  // log2(e): weights are powers of two
-  Float x[kCount], best = splat(kNothing);
-#pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) x[j] = load(scores + j * kWidth) * scale;
-  if (bits != ~uint64_t{0}) {
-#pragma GCC unroll 16
-    for (int j = 0; j < kCount; ++j) x[j] = select(bits >> (j * kWidth), x[j], splat(kMasked));
-  }
-#pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) best = vec::max(best, x[j]);
-  const float before = *max;
-  const float now = std::max(before, vec::max(best));
-  Float total = load(sum);
-  if (now > before) {
-    *max = now;
-    const Float decay = exp2_of_nonpositive(splat(before - now));
-    *alpha = decay[0];
-    total *= decay;
-  }
-#pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) {
-    x[j] = exp2_of_nonpositive(x[j] - now);
-    total += x[j];
-    store(scores + j * kWidth, x[j]);
-  }
-  store(sum, total);
-  return now > before;
-}
-
-// Replaces a row's kTile scores by score * factor + slope * (key - token), of positions of keys.
-inline void add_distances(float* scores, float factor, float slope, const float* keys,
-                          float token) {
-  using namespace vec;
-  for (int j = 0; j < kTile; j += kWidth) {
-    const Float distance = load(keys + j) - splat(token);
-    store(scores + j, load(scores + j) * splat(factor) + splat(slope) * distance);
-  }
-}
-
-inline vec::Float rounded_to_bfloat16(vec::Float x) {
-  using namespace vec;
-  const UInt bits = reinterpret_cast<UInt>(x);
-  return reinterpret_cast<Float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
-}
-
-// As add_distances, of positions and products that are rounded to bfloat16, and then scaled.
-inline void add_rounded_distances(float* scores, float factor, float slope, float scale,
-                                  const float* keys, float token) {
-  using namespace vec;
-  const Float own = rounded_to_bfloat16(splat(slope) * rounded_to_bfloat16(splat(token)));
-  for (int j = 0; j < kTile; j += kWidth) {
-    const Float place = rounded_to_bfloat16(load(keys + j));
-    const Float of_key = rounded_to_bfloat16(splat(slope) * place);
-    store(scores + j, load(scores + j) * splat(factor) + (of_key - own) * splat(scale));
-  }
-}
-
-// Replaces a row's kTile scores by tanh(score * factor).
-inline void squash(float* scores, float factor) {
-  using namespace vec;
-  constexpr float kTwoLog2E = 2.88539008177793f;  // of e^(-2|x|)
-  for (int j = 0; j < kTile; j += kWidth) {
-    const Float x = load(scores + j) * splat(factor);
-    const Float size = vec::max(x, -x);
-    const Float e = exp2_of_nonpositive(size * splat(-kTwoLog2E));
-    const Float y = (1.0f - e) / (1.0f + e);
-    store(scores + j, x < 0.0f ? -y : y);
-  }
-}
 
 // C registers of a row of values from `row` on. Of bfloat16, two registers are 2 * kWidth elements:
 // first those at even places, then those at odd ones, each of which takes one instruction.
@@ -175,6 +94,14 @@ void add_values(const float* weights, int64_t num_rows, const T* const* rows, in
 struct TileSizes {
   int64_t head_dim, value_dim;
   int64_t max_rows, max_unit_rows;  // query rows of one KV head, and of a unit
+};
+
+// Rows of values of a tile, and their weights [rows, kTile].
+template <class S>
+struct Weighted {
+  const float* weights;
+  const S* const* values;
+  int64_t count;
 };
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -269,20 +196,24 @@ class FloatTile {
   }
 
   // sums[r] += sum_i weights[r][i] * values[i]; weights after the last key are 0.
-  void add(const float* weights, int64_t rows, const S* const* values, int64_t count, float* sums,
-           Ahead& ahead) {
+  void add(const Weighted<S>& keys, int64_t rows, float* sums, Ahead& ahead) {
     if (!convert_) {
-      add_values(weights, rows, values, count, sums, width_, ahead);
+      add_values(keys.weights, rows, keys.values, keys.count, sums, width_, ahead);
       return;
     }
     const float* floats[kTile];
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < keys.count; ++i) {
       float* row = floats_ + i * width_;
-      for (int64_t j = 0; j < value_dim_; ++j) row[j] = vec::to_float(values[i][j]);
+      for (int64_t j = 0; j < value_dim_; ++j) row[j] = vec::to_float(keys.values[i][j]);
       for (int64_t j = value_dim_; j < width_; ++j) row[j] = 0;
       floats[i] = row;
     }
-    add_values(weights, rows, floats, count, sums, width_, ahead);
+    add_values(keys.weights, rows, floats, keys.count, sums, width_, ahead);
+  }
+  // The same of all parts of a tile, with the bits that it would have in one.
+  void add_parts(const Weighted<S>* parts, int64_t count, int64_t rows, float* sums,
+                 Ahead& ahead) {
+    for (int64_t p = 0; p < count; ++p) add(parts[p], rows, sums, ahead);
   }
 
   // Where column d of the values is among the sums: as load_values orders them.

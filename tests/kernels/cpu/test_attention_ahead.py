@@ -36,6 +36,7 @@ TILES = f"""
 #include <immintrin.h>
 {RECORDER}
 #include "kv_rows.cpp"
+#include "tree_attention_softmax.h"
 #include "tree_attention_tile.h"
 #include "int8_tile.h"
 using namespace specc::attention;
@@ -66,7 +67,7 @@ int64_t requests(int64_t rows, int64_t dim) {{
   Ahead ahead(next, kTile, 1, 1, 2 * tile.work(rows, kTile));
   tile.score(0, rows, keys, kTile, scores.data(), ahead);
   for (int64_t r = 0; r < rows; ++r) ahead.spend(kSoftmaxWork);
-  tile.add(scores.data(), rows, keys, kTile, sums.data(), ahead);
+  tile.add({{scores.data(), keys, kTile}}, rows, sums.data(), ahead);
   return asked.size() / 2;
 }}
 extern "C" int64_t requests_of_floats(int64_t rows, int64_t dim) {{

@@ -120,7 +120,7 @@ class _Shim:
 
         given: list[Any] = []
         for argument in self.schema.arguments:
-            value = arguments[argument.name]
+            value = arguments.get(argument.name, argument.default_value)
             if isinstance(argument.type, torch.OptionalType):
                 given.append(None if value is None else ctypes.pointer(handle(value)))
             elif isinstance(value, Tensor):

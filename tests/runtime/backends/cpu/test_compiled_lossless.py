@@ -152,3 +152,20 @@ def test_trees_with_dead_nodes(zoo: Zoo, rule: str | None) -> None:
             policy = ScriptedNodes(plan)
             assert tokens(policy=policy) == plain
             assert any(len(set(live)) > 1 for live in policy.asked)
+
+
+@pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_have_the_bits_of_plain_decoding(
+    zoo: Zoo, name: str, plan: SpecPlan
+) -> None:
+    """A tree in a batch sums as plain decoding of one request does, not only to rounding."""
+    engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
+    params = SamplingParams(max_tokens=70, temperature=0, logprobs=4)
+    prompts = models.prompts()
+    plain = LLM(engine, plan="off")
+    alone = [plain.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    together = [r.outputs[0] for r in LLM(engine, plan=plan.name).generate(prompts, params)]
+    for one, other in zip(alone, together, strict=True):
+        assert len(one.logprobs) == 70
+        assert one.logprobs == other.logprobs
