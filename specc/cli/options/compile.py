@@ -113,8 +113,7 @@ class CompileOptions:
         "How many bits the values have that weights in int8 or int4 multiply: 8, as llama.cpp and"
         " OpenVINO have it, faster where a pass has several tokens (trees, prompts) and less exact,"
         " or 16. The default is 24 in float32 and 16 in bfloat16, as good as no rounding."
-        " With 8 bits, trees and plain decoding may part where two tokens are nearly level, as in"
-        " bfloat16. For the backends cpu and eager.",
+        " For the backends cpu and eager.",
         metavar="8|16",
     )
     weight_only: bool = option(
