@@ -22,6 +22,7 @@ from specc.runtime.backends.program_files import (
     read_json,
     read_self_draft,
 )
+from specc.system.allocator import keep_freed_memory
 
 
 class CpuBackend(RuntimeBackend):
@@ -30,6 +31,8 @@ class CpuBackend(RuntimeBackend):
     def load(self, path: Path, manifest: Manifest, limits: LoadLimits) -> LoadedPrograms:
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
+        memory = manifest.memory_plan.values()
+        keep_freed_memory(max(entry.workspace + entry.logits for entry in memory))
         operators = load_operators(path, manifest)
         files = {
             model.name: path / manifest.weights_file(model, limits.rank)

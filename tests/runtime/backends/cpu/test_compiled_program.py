@@ -408,3 +408,14 @@ def test_loading_keeps_the_file_mapped(pair: Pair) -> None:
     gc.collect()
     assert count() > before
     assert program.name == "target"
+
+
+def test_a_loaded_engine_keeps_what_passes_free(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr("specc.runtime.backends.cpu.backend.keep_freed_memory", kept.append)
+    engine = Engine.load(pair.path)
+    plan = engine.manifest.memory_plan.values()
+    assert kept == [max(entry.workspace + entry.logits for entry in plan)]
+    assert kept[0] > 0
