@@ -21,6 +21,7 @@ from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.read_places import ReadPlaces
 from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
+from specc.passes.rewrite.recover_linear import RecoverLinear
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.route_experts import RouteExperts
 from specc.passes.rewrite.select_logits import SelectLogits
@@ -33,14 +34,17 @@ Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 FUSE = "fuse"
 # the compiler at a glance: phases by name, each a list of passes; verified after every phase
 PHASES: Phases = (
-    ("normalize", (Normalize, ReadTables, ReplaceGroupedMM, RouteExperts, DropSentinelMasks)),
+    (
+        "normalize",
+        (Normalize, RecoverLinear, ReadTables, ReplaceGroupedMM, RouteExperts, DropSentinelMasks),
+    ),
     ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention, ReadPlaces)),
     ("logits", (SelectLogits,)),
     (FUSE, (FuseQKV, FuseGateUp)),
 )
 # of a draft that attends to nothing
 LAYERLESS_PHASES: Phases = (
-    ("normalize", (Normalize, ReadTables)),
+    ("normalize", (Normalize, RecoverLinear, ReadTables)),
     ("logits", (SelectLogits,)),
 )
 

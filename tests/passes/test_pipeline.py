@@ -138,6 +138,7 @@ def test_whole_pipeline_on_a_real_model(tmp_path):
     layers = 2
     assert counts.pop("Normalize") > 0
     assert counts == {
+        "RecoverLinear": 0,
         "ReplaceGroupedMM": 0,
         "ReadTables": 0,
         "RouteExperts": 0,
