@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan
@@ -54,14 +55,20 @@ class PredictedSeconds:
         shares_pass: groups are verified in one pass of the target; else each in its own.
         graph_sizes: sequences of captured steps, ascending: a batch takes the smallest that holds
             it, with rows of nobody; () are steps of as many as there are.
+        ends: of the plans whose drafters end trees; None: no drafter does.
     """
 
     def __init__(
-        self, table: LatencyTable, shares_pass: bool, graph_sizes: Sequence[int] = ()
+        self,
+        table: LatencyTable,
+        shares_pass: bool,
+        graph_sizes: Sequence[int] = (),
+        ends: DrafterEnds | None = None,
     ) -> None:
         self.table = table
         self.shares_pass = shares_pass
         self._graph_sizes = graph_sizes
+        self._ends = ends or DrafterEnds([])
         # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
@@ -70,8 +77,6 @@ class PredictedSeconds:
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
-        # plan → nodes of a sequence that are verified, and steps that said so
-        self._verified: dict[str, tuple[float, int]] = {}
 
     def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -91,8 +96,7 @@ class PredictedSeconds:
 
     def nodes_of(self, plan: SpecPlan) -> float:
         """Tokens of each sequence in the target's pass: fewer where drafters end their trees."""
-        nodes, _ = self._verified.get(plan.name, (float(plan.num_nodes), 0))
-        return nodes
+        return self._ends.nodes(plan)[-1]
 
     def graph_size(self, rows: float) -> float:
         """Sequences that a pass of so many has: more where it is a graph of fixed sizes."""
@@ -102,26 +106,20 @@ class PredictedSeconds:
     def pass_tokens(self, plan: SpecPlan, rows: float) -> float:
         """Tokens of the target's pass over so many sequences, those of nobody included.
 
-        Fewer where drafters end their trees.
+        Fewer where drafters end their trees: as many as are expected, or, of a captured step, the
+        rows of the graph that holds these.
         """
-        known = self._verified.get(plan.name)
-        nodes = plan.num_nodes if known is None else known[0]
-        return nodes * self._sequences(rows)
-
-    def _sequences(self, rows: float) -> float:
-        """That a pass of the target has over so many, nobody's included."""
-        return rows if self.shares_pass else self.graph_size(rows)
+        nodes = self.nodes_of(plan) * rows
+        if self.shares_pass:
+            return nodes
+        size = self.graph_size(rows)
+        if not self.is_cut(plan):
+            return plan.num_nodes * size
+        return captured_rows(plan.num_nodes, math.ceil(size), max(1, round(nodes)))
 
     def is_cut(self, plan: SpecPlan) -> bool:
         """Its drafter ends trees, so that passes have no dead nodes in them."""
-        return plan.name in self._verified
-
-    def observe_nodes(self, group: StepGroup) -> None:
-        """Count what is verified of trees that their drafter ends; those of a policy do not."""
-        nodes, count = self._verified.get(group.plan.name, (0.0, 0))
-        news = max(TUNED.prompt_news, 1 / (count + 1))
-        nodes += news * (self._nodes_of(group) / self._sequences(len(group.requests)) - nodes)
-        self._verified[group.plan.name] = nodes, count + 1
+        return self._ends.ends(plan)
 
     def _with_nodes(self, shape: StepShape) -> StepShape:
         if shape.nodes is not None:

@@ -54,7 +54,7 @@ class StepCost:
         # the same, and how many times as long they take as that
         self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
         # nodes of a sequence → seconds of each of its rows
-        self._rows: dict[int, float] = {}
+        self._rows: dict[float, float] = {}
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = self._iteration_s
@@ -113,7 +113,7 @@ class StepCost:
 
         return CutPass(own, besides, pass_s)
 
-    def row_s(self, nodes: int) -> float:
+    def row_s(self, nodes: float) -> float:
         """Seconds of each committed row of a sequence with so many nodes in the target's pass."""
         found = self._rows.get(nodes)
         if found is None:
