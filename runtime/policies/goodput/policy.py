@@ -25,10 +25,11 @@ from specc.runtime.policies.goodput.allocation import (
     allocate,
 )
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.draft_lag import lag
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds, ShownLevels
 from specc.runtime.policies.goodput.live_nodes import LiveNodes
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
-from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance

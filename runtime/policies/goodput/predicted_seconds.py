@@ -7,7 +7,14 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.cost.latency_table import (
+    LatencyTable,
+    PassPart,
+    StepShape,
+    verify_part,
+    verify_parts,
+    with_unused,
+)
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
@@ -17,7 +24,6 @@ from specc.speculation.plans import SpecPlan
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
-    from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
 # passes without dead nodes, which the host puts together
@@ -88,11 +94,11 @@ class PredictedSeconds:
         shapes = [self._with_nodes(shape) for shape in shapes]
         seconds = self.table.iteration_s + sum(map(self.alone, shapes))
         in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
-        parts = [verify_part(shape) for shape in in_parts]
         if self.shares_pass:
+            parts = [verify_part(shape) for shape in in_parts]
             is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
             return seconds + self.passed(parts, seconds, prompts, is_cut)
-        return seconds + sum(self.passed([part]) for part in parts)
+        return seconds + sum(self.passed(verify_parts(shape)) for shape in in_parts)
 
     def nodes_of(self, plan: SpecPlan) -> float:
         """Tokens of each sequence in the target's pass: fewer where drafters end their trees."""
@@ -112,7 +118,7 @@ class PredictedSeconds:
         nodes = self.nodes_of(plan) * rows
         if self.shares_pass:
             return nodes
-        size = self.graph_size(rows)
+        size = self._sequences(rows)
         if not self.is_cut(plan):
             return plan.num_nodes * size
         return captured_rows(plan.num_nodes, math.ceil(size), max(1, round(nodes)))
@@ -124,7 +130,13 @@ class PredictedSeconds:
     def _with_nodes(self, shape: StepShape) -> StepShape:
         if shape.nodes is not None:
             return shape
-        return shape._replace(nodes=self.pass_tokens(shape.plan, shape.rows))
+        nodes = self.nodes_of(shape.plan) * shape.rows
+        unused = self.pass_tokens(shape.plan, shape.rows) - nodes
+        return shape._replace(nodes=nodes, size=self._sequences(shape.rows), unused=unused)
+
+    def _sequences(self, rows: float) -> float:
+        """That passes over so many have, nobody's included."""
+        return rows if self.shares_pass else self.graph_size(rows)
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
@@ -132,19 +144,24 @@ class PredictedSeconds:
 
     def alone(self, shape: StepShape) -> float:
         """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
-        return self.group(shape.plan, self.table.draft_s(shape), verify_part(shape))
+        drafting_s = self.table.draft_s(shape)
+        return self.group(shape.plan, drafting_s, verify_part(shape), shape.unused)
 
-    def group(self, plan: SpecPlan, drafting_s: float, part: PassPart) -> float:
+    def group(
+        self, plan: SpecPlan, drafting_s: float, part: PassPart, unused: float = 0.0
+    ) -> float:
         """The same of a group whose seconds of drafting are known, by the table.
 
         Args:
             plan: of the group.
             drafting_s: seconds.
             part: what it brings to the target's pass.
+            unused: tokens of nobody in that pass.
         """
         whole = self.ratio_of_whole(plan)
         if whole is not None:
-            return (drafting_s + self.table.target((part,))) * whole(part.rows)
+            target_s = self.table.target(with_unused(part, unused))
+            return (drafting_s + target_s) * whole(part.rows)
         return drafting_s * self.drafting(plan, part.rows)
 
     def drafting(self, plan: SpecPlan, rows: float) -> float:
@@ -166,7 +183,11 @@ class PredictedSeconds:
             prompts: see `iteration`.
             is_cut: see `pass_s`.
         """
-        return self._target_s(parts, besides, prompts, is_cut) if parts else 0.0
+        if not parts:
+            return 0.0
+        row_s = self.table.target.row_s
+        rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
+        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
         """Seconds of a pass in which drafts read what requests have missed.
@@ -226,7 +247,7 @@ class PredictedSeconds:
                     continue
                 whole_key = shape.plan.name, bool(group.live)
                 whole = self._wholes.setdefault(whole_key, LatencyCorrection())
-                predicted = drafting + self.table.target((part,))
+                predicted = drafting + self.table.target(verify_parts(shape))
                 whole.observe(shape.rows, predicted, stages["step"])
                 continue
             if not is_behind:
@@ -281,13 +302,6 @@ class PredictedSeconds:
             return self._prompts
         a_second = -math.log(1 - min(share, TUNED.always)) / self._mean_s
         return PromptShare(1 - math.exp(-a_second * seconds), tokens)
-
-    def _target_s(
-        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None, is_cut: bool
-    ) -> float:
-        row_s = self.table.target.row_s
-        rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
-        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def pass_s(
         self,
@@ -359,25 +373,17 @@ class PredictedSeconds:
 
     def _shapes(self, batch: Batch, result: RunResult) -> list[StepShape]:
         return [
-            StepShape.of(group.plan, _contexts_of(step), self._nodes_of(group))
+            self._shape(group, _contexts_of(step))
             for group, step in zip(batch.groups, result.steps, strict=True)
         ]
 
-    def _nodes_of(self, group: StepGroup) -> float:
-        """Tokens that a group brings to the target's pass, those of nobody included."""
+    def _shape(self, group: StepGroup, contexts: Sequence[int]) -> StepShape:
+        shape = StepShape.of(group.plan, contexts, group.num_nodes)
         if self.shares_pass:
-            return group.num_nodes
+            return shape
         size, nodes = self.graph_size(len(group.requests)), group.plan.num_nodes
-        return captured_rows(nodes, int(size), group.num_nodes) if group.live else size * nodes
-
-
-def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
-    """Draft → committed tokens that it must read before this plan's first level."""
-    behind = {}
-    for draft in plan.draft_lens:
-        missed = request.cache_len - request.draft_lens[draft]
-        behind[draft] = missed if missed > plan.catch_up - 1 else 0
-    return behind
+        tokens = captured_rows(nodes, int(size), group.num_nodes) if group.live else size * nodes
+        return shape._replace(size=size, unused=tokens - group.num_nodes)
 
 
 def _contexts_of(step: StepResult) -> list[int]:

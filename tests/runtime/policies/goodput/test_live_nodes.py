@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from specc.cost.latency_table import PassPart, StepShape
+from specc.cost.draft_levels import draft_levels
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import GroupLoad
@@ -248,6 +249,52 @@ def test_captured_passes_have_rows_of_nobody() -> None:
         assert seconds.ratio_of_whole(CHAINS[6], is_cut)(5) == pytest.approx(1.0)
     # more than the largest are as many as there are
     assert [seconds.graph_size(count) for count in (1, 3, 8, 9)] == [1, 4, 8, 9]
+
+
+# a draft's token takes as long as one of the target; rows of context do by tokens of a sequence
+SLOW_DRAFTS = LatencyTable(
+    PassSeconds({1: 1.0, 101: 11.0}, {1: 0.001, 11: 0.011}, "target"),
+    {"draft_0": PassSeconds({1: 1.0, 101: 11.0}, {1: 0.0}, "draft_0")},
+)
+
+
+def test_captured_batches_draft_in_the_graph_that_holds_them() -> None:
+    """Five requests draft eight sequences, as it is predicted, decided in the long run, learned."""
+    chain = CHAINS[1]
+    policy = new_policy(chain, table=SLOW_DRAFTS, shares_pass=False, graph_sizes=(4, 8))
+    seconds, requests = policy._seconds, make_requests(5)
+    (levels,) = (own for _, own in draft_levels(chain))
+    drafting_s = sum(SLOW_DRAFTS.drafts["draft_0"]([PassPart(8, 8 * n, 0)]) for n in levels)
+    target_s = SLOW_DRAFTS.target([PassPart(5, 10, 1500), PassPart(3, 6, 0)])
+    loads = [GroupLoad(), GroupLoad(5, 1500.0)]
+    assert StepCost(seconds, policy._plans, {})(loads) == pytest.approx(drafting_s + target_s)
+    found = seconds.iteration([StepShape(chain, 5, 1500.0)])
+    assert found == pytest.approx(drafting_s + target_s)
+    # a machine that is as fast as the table says
+    step = StepResult([0] * 5, [], [301] * 5, {}, {"step": drafting_s + target_s})
+    for _ in range(40):
+        batch = Batch([], [StepGroup(chain, requests)])
+        policy.observe_batch(batch, RunResult(steps=[step]))
+    assert seconds.ratio_of_whole(chain)(5) == pytest.approx(1.0)
+    assert StepCost(seconds, policy._plans, {})(loads) == pytest.approx(drafting_s + target_s)
+
+
+def test_rows_of_nobody_read_nothing() -> None:
+    """Neither of whole trees, nor of trees that are cut: only tokens of requests read context."""
+    chain = CHAINS[6]
+    policy = new_policy(chain, table=SLOW_DRAFTS, shares_pass=False, graph_sizes=(8,))
+    seconds, requests = policy._seconds, make_requests(5)
+    size = StepShape(chain, 5, 1500.0, size=8)
+    for live, tokens in (((), 56), ((4, 4, 3, 3, 3), 32)):
+        group = StepGroup(chain, requests, live=live)
+        own = group.num_nodes
+        # sums of both: tokens without context, and rows of context by tokens of a request
+        target_s = SLOW_DRAFTS.target.tokens_s(tokens) + 1500 * 0.001 * own / 5
+        step_s = seconds.table.draft_s(size) + target_s
+        step = StepResult([0] * 5, [], [301] * 5, {}, {"step": step_s})
+        for _ in range(40):
+            policy.observe_batch(Batch([], [group]), RunResult(steps=[step]))
+        assert seconds.ratio_of_whole(chain, bool(live))(5) == pytest.approx(1.0)
 
 
 def test_captured_steps_whose_drafter_ends_trees_are_timed_so() -> None:
