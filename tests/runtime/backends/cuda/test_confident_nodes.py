@@ -271,18 +271,43 @@ def test_steps_are_drafted_ahead_of_results(
     assert num_half > len(queued) / 2
 
 
-def test_engines_that_serve_two_thresholds(engine_of: Any, device: SimulatedDevice) -> None:
-    """A step that was drafted ahead is queued anew where another one came in between."""
+@pytest.mark.parametrize(
+    ("thresholds", "late"), [((THRESHOLD, 0.0, 0.6), False), ((THRESHOLD, THRESHOLD), True)]
+)
+def test_engines_that_serve_several(
+    engine_of: Any,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    thresholds: tuple[float, ...],
+    late: bool,
+) -> None:
+    """A step that was drafted ahead is queued anew where another one came in between.
+
+    Of one threshold both are of the same graphs and read the same memory: on a late device the
+    draft that was dropped still leaves its numbers there, before that of the step in between.
+    """
+    if late:
+        monkeypatch.setattr(backend, "cuda_device", LateDevice)
+    completed: list[bool] = []
+    complete = HalfReplay.complete
+
+    def noted(half: HalfReplay) -> PendingReplay | None:
+        found = complete(half)
+        completed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(HalfReplay, "complete", noted)
     path = engine_of()
     engine = load(path, capture=CaptureLimits.lazy())
-    thresholds = (THRESHOLD, 0.0, 0.6)
     cores = [EngineCore(engine, CHAIN.name, confidence_threshold=x) for x in thresholds]
     alone = load(path, backend="eager")
     found, wanted = [], []
-    for core, threshold in zip(cores, thresholds, strict=True):
+    for place, (core, threshold) in enumerate(zip(cores, thresholds, strict=True)):
         other = EngineCore(alone, CHAIN.name, confidence_threshold=threshold)
+        # requests differ where thresholds do not
+        prompt = PROMPTS[place * late]
         for into, one in ((found, core), (wanted, other)):
-            request = one.requests.make(PROMPTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
+            request = one.requests.make(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
             one.scheduler.add(request)
             into.append(request)
         while other.scheduler.has_work:
@@ -293,7 +318,8 @@ def test_engines_that_serve_two_thresholds(engine_of: Any, device: SimulatedDevi
     assert [x.output_token_ids for x in found] == [x.output_token_ids for x in wanted]
     counts = [x.stats.num_draft_tokens for x in found]
     assert counts == [x.stats.num_draft_tokens for x in wanted]
-    assert len(set(counts)) == 3
+    assert len(set(counts)) == len(thresholds)
+    assert completed.count(False) > 5
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
