@@ -88,6 +88,7 @@ class ChannelsParser(Parser):
 
     def _advance(self, events: list[Event]) -> bool:
         """Go on up to the next mark; False where more text is needed for that."""
+        marks: tuple[str, ...]
         if self._place is _At.OUTSIDE:
             self._held = self._blanks.take(self._held)
             marks = (_THINK, _RESPONSE, TOOLS_OPEN, _RESPONSE_END, _END)

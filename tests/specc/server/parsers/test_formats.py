@@ -372,6 +372,17 @@ def test_cases(name: str) -> None:
         assert read(form, text, (size,)) == Found(content, calls, whole), size
 
 
+@pytest.mark.parametrize(("form", "begin"), [("kimi_k3", K3), ("minimax_m3", M3)])
+def test_a_tag_without_an_end_is_handed_out(form: str, begin: str) -> None:
+    """While the text goes on: nothing is held back without bound."""
+    before = begin[: begin.rindex(" tool=" if form == "kimi_k3" else " name=")]
+    for size in (1, 7, 1000):
+        parser = MessageParser(calls=CallParser(CALL_FORMATS[form], TOOLS))
+        text = f"{before} {'a' * 1000}"
+        found = [parser.feed(piece, is_last=False).content for piece in cut(text, [size])]
+        assert "".join(found) == text
+
+
 @pytest.mark.parametrize(
     ("form", "thinks", "ends_it"),
     [

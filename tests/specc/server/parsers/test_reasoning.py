@@ -58,6 +58,7 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
          "\nb\n"),
         ("kimi_k3", f"A{K3_THINK}", f"a{K3_THINK_END}{K3_SAY}b{K3_SAY_END}\n", "a", "b"),
         ("kimi_k3", f"A{K3_SAY}", f"b {K3_THINK}c{K3_SAY_END}{K3_END}", "", f"b {K3_THINK}c"),
+        ("kimi_k3", "A", f"{K3_THINK}a{K3_THINK_END}\n{K3_SAY}b{K3_SAY_END}c", "a", "bc"),
         ("kimi_k3", "A", "a  b\n", "", "a  b\n"),
         ("kimi_k3", "A", f" a  c {K3_SAY}b", "", " a  cb"),
         ("kimi_k3", "A", f"b{K3_SAY_END}{K3_END}", "", "b"),
