@@ -34,14 +34,14 @@ class EngineCore:
             as many as these.
         adapts_verification: how much of its tree the target verifies is chosen for each request.
         confidence_threshold: least probability of a draft token that is verified, as its drafter
-            says it; 0 verifies all.
+            says it; 0 verifies all. Of what both say, the smaller number of nodes counts.
         multi_step_s: seconds that steps in a row may take before requests are looked at; 0 looks at
             them after each.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
         ConfigError: micro-batches of an engine without stages; adaptive verification where no
-            policy or no pass can do it, or beside a threshold; a threshold where no drafter of
-            the plans in use says how likely its tokens are, or no pass takes a part of a tree.
+            policy or no pass can do it; a threshold where no drafter of the plans in use says how
+            likely its tokens are, or no pass takes a part of a tree.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EngineCore:
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
-            _check_threshold(confidence_threshold, engine, in_use, cuts_trees, adapts_verification)
+            _check_threshold(confidence_threshold, engine, in_use, cuts_trees)
         self.runner = Runner(
             engine.target,
             engine.drafts,
@@ -163,7 +163,6 @@ def _check_threshold(
     engine: Engine,
     in_use: Sequence[SpecPlan],
     cuts_trees: bool,
-    adapts_verification: bool,
 ) -> None:
     """Refuse a threshold of confidence that would change nothing, or does not go with the rest.
 
@@ -172,17 +171,10 @@ def _check_threshold(
         engine: loaded.
         in_use: plans that its steps may have.
         cuts_trees: the target can verify a part of a tree.
-        adapts_verification: see `EngineCore`.
     Raises:
         ConfigError: it does not go with them.
     """
     option = f"--confidence-threshold {threshold:g}"
-    if adapts_verification:
-        raise ConfigError(
-            f"{option}, and --adaptive-verification",
-            "one of them: both say how many nodes of a tree are verified",
-            "leave out one of the two",
-        )
     if not cuts_trees or (engine.manifest is not None and engine.manifest.num_ranks > 1):
         raise ConfigError(
             f"{option}, and an engine whose steps ask no drafter how much to verify",

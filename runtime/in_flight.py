@@ -29,7 +29,8 @@ class InFlight:
     A sequence that ends in iteration n has a row in iteration n + 1 that nothing reads; the blocks
     of that row stay taken until it is done. Where masks of iteration n + 1 follow from the results
     of n, it is queued up to its verification, or to the first pass of a draft that obeys a grammar;
-    the rest is when these are committed, before n + 2.
+    where its drafter says how much is verified, its draft alone is. The rest is queued when these
+    are committed, before n + 2.
 
     Whatever ends a call early (a wait or an operator that fails, a detokenizer, Ctrl-C) may leave
     the device ahead of what was committed. So the next call waits for everything that is queued,

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_kernels import _attend_block, _node_bits
+from specc.kernels.cuda.attend_kernels import _attend_block
+from specc.kernels.cuda.attend_visible import node_bits
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
 NEVER = tl.constexpr(2147483647)
@@ -330,7 +331,7 @@ def attend_few_kernel(
             m_key = i * BN + o_in < end  # [BN / ROWS, ROWS]
             b_k = tl.reshape(tl.load(p_block_k, mask=m_key[:, :, None], other=0.0), [BN, D])
             if IS_TREE:
-                b_low, b_high = _node_bits(p_words, m_live, i * BN - length, num_words)
+                b_low, b_high = node_bits(p_words, m_live, i * BN - length, num_words)
                 any_low = tl.reduce(b_low, 0, _or)
                 any_high = tl.reduce(b_high, 0, _or)
                 m_key &= (i * BN + o_in < length) | _has_bit(o_in, any_low, any_high)

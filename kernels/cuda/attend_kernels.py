@@ -14,52 +14,12 @@ from specc.kernels.cuda.attend_chunks import first_slots
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_rows import load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances
+from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
 # a window that cuts nothing
 NO_WINDOW = tl.constexpr(1 << 30)
-
-
-@triton.jit
-def _divide(o_r, group):
-    """o_r // group, neither negative, with half of the instructions of an integer division.
-
-    The quotient in float32 is off by one at most, as there are fewer than 2^22 tokens.
-    """
-    o_t = (o_r.to(tl.float32) * (1.0 / group.to(tl.float32))).to(tl.int32)
-    o_t = tl.where(o_t * group > o_r, o_t - 1, o_t)
-    return tl.where((o_t + 1) * group <= o_r, o_t + 1, o_t)
-
-
-@triton.jit
-def _node_bits(p_words, m_live, i_node, num_words):
-    """64 bits of each row's ancestor words, from node `i_node` on, which may be negative."""
-    i_word = i_node >> 6
-    i_bit = (i_node & 63).to(tl.uint64)
-    m_low = m_live & (i_word >= 0) & (i_word < num_words)
-    m_high = m_live & (i_word >= -1) & (i_word + 1 < num_words)
-    b_low = tl.load(p_words + i_word, mask=m_low, other=0).to(tl.uint64, bitcast=True)
-    b_high = tl.load(p_words + i_word + 1, mask=m_high, other=0).to(tl.uint64, bitcast=True)
-    # a shift by 64 is undefined: by 1, then by 63 - bit
-    b_bits = (b_low >> i_bit) | ((b_high << 1) << (63 - i_bit))
-    return b_bits.to(tl.uint32), (b_bits >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _is_visible(
-    b_key, b_bit, b_position, b_low, b_high, window, sink, length, IS_TREE: tl.constexpr
-):
-    """Which rows see which keys; one of them runs along each axis."""
-    m_near = (b_key > b_position - window) | (b_key < sink)
-    if IS_TREE:
-        # halves of 32 bits: registers, for a tile of them
-        b_half = tl.where(b_bit < 32, b_low, b_high)
-        m_node = ((b_half >> (b_bit & 31).to(tl.uint32)) & 1) != 0
-        # keys of the region are never cut by a window
-        return tl.where(b_key < length, m_near, m_node)
-    else:
-        return m_near & (b_key <= b_position)
 
 
 @triton.jit
@@ -129,9 +89,9 @@ def _attend_block(
     b_high = b_position
     if IS_MASKED:
         if IS_TREE:
-            b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
+            b_low, b_high = node_bits(p_words, m_live, i_key - length, num_words)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
-        m_seen = m_live[None, :] & _is_visible(
+        m_seen = m_live[None, :] & is_visible(
             o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
             b_high[None, :], window, sink, length, IS_TREE,
         )  # fmt: skip  # [BN, BM]
@@ -162,7 +122,7 @@ def _attend_block(
         b_s = b_s * qk_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
         qk_scale = 1.0
     if IS_MASKED:
-        m_s = m_key[None, :] & _is_visible(
+        m_s = m_key[None, :] & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE,
         )  # fmt: skip
@@ -278,7 +238,7 @@ def attend_kernel(
     length = tl.maximum(load_early(cache_len + i_b, True, 0), 0)
 
     o_r = i_tile * BM + tl.arange(0, BM)
-    o_token = _divide(o_r, group)
+    o_token = divide(o_r, group)
     o_t = first + o_token  # [BM]
     o_h = i_kv * group + o_r - o_token * group
     m_row = o_t < last_row

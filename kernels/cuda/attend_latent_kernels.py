@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_kernels import NO_WINDOW, _divide, _is_visible, _node_bits
+from specc.kernels.cuda.attend_kernels import NO_WINDOW
 from specc.kernels.cuda.attend_latent_merge import merge_columns, store_columns
 from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
 from specc.kernels.cuda.attend_work import find_work
 
 
@@ -133,8 +134,8 @@ def _attend_block(
         b_low = b_position
         b_high = b_position
         if IS_TREE:
-            b_low, b_high = _node_bits(p_words, m_live, i_key - length, num_words)
-        m_s = m_s & _is_visible(
+            b_low, b_high = node_bits(p_words, m_live, i_key - length, num_words)
+        m_s = m_s & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE,
         )  # fmt: skip  # [BM, BN]
@@ -250,7 +251,7 @@ def attend_latent_kernel(
     length = tl.maximum(tl.load(cache_len + i_b), 0)
 
     o_r = i_tile * BM + tl.arange(0, BM)
-    o_token = _divide(o_r, num_heads)
+    o_token = divide(o_r, num_heads)
     o_t = first + o_token  # [BM]
     o_h = o_r - o_token * num_heads
     m_row = o_t < last_row

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,6 +23,4 @@ def cut_unlikely(group: StepGroup, confidence: Tensor, threshold: float) -> Step
         threshold: see `ConfidentNodes`.
     """
     found: Sequence[int] = _known(group.plan, threshold)(confidence).tolist()
-    if group.live:
-        found = [min(pair) for pair in zip(found, group.live, strict=True)]
-    return replace(group, live=tuple(found))
+    return group.ended(found)

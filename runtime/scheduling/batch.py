@@ -61,6 +61,8 @@ class StepGroup:
         catches_up: a draft has to read tokens that its first level does not reach back to.
         live: of each request, the first nodes of its tree that the target verifies, root included;
             () is all of them. See `specc.speculation.live_nodes`.
+        allowed: of each request, the nodes that could have been live, where its drafter has said
+            how much of its tree is verified; () where drafters had no say.
     """
 
     plan: SpecPlan
@@ -69,11 +71,22 @@ class StepGroup:
     ahead: tuple[int, ...] = ()
     catches_up: bool = False
     live: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:
         """Tokens that it brings to the target's pass."""
         return sum(self.live) if self.live else self.plan.num_nodes * len(self.requests)
+
+    def ended(self, live: Sequence[int]) -> StepGroup:
+        """The group as its drafters have said: of each request no more nodes than it had.
+
+        Args:
+            live: [B] nodes, root included.
+        """
+        allowed = self.live or (self.plan.num_nodes,) * len(live)
+        fewer = tuple(map(min, live, allowed))
+        return replace(self, live=fewer, allowed=allowed)
 
     def levels(self, place: int) -> tuple[int, ...]:
         """Draft tokens of depth 1, 2, … that the target verifies for the request at a place."""
@@ -102,7 +115,7 @@ class Batch:
         """What commits it, and who learns of it, counts what drafters had verified."""
         for place, step in enumerate(steps):
             if step.live:
-                self.groups[place] = replace(self.groups[place], live=step.live)
+                self.groups[place] = self.groups[place].ended(step.live)
 
 
 class Vote(NamedTuple):

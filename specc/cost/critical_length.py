@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.cost.acceptance import expected_tokens
-from specc.cost.latency_table import LatencyTable, PassPart, fed_rows, vote_share
+from specc.cost.draft_levels import fed_rows
+from specc.cost.latency_table import LatencyTable, PassPart, vote_share
 from specc.speculation.tree import TokenTree
 from specc.speculation.views import View
 

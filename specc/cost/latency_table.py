@@ -12,8 +12,6 @@ view's rows of each sequence, Σ min(rows of the sequence, rows of the view).
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specc.cost.contexts import Contexts
+from specc.cost.draft_levels import draft_levels
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
-from specc.speculation.tree import TokenTree
 from specc.speculation.views import View, rows_between_votes
 
 SCHEMA_VERSION = 1
@@ -167,6 +165,9 @@ class StepShape(NamedTuple):
         context: committed rows of all of them together.
         each: those of each sequence, or a sample of them; None is equally many.
         nodes: of all of them together that the target verifies; None is all nodes of the plan.
+        size: sequences that passes have, those of nobody included; None is `rows`.
+        unused: tokens of the target's pass that belong to nobody; no committed row is read for
+            them.
     """
 
     plan: SpecPlan
@@ -174,10 +175,12 @@ class StepShape(NamedTuple):
     context: float
     each: Contexts | None = None
     nodes: float | None = None
+    size: float | None = None
+    unused: float = 0.0
 
     @classmethod
     def of(cls, plan: SpecPlan, lengths: Sequence[float], nodes: float | None = None) -> StepShape:
-        """Sequences of these committed rows, one or more."""
+        """Sequences of these committed rows, one or more, and no others."""
         return cls(plan, len(lengths), sum(lengths), Contexts(lengths), nodes)
 
 
@@ -216,10 +219,11 @@ class LatencyTable:
         if with_votes:
             depth, part = shape.plan.max_depth, verify_part(shape)
             seconds += self.vote_s(shape.plan.views, depth, part)
+        num_unused = 0.0 if shape.size is None else shape.size - shape.rows
         for draft, levels in draft_levels(shape.plan):
             for width in levels:
                 part = PassPart(shape.rows, shape.rows * width, shape.context)
-                seconds += self.level_s(draft, part, shape.each)
+                seconds += self.level_s(draft, part, shape.each, num_unused * width)
         return seconds
 
     def vote_s(self, views: Sequence[View], depth: int, part: PassPart) -> float:
@@ -237,7 +241,9 @@ class LatencyTable:
             return 0.0
         return vote_share(views, depth) * self.votes((part,))
 
-    def level_s(self, draft: str, part: PassPart, each: Contexts | None = None) -> float:
+    def level_s(
+        self, draft: str, part: PassPart, each: Contexts | None = None, unused: float = 0.0
+    ) -> float:
         """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
 
         A second program of the target counts as it was measured; without that, as the target.
@@ -246,15 +252,16 @@ class LatencyTable:
             draft: name in a plan.
             part: sequences, with all of their committed rows.
             each: those of each sequence; None is equally many.
+            unused: tokens of nobody in the same pass.
         """
         own = SelfDraft.named(draft)
         if own is None:
-            return self.drafts[draft]((part,))
+            return self.drafts[draft](with_unused(part, unused))
         if (view := own.view) is not None:
             most = part.rows * view.num_rows
             read = min(part.context, most) if each is None else part.rows * each.read(view.num_rows)
             part = part._replace(context=read)
-        return self.drafts.get(draft, self.target)((part,))
+        return self.drafts.get(draft, self.target)(with_unused(part, unused))
 
     def draft_rows(self, plan: SpecPlan) -> tuple[tuple[float, float], ...]:
         """What a sequence's committed rows add to the seconds of its drafts.
@@ -275,7 +282,7 @@ class LatencyTable:
 
     def target_s(self, shapes: Iterable[StepShape]) -> float:
         """Seconds of one pass that verifies all groups."""
-        return self.target(verify_part(shape) for shape in shapes)
+        return self.target(part for shape in shapes for part in verify_parts(shape))
 
     def iteration(self, shapes: Sequence[StepShape], shares_pass: bool = True) -> float:
         """Seconds of an iteration without prefill.
@@ -361,38 +368,19 @@ def vote_share(views: Sequence[View], depth: int) -> float:
 
 
 def verify_part(shape: StepShape) -> PassPart:
-    """What a group brings to the target's pass."""
+    """What the sequences of a group bring to the target's pass."""
     nodes = shape.rows * shape.plan.num_nodes if shape.nodes is None else shape.nodes
     return PassPart(shape.rows, nodes, shape.context)
 
 
-@functools.lru_cache(maxsize=256)
-def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Draft model or view → tokens of a sequence that each of its passes reads, one a level.
-
-    The first one reads what a step of the same plan left unread, besides the root.
-    """
-    if not plan.speculates:
-        return ()
-    if plan.dynamic is not None:
-        levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
-    else:
-        levels = fed_rows(plan.shape)
-
-    def passes(draft: str) -> tuple[int, ...]:
-        if (block := plan.block_of(draft)) is not None:
-            # one pass: what the last step may have accepted, and the block
-            return (block.num_read(plan.max_depth),)
-        return plan.first_level(draft), *levels[1:]
-
-    return tuple((draft, passes(draft)) for draft in plan.asked)
+def verify_parts(shape: StepShape) -> tuple[PassPart, ...]:
+    """The same, and tokens of nobody, where there are such."""
+    return with_unused(verify_part(shape), shape.unused)
 
 
-def fed_rows(tree: TokenTree) -> list[int]:
-    """Nodes of each level that the draft reads: those with children."""
-    parents = set(tree.parents[1:])
-    counts = [sum(node in parents for node in level) for level in tree.levels]
-    return counts[: tree.max_depth]
+def with_unused(part: PassPart, unused: float) -> tuple[PassPart, ...]:
+    """A part of a pass, and so many tokens of nobody, which read no committed row."""
+    return (part, PassPart(1, unused, 0.0)) if unused else (part,)
 
 
 def _context_of(point: PassPoint) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specc.cost.latency_table import LatencyTable, PassPart, fed_rows
+from specc.cost.draft_levels import fed_rows
+from specc.cost.latency_table import LatencyTable, PassPart
 from specc.errors import ConfigError
 from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.self_drafts import SelfDraft, is_self_draft

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from specc.artifact.model_entry import FLAT_KINDS
-from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds, draft_levels
+from specc.cost.draft_levels import draft_levels
+from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds
 from specc.errors import ConfigError
 from specc.runtime.backends.step import Model
 from specc.runtime.core import EngineCore

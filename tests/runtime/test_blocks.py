@@ -39,6 +39,7 @@ from tests.runtime.draft_cases import (
     write_target,
 )
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
+from tests.runtime.live_rig import SLOW, ByAcceptance
 from tests.tiers import every
 
 NAME = "z-lab"
@@ -167,8 +168,25 @@ def test_what_drafters_say_of_their_tokens(
         with pytest.raises(RequestError, match=f"rule='{rule}', and --confidence-threshold"):
             cutting.requests.make([1, 2], options)
         cutting.requests.make([1, 2], SamplingParams(temperature=0.0, rule=rule))
-    with pytest.raises(ConfigError, match=r"0\.5, and --adaptive-verification"):
-        EngineCore(core.engine, TREE.name, confidence_threshold=0.5, adapts_verification=True)
+
+
+def test_a_drafter_and_a_policy_that_both_leave_nodes_out(compiled: Callable[..., Path]) -> None:
+    """The smaller number counts; what the drafter left out is no refusal."""
+    engine = load(compiled("dspark-deepspec"))
+    core = EngineCore(engine, policy="goodput", adapts_verification=True, confidence_threshold=0.52)
+    plans = {name: plan for name, plan in engine.plans.items() if plan.is_static}
+    policy = ByAcceptance(plans, SLOW, {"draft_0": [[0.9]]})
+    core.scheduler.use(policy)
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0, "rule": "delta"}, {"temperature": 1.0})
+    assert outputs(core, *kinds) == outputs(EngineCore(engine, "off"), *kinds)
+    pairs = [pair for x in policy.groups for pair in zip(x.live, x.allowed, strict=True)]
+    whole = {group.plan.num_nodes for group in policy.groups}
+    assert {live < most for live, most in pairs} == {True, False}
+    # the policy has left some out, too
+    assert not {most for _, most in pairs} <= whole
+    # nearly nothing is accepted of random drafts
+    assert policy._acceptance.rates(CHAIN)[0] < 0.9
+    assert 0.3 < policy._ends.going_on(CHAIN)[0] < 1.0
 
 
 OF_KINDS = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from specc.kernels.cuda.launch import even_tokens, unfiltered
+from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import last_used
 
@@ -26,30 +27,18 @@ class BoundStep:
     leaves its results and the state that the next step starts from.
 
     Args:
-        stages: name → graph, on the device.
-        constants: name → tensor of the plan's tree.
-        inputs: name → static tensor: last_tokens, cache_len and block_table of B rows, slabs.
-        results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
-            output_tokens, next_cache_len, then the length of each draft.
-        draft_lens: names of these lengths.
+        given: stages and tensors.
         is_filtered: some row may have filters, or try proposals one by one; without, what finds out
             which is not launched.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[str, fx.GraphModule],
-        constants: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        results: Tensor,
-        draft_lens: Iterable[str] = (),
-        is_filtered: bool = True,
-    ) -> None:
+    def __init__(self, given: StepParts, is_filtered: bool = True) -> None:
+        stages, constants, inputs, results, draft_lens = given
         self._is_filtered = is_filtered
         # name → value; what a stage that was captured by itself has put here keeps its address
         self.environment: dict[str, Any] = {**constants, **inputs}
         self._results = results
-        self._draft_lens = list(draft_lens)
+        self._draft_lens = draft_lens
         fixed = set(constants)
         self._stages = []
         with torch.inference_mode():

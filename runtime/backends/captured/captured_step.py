@@ -352,7 +352,8 @@ class CapturedStep:
 
         if rest is None or not is_carried:
             return finish(begin_s)
-        # its masks follow from tokens that are still on their way
+        # its masks follow from tokens that are still on their way, and what is verified from its
+        # own draft, which comes after them
         return HalfReplay(self._buffers, begin_s, self._in_use(finish), places)
 
     def _in_use(self, finish: Callable[[float], PendingReplay]) -> Callable[[float], PendingReplay]:

@@ -10,16 +10,17 @@ Where the step was queued ahead of results, the device drafts while the host rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from specc.runtime.backends.captured.bound_step import BoundStage
 from specc.runtime.backends.captured.extended_step import DraftReader, ExtendedStep
 from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.backends.captured.masked_draft import MaskedDraft, unread_error
+from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import do_named
 from specc.runtime.constraints.mask_rules import MaskRules
@@ -42,8 +43,7 @@ class ConfidentStep:
         kind: what it does besides; with a threshold.
         graphs: the device.
         plan: of the step, which says confidence.
-        stages, constants, inputs, results, draft_lens: as of `BoundStep`; `live` among the inputs
-            says how many nodes a sequence may have at most.
+        given: stages and tensors; `live` is among the inputs.
     """
 
     def __init__(
@@ -51,22 +51,18 @@ class ConfidentStep:
         kind: StepKind,
         graphs: GraphDevice,
         plan: SpecPlan,
-        stages: Mapping[str, fx.GraphModule],
-        constants: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        results: Tensor,
-        draft_lens: Iterable[str] = (),
+        given: StepParts,
     ) -> None:
-        self._plan = plan
-        self._batch = batch = len(results)
-        self._environment: dict[str, Any] = {**constants, **inputs}
+        self._plan, self._graphs = plan, graphs
+        self._batch = batch = len(given.results)
+        self._environment: dict[str, Any] = {**given.constants, **given.inputs}
         with torch.inference_mode():
-            stage = BoundStage(stages["draft"], self._environment, set(constants), {*inputs})
+            draft, fixed = given.stages["draft"], set(given.constants)
+            stage = BoundStage(draft, self._environment, fixed, {*given.inputs})
         self._stage = stage
         folded = {name: self._environment[name] for name in stage.folded_outputs}
-        rest = {name: own for name, own in stages.items() if name != "draft"}
-        self._of_tails = (graphs, plan, rest, {**constants, **folded}, inputs, results)
-        self._draft_lens = list(draft_lens)
+        rest = {name: own for name, own in given.stages.items() if name != "draft"}
+        self._of_tails = given._replace(stages=rest, constants={**given.constants, **folded})
         # masks of the draft, and what reads it, are of the part before
         self._tail_kind = kind._replace(threshold=0.0, reads_draft=False, masks_drafts=False)
         # rows of a pass → what verifies them, and its graphs
@@ -175,7 +171,7 @@ class ConfidentStep:
         tail = self._tails.get(rows)
         if tail is None:
             kind = self._tail_kind._replace(num_rows=rows)
-            tail = ExtendedStep(kind, *self._of_tails, draft_lens=self._draft_lens)
+            tail = ExtendedStep(kind, self._graphs, self._plan, self._of_tails)
             self._tails[rows] = tail
         graphs = self._captured.get(rows)
         if not graphs:

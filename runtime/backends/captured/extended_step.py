@@ -5,16 +5,17 @@ All of it is inside of its graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from specc.runtime.backends.captured.bound_step import BoundStage, BoundStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.live_pass import LivePass, accepts_live
 from specc.runtime.backends.captured.masked_draft import NOTHING, MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_masks import StepMasks
+from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import do_named
 from specc.runtime.constraints.mask_rules import MaskRules
@@ -77,7 +78,7 @@ class ExtendedStep(BoundStep):
         kind: what it does besides.
         graphs: the device.
         plan: of the step.
-        stages, constants, inputs, results, draft_lens: as of `BoundStep`.
+        given: stages and tensors.
     """
 
     def __init__(
@@ -85,21 +86,18 @@ class ExtendedStep(BoundStep):
         kind: StepKind,
         graphs: GraphDevice,
         plan: SpecPlan,
-        stages: Mapping[str, fx.GraphModule],
-        constants: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        results: Tensor,
-        draft_lens: Iterable[str] = (),
+        given: StepParts,
     ) -> None:
-        batch, width = results.shape
-        names, verify = list(stages), stages["verify"]
+        batch, width = given.results.shape
+        names, verify = list(given.stages), given.stages["verify"]
         if kind.num_rows:
-            stages = {**stages, "accept_commit": accepts_live(stages["accept_commit"])}
+            accept = accepts_live(given.stages["accept_commit"])
+            given = given._replace(stages={**given.stages, "accept_commit": accept})
         self.scores: StepScores | None = None
         if kind.is_scored:
             self.scores = StepScores(graphs, batch, width, plan.max_depth + 1)
-            results = self.scores.results
-        super().__init__(stages, constants, inputs, results, draft_lens)
+            given = given._replace(results=self.scores.results)
+        super().__init__(given)
         # what stands before acceptance
         self._early: list[BoundStage | LivePass] = list(self._stages[:-1])
         if kind.num_rows:

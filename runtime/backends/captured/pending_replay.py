@@ -1,4 +1,7 @@
-"""Captured steps that were queued: as a whole, or up to where the host has to bring their masks."""
+"""Captured steps that were queued: as a whole, or up to where the host has a part in them.
+
+That is where it brings their masks, or reads how much of what was drafted is verified.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +82,12 @@ class HalfReplay:
     """A step of which only the beginning was queued; see `PendingStep`.
 
     That is all up to its verification, or to the first pass of a draft that obeys a grammar; where
-    drafts say how much is verified, all of the draft alone.
-    Masks of the rest follow from tokens that the step before it brings, and from its own draft: so
-    the device drafts and verifies, or computes that pass, while the host reads the results before,
-    and makes the masks. Until then its inputs, and what it has left in memory that graphs share,
-    must stay: a step that is queued or captured in between takes its place, and it has to be queued
-    anew.
+    drafters say how much is verified, all of the draft alone. There are two reasons, and a step may
+    have both: masks of the rest follow from tokens that the step before it brings, and from its own
+    draft; and which graph verifies follows from what its drafter is sure of. So the device drafts
+    and verifies, or computes that pass, while the host reads the results before. Until the rest is
+    queued, its inputs, and what it has left in memory that graphs share, must stay: a step that is
+    queued or captured in between takes its place, and it has to be queued anew.
 
     Args:
         buffers: inputs of the engine's steps.
@@ -123,7 +126,7 @@ class HalfReplay:
 
     def result(self) -> StepResult:
         """Not before `complete`."""
-        raise AssertionError("a step without its masks")
+        raise AssertionError("a step of which the rest was not queued")
 
 
 def rows_of(batch: int, places: Sequence[int] | None) -> int:

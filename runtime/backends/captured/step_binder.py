@@ -16,6 +16,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice, SideStream
 from specc.runtime.backends.captured.live_pass import without_output
 from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.step_buffers import StepBuffers
+from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
@@ -75,19 +76,19 @@ class StepBinder:
             is_split: its stages are captured one by one.
         """
         if kind and kind.threshold:
-            given = {**self._of_rows(0, bucket), "stages": self.stages}
-            return ConfidentStep(kind, self._graphs, self.plan, **given)
+            asked = self._of_rows(0, bucket)._replace(stages=self.stages)
+            return ConfidentStep(kind, self._graphs, self.plan, asked)
         if kind and kind != UNFILTERED:
-            return ExtendedStep(kind, self._graphs, self.plan, **self._of_rows(0, bucket))
+            return ExtendedStep(kind, self._graphs, self.plan, self._of_rows(0, bucket))
         side = None if is_split else self._side
         halves = halves_of(bucket) if side else None
         parts = [
-            BoundStep(**self._of_rows(*rows), is_filtered=kind is None)
+            BoundStep(self._of_rows(*rows), is_filtered=kind is None)
             for rows in halves or [(0, bucket)]
         ]
         return OverlappedStep(parts[0], parts[1], side) if side and halves else parts[0]
 
-    def _of_rows(self, first: int, last: int) -> dict[str, Any]:
+    def _of_rows(self, first: int, last: int) -> StepParts:
         """What a bound step takes, of some rows of the buffers."""
         # plans read as many proposals, weights and blocks as they have
         widths = {
@@ -95,10 +96,7 @@ class StepBinder:
             "vote_weights": len(self.plan.drafts),
             "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
         }
-        return {
-            "stages": self._unasked,
-            "constants": self._constants,
-            "inputs": {**self._slabs, **self._buffers.rows(first, last, widths)},
-            "results": self._buffers.results[first:last],
-            "draft_lens": self.plan.draft_lens.values(),
-        }
+        inputs = {**self._slabs, **self._buffers.rows(first, last, widths)}
+        results = self._buffers.results[first:last]
+        lens = tuple(self.plan.draft_lens.values())
+        return StepParts(self._unasked, self._constants, inputs, results, lens)

@@ -121,8 +121,8 @@ class StepBuffers:
         # staging memory that nobody has, and whose results the other holds, the newest at the end
         self._free = [self._new_output() for _ in range(NUM_STAGES)]
         self._outputs: deque[tuple[Tensor, HostResults]] = deque()
-        # of the step that was queued last; the step that waits for its masks, whose inputs these
-        # still are; when the host last saw one end
+        # of the step that was queued last; the step that waits for its masks, or for the host to
+        # read how much is verified, whose inputs these still are; when the host last saw one end
         self.newest: HostResults | None = None
         self.half: object | None = None
         self.end_s = 0.0

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from specc.runtime.policies.goodput.allocation import Allocation, GroupLoad, PlanOption
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.runtime.policies.goodput.step_cost import StepCost
 from specc.runtime.scheduling.request import Request
@@ -30,12 +31,14 @@ class Levels(NamedTuple):
 
     Args:
         tokens: [D + 1] expected of its step, with the levels up to depth 0, 1, … D.
-        nodes: [D + 1] that the target then verifies, rising.
+        live: [D + 1] nodes that the target may then verify, rising.
+        nodes: [D + 1] that it is expected to: fewer where drafters end trees.
         context: committed rows.
     """
 
     tokens: Sequence[float]
-    nodes: Sequence[int]
+    live: Sequence[int]
+    nodes: Sequence[float]
     context: float
 
 
@@ -56,7 +59,7 @@ class Cut(NamedTuple):
 def cut_levels(
     sequences: Sequence[Levels],
     besides: float,
-    row_s: Callable[[int], float],
+    row_s: Callable[[float], float],
     pass_s: Callable[[float, float, float], float],
     budget: int | None = None,
     others: float = 0.0,
@@ -74,6 +77,7 @@ def cut_levels(
     depths = [0] * len(sequences)
     tokens = others + sum(own.tokens[0] for own in sequences)
     nodes = sum(own.nodes[0] for own in sequences)
+    live = sum(own.live[0] for own in sequences)
     rows_s = sum(own.context * row_s(own.nodes[0]) for own in sequences)
     heap: list[tuple[float, int]] = []
 
@@ -82,9 +86,10 @@ def cut_levels(
         own, depth = sequences[i], depths[i]
         if depth + 1 < len(own.nodes):
             gain = own.tokens[depth + 1] - own.tokens[depth]
-            # where the request ends, further tokens are none
-            if gain > 0:
-                heapq.heappush(heap, (-gain / (own.nodes[depth + 1] - own.nodes[depth]), i))
+            more = own.nodes[depth + 1] - own.nodes[depth]
+            # where the request ends, further tokens are none; where its drafter does, nodes
+            if gain > 0 and more > 0:
+                heapq.heappush(heap, (-gain / more, i))
 
     for i in range(len(sequences)):
         wait(i)
@@ -94,10 +99,11 @@ def cut_levels(
     while heap:
         _, i = heapq.heappop(heap)
         own, depth = sequences[i], depths[i]
-        more = own.nodes[depth + 1] - own.nodes[depth]
-        if budget is not None and nodes + more > budget:
+        more_live = own.live[depth + 1] - own.live[depth]
+        if budget is not None and live + more_live > budget:
             continue
-        nodes += more
+        live += more_live
+        nodes += own.nodes[depth + 1] - own.nodes[depth]
         rows_s += own.context * (row_s(own.nodes[depth + 1]) - row_s(own.nodes[depth]))
         tokens += own.tokens[depth + 1] - own.tokens[depth]
         depths[i] += 1
@@ -118,14 +124,19 @@ class LiveNodes:
     Args:
         plans: off first.
         acceptance: of requests.
+        ends: of their drafters.
         budget: nodes of a step at most, except where all are off.
     """
 
     def __init__(
-        self, plans: Sequence[SpecPlan], acceptance: RequestAcceptance, budget: int | None = None
+        self,
+        plans: Sequence[SpecPlan],
+        acceptance: RequestAcceptance,
+        ends: DrafterEnds,
+        budget: int | None = None,
     ) -> None:
         self._plans = plans
-        self._acceptance = acceptance
+        self._acceptance, self._ends = acceptance, ends
         self._budget = budget
         self._cuttable = [index for index, plan in enumerate(plans) if can_cut(plan)]
 
@@ -165,12 +176,12 @@ class LiveNodes:
         is_in = [own_plan is None or index == own_plan for index in plans]
         inside = [own for own, inner in zip(levels, is_in, strict=True) if inner]
         outside = [own for own, inner in zip(levels, is_in, strict=True) if not inner]
-        left = None if self._budget is None else self._budget - sum(x.nodes[-1] for x in outside)
+        left = None if self._budget is None else self._budget - sum(x.live[-1] for x in outside)
         others = sum(own.tokens[-1] for own in outside)
         found = cut_levels(inside, besides + lags_s, cost.row_s, pass_s, left, others)
         depths = iter(found.depths)
         live = tuple(
-            own.nodes[next(depths)] if inner else own.nodes[-1]
+            own.live[next(depths)] if inner else own.live[-1]
             for own, inner in zip(levels, is_in, strict=True)
         )
         cut = Allocation(tuple(plans), found.tokens, found.seconds, live)
@@ -219,7 +230,7 @@ class LiveNodes:
     def _levels_of(self, request: Request, index: int, option: PlanOption) -> Levels:
         plan = self._plans[index]
         if index not in self._cuttable:
-            return Levels([option.tokens], [plan.num_nodes], option.context)
+            return Levels([option.tokens], [plan.num_nodes], [plan.num_nodes], option.context)
         most = max(1, request.num_tokens_left)
         tokens = self._acceptance.tokens_by_depth(plan, request.request_id, most)
-        return Levels(tokens, nodes_by_depth(plan), option.context)
+        return Levels(tokens, nodes_by_depth(plan), self._ends.nodes(plan), option.context)

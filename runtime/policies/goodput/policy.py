@@ -25,14 +25,16 @@ from specc.runtime.policies.goodput.allocation import (
     allocate,
 )
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.draft_lag import lag
+from specc.runtime.policies.goodput.drafter_ends import DrafterEnds, ShownLevels
 from specc.runtime.policies.goodput.live_nodes import LiveNodes
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
-from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, lag
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.runtime.policies.goodput.step_cost import StepCost
-from specc.speculation.live_nodes import can_cut, nodes_by_depth
+from specc.speculation.live_nodes import can_cut, live_levels, nodes_by_depth
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
@@ -87,15 +89,16 @@ class GoodputPolicy(Policy):
         models = {model for plan in speculative for model in plan.models}
         if table is None or not models <= set(table.drafts):
             table = LatencyTable.neutral(sorted(models))
-        self._seconds = PredictedSeconds(table, shares_pass, graph_sizes)
+        self._ends = DrafterEnds(speculative)
+        self._seconds = PredictedSeconds(table, shares_pass, graph_sizes, self._ends)
         # [plans] what a sequence's rows add to the seconds of its drafts
         self._draft_rows = [table.draft_rows(plan) for plan in self._plans]
-        self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}))
+        self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}), self._ends)
         self._probes = Probes(self._plans, self._seconds, self._acceptance)
         self._load = QueueingModel(self._seconds, max_num_seqs)
         self._live_nodes: LiveNodes | None = None
         if adapts_verification:
-            self._live_nodes = LiveNodes(self._plans, self._acceptance, token_budget)
+            self._live_nodes = LiveNodes(self._plans, self._acceptance, self._ends, token_budget)
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = 0
@@ -197,13 +200,13 @@ class GoodputPolicy(Policy):
         if group.plan.speculates and group.plan.name in self._index_of:
             request_ids = [request.request_id for request in group.requests]
             accepted = dict(zip(request_ids, step.num_accepted, strict=True))
-            depths: dict[str, int] = {}
-            if self._live_nodes is not None:
-                places = enumerate(request_ids)
-                depths = {request: len(group.levels(place)) for place, request in places}
-            elif group.live:
-                # trees end where their drafter is unsure: that gives no tokens, like a refusal
-                self._seconds.observe_nodes(group)
+            levels = [len(group.levels(place)) for place in range(len(request_ids))]
+            # of levels that a drafter has left out nobody knows whether they would be refused
+            allowed = [len(live_levels(group.plan, most)) for most in group.allowed]
+            if allowed:
+                shown = map(ShownLevels, allowed, levels, step.num_accepted)
+                self._ends.observe(group.plan, list(shown))
+            depths = dict(zip(request_ids, levels, strict=True))
             self._acceptance.observe(group.plan, accepted, depths)
         self._acceptance.forget(s.request_id for s in group.requests if s.is_finished)
 

@@ -7,8 +7,16 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
+from specc.cost.latency_table import (
+    LatencyTable,
+    PassPart,
+    StepShape,
+    verify_part,
+    verify_parts,
+    with_unused,
+)
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan
@@ -16,7 +24,6 @@ from specc.speculation.plans import SpecPlan
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
-    from specc.runtime.scheduling.request import Request
 
 _TARGET = "target"
 # passes without dead nodes, which the host puts together
@@ -54,14 +61,20 @@ class PredictedSeconds:
         shares_pass: groups are verified in one pass of the target; else each in its own.
         graph_sizes: sequences of captured steps, ascending: a batch takes the smallest that holds
             it, with rows of nobody; () are steps of as many as there are.
+        ends: of the plans whose drafters end trees; None: no drafter does.
     """
 
     def __init__(
-        self, table: LatencyTable, shares_pass: bool, graph_sizes: Sequence[int] = ()
+        self,
+        table: LatencyTable,
+        shares_pass: bool,
+        graph_sizes: Sequence[int] = (),
+        ends: DrafterEnds | None = None,
     ) -> None:
         self.table = table
         self.shares_pass = shares_pass
         self._graph_sizes = graph_sizes
+        self._ends = ends or DrafterEnds([])
         # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
@@ -70,8 +83,6 @@ class PredictedSeconds:
         self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
         # of those iterations, prompts not counted
         self._mean_s = 0.0
-        # plan → nodes of a sequence that are verified, and steps that said so
-        self._verified: dict[str, tuple[float, int]] = {}
 
     def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -83,16 +94,15 @@ class PredictedSeconds:
         shapes = [self._with_nodes(shape) for shape in shapes]
         seconds = self.table.iteration_s + sum(map(self.alone, shapes))
         in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
-        parts = [verify_part(shape) for shape in in_parts]
         if self.shares_pass:
+            parts = [verify_part(shape) for shape in in_parts]
             is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
             return seconds + self.passed(parts, seconds, prompts, is_cut)
-        return seconds + sum(self.passed([part]) for part in parts)
+        return seconds + sum(self.passed(verify_parts(shape)) for shape in in_parts)
 
     def nodes_of(self, plan: SpecPlan) -> float:
         """Tokens of each sequence in the target's pass: fewer where drafters end their trees."""
-        nodes, _ = self._verified.get(plan.name, (float(plan.num_nodes), 0))
-        return nodes
+        return self._ends.nodes(plan)[-1]
 
     def graph_size(self, rows: float) -> float:
         """Sequences that a pass of so many has: more where it is a graph of fixed sizes."""
@@ -102,31 +112,31 @@ class PredictedSeconds:
     def pass_tokens(self, plan: SpecPlan, rows: float) -> float:
         """Tokens of the target's pass over so many sequences, those of nobody included.
 
-        Fewer where drafters end their trees.
+        Fewer where drafters end their trees: as many as are expected, or, of a captured step, the
+        rows of the graph that holds these.
         """
-        known = self._verified.get(plan.name)
-        nodes = plan.num_nodes if known is None else known[0]
-        return nodes * self._sequences(rows)
-
-    def _sequences(self, rows: float) -> float:
-        """That a pass of the target has over so many, nobody's included."""
-        return rows if self.shares_pass else self.graph_size(rows)
+        nodes = self.nodes_of(plan) * rows
+        if self.shares_pass:
+            return nodes
+        size = self._sequences(rows)
+        if not self.is_cut(plan):
+            return plan.num_nodes * size
+        return captured_rows(plan.num_nodes, math.ceil(size), max(1, round(nodes)))
 
     def is_cut(self, plan: SpecPlan) -> bool:
         """Its drafter ends trees, so that passes have no dead nodes in them."""
-        return plan.name in self._verified
-
-    def observe_nodes(self, group: StepGroup) -> None:
-        """Count what is verified of trees that their drafter ends; those of a policy do not."""
-        nodes, count = self._verified.get(group.plan.name, (0.0, 0))
-        news = max(TUNED.prompt_news, 1 / (count + 1))
-        nodes += news * (self._nodes_of(group) / self._sequences(len(group.requests)) - nodes)
-        self._verified[group.plan.name] = nodes, count + 1
+        return self._ends.ends(plan)
 
     def _with_nodes(self, shape: StepShape) -> StepShape:
         if shape.nodes is not None:
             return shape
-        return shape._replace(nodes=self.pass_tokens(shape.plan, shape.rows))
+        nodes = self.nodes_of(shape.plan) * shape.rows
+        unused = self.pass_tokens(shape.plan, shape.rows) - nodes
+        return shape._replace(nodes=nodes, size=self._sequences(shape.rows), unused=unused)
+
+    def _sequences(self, rows: float) -> float:
+        """That passes over so many have, nobody's included."""
+        return rows if self.shares_pass else self.graph_size(rows)
 
     def is_whole(self, plan: SpecPlan) -> bool:
         """Steps of this plan are timed as a whole, its pass of the target included."""
@@ -134,19 +144,24 @@ class PredictedSeconds:
 
     def alone(self, shape: StepShape) -> float:
         """Seconds of a group by itself: of its drafts, or of all where it is timed as a whole."""
-        return self.group(shape.plan, self.table.draft_s(shape), verify_part(shape))
+        drafting_s = self.table.draft_s(shape)
+        return self.group(shape.plan, drafting_s, verify_part(shape), shape.unused)
 
-    def group(self, plan: SpecPlan, drafting_s: float, part: PassPart) -> float:
+    def group(
+        self, plan: SpecPlan, drafting_s: float, part: PassPart, unused: float = 0.0
+    ) -> float:
         """The same of a group whose seconds of drafting are known, by the table.
 
         Args:
             plan: of the group.
             drafting_s: seconds.
             part: what it brings to the target's pass.
+            unused: tokens of nobody in that pass.
         """
         whole = self.ratio_of_whole(plan)
         if whole is not None:
-            return (drafting_s + self.table.target((part,))) * whole(part.rows)
+            target_s = self.table.target(with_unused(part, unused))
+            return (drafting_s + target_s) * whole(part.rows)
         return drafting_s * self.drafting(plan, part.rows)
 
     def drafting(self, plan: SpecPlan, rows: float) -> float:
@@ -168,7 +183,11 @@ class PredictedSeconds:
             prompts: see `iteration`.
             is_cut: see `pass_s`.
         """
-        return self._target_s(parts, besides, prompts, is_cut) if parts else 0.0
+        if not parts:
+            return 0.0
+        row_s = self.table.target.row_s
+        rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
+        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def catch_up_at_once(self, plan: SpecPlan, tokens: Mapping[int, int], context: float) -> float:
         """Seconds of a pass in which drafts read what requests have missed.
@@ -228,7 +247,7 @@ class PredictedSeconds:
                     continue
                 whole_key = shape.plan.name, bool(group.live)
                 whole = self._wholes.setdefault(whole_key, LatencyCorrection())
-                predicted = drafting + self.table.target((part,))
+                predicted = drafting + self.table.target(verify_parts(shape))
                 whole.observe(shape.rows, predicted, stages["step"])
                 continue
             if not is_behind:
@@ -283,13 +302,6 @@ class PredictedSeconds:
             return self._prompts
         a_second = -math.log(1 - min(share, TUNED.always)) / self._mean_s
         return PromptShare(1 - math.exp(-a_second * seconds), tokens)
-
-    def _target_s(
-        self, parts: Sequence[PassPart], besides: float, prompts: PromptShare | None, is_cut: bool
-    ) -> float:
-        row_s = self.table.target.row_s
-        rows_s = sum(part.context * row_s(part.tokens / part.rows) for part in parts)
-        return self.pass_s(sum(part.tokens for part in parts), rows_s, besides, prompts, is_cut)
 
     def pass_s(
         self,
@@ -361,25 +373,17 @@ class PredictedSeconds:
 
     def _shapes(self, batch: Batch, result: RunResult) -> list[StepShape]:
         return [
-            StepShape.of(group.plan, _contexts_of(step), self._nodes_of(group))
+            self._shape(group, _contexts_of(step))
             for group, step in zip(batch.groups, result.steps, strict=True)
         ]
 
-    def _nodes_of(self, group: StepGroup) -> float:
-        """Tokens that a group brings to the target's pass, those of nobody included."""
+    def _shape(self, group: StepGroup, contexts: Sequence[int]) -> StepShape:
+        shape = StepShape.of(group.plan, contexts, group.num_nodes)
         if self.shares_pass:
-            return group.num_nodes
+            return shape
         size, nodes = self.graph_size(len(group.requests)), group.plan.num_nodes
-        return captured_rows(nodes, int(size), group.num_nodes) if group.live else size * nodes
-
-
-def lag(request: Request, plan: SpecPlan) -> dict[int, int]:
-    """Draft → committed tokens that it must read before this plan's first level."""
-    behind = {}
-    for draft in plan.draft_lens:
-        missed = request.cache_len - request.draft_lens[draft]
-        behind[draft] = missed if missed > plan.catch_up - 1 else 0
-    return behind
+        tokens = captured_rows(nodes, int(size), group.num_nodes) if group.live else size * nodes
+        return shape._replace(size=size, unused=tokens - group.num_nodes)
 
 
 def _contexts_of(step: StepResult) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from specc.runtime.policies.depth_acceptance import DepthAcceptance
 from specc.runtime.policies.goodput.constants import TUNED
+from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.plan_prior import PlanPrior, is_chain
 from specc.speculation.plans import SpecPlan
 
@@ -89,11 +90,15 @@ class RequestAcceptance:
     Args:
         plans: that speculate.
         prior: of their rates.
+        ends: of drafters that end trees, which knows of a step before it is observed here; None:
+            no drafter does.
     """
 
-    def __init__(self, plans: Iterable[SpecPlan], prior: PlanPrior) -> None:
+    def __init__(
+        self, plans: Iterable[SpecPlan], prior: PlanPrior, ends: DrafterEnds | None = None
+    ) -> None:
         plans = list(plans)
-        self._prior = prior
+        self._prior, self._ends = prior, ends or DrafterEnds([])
         deepest: dict[str, int] = {}
         for plan in plans:
             # what a tree's prior asks of its drafts' chains
@@ -120,6 +125,8 @@ class RequestAcceptance:
             depths: request → levels of its tree that the target verified; of those that are not
                 named, all.
         """
+        # whether drafters go on counts for tokens, too
+        self._tokens.clear()
         lengths = {request: depths.get(request, plan.max_depth) for request in outcomes}
         # where no draft token was verified, nothing is seen
         outcomes = {request: outcomes[request] for request in outcomes if lengths[request]}
@@ -134,10 +141,12 @@ class RequestAcceptance:
             news.add(lengths[request], [accepted + 1])
         shared.merge(news, max(0.5, 1 - len(outcomes) / TUNED.rates_memory))
         self._rates.clear()
-        self._tokens.clear()
 
     def rates(self, plan: SpecPlan) -> list[float]:
-        """What all requests show: probability of depth 1, 2, … where the one before is accepted."""
+        """What all requests show: probability of depth 1, 2, … where the one before is accepted.
+
+        Of depths that were verified: those at which drafters have ended trees show nothing.
+        """
         found = self._rates.get(plan.name)
         if found is None:
             if is_chain(plan):
@@ -177,13 +186,14 @@ class RequestAcceptance:
         return [sums[min(most, count) - 1] for count in range(1, len(sums) + 1)]
 
     def _sums(self, plan: SpecPlan, request: str) -> list[float]:
-        """[D + 1] expected tokens with 0, 1, … levels of a plan."""
+        """[D + 1] expected tokens with 0, 1, … levels of a plan, where its drafter may end it."""
         own = self._own.get(request, _NOTHING).get(plan.drafts)
         notch = round(own.factor(self._spread.alike) / TUNED.odds_step) if own else 0
         sums = self._tokens.get((plan.name, notch))
         if sums is None:
             shifted = [shift(rate, notch * TUNED.odds_step) for rate in self.rates(plan)]
-            sums = list(itertools.accumulate(itertools.accumulate([1.0, *shifted], _times)))
+            both = map(_times, shifted, self._ends.going_on(plan))
+            sums = list(itertools.accumulate(itertools.accumulate([1.0, *both], _times)))
             self._tokens[plan.name, notch] = sums
         return sums
 

@@ -54,7 +54,7 @@ class StepCost:
         # the same, and how many times as long they take as that
         self._drafting: dict[tuple[int, int], tuple[float, float]] = {}
         # nodes of a sequence → seconds of each of its rows
-        self._rows: dict[int, float] = {}
+        self._rows: dict[float, float] = {}
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = self._iteration_s
@@ -113,7 +113,7 @@ class StepCost:
 
         return CutPass(own, besides, pass_s)
 
-    def row_s(self, nodes: int) -> float:
+    def row_s(self, nodes: float) -> float:
         """Seconds of each committed row of a sequence with so many nodes in the target's pass."""
         found = self._rows.get(nodes)
         if found is None:
@@ -127,7 +127,9 @@ class StepCost:
     def _drafting_of(self, index: int, count: int) -> tuple[float, float]:
         plan, seconds = self._plans[index], self._drafting_s.get((index, count))
         if seconds is None:
-            seconds = self._seconds.table.draft_s(StepShape(plan, count, 0.0))
+            # a captured batch drafts in the graph that holds it
+            size = None if self._shares else self._seconds.graph_size(count)
+            seconds = self._seconds.table.draft_s(StepShape(plan, count, 0.0, size=size))
             self._drafting_s[index, count] = seconds
         ratio = self._seconds.drafting(plan, count) if plan.speculates else 1.0
         self._drafting[index, count] = seconds, ratio
@@ -136,6 +138,7 @@ class StepCost:
     def _whole_s(self, index: int, load: GroupLoad) -> float:
         """Of a group whose steps are timed as a whole."""
         plan, count = self._plans[index], load.size
-        part = PassPart(count, self._seconds.pass_tokens(plan, count), load.context)
+        part = PassPart(count, self._seconds.nodes_of(plan) * count, load.context)
+        unused = self._seconds.pass_tokens(plan, count) - part.tokens
         drafting_s, _ = self._drafting_of(index, count)
-        return self._seconds.group(plan, drafting_s + load.drafting_s, part)
+        return self._seconds.group(plan, drafting_s + load.drafting_s, part, unused)

@@ -23,6 +23,7 @@ from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import step_constants
@@ -193,8 +194,8 @@ def _bind(
         "chosen_blocks": empty(plan.num_chosen(cache.shape.rows_per_block), dtype=torch.int64),
     }
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
-    lens = plan.draft_lens.values()
-    return BoundStep(stages, constants, inputs, results, lens, is_filtered)
+    lens = tuple(plan.draft_lens.values())
+    return BoundStep(StepParts(stages, constants, inputs, results, lens), is_filtered)
 
 
 class _Counter(TorchDispatchMode):

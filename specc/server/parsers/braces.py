@@ -10,7 +10,8 @@ from typing import Any
 
 from specc.server.parsers.bodies import Body
 from specc.server.parsers.events import CallArguments, Event, find_marker
-from specc.server.parsers.marked import as_json, in_string, types_of
+from specc.server.parsers.marked import as_json, in_string
+from specc.server.parsers.schema_part import types_of
 
 _WHITE = " \t\r\n"
 _CLOSINGS = {"{": "}", "[": "]"}

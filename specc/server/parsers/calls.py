@@ -45,6 +45,7 @@ class CallFormat:
         interrupts: a text with which a call begins in the middle of thinking, and ends it.
         is_in_messages: calls are messages of their own, and read by the parser of thinking.
         make_id: of calls.
+        is_numbered: ids are `functions.name:0`, as templates want them.
     """
 
     make_body: Callable[[Tools], Body]
@@ -57,6 +58,7 @@ class CallFormat:
     interrupts: str = ""
     is_in_messages: bool = False
     make_id: Callable[[], str] = openai_id
+    is_numbered: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:

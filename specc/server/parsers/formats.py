@@ -9,14 +9,25 @@ whole; openai-harmony reads the format of gpt-oss alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject
 from specc.server.parsers.braces import BracedArguments
 from specc.server.parsers.calls import CallFormat, Tools, short_id
+from specc.server.parsers.channels import TOOLS_CLOSE, TOOLS_OPEN
 from specc.server.parsers.harmony import HARMONY_CALLS
 from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Marks, MistralCalls
 from specc.server.parsers.pythonic import CallLines, PythonCall
 from specc.server.parsers.sections import NAME, HeadedCall, Section
+from specc.server.parsers.tags import (
+    CLOSE,
+    END_OF_ARGUMENT,
+    NAMESPACE,
+    OPEN,
+    SEP,
+    AttributedCall,
+    ElementCall,
+)
 
 
 def _objects(opening: str, closing: str = "", inner: tuple[str, ...] = ()) -> CallFormat:
@@ -57,6 +68,7 @@ def _heads(
         opening,
         inner=(closing, before, after, *(part for part in head if part != NAME)),
         interrupts=opening,
+        is_numbered=is_numbered,
     )
 
 
@@ -144,6 +156,29 @@ def _step(opening: str, closing: str, before: str, after: str, sep: str) -> Call
     )
 
 
+def _tag_bodies(
+    make_call: Callable[[Tools], Body],
+    marks: tuple[str, str, str],
+    *inner: str,
+    interrupts: str = "",
+) -> CallFormat:
+    """Calls whose tags are bodies of their own, all of them between two markers.
+
+    Args:
+        make_call: of what follows the marker before each call.
+        marks: before the first one, after the last one, before each.
+        inner: further markers.
+        interrupts: see `CallFormat`.
+    """
+    opening, closing, before = marks
+    return CallFormat(
+        lambda tools: Section(lambda: make_call(tools), before, closing),
+        opening,
+        inner=(closing, *inner),
+        interrupts=interrupts,
+    )
+
+
 def _step_tags(tools: Tools) -> Body:
     return MarkedParameters(tools, _STEP)
 
@@ -212,6 +247,12 @@ CALL_FORMATS = {
     "internlm": _objects("".join(_PLUGIN), "<|action_end|>", inner=_PLUGIN),
     "jamba": _array("<tool_calls>", "</tool_calls>"),
     "kimi_k2": _heads(_KIMI, (NAME, "<|tool_call_argument_begin|>"), is_numbered=True),
+    "kimi_k3": _tag_bodies(
+        AttributedCall,
+        (TOOLS_OPEN, TOOLS_CLOSE, f"{OPEN}call"),
+        *(OPEN, CLOSE, SEP, END_OF_ARGUMENT),
+        interrupts=TOOLS_OPEN,
+    ),
     "lfm2": _python("<|tool_call_start|>", "<|tool_call_end|>", bare=""),
     "llama3_json": _bare_objects("<|python_tag|>"),
     "llama4_json": _bare_objects("<|python_tag|>"),
@@ -219,6 +260,11 @@ CALL_FORMATS = {
     "longcat": _objects("<longcat_tool_call>", "</longcat_tool_call>"),
     "mimo": _tags(_QWEN, "<tool_call>", "</tool_call>", interrupts=_QWEN_CALL),
     "minimax_m2": _tag_section(_MINIMAX, "<minimax:tool_call>", "</minimax:tool_call>"),
+    "minimax_m3": _tag_bodies(
+        ElementCall,
+        (f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>", f"{NAMESPACE}<invoke"),
+        NAMESPACE,
+    ),
     "mistral": CallFormat(MistralCalls, "[TOOL_CALLS]", inner=(CALL_ID, ARGS), make_id=short_id),
     "olmo3": CallFormat(
         lambda tools: CallLines(lambda: PythonCall(tools)),

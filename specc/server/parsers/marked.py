@@ -11,15 +11,14 @@ from typing import Any
 from specc.server.parsers.bodies import Body, CallArray, CallObject, NamedArguments
 from specc.server.parsers.events import CallArguments, Event, find_marker
 from specc.server.parsers.json_scan import JsonScan, skip_white
+from specc.server.parsers.schema_part import types_of
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 # a name in an attribute, and DeepSeek's next one
 _QUOTED = re.compile(r"""\s*(["'])([^"']*)\1(?:\s+string=(["'])(true|false)\3)?\s*""")
 # of a value that is JSON, whatever the schema says
-_ANY = ("null", "boolean", "number", "array", "object")
+ANY_TYPE = ("null", "boolean", "number", "array", "object")
 _CONTAINERS = {"object": dict, "array": list, "boolean": bool, "null": type(None)}
-# levels of references, each of which may lead to the next
-_MAX_REFERENCES = 8
 
 
 class MistralCalls(Body):
@@ -270,7 +269,7 @@ class MarkedParameters(Body):
         self._keys.add(key)
         self._types = types_of(self._schema, key)
         if is_text is not None:
-            self._types = None if is_text else self._types or _ANY
+            self._types = None if is_text else self._types or ANY_TYPE
         quote = "" if self._types else '"'
         events.append(CallArguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {quote}"))
         self._mark, self._title = "", None
@@ -326,34 +325,6 @@ class MarkedParameters(Body):
             events.append(CallArguments(in_string(self._value)))
         self._value = None
         return super().cut(events)
-
-
-def types_of(schema: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
-    """Types that an argument may have, in the schema's order; None where it is text."""
-    properties = schema.get("properties")
-    own = properties.get(key) if isinstance(properties, Mapping) else None
-    found = tuple(dict.fromkeys(_types(own, schema, _MAX_REFERENCES)))
-    return None if found in ((), ("string",)) else found
-
-
-def _types(part: Any, root: Mapping[str, Any], depth: int) -> list[str]:
-    if not isinstance(part, Mapping) or not depth:
-        return []
-    declared = part.get("type")
-    types = [declared] if isinstance(declared, str) else []
-    if isinstance(declared, list):
-        types += [item for item in declared if isinstance(item, str)]
-    for name in ("anyOf", "oneOf"):
-        choices = part.get(name)
-        for choice in choices if isinstance(choices, list) else ():
-            types += _types(choice, root, depth - 1)
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        types += _types(found, root, depth - 1)
-    return types
 
 
 def as_json(value: str, types: tuple[str, ...] | None) -> str:

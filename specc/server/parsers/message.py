@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class MessageParser:
         max_calls: what is called beyond is left out, as by vLLM; None is any number.
         make_id: of calls to which the model gives none, or one that another call has.
         taken_ids: of calls earlier in the conversation.
+        is_numbered: ids of the model are `functions.name:0`: one that another call has gets the
+            next number that is free, as the model's template wants that form.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class MessageParser:
         max_calls: int | None = None,
         make_id: Callable[[], str] = openai_id,
         taken_ids: Iterable[str] = (),
+        is_numbered: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._max_calls = max_calls
         self._make_id = make_id
         self._ids = set(taken_ids)
+        self._is_numbered = is_numbered
         self._num_calls = 0
         self._num_whole = 0
         # white space since the last call, and whether there is nothing else
@@ -139,10 +144,19 @@ class MessageParser:
     def _id_of(self, call: CallBegin) -> str:
         """The model's own, unless another call has it: answers of tools name their call by it."""
         call_id = call.id
+        if call_id in self._ids and self._is_numbered:
+            call_id = self._next_number(call)
         if not call_id or call_id in self._ids:
             call_id = self._make_id()
         self._ids.add(call_id)
         return call_id
+
+    def _next_number(self, call: CallBegin) -> str:
+        """The id with the first free number after the one that the model has written."""
+        assert call.id is not None, "an id that another call has"
+        first = int(call.id.rpartition(":")[2]) + 1
+        ids = (f"functions.{call.name}:{number}" for number in itertools.count(first))
+        return next(one for one in ids if one not in self._ids)
 
     @property
     def _index(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from specc.server.parsers.answer import Answer
 from specc.server.parsers.calls import Tools
+from specc.server.parsers.channels import ChannelsFormat
 from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
 from specc.server.parsers.harmony import HARMONY, HarmonyFormat
 
@@ -25,6 +26,7 @@ class ReasoningFormat:
         is_implied: an output begins with thinking, marked or not, unless the prompt has closed it.
         label: a word after the opening marker that is no thinking; none for "".
         answers: pairs of markers, one of which may stand around the text after it.
+        is_closed_at_once: an output may begin with the closing marker alone, which is no text.
     """
 
     opening: str
@@ -32,6 +34,7 @@ class ReasoningFormat:
     is_implied: bool = False
     label: str = ""
     answers: tuple[tuple[str, str], ...] = ()
+    is_closed_at_once: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -58,8 +61,9 @@ _IMPLIED = ReasoningFormat("<think>", "</think>", is_implied=True)
 _COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
 _RESPONSE = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 
+ThinkingFormat = ReasoningFormat | HarmonyFormat | ChannelsFormat
 # as `--reasoning-parser` calls them, which are vLLM's names
-FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
+FORMATS: dict[str, ThinkingFormat] = {
     "cohere_command3": ReasoningFormat(*_COHERE, answers=(_RESPONSE,)),
     "cohere_command4": ReasoningFormat(
         *_COHERE, answers=(_RESPONSE, ("<|START_TEXT|>", "<|END_TEXT|>"))
@@ -78,8 +82,10 @@ FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
     "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answers=(("<answer>", "</answer>"),)),
     "hy_v3": _THINK,
     "kimi_k2": _THINK,
+    "kimi_k3": ChannelsFormat(),
     "mimo": _THINK,
     "minimax_m2": _IMPLIED,
+    "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>", is_closed_at_once=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "nemotron_v3": _IMPLIED,
     "olmo3": _THINK,
@@ -146,16 +152,22 @@ class ReasoningParser(Parser):
         return [*events, Text(rest)] if rest else events
 
     def _begin(self) -> bool:
-        """Take the opening marker, if there is one; False where that is not certain yet."""
+        """Take the marker at the beginning, if there is one; False where that is not certain."""
+        form = self._form
         begin = self._held = self._blanks.take(self._held)
-        if len(begin) < len(self._form.opening) and self._form.opening.startswith(begin):
+        may_close = form.is_closed_at_once and not self._is_inside
+        marks = (form.opening, form.closing) if may_close else (form.opening,)
+        if any(len(begin) < len(mark) and mark.startswith(begin) for mark in marks):
             return False
         self._has_begun = True
         self._held = self._blanks.pop() + begin
-        if begin.startswith(self._form.opening):
+        if begin.startswith(form.opening):
             self._is_inside = True
-            self._is_labeled = bool(self._form.label)
-            self._held = begin.removeprefix(self._form.opening)
+            self._is_labeled = bool(form.label)
+            self._held = begin.removeprefix(form.opening)
+        elif may_close and begin.startswith(form.closing):
+            self._is_over = True
+            self._held = begin.removeprefix(form.closing)
         return True
 
     def _pass_on(self) -> list[Event]:

@@ -9,10 +9,9 @@ from typing import Any
 from specc.errors import RequestError
 from specc.server.parsers.calls import CallFormat, CallParser, Tools
 from specc.server.parsers.formats import CALL_FORMATS
-from specc.server.parsers.harmony import HarmonyFormat
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.names import TOOL_CALL_PARSERS, agreed_parsers
-from specc.server.parsers.reasoning import FORMATS, ReasoningFormat
+from specc.server.parsers.reasoning import FORMATS, ThinkingFormat
 
 _TOOL = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
 
@@ -122,7 +121,7 @@ def read_message(
 
 def message_parser(
     form: CallFormat | None,
-    thinks: ReasoningFormat | HarmonyFormat | None,
+    thinks: ThinkingFormat | None,
     tools: Tools,
     prompt: str,
     max_calls: int | None = None,
@@ -144,7 +143,7 @@ def message_parser(
     if form is None:
         return MessageParser(reasoning)
     calls = None if form.is_in_messages else CallParser(form, tools)
-    return MessageParser(reasoning, calls, max_calls, form.make_id, taken_ids)
+    return MessageParser(reasoning, calls, max_calls, form.make_id, taken_ids, form.is_numbered)
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.attend_config import AttendConfig, Work, plan_work
-from specc.kernels.cuda.attend_kernels import _divide
+from specc.kernels.cuda.attend_visible import divide
 from specc.kernels.cuda.attend_work import find_work
 from tests.kernels.cuda.attend_shares import MIXED, Share, shares, utilization_of, work_of
 from tests.tiers import every
@@ -173,7 +173,7 @@ def test_a_single_sequence_in_tiles(device: torch.device) -> None:
 @triton.jit
 def divide_kernel(found, group, count, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(found + o, _divide(o, group), mask=o < count)
+    tl.store(found + o, divide(o, group), mask=o < count)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
-from specc.cost.latency_table import draft_levels
+from specc.cost.draft_levels import draft_levels
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.reference.accept import draft_children_reference

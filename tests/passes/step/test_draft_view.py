@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specc.artifact.graph_io import graph_from_json
-from specc.cost.latency_table import draft_levels
+from specc.cost.draft_levels import draft_levels
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.step_buffers import PADDING

@@ -17,9 +17,11 @@ def test_no_more_than_there_were() -> None:
     """The policy may have left fewer nodes."""
     confidence = torch.tensor([[0.9, 0.2, 0.9], [0.9, 0.9, 0.9]])
     group = StepGroup(CHAIN, [])
-    assert cut_unlikely(group, confidence, 0.5).live == (2, 4)
+    found = cut_unlikely(group, confidence, 0.5)
+    assert (found.live, found.allowed) == ((2, 4), (4, 4))
     group = StepGroup(CHAIN, [], live=(3, 1))
-    assert cut_unlikely(group, confidence, 0.5).live == (2, 1)
+    found = cut_unlikely(group, confidence, 0.5)
+    assert (found.live, found.allowed) == ((2, 1), (3, 1))
 
 
 def test_plans_that_say_it() -> None:

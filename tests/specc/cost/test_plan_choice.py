@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from specc.cost.acceptance import expected_tokens
 from specc.cost.best_tree import best_tree, to_tree
-from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape, fed_rows
+from specc.cost.draft_levels import fed_rows
+from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.cost.plan_choice import best_plan
 from specc.cost.roofline import roofline

@@ -37,10 +37,19 @@ COHERE = (
     "<|START_THINKING|>add, 🙂<|END_THINKING|><|START_RESPONSE|>I add.<|END_RESPONSE|>"
     f"<|START_ACTION|>{ACTION}<|END_ACTION|>"
 )
+K3_TOOLS = (
+    '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="x"'
+    ' type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+)
+CHANNELS = (
+    "<|open|>think<|sep|>add, 🙂<|close|>think<|sep|><|open|>response<|sep|>I add."
+    f"<|close|>response<|sep|>{K3_TOOLS}<|close|>message<|sep|>"
+)
 # by the parser of calls: that of thinking, and what the model says
 OUTPUTS = {
     "openai": (None, HARMONY),
     "kimi_k2": (None, SECTION),
+    "kimi_k3": (None, CHANNELS),
     "gemma4": ("gemma4", GEMMA),
     "cohere_command3": ("cohere_command3", COHERE),
 }
@@ -95,7 +104,13 @@ def test_an_id_that_the_conversation_has(name: str) -> None:
         (call,) = parser.feed(OUTPUTS[name][1], is_last=True).calls
         assert call.name == "add"
         assert call.id is not None
-        assert call.id == IDS[name] if is_own else call.id.startswith("call_")
+        if is_own:
+            assert call.id == IDS[name]
+        elif name == "kimi_k2":
+            # its template has such ids alone
+            assert call.id == "functions.add:1"
+        else:
+            assert call.id.startswith("call_")
 
 
 def test_without_tools_a_call_is_content(rig) -> None:
@@ -112,6 +127,9 @@ def test_without_tools_a_call_is_content(rig) -> None:
         assert choice.message.content == f'I add.\n{head}{{"x": 1}}'
     elif name == "kimi_k2":
         assert choice.message.content == SECTION
+    elif name == "kimi_k3":
+        assert choice.message.reasoning == "add, 🙂"
+        assert choice.message.content == f"I add.{K3_TOOLS}"
     else:
         assert choice.message.reasoning == "add, 🙂"
         call = "call:add{x:1,s:🙂}}" if name == "gemma4" else ACTION
@@ -131,12 +149,13 @@ def test_a_call_that_is_required(rig, choice: Any) -> None:
     assert call.function.arguments == "{}"
 
 
-def test_harmony_is_one_form() -> None:
-    assert ServeConfig(tool_call_parser="openai").reasoning_parser == "openai_gptoss"
-    assert ServeConfig(reasoning_parser="openai_gptoss").tool_call_parser is None
+@pytest.mark.parametrize(("calls", "thinks"), [("openai", "openai_gptoss"), ("kimi_k3", "kimi_k3")])
+def test_both_are_one_form(calls: str, thinks: str) -> None:
+    assert ServeConfig(tool_call_parser=calls).reasoning_parser == thinks
+    assert ServeConfig(reasoning_parser=thinks).tool_call_parser is None
     for options in (
-        {"tool_call_parser": "openai", "reasoning_parser": "qwen3"},
-        {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"},
+        {"tool_call_parser": calls, "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "hermes", "reasoning_parser": thinks},
     ):
         with pytest.raises(ConfigError, match="parts of one form"):
             ServeConfig(**options)

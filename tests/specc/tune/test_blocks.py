@@ -15,7 +15,8 @@ import torch
 from specc.artifact.directory import open_engine
 from specc.compiler.build import build
 from specc.config import CompileConfig
-from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds, draft_levels
+from specc.cost.draft_levels import draft_levels
+from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer

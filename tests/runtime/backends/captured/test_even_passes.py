@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from specc.kernels.cuda.launch import even_tokens, is_even
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.bound_step import BoundStep, is_even_pass
+from specc.runtime.backends.captured.step_parts import StepParts
 from tests.runtime.backends.test_step_constants import PLANS
 
 
@@ -50,7 +51,8 @@ def test_launches_know_it_of_such_passes_alone() -> None:
         "cache_len": torch.zeros(2, dtype=torch.int64),
         "starts": torch.tensor([0, 2, 4], dtype=torch.int32),
     }
-    step = BoundStep({"all": fx.GraphModule(module, graph)}, {}, inputs, torch.zeros(2, 3))
+    stages = {"all": fx.GraphModule(module, graph)}
+    step = BoundStep(StepParts(stages, {}, inputs, torch.zeros(2, 3)))
     step._leave_results = lambda: None  # type: ignore[method-assign]
     with even_tokens():
         # of a pass that says nothing, whoever called

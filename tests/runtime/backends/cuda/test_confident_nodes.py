@@ -21,10 +21,11 @@ from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay
 from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy, Policy
-from specc.runtime.scheduling.batch import Batch, RunResult
+from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.live_nodes import captured_rows
@@ -36,7 +37,7 @@ from tests.runtime.backends.captured.simulated_device import LateDevice, Simulat
 from tests.runtime.backends.cuda.test_live_nodes import COUNTERS
 from tests.runtime.draft_cases import SIZES
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
-from tests.runtime.live_rig import ScriptedNodes
+from tests.runtime.live_rig import SLOW, ByAcceptance, ScriptedNodes
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 # random drafters are about as sure of all that they propose
@@ -118,6 +119,7 @@ def served(
     policy: Policy,
     own: Sequence[SamplingParams],
     threshold: float = THRESHOLD,
+    prompts: Sequence[list[int]] = PROMPTS,
     **limits: Any,
 ) -> Served:
     if name is None:
@@ -141,7 +143,7 @@ def served(
         postprocess(batch, result)
 
     scheduler.postprocess = noted
-    outputs = llm.generate(PROMPTS[: len(own)], own)
+    outputs = llm.generate(list(prompts[: len(own)]), own)
     stats = llm.get_metrics()
     tokens = [output.outputs[0].token_ids for output in outputs]
     return Served(tokens, steps, [getattr(stats, name) for name in COUNTERS], batches, llm)
@@ -189,6 +191,61 @@ def test_no_more_is_verified_than_the_policy_says(
     assert {live < most for live, most in pairs} == {True, False}
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+def test_goodput_learns_as_on_eager(
+    engine_of: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
+) -> None:
+    """It leaves nodes out by what it has learned, and so it does from step to step."""
+    path, own = engine_of(), [replace(one, max_tokens=24) for one in params(rule)]
+    # all begin together on every backend
+    prompts = [prompt[:1] for prompt in PROMPTS]
+
+    def policy() -> ByAcceptance:
+        # an iteration takes so long that drafting goes on for a while
+        table = replace(SLOW, iteration_s=3.0)
+        return ByAcceptance({plan.name: plan}, table, {"draft_0": [[0.95]]}, shares_pass=False)
+
+    policies = policy(), policy()
+    wanted = served(path, "eager", policies[0], own, prompts=prompts)
+    found = served(path, None, policies[1], own, prompts=prompts)
+    assert found[:3] == wanted[:3]
+    shown = [[(x.live, x.allowed) for x in one.groups] for one in policies]
+    assert shown[0] == shown[1]
+    pairs = {pair for live, allowed in shown[0] for pair in zip(live, allowed, strict=True)}
+    assert {live < most for live, most in pairs} == {True, False}
+    assert {most < plan.num_nodes for _, most in pairs} == {True, False}
+    learned = [(one._acceptance.rates(plan), one._ends.going_on(plan)) for one in policies]
+    assert learned[0] == learned[1]
+    plain = served(path, "eager", FixedPolicy("off"), own, 0.0, prompts)
+    assert found.tokens == plain.tokens
+
+
+def test_both_options(engine_of: Any, device: SimulatedDevice) -> None:
+    """As an engine is opened with them: goodput decides while results are on their way."""
+    path, own = engine_of(), [replace(one, max_tokens=24) for one in params("coupled")]
+    engine = load(path, capture=CaptureLimits.lazy())
+    core = EngineCore(
+        engine, policy="goodput", adapts_verification=True, confidence_threshold=THRESHOLD
+    )
+    groups: list[StepGroup] = []
+    observe = core.scheduler.policy.observe
+
+    def noted(group: StepGroup, step: StepResult) -> None:
+        groups.append(group)
+        observe(group, step)
+
+    core.scheduler.policy.observe = noted  # type: ignore[method-assign]
+    requests = [core.requests.make(p, x) for p, x in zip(PROMPTS, own, strict=True)]
+    for request in requests:
+        core.scheduler.add(request)
+    while core.scheduler.has_work:
+        core.advance()
+    plain = served(path, "eager", FixedPolicy("off"), own, threshold=0.0)
+    assert [request.output_token_ids for request in requests] == plain.tokens
+    assert any(group.live != group.allowed for group in groups if group.allowed)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_steps_are_drafted_ahead_of_results(
     engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, late: bool
@@ -214,18 +271,43 @@ def test_steps_are_drafted_ahead_of_results(
     assert num_half > len(queued) / 2
 
 
-def test_engines_that_serve_two_thresholds(engine_of: Any, device: SimulatedDevice) -> None:
-    """A step that was drafted ahead is queued anew where another one came in between."""
+@pytest.mark.parametrize(
+    ("thresholds", "late"), [((THRESHOLD, 0.0, 0.6), False), ((THRESHOLD, THRESHOLD), True)]
+)
+def test_engines_that_serve_several(
+    engine_of: Any,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    thresholds: tuple[float, ...],
+    late: bool,
+) -> None:
+    """A step that was drafted ahead is queued anew where another one came in between.
+
+    Of one threshold both are of the same graphs and read the same memory: on a late device the
+    draft that was dropped still leaves its numbers there, before that of the step in between.
+    """
+    if late:
+        monkeypatch.setattr(backend, "cuda_device", LateDevice)
+    completed: list[bool] = []
+    complete = HalfReplay.complete
+
+    def noted(half: HalfReplay) -> PendingReplay | None:
+        found = complete(half)
+        completed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(HalfReplay, "complete", noted)
     path = engine_of()
     engine = load(path, capture=CaptureLimits.lazy())
-    thresholds = (THRESHOLD, 0.0, 0.6)
     cores = [EngineCore(engine, CHAIN.name, confidence_threshold=x) for x in thresholds]
     alone = load(path, backend="eager")
     found, wanted = [], []
-    for core, threshold in zip(cores, thresholds, strict=True):
+    for place, (core, threshold) in enumerate(zip(cores, thresholds, strict=True)):
         other = EngineCore(alone, CHAIN.name, confidence_threshold=threshold)
+        # requests differ where thresholds do not
+        prompt = PROMPTS[place * late]
         for into, one in ((found, core), (wanted, other)):
-            request = one.requests.make(PROMPTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
+            request = one.requests.make(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
             one.scheduler.add(request)
             into.append(request)
         while other.scheduler.has_work:
@@ -236,7 +318,8 @@ def test_engines_that_serve_two_thresholds(engine_of: Any, device: SimulatedDevi
     assert [x.output_token_ids for x in found] == [x.output_token_ids for x in wanted]
     counts = [x.stats.num_draft_tokens for x in found]
     assert counts == [x.stats.num_draft_tokens for x in wanted]
-    assert len(set(counts)) == 3
+    assert len(set(counts)) == len(thresholds)
+    assert completed.count(False) > 5
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)

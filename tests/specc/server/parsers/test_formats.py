@@ -18,13 +18,15 @@ from specc.server.parsers.reasoning import FORMATS, ReasoningParser
 from tests.specc.server.parsers.pieces import Found, counted, cut, joined
 from tests.specc.server.parsers.writers import WRITERS, Call, write_cohere, write_kimi
 
+# of values that are texts in tags within tags
+KEYS = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 TOOLS: dict[str, Any] = {
     "add": {
         "type": "object",
         "properties": {
             "x": {"type": "integer"},
             "s": {"type": "string"},
-            "o": {"type": "object"},
+            "o": {"type": "object", "properties": {"k": {"type": "array", "items": KEYS}}},
             "f": {"type": "boolean"},
         },
     },
@@ -38,6 +40,11 @@ BEFORE = {"pythonic": ""}
 BOTH: list[Call] = [("add", {"x": -1, "s": NASTY, "o": {"k": [1, "}"]}, "f": True}), ("now", {})]
 
 
+N = "]<]minimax[>["
+M3, M3_END = f'{N}<tool_call>{N}<invoke name="add">', f"{N}</invoke>{N}</tool_call>"
+K3 = '<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|>'
+K3_ARG, K3_END = "<|close|>argument<|sep|>", "<|close|>call<|sep|><|close|>tools<|sep|>"
+K3_S = '<|open|>argument key="s" type="string"<|sep|>'
 FORMS = [name for name, form in CALL_FORMATS.items() if not form.is_in_messages]
 
 
@@ -94,7 +101,8 @@ def test_wherever_it_is_cut(form: str) -> None:
             assert name == want_name
             rest = arguments[shared(want, arguments) :]
             # of a text, what may have become the mark after it
-            assert re.fullmatch(r"(\\n)?(<[^>]*)?", rest), end
+            is_mark = any(mark.startswith(rest) for mark in CALL_FORMATS[form].markers)
+            assert is_mark or re.fullmatch(r"(\\n)?(<[^>]*)?", rest), end
         if not part.calls:
             assert part.content == text[:end]
         elif part.is_whole:
@@ -106,7 +114,8 @@ def test_wherever_it_is_cut(form: str) -> None:
     "form",
     [
         "apertus", "cohere_command3", "deepseek_v3", "deepseek_v32", "functiongemma", "gemma4",
-        "glm45", "granite", "hy_v3", "kimi_k2", "minimax_m2", "step3", "xlam",
+        "glm45", "granite", "hy_v3", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "step3",
+        "xlam",
     ],
 )  # fmt: skip
 def test_pieces_do_not_matter(form: str) -> None:
@@ -163,6 +172,27 @@ def test_an_id_that_another_call_has_is_no_id() -> None:
         )
         found = joined(parser, cut(write_cohere([*BOTH, BOTH[1]]), [size])).calls
         assert [call.id for call in found] == ["call_0", "1", "call_1"]
+
+
+def test_ids_of_kimi_have_the_next_number_that_is_free() -> None:
+    """Templates want that form, and models may begin at 0 each time."""
+    for size in (1, 7, 500):
+        parser = MessageParser(
+            calls=CallParser(CALL_FORMATS["kimi_k2"], TOOLS),
+            make_id=counted(),
+            taken_ids=["functions.add:0", "functions.add:1", "functions.now:7", "call_9"],
+            is_numbered=CALL_FORMATS["kimi_k2"].is_numbered,
+        )
+        found = joined(parser, cut(write_kimi([*BOTH, BOTH[1]]), [size])).calls
+        ids = [call.id for call in found]
+        assert ids == ["functions.add:2", "functions.now:1", "functions.now:2"]
+    # of one output, and without the prefix
+    text = write_kimi([BOTH[1], BOTH[1]]).replace("functions.now:0", "now:1")
+    parser = MessageParser(
+        calls=CallParser(CALL_FORMATS["kimi_k2"], TOOLS), taken_ids=["now:1"], is_numbered=True
+    )
+    found = joined(parser, [text]).calls
+    assert [call.id for call in found] == ["functions.now:2", "functions.now:1"]
 
 
 B, E, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
@@ -241,6 +271,94 @@ CASES = {
                                   [("now", "{}")], True),
     "no separator": ("hy_v3", "<tool_calls><tool_call>now</tool_call></tool_calls>",
                      "<tool_calls><tool_call>now</tool_call></tool_calls>", [], False),
+    "an escaped key": (
+        "kimi_k3",
+        f'{K3}<|open|>argument key="a&quot;&amp;" type="string"<|sep|>&amp;{K3_ARG}{K3_END}',
+        "", [("add", '{"a\\"&": "&amp;"}')], True,
+    ),
+    "no type": (
+        "kimi_k3", f'{K3}<|open|>argument key="x"<|sep|>5{K3_ARG}{K3_END}',
+        "", [("add", '{"x": "5"}')], True,
+    ),
+    "a number that is none": (
+        "kimi_k3", f'{K3}<|open|>argument key="x" type="number"<|sep|>5x{K3_ARG}{K3_END}',
+        "", [("add", '{"x": "5x"}')], True,
+    ),
+    "white space in a section": (
+        "kimi_k3", f"{K3}\n {K3_S} a\n{K3_ARG}\n{K3_END}", "", [("add", '{"s": " a\\n"}')], True,
+    ),
+    "an argument without a key": (
+        "kimi_k3", f'{K3}<|open|>argument type="string"<|sep|>5',
+        '<|open|>argument type="string"<|sep|>5', [("add", "{")], False,
+    ),
+    "a key of kimi's twice": (
+        "kimi_k3", f"{K3}{K3_S}a{K3_ARG}{K3_S}b", f"{K3_S}b", [("add", '{"s": "a"')], False,
+    ),
+    "text after an argument": (
+        "kimi_k3", f"{K3}{K3_S}a{K3_ARG}b", "b", [("add", '{"s": "a"')], False,
+    ),
+    "a call without a name": (
+        "kimi_k3", '<|open|>tools<|sep|><|open|>call index="1"<|sep|>',
+        '<|open|>tools<|sep|><|open|>call index="1"<|sep|>', [], False,
+    ),
+    "a tag without an end": (
+        "kimi_k3", f"<|open|>tools<|sep|><|open|>call {'a' * 400}",
+        f"<|open|>tools<|sep|><|open|>call {'a' * 400}", [], False,
+    ),
+    "elements of an object": (
+        "minimax_m3",
+        f"{M3}\n{N}<o>\n{N}<k>\n{N}<item>1{N}</item>\n{N}<item>b{N}</item>{N}</k>\n"
+        f"{N}<z>1{N}</z>{N}<z>2{N}</z>{N}</o>\n{M3_END}",
+        "", [("add", '{"o": {"k": [1, "b"], "z": ["1", "2"]}}')], True,
+    ),
+    "elements without a schema": (
+        "minimax_m3",
+        f"{M3}{N}<y>{N}<item>1{N}</item>{N}</y>"
+        f"{N}<w>{N}<item>1{N}</item>{N}<v>{N}</v>{N}</w>{M3_END}",
+        "", [("add", '{"y": ["1"], "w": {"item": "1", "v": ""}}')], True,
+    ),
+    "nothing in it": (
+        "minimax_m3", f"{M3}{N}<o>{N}</o>{N}<s>{N}</s>{M3_END}",
+        "", [("add", '{"o": {}, "s": ""}')], True,
+    ),
+    "JSON for elements": (
+        "minimax_m3", f'{M3}{N}<o>{{"k": [1]}}{N}</o>{N}<x>1e400{N}</x>{M3_END}',
+        "", [("add", '{"o": {"k": [1]}, "x": "1e400"}')], True,
+    ),
+    "the same name inside": (
+        "minimax_m3", f"{M3}{N}<y>{N}<y>1{N}</y>{N}</y>{M3_END}",
+        "", [("add", '{"y": {"y": "1"}}')], True,
+    ),
+    "white space is text": (
+        "minimax_m3", f"{M3}{N}<s> \n{N}</s>{N}<y>\n a ]{N}</y>{M3_END}",
+        "", [("add", '{"s": " \\n", "y": "\\n a ]"}')], True,
+    ),
+    "text beside elements": (
+        "minimax_m3", f"{M3}{N}<o>a{N}<k>{N}</k>{N}</o>b",
+        f"a{N}<k>{N}</k>{N}</o>b", [("add", '{"o": ')], False,
+    ),
+    "elements after a text": (
+        "minimax_m3", f"{M3}{N}<s>a{N}<k>b", f"{N}<k>b", [("add", '{"s": "a')], False,
+    ),
+    "another end": (
+        "minimax_m3", f"{M3}{N}<s>a{N}</y>b", f"{N}</y>b", [("add", '{"s": "a')], False,
+    ),
+    "no mark before a tag": ("minimax_m3", f"{M3}<s>a", "<s>a", [("add", "{")], False),
+    "an empty tag": ("minimax_m3", f"{M3}{N}< >a", f"{N}< >a", [("add", "{")], False),
+    "no white space": (
+        "minimax_m3", f'{N}<tool_call>{N}<invokename="now">',
+        f'{N}<tool_call>{N}<invokename="now">', [], False,
+    ),
+    "a name without quotes": (
+        "minimax_m3", f"{N}<tool_call>{N}<invoke name=now>{M3_END}", "", [("now", "{}")], True,
+    ),
+    "more in a tag": (
+        "minimax_m3", f'{N}<tool_call>{N}<invoke name="now" !>',
+        f'{N}<tool_call>{N}<invoke name="now" !>', [], False,
+    ),
+    "too deep": (
+        "minimax_m3", f"{M3}{f'{N}<y>' * 65}a", f"{f'{N}<y>' * 64}a", [("add", '{"y": ')], False,
+    ),
     "words like a mark": ("gigachat3", "a function call {}", "a function call {}", [], False),
     "a word like a mark": ("phi4_mini_json", "functools.wraps(add)", "functools.wraps(add)", [],
                            False),
@@ -252,6 +370,17 @@ def test_cases(name: str) -> None:
     form, text, content, calls, whole = CASES[name]
     for size in (*range(1, 9), len(text)):
         assert read(form, text, (size,)) == Found(content, calls, whole), size
+
+
+@pytest.mark.parametrize(("form", "begin"), [("kimi_k3", K3), ("minimax_m3", M3)])
+def test_a_tag_without_an_end_is_handed_out(form: str, begin: str) -> None:
+    """While the text goes on: nothing is held back without bound."""
+    before = begin[: begin.rindex(" tool=" if form == "kimi_k3" else " name=")]
+    for size in (1, 7, 1000):
+        parser = MessageParser(calls=CallParser(CALL_FORMATS[form], TOOLS))
+        text = f"{before} {'a' * 1000}"
+        found = [parser.feed(piece, is_last=False).content for piece in cut(text, [size])]
+        assert "".join(found) == text
 
 
 @pytest.mark.parametrize(

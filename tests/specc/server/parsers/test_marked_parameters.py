@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from specc.server.parsers.calls import CallParser
 from specc.server.parsers.events import Text
 from specc.server.parsers.formats import CALL_FORMATS
-from specc.server.parsers.marked import types_of
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.reasoning import FORMATS, ReasoningParser
+from specc.server.parsers.schema_part import types_of
 from tests.specc.server.parsers.pieces import Found, counted, found
 
 SCHEMA: dict[str, Any] = {

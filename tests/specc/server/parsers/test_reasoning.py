@@ -11,6 +11,10 @@ from specc.server.parsers.message import Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS, ReasoningParser
 from tests.specc.server.parsers.pieces import cut, joined
 
+K3_THINK, K3_SAY = "<|open|>think<|sep|>", "<|open|>response<|sep|>"
+K3_THINK_END, K3_SAY_END = "<|close|>think<|sep|>", "<|close|>response<|sep|>"
+K3_END = "<|close|>message<|sep|>"
+
 
 def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None) -> Delta:
     return joined(
@@ -43,6 +47,28 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
         ("gemma4", "A<|channel>", "thought\na<channel|>b", "a", "b"),
         ("gemma4", "A<|channel>thought\n<channel|>", "thought\nb", "", "thought\nb"),
         ("gemma4", "A", "thought\nb", "", "thought\nb"),
+        ("minimax_m3", "A", "<mm:think>a</mm:think>b", "a", "b"),
+        ("minimax_m3", "A<mm:think>", "a</mm:think>b", "a", "b"),
+        ("minimax_m3", "A", "</mm:think>b</mm:think>", "", "b</mm:think>"),
+        ("minimax_m3", "A<mm:think>", "</mm:think>b", "", "b"),
+        ("minimax_m3", "A", "</mm:thi", "", "</mm:thi"),
+        ("qwen3", "A", "</think>b", "", "</think>b"),
+        # channels
+        ("kimi_k3", "A", f"{K3_THINK}a\n{K3_THINK_END}\n{K3_SAY}\nb\n{K3_SAY_END}{K3_END}", "a\n",
+         "\nb\n"),
+        ("kimi_k3", f"A{K3_THINK}", f"a{K3_THINK_END}{K3_SAY}b{K3_SAY_END}\n", "a", "b"),
+        ("kimi_k3", f"A{K3_SAY}", f"b {K3_THINK}c{K3_SAY_END}{K3_END}", "", f"b {K3_THINK}c"),
+        ("kimi_k3", "A", f"{K3_THINK}a{K3_THINK_END}\n{K3_SAY}b{K3_SAY_END}c", "a", "bc"),
+        ("kimi_k3", "A", "a  b\n", "", "a  b\n"),
+        ("kimi_k3", "A", f" a  c {K3_SAY}b", "", " a  cb"),
+        ("kimi_k3", "A", f"b{K3_SAY_END}{K3_END}", "", "b"),
+        ("kimi_k3", f"A{K3_THINK}", f"a{K3_SAY}b", f"a{K3_SAY}b", ""),
+        ("kimi_k3", "A", f"{K3_THINK}a{K3_THINK_END}{K3_THINK}b{K3_THINK_END}c", "ab", "c"),
+        ("kimi_k3", f"A{K3_THINK}", "a<|clo", "a<|clo", ""),
+        ("kimi_k3", "A", f"{K3_SAY}b<|close|>resp", "", "b<|close|>resp"),
+        ("kimi_k3", "A", f"{K3_SAY}b{K3_SAY_END}<|open|>tools<|sep|>{K3_SAY}", "",
+         f"b<|open|>tools<|sep|>{K3_SAY}"),
+        ("kimi_k3", "A", "\n\n", "", "\n\n"),
         # marks around the answer
         ("ernie45", "A", "a\n</think>\n\n<response>\nb\nc\n</response>\n", "a\n", "b\nc"),
         ("ernie45", "A", "a</think>\nb\n", "a", "\nb\n"),

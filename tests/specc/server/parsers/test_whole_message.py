@@ -69,6 +69,20 @@ def test_a_form_of_thinking_and_calls_in_one() -> None:
     assert [call.function.name for call in found.tool_calls] == ["add"]
 
 
+def test_calls_of_kimi_k3_in_the_middle() -> None:
+    """Of an answer that nothing has closed, and of thinking that nothing has closed."""
+    end = "<|close|>tools<|sep|><|close|>message<|sep|>"
+    call = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|>'
+    for text, prompt, reasoning, content in (
+        (f"<|open|>response<|sep|>a{call}", None, None, "a"),
+        (f"a{call}", "user: hi<|open|>think<|sep|>", "a", None),
+        (f"a{call}{end}", "<|open|>response<|sep|>", None, "a"),
+    ):
+        found = read_message(text, TOOLS, tool_call_parser="kimi_k3", prompt=prompt)
+        assert (found.reasoning, found.content) == (reasoning, content)
+        assert [one.function.name for one in found.tool_calls] == ["now"]
+
+
 def test_an_output_that_was_cut() -> None:
     found = read_message(ADD[:46], TOOLS, tool_call_parser="hermes")
     assert not found.is_whole

@@ -113,6 +113,42 @@ def _braces(before: str, after: str, quote: str) -> Callable[[list[Call]], str]:
     return lambda calls: "".join(f"{before}call:{name}{value(of)}{after}" for name, of in calls)
 
 
+def write_kimi_k3(calls: list[Call]) -> str:
+    def argument(key: str, of: Any) -> str:
+        kinds = {bool: "boolean", int: "number", str: "string", dict: "object"}
+        kind = next(name for known, name in kinds.items() if isinstance(of, known))
+        key = key.replace("&", "&amp;").replace('"', "&quot;")
+        head = f'<|open|>argument key="{key}" type="{kind}"<|sep|>'
+        return f"{head}{_value(of)}<|close|>argument<|sep|>"
+
+    parts = (
+        f'<|open|>call tool="{name}" index="{i}"<|sep|>'
+        f"{''.join(argument(*item) for item in arguments.items())}<|close|>call<|sep|>"
+        for i, (name, arguments) in enumerate(calls, start=1)
+    )
+    return f"<|open|>tools<|sep|>{''.join(parts)}<|close|>tools<|sep|>"
+
+
+def write_minimax_m3(calls: list[Call]) -> str:
+    mark = "]<]minimax[>["
+
+    def element(name: str, of: Any) -> str:
+        if isinstance(of, dict):
+            inner = "".join(element(*item) for item in of.items())
+        elif isinstance(of, list):
+            inner = "".join(element("item", item) for item in of)
+        else:
+            inner = _value(of)
+        return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+    parts = (
+        f'{mark}<invoke name="{name}">'
+        f"{''.join(element(*item) for item in arguments.items())}{mark}</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"{mark}<tool_call>\n{''.join(parts)}{mark}</tool_call>"
+
+
 def _keyed(calls: list[Call]) -> str:
     parts = (f'{{"{name}": {_json(arguments)}}}' for name, arguments in calls)
     return f"<|tools_prefix|>[{', '.join(parts)}]<|tools_suffix|>"
@@ -162,6 +198,7 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>"),
     "jamba": _array("<tool_calls>", "</tool_calls>"),
     "kimi_k2": write_kimi,
+    "kimi_k3": write_kimi_k3,
     "lfm2": _python("<|tool_call_start|>[", "]<|tool_call_end|>"),
     "llama3_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
     "llama4_json": lambda calls: "<|python_tag|>" + "; ".join(map(_object, calls)),
@@ -169,6 +206,7 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "longcat": _each("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     "mimo": _QWEN,
     "minimax_m2": _invoke("", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "minimax_m3": write_minimax_m3,
     "mistral": _array("[TOOL_CALLS]", ""),
     "olmo3": _python("<function_calls>\n", "\n</function_calls>", "\n"),
     "phi4_mini_json": _array("functools", ""),

@@ -1,0 +1,363 @@
+"""Calls between tags that have attributes, or names of their own for each parameter."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from specc.server.parsers.bodies import Body
+from specc.server.parsers.events import CallArguments, Event, find_marker
+from specc.server.parsers.json_scan import skip_white
+from specc.server.parsers.marked import ANY_TYPE, as_json, in_string
+from specc.server.parsers.schema_part import SchemaPart
+
+# what stands before each tag of MiniMax M3, a token of its vocabulary
+NAMESPACE = "]<]minimax[>["
+# marks of Kimi K3, likewise
+OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
+# characters of a tag; a name has 128 at most
+_MAX_TAG = 320
+# levels of lists and objects, as in bodies of requests
+_MAX_DEPTH = 64
+_ATTRIBUTE = re.compile(r"""\s+(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'<>]+))""")
+_ARGUMENT, END_OF_ARGUMENT, _END_OF_CALL = (
+    f"{OPEN}argument", f"{CLOSE}argument{SEP}", f"{CLOSE}call{SEP}"
+)  # fmt: skip
+
+
+class _At(enum.Enum):
+    """What a body reads."""
+
+    HEAD = enum.auto()
+    BETWEEN = enum.auto()
+    TAG = enum.auto()
+    VALUE = enum.auto()
+
+
+class _Tags(Body):
+    """A call whose opening tag has been begun; tags are read as wholes.
+
+    Args:
+        tools: of the request, with the schemas of their arguments.
+    """
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._tools = tools
+        self._at = _At.HEAD
+        # of a mark, a tag or a text, what has come and is neither handed out nor dropped
+        self._part = ""
+        self._schema = SchemaPart({})
+        self._keys: set[str] = set()
+
+    @property
+    def raw(self) -> str:
+        # of a call that has begun, what is being read belongs to nothing yet
+        return super().raw + (self._part if self.num_calls else "")
+
+    def _take_mark(self, text: str, at: int, *wanted: str) -> tuple[int, str | None]:
+        """One character of a mark, which white space may stand before; the mark once it is there.
+
+        None of these marks begins with another.
+        """
+        if not self._part and (end := skip_white(text, at)) > at:
+            return end, None
+        part = self._part + text[at]
+        if not any(mark.startswith(part) for mark in wanted):
+            self.is_bad = True
+            return at, None
+        self._part = part
+        return at + 1, part if part in wanted else None
+
+    def _take_tag(self, text: str, at: int, begin: int, end: str) -> tuple[int, str | None]:
+        """All of a tag, or of the text; what is between its mark and its end, once that is there.
+
+        Args:
+            text: to take from.
+            at: the first character.
+            begin: characters of its mark, which are held.
+            end: of the tag.
+        """
+        num_held = len(self._part)
+        held = (self._part + text[at:])[: begin + _MAX_TAG + len(end)]
+        size = held.find(end, begin)
+        if size < 0 and len(held) == begin + _MAX_TAG + len(end):
+            self.is_bad = True
+            return at, None
+        if size < 0:
+            self._part = held
+            return len(text), None
+        return at + size + len(end) - num_held, held[begin:size]
+
+    def _begin_call(self, name: str | None, events: list[Event]) -> bool:
+        """Begin a call of one of the tools; False where it is none."""
+        if name is None or name not in self._tools:
+            self.is_bad = True
+            return False
+        self._schema = SchemaPart(self._tools[name] or {})
+        self._part, self._at = "", _At.BETWEEN
+        self._begin(name, events)
+        events.append(CallArguments("{"))
+        return True
+
+    def _end_call(self, events: list[Event]) -> None:
+        events.append(CallArguments("}"))
+        self._part, self._has_arguments = "", True
+        self._end(events)
+
+    def _add_key(self, key: str | None, events: list[Event], opening: str = "") -> bool:
+        """Write a key of the arguments, and how its value begins; False where it is none."""
+        if not key or key in self._keys:
+            self.is_bad = True
+            return False
+        comma = ", " if self._keys else ""
+        self._keys.add(key)
+        events.append(CallArguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {opening}"))
+        self._part, self._at = "", _At.VALUE
+        return True
+
+
+class AttributedCall(_Tags):
+    """`<|open|>call tool="name" index="1"<|sep|>` arguments `<|close|>call<|sep|>`, of Kimi K3.
+
+    An argument is `<|open|>argument key="key" type="string"<|sep|>value<|close|>argument<|sep|>`:
+    a string as it is, and JSON of any other type. Strings are handed out as they come, others when
+    they have ended. Up to `<|open|>call` it has been read.
+    """
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._is_string = False
+
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        if self._at is _At.VALUE:
+            return self._take_value(text, at, events)
+        if self._at is _At.BETWEEN:
+            end, mark = self._take_mark(text, at, _ARGUMENT, _END_OF_CALL)
+            if mark == _END_OF_CALL:
+                self._end_call(events)
+            elif mark is not None:
+                self._at = _At.TAG
+            return end
+        is_head = self._at is _At.HEAD
+        end, tag = self._take_tag(text, at, 0 if is_head else len(_ARGUMENT), SEP)
+        if tag is None:
+            return end
+        found = {
+            key: value.replace("&quot;", '"').replace("&amp;", "&")
+            for key, value in attributes(tag).items()
+        }
+        if is_head:
+            return end if self._begin_call(found.get("tool"), events) else at
+        is_string = found.get("type", "string") == "string"
+        if not self._add_key(found.get("key"), events, '"' if is_string else ""):
+            return at
+        self._is_string = is_string
+        return end
+
+    def _take_value(self, text: str, at: int, events: list[Event]) -> int:
+        """All of the text, up to the mark that ends the value."""
+        num_held = len(self._part)
+        held = self._part + text[at:]
+        size, marker = find_marker(held, END_OF_ARGUMENT)
+        if marker is not None:
+            value = as_json(held[:size], None if self._is_string else ANY_TYPE)
+            events.append(CallArguments(value))
+            self._part, self._at = "", _At.BETWEEN
+            return at + size + len(marker) - num_held
+        certain = held[:size] if self._is_string else ""
+        if certain:
+            events.append(CallArguments(in_string(certain)))
+        self._part = held[len(certain) :]
+        return len(text)
+
+    def cut(self, events: list[Event]) -> str:
+        """As of all bodies; what was held back of a string belongs to it."""
+        if self._at is _At.VALUE and self._is_string and self._part:
+            events.append(CallArguments(in_string(self._part)))
+        if not self.is_bad and self.num_calls:
+            self._part = ""
+        return super().cut(events)
+
+
+class _Element(NamedTuple):
+    """One that is open: its name, the texts in it, and JSON of each of the elements in it."""
+
+    name: str
+    schema: SchemaPart
+    texts: list[str]
+    children: list[tuple[str, str]]
+
+
+class ElementCall(_Tags):
+    """`<invoke name="name"><key>value</key> … </invoke>`, each tag after `NAMESPACE`: MiniMax M3.
+
+    A value is text, which is JSON of the types in the tool's schema, or elements: of a list one
+    for each of its values, of an object one for each key. Where the schema says neither, elements
+    that are all called `item` are a list. A key that is there several times has a list. Strings of
+    arguments are handed out as they come, other values when they have ended. Up to `<invoke` it has
+    been read.
+    """
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._open: list[_Element] = []
+        # of a value, what has come and is not handed out; whether a part of a string is
+        self._kept: list[str] = []
+        self._is_handed_out = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._kept) + super().raw
+
+    def _take(self, text: str, at: int, events: list[Event]) -> int:
+        if self._at is _At.VALUE:
+            return self._take_text(text, at, events)
+        if self._at is _At.BETWEEN:
+            end, mark = self._take_mark(text, at, NAMESPACE)
+            if mark is not None:
+                self._at = _At.TAG
+            return end
+        is_head = self._at is _At.HEAD
+        end, tag = self._take_tag(text, at, 0 if is_head else len(NAMESPACE), ">")
+        if tag is None:
+            return end
+        if is_head:
+            return end if self._begin_call(attributes(tag).get("name"), events) else at
+        is_known = tag.startswith("<") and self._read(tag[1:], events)
+        self.is_bad = not is_known
+        return end if is_known else at
+
+    def _read(self, tag: str, events: list[Event]) -> bool:
+        """What stands between `<` and `>`; False where it can't stand here."""
+        if not self._open:
+            if tag == "/invoke":
+                self._end_call(events)
+                return True
+            return self._open_first(tag, events)
+        self._kept.append(f"{NAMESPACE}<{tag}>")
+        is_known = self._close(events) if tag == f"/{self._open[-1].name}" else self._add(tag)
+        if is_known:
+            self._part = ""
+        else:
+            # what is held of the tag is told with the rest
+            self._kept.pop()
+        return is_known
+
+    def _open_first(self, name: str, events: list[Event]) -> bool:
+        if not _is_name(name) or not self._add_key(name, events):
+            return False
+        self._open.append(_Element(name, self._schema.property(name), [], []))
+        self._is_handed_out = False
+        return True
+
+    def _add(self, name: str) -> bool:
+        """Open an element in another one."""
+        if not _is_name(name) or self._is_handed_out or len(self._open) == _MAX_DEPTH:
+            return False
+        schema = self._open[-1].schema
+        own = schema.items if _container(schema) == "array" else schema.property(name)
+        self._open.append(_Element(name, own, [], []))
+        self._at = _At.VALUE
+        return True
+
+    def _close(self, events: list[Event]) -> bool:
+        """End the innermost element."""
+        element = self._open[-1]
+        if element.children and any(text.strip() for text in element.texts):
+            return False
+        self._open.pop()
+        if self._open:
+            self._open[-1].children.append((element.name, _json(element)))
+            self._at = _At.VALUE
+            return True
+        events.append(CallArguments('"' if self._is_handed_out else _json(element)))
+        self._kept.clear()
+        self._at = _At.BETWEEN
+        return True
+
+    def _take_text(self, text: str, at: int, events: list[Event]) -> int:
+        """All of the text, up to the next tag."""
+        num_held = len(self._part)
+        held = self._part + text[at:]
+        size, marker = find_marker(held, NAMESPACE)
+        if size:
+            self._say(held[:size], events)
+        if marker is None:
+            self._part = held[size:]
+            return len(text)
+        self._part, self._at = marker, _At.TAG
+        return at + size + len(marker) - num_held
+
+    def _say(self, text: str, events: list[Event]) -> None:
+        """More text of the innermost element."""
+        element = self._open[-1]
+        is_string = len(self._open) == 1 and element.schema.types is None and not element.children
+        if is_string and (self._is_handed_out or text.strip()):
+            opening = "" if self._is_handed_out else '"' + in_string("".join(element.texts))
+            events.append(CallArguments(opening + in_string(text)))
+            self._is_handed_out = True
+            self._kept.clear()
+            return
+        element.texts.append(text)
+        self._kept.append(text)
+
+    def cut(self, events: list[Event]) -> str:
+        """As of all bodies; what was held back of a string belongs to it."""
+        if self.num_calls and not self.is_bad:
+            if self._is_handed_out and self._at is _At.VALUE and self._part:
+                events.append(CallArguments(in_string(self._part)))
+            self._part = ""
+            self._kept.clear()
+        return super().cut(events)
+
+
+def attributes(tag: str) -> dict[str, str]:
+    """Attributes of a tag, with white space before each; none of one that has anything else."""
+    found = list(_ATTRIBUTE.finditer(tag))
+    if "".join(one[0] for one in found) != tag.rstrip():
+        return {}
+    return {one[1]: next(value for value in one.groups()[1:] if value is not None) for one in found}
+
+
+def _is_name(tag: str) -> bool:
+    return bool(tag.strip()) and not tag.startswith("/")
+
+
+def _container(schema: SchemaPart) -> str | None:
+    return next((name for name in schema.types or () if name in ("array", "object")), None)
+
+
+def _json(element: _Element) -> str:
+    """The value of an element as JSON."""
+    kind = _container(element.schema)
+    if not element.children:
+        return _text_json("".join(element.texts), element.schema, kind)
+    names = [name for name, _ in element.children]
+    if kind == "array" or (kind is None and set(names) == {"item"}):
+        return _list(value for _, value in element.children)
+    values: dict[str, list[str]] = {}
+    for name, value in element.children:
+        values.setdefault(name, []).append(value)
+    pairs = (
+        f"{json.dumps(name, ensure_ascii=False)}: {own[0] if len(own) == 1 else _list(own)}"
+        for name, own in values.items()
+    )
+    return f"{{{', '.join(pairs)}}}"
+
+
+def _text_json(text: str, schema: SchemaPart, kind: str | None) -> str:
+    types = schema.types
+    if types is None:
+        return json.dumps(text, ensure_ascii=False)
+    # lists and objects without elements
+    if kind is not None and "string" not in types and not text.strip():
+        return "[]" if kind == "array" else "{}"
+    return as_json(text, types)
+
+
+def _list(values: Iterable[str]) -> str:
+    return f"[{', '.join(values)}]"
