@@ -160,6 +160,7 @@ def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float,
     [
         ("llama", "int4", 32, "float32"),
         ("llama", "int8", None, "bfloat16"),
+        ("llama", "int8", 32, "float32"),
         # a minute: the oracle of fp8 goes column by column
         ("llama", "fp8", None, "float32"),
         # biases
@@ -331,6 +332,23 @@ def test_forms_that_tensorrt_lacks_are_refused(
     assert caught.value.do == "compile with --backend cpu"
 
 
+@pytest.mark.parametrize(
+    ("quantize", "group", "layout"),
+    [
+        ("int8", None, "int8"),
+        ("int8", 128, "int8-g128"),
+        ("int4", None, "int4-g64"),
+        ("int4", 32, "int4-g32"),
+        ("fp8", None, "fp8"),
+        (None, None, None),
+    ],
+)
+def test_names_of_layouts(quantize: str | None, group: int | None, layout: str | None) -> None:
+    config = CompileConfig(quantize=quantize, quantize_group=group)
+    assert config.quantization == layout
+    assert layout is None or QuantizedLayout.named(layout).name == layout
+
+
 ROUNDED = SpecPlan.from_widths((1, 1), ("self_int8",))
 
 
@@ -362,9 +380,10 @@ def test_parts_of_integers_are_for_some_backends(
     ("options", "found"),
     [
         ({"quantize": "int5"}, "--quantize int5"),
-        ({"quantize": "int8", "quantize_group": 32}, "--quantize-group 32 and --quantize int8"),
+        ({"quantize": "fp8", "quantize_group": 32}, "--quantize-group 32 and --quantize fp8"),
         ({"quantize_group": 64}, "--quantize-group 64"),
         ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
+        ({"quantize": "int8", "quantize_group": 48}, "--quantize-group 48"),
     ],
 )
 def test_options_that_are_refused(options, found) -> None:
