@@ -56,14 +56,18 @@ In layers of Llama 4 with rotary, a token sees the keys of its own chunk of 8,19
 (`attention_chunk_size`), up to itself; the layers between them have no rotary, and see all. Masks
 of quotients of positions are evaluated as others are, and accepted where they are that. With
 `--max-seq-len` up to the chunk no sequence leaves it, and such a layer counts as causal, on every
-backend; beyond it `specc::tree_attention` gets the chunk. `tensorrt` refuses it by name. Of a tree
-that crosses into the next chunk, nodes of a path before it are not seen after it, as in plain
-decoding; blocks of the cache before it are kept, and not read.
+backend; beyond it `specc::tree_attention` gets the chunk. Of a tree that crosses into the next
+chunk, nodes of a path before it are not seen after it, as in plain decoding; blocks of the cache
+before it are kept, and not read.
 
-For `onnx`, layers with chunks have a mask of their own, `mask_chunk_C`, which the runtime computes
-as it does those of windows: a node of a tree is as far from a token as the token sees nodes after
-it. On `cuda` a call with a chunk takes the general kernel whatever its shapes, compiled for that
-chunk (`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
+For `onnx` and `tensorrt`, layers with chunks have a mask of their own, `mask_chunk_C`, which the
+runtime computes as it does those of windows: a node of a tree is as far from a token as the token
+sees nodes after it. TensorRT-RTX builds the tiny model in float16 and bfloat16, every attention one
+kernel (`tests/passes/lower/tensorrt/test_builds.py`); its tokens are those of transformers where
+onnxruntime runs the same file at the addresses that TensorRT is given
+(`tests/runtime/backends/tensorrt/test_chunks.py`); no GPU has run it. On `cuda` a call with a chunk
+takes the general kernel whatever its shapes, compiled for that chunk
+(`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
 visited. Calls without chunks are compiled to the PTX that they had. Triton's interpreter has
 compared it with the oracle. Of the three configurations that ptxas has seen for sm_90 none spills
 registers; of sm_80 bfloat16 trees of few rows spill three of them. No GPU has run it.

@@ -214,5 +214,6 @@ register(
     BackendFacts(
         "tensorrt", _DTYPES, "cuda", "padded", is_captured=True, scores_prompts=False,
         model_files=("onnx_file", "plan_file", "build_file"), quantized=("int8", "int4", "fp8"),
+        attention_extras=("chunks",),
     )
 )  # fmt: skip
