@@ -133,7 +133,8 @@ def compile(
             for each draft; see `specc compile --help`.
         quantize: `int8`, `int4` or `fp8`: how weights of projections are rounded, of all models;
             None keeps them in `dtype`.
-        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        quantize_group: columns that share a scale, with int4 and int8: 32, 64 or 128; None is 64,
+            with int8 all of an output.
         activation_bits: of the integers that rows become before weights in int8 or int4 multiply
             them, 8 or 16; None is 24 in float32 and 16 in bfloat16. Of the backends cpu and eager.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave

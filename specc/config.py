@@ -85,7 +85,8 @@ class CompileConfig:
             `max_batch_size` sequences.
         quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models;
             None keeps them in `dtype`.
-        quantize_group: columns that share a scale, with int4: 32, 64 or 128; None is 64.
+        quantize_group: columns that share a scale, with int4 and int8: 32, 64 or 128; None is 64,
+            with int8 all of an output.
         activation_bits: of the integers that rows become before weights of int8 or int4 multiply
             them: 8, 16, or None, 24 in float32 and 16 in bfloat16.
         weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
@@ -169,10 +170,11 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, `int8`, `fp8` or `int4-g64`; None in the engine's dtype."""
-        if self.quantize != "int4":
-            return self.quantize
-        return f"int4-g{self.quantize_group or _QUANTIZE_GROUPS[1]}"
+        """How projections are stored, `int8-g32`, `int4-g64`, …; None in the engine's dtype."""
+        group = self.quantize_group
+        if self.quantize == "int4":
+            group = group or _QUANTIZE_GROUPS[1]
+        return self.quantize if group is None else f"{self.quantize}-g{group}"
 
     def _check_quantization(self) -> None:
         if self.quantize not in (None, "int8", "int4", "fp8"):
@@ -181,18 +183,18 @@ class CompileConfig:
                 "int8, int4 or fp8",
                 "choose one of them, or leave out --quantize",
             )
-        if self.quantize_group is not None and self.quantize != "int4":
+        if self.quantize_group is not None and self.quantize not in ("int8", "int4"):
             raise ConfigError(
                 f"--quantize-group {self.quantize_group}"
                 + (f" and --quantize {self.quantize}" if self.quantize else ""),
-                "--quantize int4: weights of 8 bits have one scale for each output",
+                "--quantize int8 or int4: fp8 has one scale for each output",
                 "leave out --quantize-group",
             )
         if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
             raise ConfigError(
                 f"--quantize-group {self.quantize_group}",
                 "32, 64 or 128",
-                "choose one of them, or leave it out for 64",
+                "choose one of them, or leave it out: 64 with int4, one scale an output with int8",
             )
         if self.activation_bits not in (None, *ACTIVATION_BITS):
             raise ConfigError(

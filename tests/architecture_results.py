@@ -11,8 +11,10 @@ off, a chain of 4 and tree 2,2,1, in float32, and adds what came of it to the fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,12 @@ same command with `--run` adds to. A number is how many tokens of a tiny random 
 with `transformers.generate`, token for token, all equal: with off, a chain of 4 and tree 2,2,1,
 five prompts in one batch and one alone, float32. Steps of `cuda` were captured and replayed on a
 simulated device, with the oracles of its operators in place of the kernels, which are compared with
-them one by one ([the CUDA backend](cuda.md)). `refused` is said when such a model is compiled,
-before anything slow; an empty field was not run by this command (`tests/runtime/test_lossless.py`,
-`tests/runtime/backends/`: what the first twelve do on which backend). Weights in int8 and int4
-(`--quantize`) are compared with off only: [quantized weights](quantization.md).
+them one by one ([the CUDA backend](cuda.md)). For `tensorrt` onnxruntime ran the files that
+TensorRT builds, at the addresses that it is given ([what was executed](onnx-tensorrt.md)).
+`refused` is said when such a model is compiled, before anything slow; an empty field was not run by
+this command (`tests/runtime/test_lossless.py`, `tests/runtime/backends/`: what the first twelve do
+on which backend). Weights in int8 and int4 (`--quantize`) are compared with off only: [quantized
+weights](quantization.md).
 
 """
 _TAIL = """
@@ -56,14 +60,18 @@ In layers of Llama 4 with rotary, a token sees the keys of its own chunk of 8,19
 (`attention_chunk_size`), up to itself; the layers between them have no rotary, and see all. Masks
 of quotients of positions are evaluated as others are, and accepted where they are that. With
 `--max-seq-len` up to the chunk no sequence leaves it, and such a layer counts as causal, on every
-backend; beyond it `specc::tree_attention` gets the chunk. `tensorrt` refuses it by name. Of a tree
-that crosses into the next chunk, nodes of a path before it are not seen after it, as in plain
-decoding; blocks of the cache before it are kept, and not read.
+backend; beyond it `specc::tree_attention` gets the chunk. Of a tree that crosses into the next
+chunk, nodes of a path before it are not seen after it, as in plain decoding; blocks of the cache
+before it are kept, and not read.
 
-For `onnx`, layers with chunks have a mask of their own, `mask_chunk_C`, which the runtime computes
-as it does those of windows: a node of a tree is as far from a token as the token sees nodes after
-it. On `cuda` a call with a chunk takes the general kernel whatever its shapes, compiled for that
-chunk (`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
+For `onnx` and `tensorrt`, layers with chunks have a mask of their own, `mask_chunk_C`, which the
+runtime computes as it does those of windows: a node of a tree is as far from a token as the token
+sees nodes after it. TensorRT-RTX builds the tiny model in float16 and bfloat16, every attention one
+kernel (`tests/passes/lower/tensorrt/test_builds.py`); its tokens are those of transformers where
+onnxruntime runs the same file at the addresses that TensorRT is given
+(`tests/runtime/backends/tensorrt/test_chunks.py`); no GPU has run it. On `cuda` a call with a chunk
+takes the general kernel whatever its shapes, compiled for that chunk
+(`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
 visited. Calls without chunks are compiled to the PTX that they had. Triton's interpreter has
 compared it with the oracle. Compiled for sm_90, in bfloat16 with heads of 128 columns, tiles of 16
 rows spill nothing, those of 32, 64 and 128 rows of prompts 44, 328 and 2,204 bytes
@@ -244,18 +252,22 @@ def run(zoo: Any, name: str, backend: str) -> dict[str, Any]:
 
     prompts = models.prompts()
     compared = ties = 0
-    with pytest.MonkeyPatch.context() as patch:
+    plans = PLANS[0], PLANS[2], PLANS[3]
+    with contextlib.ExitStack() as stack:
         if facts_of(backend).captures_live:
-            stand_in(patch)
-        engine = zoo.engine(name, prefill_chunk=7, backend=backend)
-        for number, plan in enumerate((PLANS[0], PLANS[2], PLANS[3])):
+            stand_in(stack.enter_context(pytest.MonkeyPatch.context()))
+        if facts_of(backend).has_plan_files:
+            engine = stack.enter_context(_recorded(zoo, name, plans))
+        else:
+            engine = zoo.engine(name, prefill_chunk=7, backend=backend)
+        for number, plan in enumerate(plans):
             for batch in (prompts, [prompts[number + 1]]):
                 outcome = run_case(zoo, name, engine, plan.name, batch, NUM_TOKENS)
                 compared += outcome.num_compared
                 ties += len(outcome.ties)
+        program = json.loads((engine.directory / "target" / "program.json").read_text("utf-8"))
     layers = engine.manifest.models[0].layers
     windows = sorted({layer.window for layer in layers})
-    program = json.loads((engine.directory / "target" / "program.json").read_text("utf-8"))
     extras = _extras(program["graph"])
     if any(layer.value_dim for layer in layers):
         extras.append("value width")
@@ -271,6 +283,26 @@ def run(zoo: Any, name: str, backend: str) -> dict[str, Any]:
         "transformers": version("transformers"),
         "torch": version("torch"),
     }
+
+
+@contextlib.contextmanager
+def _recorded(zoo: Any, name: str, plans: Any) -> Iterator[Any]:
+    """An engine for TensorRT whose ONNX files onnxruntime runs, at the addresses that it gives."""
+    from tests.runtime.backends.tensorrt.recorded_engines import (
+        compile_recorded,
+        load_poisoned,
+        on_recorder,
+    )
+
+    files = zoo.checkpoint(name), [zoo.checkpoint(name, draft="noisy")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = compile_recorded(
+            *files, Path(folder) / "engine", plans=plans, max_batch_size=len(models.prompts()),
+            max_seq_len=models.MAX_SEQ_LEN, prefill_chunk=7,
+        )  # fmt: skip
+        with on_recorder() as recorder:
+            yield load_poisoned(path)
+        assert (recorder.mistakes, recorder.refusals) == ([], [])
 
 
 def _extras(graph: Any) -> list[str]:

@@ -32,6 +32,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.lower.onnx import lower
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
+from specc.passes.lower.onnx.quantized import Products
 from specc.passes.program import Program, RowInput
 from specc.passes.rewrite import padded
 from tests.kept import keep_bytes
@@ -136,11 +137,13 @@ def stable_repr(key: Hashable) -> str | None:
     return None if " at 0x" in text else text
 
 
-def write_once(program: Program, path: Path, weights: Path) -> OnnxFile:
+def write_once(
+    program: Program, path: Path, weights: Path, products: Products = "float32"
+) -> OnnxFile:
     """What `lower_onnx` writes: a model's name, and places of its weights, but no weight."""
     if any(weight.quantized is not None for weight in program.weights.values()):
         # levels are written beside the file, from the weights
-        return lower_onnx(program, path, weights)
+        return lower_onnx(program, path, weights, products)
     with weights.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     constants = [(key, _bytes_of(value)) for key, value in program.constants.items()]

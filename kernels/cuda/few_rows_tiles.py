@@ -156,8 +156,13 @@ MAX_SPLITS = max(tile.splits for tiles in LINEAR_TILES.values() for tile in tile
 # of quantized weights: rows of one launch, and layouts that have kernels; others are decoded
 MAX_QUANTIZED_ROWS = 64
 QUANTIZED = (
-    "int8", "fp8", "fp8-g128", "mxfp4",
-    *(f"int4-g{group}{zeros}" for group in (32, 64, 128) for zeros in ("", "-zeros")),
+    "int8", "int8-zeros", "fp8", "fp8-g128", "mxfp4",
+    *(
+        f"{kind}-g{group}{zeros}"
+        for kind in ("int8", "int4")
+        for group in (32, 64, 128)
+        for zeros in ("", "-zeros")
+    ),
 )  # fmt: skip
 # the first is for blocks of the weight that are many, the second where they are not
 _QUANTIZED_TILES = {

@@ -57,6 +57,8 @@ class BackendFacts:
             values are the first columns of keys, and caches hold them once.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
             `mxfp4`.
+        quantized_extras: what such weights may have there: `zero points` of their own, and `short
+            groups`, where columns are no multiple of what shares a scale.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
         cuts_quantized: several ranks may have parts of a quantized weight.
         takes_activation_bits: rows become integers before quantized weights multiply them, of as
@@ -92,6 +94,7 @@ class BackendFacts:
     holds_weights: bool = False
     attention_extras: tuple[str, ...] = ()
     quantized: tuple[str, ...] = ()
+    quantized_extras: tuple[str, ...] = ()
     quantizes_experts: bool = False
     cuts_quantized: bool = False
     takes_activation_bits: bool = False
@@ -134,6 +137,8 @@ _TWO_DTYPES = ("float32", "bfloat16")
 VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
 _EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
+ZERO_POINTS, SHORT_GROUPS = "zero points", "short groups"
+_QUANTIZED_EXTRAS = (ZERO_POINTS, SHORT_GROUPS)
 _DTYPES = (*_TWO_DTYPES, "float16")
 _known: dict[str, BackendFacts] = {}
 
@@ -173,8 +178,8 @@ register(
         model_files=("package_file",), by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
-        attention_extras=_EXTRAS, quantized=_QUANTIZED, quantizes_experts=True,
-        cuts_quantized=True, takes_activation_bits=True,
+        attention_extras=_EXTRAS, quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
+        quantizes_experts=True, cuts_quantized=True, takes_activation_bits=True,
     )
 )  # fmt: skip
 register(
@@ -182,7 +187,8 @@ register(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, fills_blocks=True,
         takes_ranks=True, attention=NATIVE,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
-        offloads_weights="weights", quantized=_QUANTIZED, overlaps=True, decoded_bytes=64 << 20,
+        offloads_weights="weights", quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
+        overlaps=True, decoded_bytes=64 << 20,
         attention_extras=("slopes", "chunks", LATENT_ROWS), most_latent=(512, 64),
         expands_prompts=False,
     )
@@ -193,19 +199,21 @@ register(
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
-        quantizes_experts=True, cuts_quantized=True, takes_activation_bits=True,
+        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
+        takes_activation_bits=True,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
-        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"),
+        unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), quantized_extras=_QUANTIZED_EXTRAS,
         attention_extras=("slopes", "chunks", LATENT_ROWS),
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "tensorrt", _DTYPES, "cuda", "padded", is_captured=True, scores_prompts=False,
-        model_files=("onnx_file", "plan_file", "build_file"),
+        model_files=("onnx_file", "plan_file", "build_file"), quantized=("int8", "int4", "fp8"),
+        attention_extras=("chunks",),
     )
 )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,18 @@ class AttentionLayers:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Layers of an engine; empty where nothing told them."""
+    """Layers of an engine; empty where nothing told them.
+
+    Args:
+        layers: in order.
+        attentions: of every profile.
+        decoded: nodes of quantized weights that a layer of their own makes floats of, which
+            products read in place of the integers, in some profile.
+    """
 
     layers: tuple[Layer, ...]
     attentions: tuple[AttentionLayers, ...]
+    decoded: tuple[str, ...] = ()
 
     @property
     def num_profiles(self) -> int:
@@ -116,11 +124,15 @@ class LayerReport:
                 for entry in entries
             )
 
-        return cls(items(Layer, value["layers"]), items(AttentionLayers, value["attentions"]))
+        attentions = items(AttentionLayers, value["attentions"])
+        return cls(items(Layer, value["layers"]), attentions, tuple(value.get("decoded", ())))
 
 
 def read_layers(
-    layers: Sequence[Layer], attentions: Iterable[str], caches: Iterable[str]
+    layers: Sequence[Layer],
+    attentions: Iterable[str],
+    caches: Iterable[str],
+    weights: Mapping[str, Collection[str]] | None = None,
 ) -> LayerReport:
     """Say which attention each layer belongs to, and how each attention is computed.
 
@@ -130,6 +142,7 @@ def read_layers(
         layers: of `layers_from_log` or `layers_from_inspector`.
         attentions: names of the ONNX nodes.
         caches: names of the outputs that hold caches.
+        weights: names of the ONNX nodes that make weights of integers → of those that read them.
     """
     names, cached = tuple(attentions), set(caches)
     known = set(names)
@@ -155,7 +168,13 @@ def read_layers(
                     *(tuple(x.name for x in group) for group in (kernels, others, reads)),
                 )
             )
-    return LayerReport(tuple(marked), tuple(found))
+    # in one layer with the product the integers are what is read
+    decoded = tuple(
+        weight
+        for weight, readers in (weights or {}).items()
+        if any(weight in x.nodes and not set(readers) & set(x.nodes) for x in marked)
+    )
+    return LayerReport(tuple(marked), tuple(found), decoded)
 
 
 def layers_from_log(text: str) -> tuple[Layer, ...]:

@@ -33,6 +33,8 @@ OPERATORS = {
 }
 # below it there are no fused attention kernels
 _OLDEST_CAPABILITY = 80
+# below it TensorRT builds nothing that has e4m3 in it, weights of products included
+_OLDEST_FP8 = "8.9"
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,25 @@ def parse_compute_capability(text: str) -> str:
         f"choose one of those, or build with full TensorRT ({ENV}=tensorrt) on a machine with "
         f"such a GPU, or use --backend cuda there",
     )
+
+
+def require_fp8(capability: str | None) -> None:
+    """Refuse weights in fp8 for GPUs that have no such type.
+
+    Args:
+        capability: as asked; None leaves it to the builder.
+    Raises:
+        TensorRTError: an older GPU, or no compute capability.
+    """
+    if capability is None:
+        return
+    wanted = parse_compute_capability(capability)
+    if _version_key(wanted) < _version_key(_OLDEST_FP8):
+        raise TensorRTError(
+            f"weights in fp8 for compute capability {wanted}",
+            f"{_OLDEST_FP8} or newer: TensorRT builds nothing with fp8 for older GPUs",
+            "compile with --quantize int8 or int4, or for another --compute-capability",
+        )
 
 
 def _own_capability(wanted: str, installed: TensorRTFacts) -> str:

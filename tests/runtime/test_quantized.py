@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
@@ -159,6 +160,7 @@ def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float,
     [
         ("llama", "int4", 32, "float32"),
         ("llama", "int8", None, "bfloat16"),
+        ("llama", "int8", 32, "float32"),
         # a minute: the oracle of fp8 goes column by column
         ("llama", "fp8", None, "float32"),
         # biases
@@ -266,12 +268,13 @@ def test_bytes_are_told(make) -> None:
 
 
 def test_other_backends_are_refused_before_anything_is_read() -> None:
-    backend = compiler_backend("tensorrt")
+    backend = compiler_backend("aot-inductor")
     config = CompileConfig(quantize="int4", backend=backend.name)
     with pytest.raises(ConfigError) as caught:
         check_options(config, backend)
     assert caught.value.found == f"--quantize with backend {backend.name}"
-    assert caught.value.needed == "the backend cpu or cuda or eager or onnx, which it is for"
+    wanted = "the backend cpu or cuda or eager or onnx or tensorrt, which it is for"
+    assert caught.value.needed == wanted
     assert "--backend cpu" in caught.value.do
 
 
@@ -291,6 +294,59 @@ def test_kinds_that_a_backend_lacks_are_refused() -> None:
     RequireLayouts(compiler_backend("cuda").facts).run(program)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="target: w in mxfp4, and backend onnx"):
         RequireLayouts(backend.facts).run(program)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "columns", "found", "needed"),
+    [
+        ("int8", 100, "", ""),
+        ("int8-g32", 96, "", ""),
+        ("int4-g64", 128, "", ""),
+        ("fp8", 100, "", ""),
+        ("int4-g64-zeros", 128, "w in int4 with zero points of its own", "without zero points"),
+        ("int8-zeros", 100, "w in int8 with zero points of its own", "without zero points"),
+        ("int4-g64", 96, "w in int4 with 96 columns in groups of 64", "groups that divide"),
+        ("fp8-g128", 64, "w in fp8 with 64 columns in groups of 128", "groups that divide"),
+        ("mxfp4", 64, "w in mxfp4", "weights in int8 or int4 or fp8"),
+    ],
+)
+def test_forms_that_tensorrt_lacks_are_refused(
+    layout: str, columns: int, found: str, needed: str
+) -> None:
+    """Each by its name, of a graph; others take them all."""
+    quantized = QuantizedLayout.named(layout)
+    weight = Weight(("w",), torch.float32, (64, columns), quantized=quantized)
+    program = SimpleNamespace(name="target", weights={"w": weight})
+    for name in ("cpu", "cuda", "eager"):
+        RequireLayouts(facts_of(name)).run(program)  # type: ignore[arg-type]
+    if not found:
+        RequireLayouts(facts_of("tensorrt")).run(program)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError) as caught:
+        RequireLayouts(facts_of("tensorrt")).run(program)  # type: ignore[arg-type]
+    assert caught.value.found.startswith(f"target: {found}")
+    assert caught.value.found.endswith(", and backend tensorrt")
+    assert needed in caught.value.needed
+    # those that take the form of another kind are not named
+    assert ("onnx" in caught.value.needed) == (quantized.kind in facts_of("onnx").quantized)
+    assert caught.value.do == "compile with --backend cpu"
+
+
+@pytest.mark.parametrize(
+    ("quantize", "group", "layout"),
+    [
+        ("int8", None, "int8"),
+        ("int8", 128, "int8-g128"),
+        ("int4", None, "int4-g64"),
+        ("int4", 32, "int4-g32"),
+        ("fp8", None, "fp8"),
+        (None, None, None),
+    ],
+)
+def test_names_of_layouts(quantize: str | None, group: int | None, layout: str | None) -> None:
+    config = CompileConfig(quantize=quantize, quantize_group=group)
+    assert config.quantization == layout
+    assert layout is None or QuantizedLayout.named(layout).name == layout
 
 
 ROUNDED = SpecPlan.from_widths((1, 1), ("self_int8",))
@@ -324,9 +380,10 @@ def test_parts_of_integers_are_for_some_backends(
     ("options", "found"),
     [
         ({"quantize": "int5"}, "--quantize int5"),
-        ({"quantize": "int8", "quantize_group": 32}, "--quantize-group 32 and --quantize int8"),
+        ({"quantize": "fp8", "quantize_group": 32}, "--quantize-group 32 and --quantize fp8"),
         ({"quantize_group": 64}, "--quantize-group 64"),
         ({"quantize": "int4", "quantize_group": 48}, "--quantize-group 48"),
+        ({"quantize": "int8", "quantize_group": 48}, "--quantize-group 48"),
     ],
 )
 def test_options_that_are_refused(options, found) -> None:

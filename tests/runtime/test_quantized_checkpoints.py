@@ -222,7 +222,7 @@ def test_an_option_and_a_draft(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"backend": "tensorrt"}, "with backend tensorrt"),
+        ({"backend": "torch-tensorrt"}, "with backend torch-tensorrt"),
     ],
 )
 def test_what_it_does_not_go_with(tmp_path, options, found) -> None:

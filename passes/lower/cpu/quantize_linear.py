@@ -65,7 +65,7 @@ class QuantizeLinear(Pass):
 
     The quantized weight is an input of its own: what else reads w, such as an embedding that the
     head is tied to, reads it as before, and an input that nobody reads any more is dropped. The
-    last projection, the head, has 8 bits whatever the others have. Projections of fewer than 32
+    last projection, the head, is int8 whatever the others are. Projections of fewer than 32
     outputs, such as the routers of small mixtures, keep their weights. One of several ranks has
     what the rounded weight of all has in its rows and columns.
 
@@ -96,7 +96,9 @@ class QuantizeLinear(Pass):
             kept = kept_of(program, weight)
             layout = None if kept is None else kept.layout
             if layout is None and self._layout is not None:
-                layout = HEAD if node is calls[-1] else self._layout
+                layout = self._layout
+                if node is calls[-1] and layout.kind != HEAD.kind:
+                    layout = HEAD
             if layout is None:
                 result.decline(node.name, "the checkpoint has no integers of its weight")
                 continue

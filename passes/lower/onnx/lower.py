@@ -27,7 +27,7 @@ from specc.artifact.safetensors_io import SafetensorsReader
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.onnx.operators import OPSET, translations
-from specc.passes.lower.onnx.quantized import expand_quantized
+from specc.passes.lower.onnx.quantized import Products, expand_quantized
 from specc.passes.program import PADDED_INPUTS, Program
 from specc.system.extras import install_command
 
@@ -92,17 +92,21 @@ def require_onnx() -> None:
         )
 
 
-def lower_onnx(program: Program, path: Path, weights: Path) -> OnnxFile:
+def lower_onnx(
+    program: Program, path: Path, weights: Path, products: Products = "float32"
+) -> OnnxFile:
     """Write a padded program as ONNX.
 
     Args:
         program: after its last phase; not changed.
         path: file to write.
         weights: the engine's weights, in the same directory.
+        products: type of those by quantized weights.
     Raises:
-        UnsupportedGraphError: an operator that ONNX does not have.
+        UnsupportedGraphError: an operator that ONNX does not have, or a weight that the type of
+            products does not hold.
     """
-    return _write(_translate(program), program, program.constants, path, weights)
+    return _write(_translate(program), program, program.constants, path, weights, products)
 
 
 def lower_ranks(program: Program, files: Sequence[tuple[Path, Path]]) -> OnnxFile:
@@ -163,12 +167,13 @@ def _write(
     constants: Mapping[str, Tensor],
     path: Path,
     weights: Path,
+    products: Products = "float32",
 ) -> OnnxFile:
     """Write what `_translate` has made, with these weights and constants."""
     import onnx
     import onnx_ir
 
-    expand_quantized(model, program, path, weights)
+    expand_quantized(model, program, path, weights, products)
     _bind_weights(model, program, constants, weights)
     _describe(model, program)
     onnx_ir.save(model, path)

@@ -2,8 +2,13 @@
 
 Blocks of the engine's file mean nothing to ONNX, so the levels are written once more, as ONNX has
 them: [K, N], those of 4 bits two in a byte, the first in its low half, with scales [N], or [G, N]
-over groups of rows. That is the form of which onnxruntime makes one `MatMulNBits`. The product is
-float32 whatever the engine's type: scales are, and (u - z) · s is what the engine means.
+over groups of rows. The product has one of two types (`Products`), for two readers:
+
+- float32 whatever the engine's type, since scales are, and (u - z) · s is what the engine means. Of
+  this form onnxruntime makes one `MatMulNBits`.
+- that of the rows. (u - z) · s is rounded to it, once from float32, as a weight of that type would
+  be. Of this form TensorRT makes one kernel, which reads the integers; of int4 only where scales
+  have the type of the rows, too, so those are rounded first.
 
 Source: ONNX 1.23, DequantizeLinear (axis, block_size) of opset 21 and later.
 """
@@ -13,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout, unpack
+from specc.artifact.quantized_layout import FP8_MOST, QuantizedLayout, unpack
 from specc.artifact.safetensors_io import SafetensorsReader
 from specc.errors import UnsupportedGraphError
 from specc.passes.program import Program, Weight
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
 # what the exporter emits, until the weights are there
 DOMAIN, LINEAR = "specc", "LinearQ"
+# the type of products by quantized weights
+Products = Literal["float32", "rows"]
 _ALIGNMENT = 64
 
 
@@ -68,8 +75,8 @@ class Parts:
     """A weight as `DequantizeLinear` reads it.
 
     Args:
-        levels: [K, N] int8 or uint8, of 4 bits one in each.
-        scales: [N], or [G, N], float32.
+        levels: [K, N] int8 or uint8, of 4 bits one in each; of fp8 uint8, its bits.
+        scales: [N], or [G, N], float32, or in the type of rows.
         zeros: like the scales, in the type of the levels; None is 0.
         group: rows of a scale; 0 for all.
     """
@@ -84,20 +91,30 @@ class Parts:
         return {"axis": 0, "block_size": self.group} if self.group else {"axis": 1}
 
 
-def parts_of(stored: Tensor, weight: Weight, name: str) -> Parts:
+def parts_of(stored: Tensor, weight: Weight, name: str, rows: torch.dtype = torch.float32) -> Parts:
     """A weight out of its blocks.
 
     Args:
         stored: uint8 [blocks, bytes].
-        weight: its name, shape and layout, of integers.
+        weight: its name, shape and layout, of integers or fp8.
         name: of the model.
+        rows: type that the product is in.
     Raises:
-        UnsupportedGraphError: a zero point that the type of the levels does not hold.
+        UnsupportedGraphError: a zero point that the type of the levels does not hold, or a scale
+            with which weights may be beyond the type of the rows.
     """
     layout = weight.quantized
     assert layout is not None, "it is quantized"
-    assert not layout.is_float, "refused before: specc.passes.rewrite.require_layouts"
+    assert layout.kind != "mxfp4", "refused before: specc.passes.rewrite.require_layouts"
     levels, scales, zeros = unpack(stored, weight.shape, layout)
+    largest = float(scales.abs().max()) * (FP8_MOST if layout.is_float else layout.middle)
+    if largest > torch.finfo(rows).max:
+        dtype = str(rows).removeprefix("torch.")
+        raise UnsupportedGraphError(
+            f"{name}: {weight.key} with a scale that stands for weights up to {largest:g}",
+            f"weights of {dtype}, in which it is multiplied: up to {torch.finfo(rows).max:g}",
+            "compile with --dtype bfloat16, or --backend cpu",
+        )
     most = (1 << layout.bits) - 1
     if layout.has_zeros and int(zeros.max()) > most:
         raise UnsupportedGraphError(
@@ -105,14 +122,51 @@ def parts_of(stored: Tensor, weight: Weight, name: str) -> Parts:
             f"zero points from 0 to {most}: those of ONNX have the type of the levels",
             "compile with --backend cpu or cuda",
         )
+    if layout.group and layout.bits == 4:
+        scales = scales.to(rows)
     turn = lambda x: x.T.contiguous() if layout.group else x.flatten()  # noqa: E731
+    if layout.bits == 8 and not layout.has_zeros:
+        levels, scales = _with_positive_scales(levels, scales, layout)
+    if layout.is_float:
+        return Parts(levels.T, turn(scales), None, layout.group)
     if layout.has_zeros:
         return Parts(levels.T, turn(scales), turn(zeros.to(torch.uint8)), layout.group)
     signed = (levels.to(torch.int16) - layout.middle).to(torch.int8)
     return Parts(signed.T, turn(scales), None, layout.group)
 
 
-def expand_quantized(model: onnx_ir.Model, program: Program, path: Path, weights: Path) -> None:
+def _with_positive_scales(
+    levels: Tensor, scales: Tensor, layout: QuantizedLayout
+) -> tuple[Tensor, Tensor]:
+    """The same weights by scales above 0, which is what TensorRT takes of levels of 8 bits.
+
+    Where a scale is negative and an int8 level is -128, which has no opposite, they are left.
+
+    Args:
+        levels: [N, K] uint8, as `unpack` has them.
+        scales: [N, G] float32.
+        layout: of 8 bits, without zero points.
+    """
+    outputs, columns = levels.shape
+    width = layout.group or columns
+    wide = lambda x: x.repeat_interleave(width, 1)[:, :columns]  # noqa: E731
+    zero = 0 if layout.is_float else layout.middle
+    none = scales == 0
+    levels = torch.where(wide(none), zero, levels)
+    down = scales < 0
+    if layout.is_float:
+        opposite = levels ^ 128
+    else:
+        opposite = (2 * layout.middle - levels.to(torch.int16)).clamp(max=255).to(torch.uint8)
+        short = torch.nn.functional.pad(levels, (0, -columns % width), value=zero)
+        down &= (short.view(outputs, -1, width) > 0).all(-1)
+    levels = torch.where(wide(down), opposite, levels)
+    return levels, torch.where(none, 1.0, torch.where(down, -scales, scales))
+
+
+def expand_quantized(
+    model: onnx_ir.Model, program: Program, path: Path, weights: Path, products: Products
+) -> None:
     """Put standard nodes in place of every `LinearQ`, and write the levels that they read.
 
     The levels are in a file beside the model's, of its name with `.levels` for `.onnx`. No more
@@ -123,6 +177,9 @@ def expand_quantized(model: onnx_ir.Model, program: Program, path: Path, weights
         program: that it was made of.
         path: of the model's file.
         weights: of the engine, with the blocks.
+        products: their type.
+    Raises:
+        UnsupportedGraphError: see `parts_of`.
     """
     import onnx_ir as ir
 
@@ -138,9 +195,10 @@ def expand_quantized(model: onnx_ir.Model, program: Program, path: Path, weights
             assert call.inputs[1] is not None
             weight = program.weights[str(call.inputs[1].name)]
             if weight.key not in made:
-                parts = parts_of(_read(reader, weight), weight, program.name)
+                rows = torch.float32 if products == "float32" else weight.dtype
+                parts = parts_of(_read(reader, weight), weight, program.name, rows)
                 made[weight.key] = _inputs(graph, weight, parts, file, out)
-            nodes = list(_nodes(call, made[weight.key]))
+            nodes = list(_nodes(call, made[weight.key], products))
             last = nodes[-1].outputs[0]
             last.type, last.shape = call.outputs[0].type, call.outputs[0].shape
             ir.convenience.replace_nodes_and_values(
@@ -180,7 +238,7 @@ def _inputs(graph: onnx_ir.Graph, weight: Weight, parts: Parts, file: Path, out:
     for name, tensor in named.items():
         if tensor is None:
             continue
-        own = ir.DataType.FLOAT if name == "scales" else kind
+        own = ir.DataType(_SCALES[tensor.dtype]) if name == "scales" else kind
         data = _packed(tensor) if layout.bits == 4 and name != "scales" else tensor.contiguous()
         begin = out.tell() + -out.tell() % _ALIGNMENT
         out.write(bytes(begin - out.tell()))
@@ -199,6 +257,8 @@ def _inputs(graph: onnx_ir.Graph, weight: Weight, parts: Parts, file: Path, out:
 
 
 def _kind(layout: QuantizedLayout) -> str:
+    if layout.is_float:
+        return "FLOAT8E4M3FN"
     return f"{'U' if layout.has_zeros else ''}INT{layout.bits}"
 
 
@@ -209,13 +269,14 @@ def _packed(values: Tensor) -> Tensor:
     return flat[::2] | flat[1::2] << 4
 
 
-def _nodes(call: onnx_ir.Node, inputs: _Inputs) -> Iterator[onnx_ir.Node]:
+def _nodes(call: onnx_ir.Node, inputs: _Inputs, products: Products) -> Iterator[onnx_ir.Node]:
     """What a product is made of, in order; the last one has its result."""
     import onnx_ir as ir
 
     x, _, bias = (*call.inputs, None)[:3]
     assert x is not None
     kind = x.dtype
+    inner = kind if products == "rows" else ir.DataType.FLOAT
 
     def cast(value: onnx_ir.Value, to: onnx_ir.DataType | None) -> Iterator[onnx_ir.Node]:
         if to is not None and value.dtype not in (None, to):
@@ -226,19 +287,27 @@ def _nodes(call: onnx_ir.Node, inputs: _Inputs) -> Iterator[onnx_ir.Node]:
         value.type = None if to is None else ir.TensorType(to)
         return value
 
-    weight = ir.node("DequantizeLinear", inputs.values, inputs.attributes)
-    yield weight
-    for node in cast(x, ir.DataType.FLOAT):
+    found = ir.node("DequantizeLinear", inputs.values, inputs.attributes)
+    yield found
+    weight = typed(found, inputs.values[1].dtype)
+    for node in cast(weight, inner):
         yield node
-        x = typed(node, ir.DataType.FLOAT)
-    product = ir.node("MatMul", [x, weight.outputs[0]])
+        weight = typed(node, inner)
+    for node in cast(x, inner):
+        yield node
+        x = typed(node, inner)
+    product = ir.node("MatMul", [x, weight])
     yield product
-    y = typed(product, ir.DataType.FLOAT)
+    y = typed(product, inner)
     if bias is not None:
-        for node in cast(bias, ir.DataType.FLOAT):
+        for node in cast(bias, inner):
             yield node
-            bias = typed(node, ir.DataType.FLOAT)
+            bias = typed(node, inner)
         total = ir.node("Add", [y, bias])
         yield total
-        y = typed(total, ir.DataType.FLOAT)
+        y = typed(total, inner)
     yield from cast(y, kind)
+
+
+# scales: torch's type → that of TensorProto
+_SCALES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}

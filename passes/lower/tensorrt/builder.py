@@ -123,6 +123,11 @@ class Built:
             told.append(f"no kernel reads {LENGTHS}: rows are skipped by the mask alone")
         if scaled := sum(attention.scales_keys for attention in self.attentions):
             told.append(f"the cache of keys is multiplied in {scaled} attentions")
+        if decoded := self.layers.decoded:
+            told.append(
+                f"{len(decoded)} of the quantized weights become floats in every pass, by kernels"
+                f" of their own: {', '.join(decoded[:3])}{', …' if len(decoded) > 3 else ''}"
+            )
         return told
 
 
@@ -194,7 +199,8 @@ class Builder:
             write_timing_cache(config, self.options.timing_cache)
         names = [attention.node for attention in self.form.attentions]
         caches = [cache.output for cache in self.form.caches]
-        layers = read_layers(layers_from_log(listener.layers), names, caches)
+        weights = {weight.node: weight.readers for weight in self.form.weights}
+        layers = read_layers(layers_from_log(listener.layers), names, caches, weights)
         return Built(lane, plan, attentions, layers, listener, timing_cache)
 
     def _parse(self, parser: Any, lane: str) -> None:

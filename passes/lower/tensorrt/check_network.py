@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from specc.errors import TensorRTError
+from specc.passes.lower.tensorrt.dequantized import Dequantized
 from specc.passes.lower.tensorrt.onnx_attention import (
     Cache,
     CachedAttention,
@@ -84,11 +85,13 @@ def check_trt_network(
         the attentions in the order of `form`.
     Raises:
         TensorRTError: an attention is not one layer, lost its mask, its lengths or its caches; a
-            cache is not updated in place, exactly once; a sum over ranks is missing, or another.
+            cache is not updated in place, exactly once; a sum over ranks, or a quantized weight, is
+        missing, or another.
     """
     layers = _Network(trt, network)
     _check_caches(layers, form)
     _check_sums(layers, form.sums)
+    _check_weights(trt, layers, form.weights)
     found = {layer.get_output(0).name: layer for layer in layers.of_kind("ATTENTION_OUTPUT")}
     attentions = tuple(
         _check_attention(layers, attention, found.get(attention.output), has_lengths)
@@ -111,6 +114,24 @@ def _check_sums(layers: _Network, sums: tuple[RankSum, ...]) -> None:
         layer = found[item.output]
         if layer.num_ranks != item.num_ranks:
             raise _wrong(f"{item.node} over {layer.num_ranks} ranks", f"{item.num_ranks} ranks")
+
+
+def _check_weights(trt: ModuleType, layers: _Network, weights: tuple[Dequantized, ...]) -> None:
+    """Scales along another axis, or for other groups, give wrong weights without a word."""
+    found = {layer.get_output(0).name: layer for layer in layers.of_kind("DEQUANTIZE")}
+    if found.keys() != {weight.output for weight in weights}:
+        raise _wrong(f"{len(found)} quantized weights", f"{len(weights)}, those of the file")
+    for weight in weights:
+        layer = found[weight.output]
+        # layers of a network come without their own properties
+        layer.__class__ = trt.IDequantizeLayer
+        levels, scales = (tuple(layer.get_input(i).shape) for i in range(2))
+        said = levels, scales, layer.axis
+        if said != (weight.levels, weight.scales, weight.axis) or layer.num_inputs > 2:
+            raise _wrong(
+                f"{weight.node} of levels {levels} with scales {scales} along axis {layer.axis}",
+                f"levels {weight.levels}, scales {weight.scales} along axis {weight.axis} alone",
+            )
 
 
 def _check_caches(layers: _Network, form: DecoderForm) -> None:

@@ -104,6 +104,8 @@ def build_engine(
     proto = onnx.load(str(model), load_external_data=False)
     check_external_weights(proto, model.parent)
     form = read_form(proto)
+    if any(weight.is_fp8 for weight in form.weights):
+        tensorrt.require_fp8(options.compute_capability)
     if form.dtype not in ("float16", "bfloat16") and not options.decomposable:
         raise no_kernel(f"{form.dtype} attention, for which TensorRT has no fused kernel")
     is_rtx = facts.name == "tensorrt_rtx"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.errors import TensorRTError
 from specc.passes.lower.onnx.operators import COLLECTIVE, SUM
+from specc.passes.lower.tensorrt.dequantized import Dequantized, dequantized_weights
 
 if TYPE_CHECKING:
     import onnx
@@ -80,6 +81,7 @@ class DecoderForm:
         sums: over ranks, of a file of one of several.
         elem_type: ONNX element type of caches and queries.
         dims: input → its dimensions, a name where one is dynamic.
+        weights: those that are quantized.
     """
 
     caches: tuple[Cache, ...]
@@ -87,6 +89,7 @@ class DecoderForm:
     elem_type: int
     dims: dict[str, tuple[int | str, ...]]
     sums: tuple[RankSum, ...] = ()
+    weights: tuple[Dequantized, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -103,7 +106,7 @@ class DecoderForm:
 
 
 def read_form(model: onnx.ModelProto) -> DecoderForm:
-    """Find caches and attentions; nodes without a name get one.
+    """Find caches, attentions and quantized weights; nodes without a name get one.
 
     Raises:
         TensorRTError: TensorRT would drop, refuse or change something.
@@ -132,7 +135,8 @@ def read_form(model: onnx.ModelProto) -> DecoderForm:
     for cache in caches:
         if cache.output not in read:
             raise _refused(f"{cache.input}, which no Attention reads", "a reader of every cache")
-    return DecoderForm(caches, attentions, elem_types.pop(), dims, tuple(_sums(graph)))
+    weights = tuple(dequantized_weights(graph))
+    return DecoderForm(caches, attentions, elem_types.pop(), dims, tuple(_sums(graph)), weights)
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:

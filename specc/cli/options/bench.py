@@ -163,7 +163,7 @@ class ShapesOptions:
         "With --estimate: weights of projections in int8, int4 or fp8, as specc compile has them.",
     )
     quantize_group: int | None = option(
-        None, "With --quantize int4: how many columns share a scale: 32, 64 or 128."
+        None, "With --quantize int4 or int8: how many columns share a scale: 32, 64 or 128."
     )
     estimate: bool = option(
         False,

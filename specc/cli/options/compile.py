@@ -100,13 +100,14 @@ class CompileOptions:
         "Store the weights of projections in 8 or 4 bits, which a step reads that much faster:"
         " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
         " columns."
-        " Outputs are those of the rounded weights. For the backends cpu and eager.",
+        " Outputs are those of the rounded weights. onnx has no fp8.",
         metavar="int8|int4|fp8",
     )
     quantize_group: int | None = option(
         None,
-        "How many columns share a scale, with --quantize int4: 32, 64 or 128. Smaller groups are"
-        " more exact and larger. The default is 64.",
+        "How many columns share a scale, with --quantize int4 or int8: 32, 64 or 128. Smaller"
+        " groups are more exact and larger. The default is 64 with int4, and with int8 all of an"
+        " output.",
     )
     activation_bits: int | None = option(
         None,

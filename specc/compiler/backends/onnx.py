@@ -17,6 +17,7 @@ from specc.errors import ConfigError
 from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.lower.onnx import lower as lower_onnx
 from specc.passes.lower.onnx.operators import OPSET
+from specc.passes.lower.onnx.quantized import Products
 from specc.passes.memory import ModelMemory
 from specc.passes.rewrite.padded import padded_program
 from specc.speculation.plans import SpecPlan
@@ -26,7 +27,13 @@ RANK_OPTIONS = ("tensor_parallel_size", "draft_tensor_parallel_size")
 
 
 class PaddedCompiler(CompilerBackend):
-    """Traces every model over [batch, nodes] tokens and writes it as ONNX."""
+    """Traces every model over [batch, nodes] tokens and writes it as ONNX.
+
+    Attributes:
+        products: type of products by quantized weights, as whoever runs the files wants them.
+    """
+
+    products: Products = "float32"
 
     def adapt(self, config: CompileConfig) -> CompileConfig:
         """A cache of one block a sequence: padded batches know no blocks."""
@@ -54,7 +61,7 @@ class PaddedCompiler(CompilerBackend):
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program
             with engine.phases.phase(f"write {model.name} onnx"):
-                write_onnx(engine.writer, model)
+                write_onnx(engine.writer, model, self.products)
         return Emitted(rectangle=entry, records=records)
 
     def probe_refusal(self, manifest: Manifest) -> str | None:
@@ -77,7 +84,7 @@ class PaddedCompiler(CompilerBackend):
         return limits.max_nodes
 
 
-def write_onnx(writer: EngineWriter, model: CompiledModel) -> None:
+def write_onnx(writer: EngineWriter, model: CompiledModel, products: Products) -> None:
     """Write the padded program of a model: a file, or one of each rank that has a part of it."""
     program, entry = model.padded, model.entry
     assert program is not None, "it was traced"
@@ -89,7 +96,7 @@ def write_onnx(writer: EngineWriter, model: CompiledModel) -> None:
         for rank in model.ranks
     ]
     if program.shard is None:
-        lower_onnx.lower_onnx(program, *files[0])
+        lower_onnx.lower_onnx(program, *files[0], products)
     else:
         lower_onnx.lower_ranks(program, files)
 

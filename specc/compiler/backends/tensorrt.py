@@ -27,7 +27,10 @@ class TensorRTCompiler(PaddedCompiler):
 
     facts = facts_of("tensorrt")
     aliases = ("trt",)
-    options: tuple[str, ...] = ("compute_capability", "decomposable_attention", *RANK_OPTIONS)
+    options: tuple[str, ...] = (
+        "compute_capability", "decomposable_attention", *RANK_OPTIONS, "quantize",
+    )  # fmt: skip
+    products = "rows"
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
         """Whether the builder that is installed can build these engines.
@@ -37,6 +40,8 @@ class TensorRTCompiler(PaddedCompiler):
             ConfigError: a dtype without a fused attention kernel.
         """
         trt.facts()
+        if config.quantize == "fp8":
+            trt.require_fp8(config.compute_capability)
         if "float32" in dtypes and not config.decomposable_attention:
             raise ConfigError(
                 "dtype float32 for TensorRT, which has no fused attention of it",

@@ -114,10 +114,17 @@ def test_which_product(device):
             assert quantized_tile_for(x, 64, "int4-g32") == tiles[0]
         finally:
             del few_rows.choices[product]
+    # integers in groups, and with zero points, are read as they are, too
+    for layout in ("int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g128-zeros"):
+        for dtype in DTYPES:
+            own = torch.zeros(3, 256, dtype=dtype, device=device)
+            first = few_rows_tiles.quantized_tiles(layout, dtype, 3)[0]
+            assert quantized_tile_for(own, 64, layout) == first
     for rows, dtype, layout in (
         (65, BF16, "int8"),
         (17, F32, "int8"),
-        (1, BF16, "int8-g32"),
+        (17, F32, "int8-g128"),
+        (1, BF16, "fp8-g32"),
         (1, F16, "fp8-g64"),
     ):
         x = torch.zeros(rows, 256, dtype=dtype, device=device)

@@ -5,6 +5,7 @@ So do those of models that rotate by complex numbers (DeepSeek V2, with latents,
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -66,9 +67,11 @@ def test_layers_with_chunks_have_a_mask_of_their_own() -> None:
     assert {*masks} == {"mask", "mask_chunk_16"}
 
 
-def test_who_refuses_chunks() -> None:
+def test_who_takes_chunks() -> None:
     program = lowered("llama4_text", ROWS).flat
-    for name in ("cpu", "cuda", "eager", "onnx"):
+    for name in ("cpu", "cuda", "eager", "onnx", "tensorrt"):
         RequireAttention(facts_of(name)).run(program)
-    with pytest.raises(UnsupportedAttentionError, match="chunks of 16 positions"):
-        RequireAttention(facts_of("tensorrt")).run(program)
+    other = dataclasses.replace(facts_of("tensorrt"), attention_extras=())
+    with pytest.raises(UnsupportedAttentionError, match="chunks of 16 positions") as caught:
+        RequireAttention(other).run(program)
+    assert caught.value.needed.endswith("cpu, cuda, eager, onnx, tensorrt")

@@ -108,6 +108,28 @@ def test_names_of_nodes_are_no_kernels(name):
     assert not attention.is_fused
 
 
+PRODUCTS = [
+    line("__myl_CastMulCastFc_myl0_0", "runtime_fusion", ["x"], ["a"], "t", ["w0", "m0"]),
+    line("__myl_ReplCastMulCast_myl0_1", "kgen", [], ["f"], "t", ["w1", "cast"]),
+    line("mm_myl0_2", "gemm", ["a", "f"], ["b"], "t", ["m1"]),
+    line("__myl_Fc_myl1_1", "runtime_fusion", ["x"], ["c [profile 1]"], "t", ["w1", "m1"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("products", "decoded"), [(PRODUCTS, ("w1",)), (PRODUCTS[:1] + PRODUCTS[3:], ())]
+)
+def test_weights_that_become_floats(products, decoded):
+    """In some profile, by a layer without a product; in one with it the integers are read."""
+    weights = {"w0": ("m0",), "w1": ("m1", "m2")}
+    found = read_layers(layers_from_log(text(products)), [], [], weights)
+    assert found.decoded == decoded
+    assert LayerReport.from_json(json.loads(json.dumps(found.to_json()))) == found
+    # of engines of earlier versions
+    old = {k: v for k, v in found.to_json().items() if k != "decoded"}
+    assert LayerReport.from_json(old).decoded == ()
+
+
 def test_an_attention_that_no_layer_names_is_not_fused():
     layers = read_layers(layers_from_log(text(FUSED)), ["attn", "gone"], ["k_out"])
     assert [x.is_fused for x in layers.attentions] == [True, False]

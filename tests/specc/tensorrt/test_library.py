@@ -113,6 +113,16 @@ def test_gpus_that_rtx_does_not_build_for(monkeypatch, text):
     assert "SPECC_TENSORRT=tensorrt" in caught.value.do
 
 
+def test_gpus_without_fp8(monkeypatch):
+    monkeypatch.setenv(trt.ENV, "tensorrt_rtx")
+    for capability in (None, "8.9", "12.0"):
+        trt.require_fp8(capability)
+    for capability in ("8.0", "sm_86"):
+        with pytest.raises(TensorRTError, match=r"fp8 for compute capability 8\.") as caught:
+            trt.require_fp8(capability)
+        assert "--quantize int8 or int4" in caught.value.do
+
+
 @pytest.mark.parametrize("text", ["", "ada", "8", "8.9.1", "sm_8.9x"])
 def test_what_is_no_compute_capability(monkeypatch, text):
     monkeypatch.setenv(trt.ENV, "tensorrt_rtx")

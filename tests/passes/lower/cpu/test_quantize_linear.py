@@ -78,6 +78,16 @@ def test_every_projection_and_a_head_of_8_bits() -> None:
     assert head["quantized_of"] == [128, 64]
 
 
+@pytest.mark.parametrize(
+    ("layout", "head"), [("int8-g32", "int8-g32"), ("int8", "int8"), ("fp8", "int8")]
+)
+def test_the_head_is_in_int8(layout: str, head: str) -> None:
+    """In the groups that the others have, where those are int8, too."""
+    found = layouts(compiled("llama", layout, num_hidden_layers=1)[0])
+    assert found[f"lm_head.weight:{head}"] == f"blocks-{head}"
+    assert list(found.values()).count(f"blocks-{layout}") == 4 + (head == layout)
+
+
 def test_parameters_are_counted_once() -> None:
     plain = trace_once(build_model("gemma3-tied"), "target")
     program, _ = compiled("gemma3-tied")

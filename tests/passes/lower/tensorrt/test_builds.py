@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from specc.artifact.cache_rows import CacheRows
+from specc.artifact.cache_rows import CacheRows, Reach
 from specc.passes.lower.tensorrt.builder import BuildOptions
 from specc.passes.lower.tensorrt.lower import build_engine
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
@@ -30,19 +30,17 @@ ROWS = CacheRows.of(128, 16, 1)
 def check_builds(folder, name, dtype, capabilities):
     pair = lowered(name, ROWS, dtype)
     write_onnx(pair, folder)
-    windows = [layer.window for layer in pair.flat.layers]
+    masks = [Reach(layer.window, layer.chunk).mask_input for layer in pair.flat.layers]
     for capability in capabilities:
         options = BuildOptions(capability)
         report = build_engine(folder / "model.onnx", folder / "engine.plan", PROFILES, options)
         assert report.lane == "fast", report.fallback
         assert report.fallback is None
-        assert [x.mask for x in report.attentions] == [
-            f"mask_window_{window}" if window else "mask" for window in windows
-        ]
-        assert len(report.layers.attentions) == len(PROFILES) * len(windows)
+        assert [x.mask for x in report.attentions] == masks
+        assert len(report.layers.attentions) == len(PROFILES) * len(masks)
         assert report.layers.fell_apart == ()
         # a cache of each layer's keys and values, every one bound to itself
-        assert len(report.caches) == 2 * len(windows)
+        assert len(report.caches) == 2 * len(masks)
         assert {output for _, output in report.caches} == {f"{i}_out" for i, _ in report.caches}
 
 
@@ -54,6 +52,13 @@ def rtx(monkeypatch):
 @pytest.mark.slow
 def test_two_masks_in_one_model(tmp_path):
     check_builds(tmp_path, "gemma3", torch.bfloat16, ["12.0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_chunks_and_mixtures_and_real_products_for_complex_ones(tmp_path, dtype):
+    """Llama 4: the mask of its chunks is an input as any other."""
+    check_builds(tmp_path, "llama4_text", dtype, ["8.0", "12.0"])
 
 
 @pytest.mark.slow

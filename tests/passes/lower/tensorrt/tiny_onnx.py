@@ -44,6 +44,8 @@ class TinyDecoder:
             `cache_mode="circular"`, `dynamic_cache=True`, `hidden_cache=True` (caches that are not
             outputs), `no_mask=True`: what the builder has to refuse. `ranks=2` puts sums over
             ranks after both branches of a layer, with the attributes of `sum` instead of their own.
+            `levels="INT4"`, with `group=32`, stores projections as levels of that type and scales;
+            `wide_scales=True` has these in fp32.
     """
 
     def __init__(self, shape: TinyShape, **options: Any) -> None:
@@ -62,12 +64,17 @@ class TinyDecoder:
         )
         return output
 
-    def weight(self, name: str, *size: int, fill: float | None = None) -> str:
+    def weight(
+        self, name: str, *size: int, fill: float | None = None, dtype: str | None = None
+    ) -> str:
+        dtype = dtype or self.shape.dtype
         array = self.random.normal(size=size) * 0.1 if fill is None else np.full(size, fill)
-        values = torch.from_numpy(array).to(TORCH_DTYPES[self.shape.dtype])
+        # TensorRT takes no others of levels of 8 bits
+        array = np.abs(array) if name.endswith(".scales") else array
+        values = torch.from_numpy(array).to(TORCH_DTYPES[dtype])
         # raw bytes, or they would not go into the file of weights
         raw = values.view(torch.uint8).numpy().tobytes()
-        proto = helper.make_tensor(name, self.dtype, size, raw, raw=True)
+        proto = helper.make_tensor(name, DTYPES[dtype], size, raw, raw=True)
         self.weights.append(proto)
         return name
 
@@ -77,7 +84,25 @@ class TinyDecoder:
         return name
 
     def linear(self, x: str, name: str, num_in: int, num_out: int) -> str:
+        if "levels" in self.options:
+            return self.node("MatMul", [x, self.dequantized(name, num_in, num_out)])
         return self.node("MatMul", [x, self.weight(name, num_in, num_out)])
+
+    def dequantized(self, name: str, num_in: int, num_out: int) -> str:
+        """[num_in, num_out] of levels, with one scale for each column and group of rows."""
+        kind, group = self.options["levels"], self.options.get("group", 0)
+        count = num_in * num_out // (2 if kind.endswith("INT4") else 1)
+        raw = self.random.integers(0, 100, count).astype(np.uint8).tobytes()
+        number = TensorProto.DataType.Value(kind)
+        self.weights.append(
+            helper.make_tensor(f"{name}.levels", number, (num_in, num_out), raw, raw=True)
+        )
+        size = (-(-num_in // group), num_out) if group else (num_out,)
+        wide = self.options.get("wide_scales")
+        scales = self.weight(f"{name}.scales", *size, dtype="fp32" if wide else None)
+        way = {"axis": 0, "block_size": group} if group else {"axis": 1}
+        found = self.node("DequantizeLinear", [f"{name}.levels", scales], f"{name}.weight", **way)
+        return self.node("Cast", [found], to=self.dtype) if wide else found
 
     def heads(self, x: str, num_heads: int) -> str:
         size = self.constant(f"heads_{num_heads}", [0, 0, num_heads, self.shape.head_dim])

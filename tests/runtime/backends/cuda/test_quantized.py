@@ -82,6 +82,7 @@ def logits_error(engine: Engine, model: Any, num_tokens: int) -> float:
     [
         ("int4", 32),
         ("int8", None),
+        ("int8", 32),
         ("fp8", None),
     ],
 )

@@ -49,7 +49,12 @@ def generate(engine: Engine, plan: str, prompts: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "group"), [("int4", 32), pytest.param("int8", None, marks=pytest.mark.slow)]
+    ("quantize", "group"),
+    [
+        ("int4", 32),
+        pytest.param("int8", None, marks=pytest.mark.slow),
+        pytest.param("int8", 32, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_transformers_and_of_off(
     tmp_path: Path, quantize: str, group: int | None

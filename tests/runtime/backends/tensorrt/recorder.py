@@ -32,6 +32,7 @@ from specc.passes.lower.tensorrt.shape_profile import (
     merge_profiles,
     profile_shapes,
 )
+from specc.runtime.backends.onnx import program as onnx_program
 from specc.tensorrt.layers import LayerReport
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.backends.captured.tape import Tape
@@ -203,6 +204,8 @@ class ICudaEngine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
+        # products by quantized weights with rows as they are, not rounded to int8
+        options.add_session_config_entry(onnx_program._ACCURACY, onnx_program._FLOATS)
         self._session = onnxruntime.InferenceSession(
             model, options, providers=["CPUExecutionProvider"]
         )
