@@ -28,6 +28,60 @@ from transformers.models.llama.modeling_llama import (
 )
 
 
+class TapProjection(nn.Linear):
+    """The projection of hidden states, learned in coordinates in which they are alike.
+
+    A few directions of a target's residual stream are a hundred times as large as those that tell
+    one token from another; a step of Muon, which is as long in every direction, would all but pass
+    the latter by. While a head learns, `weight` is what reads the hidden states times `basis`.
+
+    Args:
+        inputs: A · H.
+        width: d.
+    """
+
+    basis: Tensor | None
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__(inputs, width, bias=False)
+        self.register_buffer("basis", None, persistent=False)
+
+    def forward(self, taps: Tensor) -> Tensor:
+        """[…, A · H] → […, d]."""
+        return F.linear(taps, self.folded())
+
+    def folded(self) -> Tensor:
+        """[d, A · H], what a checkpoint has."""
+        if self.basis is None:
+            return self.weight
+        # the smallest directions have the largest factors
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return self.weight @ self.basis
+
+    @torch.no_grad()
+    def change_basis(self, taps: Tensor, floor: float = 0.01) -> None:
+        """Learn in coordinates whose second moments are 1 from now on; results stay the same.
+
+        Args:
+            taps: [n, A · H] float32, an example of what is read.
+            floor: of the moments of a direction, each input scaled to 1: smaller ones are noise.
+        """
+        # moments span more than float32 tells apart
+        weight, wide = self.folded().double(), taps.double()
+        sizes = wide.square().mean(0).sqrt().clamp_min(1e-6)
+        scaled = wide / sizes
+        moments, directions = torch.linalg.eigh(scaled.T @ scaled / len(scaled))
+        roots = moments.clamp_min(floor).sqrt()
+        self.weight.copy_((weight * sizes) @ directions * roots)
+        self.basis = (directions.T / roots[:, None] / sizes).float()
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Leave the weight as a checkpoint has it."""
+        self.weight.copy_(self.folded())
+        self.basis = None
+
+
 class EagleHead(nn.Module):
     """A head; its parameters have the names that they have in the checkpoint.
 
@@ -43,7 +97,7 @@ class EagleHead(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.target_width = config, target_width
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.fc = nn.Linear(num_taps * target_width, width, bias=False)
+        self.fc = TapProjection(num_taps * target_width, width)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, len(kept), bias=False)
