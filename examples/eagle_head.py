@@ -10,13 +10,15 @@ i - d of depth 0, which know the target, then row i - d + 1 of depth 1 and so on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_files import save_draft
+from head_files import WEIGHTS, load_weights, save_draft
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -255,6 +257,33 @@ def build_head(
         head.embed_tokens.weight.copy_(projected)
         head.lm_head.weight.copy_(projected[kept])
     return head
+
+
+def load_head(directory: Path, target: PreTrainedModel) -> tuple[EagleHead, tuple[int, ...]]:
+    """A head that `save_head` has written, and the boundaries that it reads.
+
+    Args:
+        directory: of it.
+        target: that it was trained for.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    boundaries = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    kept = torch.arange(config["draft_vocab_size"])
+    if config["draft_vocab_size"] < config["vocab_size"]:
+        kept = load_file(directory / WEIGHTS)["d2t"] + kept
+    head = build_head(
+        target,
+        len(boundaries),
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["max_position_embeddings"],
+        kept,
+    )
+    load_weights(head, directory)
+    return head.eval(), boundaries
 
 
 def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> None:

@@ -26,7 +26,7 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 _MODULES = (
     "train_block_drafter", "block_drafter", "train_eagle_head", "eagle_head", "head_files",
     "head_loop", "head_loss", "head_prompts", "head_texts", "head_training", "pair_data",
-    "pair_parts", "pair_policy",
+    "measure_copies", "pair_parts", "pair_policy",
 )  # fmt: skip
 
 

@@ -81,6 +81,11 @@ def test_every_depth_of_a_checkpoint_is_what_a_step_computes(
     assert (spec.layout, spec.boundaries, spec.warnings) == ("SafeAILab", BOUNDARIES, ())
     tensors = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for name, value in tensors.items() if "2" not in name} == {torch.bfloat16}
+    loaded, boundaries = sys.modules["eagle_head"].load_head(tmp_path, target)
+    assert boundaries == BOUNDARIES
+    assert loaded.kept.equal(head.kept)
+    for own, other in zip(loaded.parameters(), head.parameters(), strict=True):
+        assert own.equal(other)
     floats = {name: value.float() for name, value in tensors.items()} | {"d2t": tensors["d2t"]}
     reference = Reference(CASE, floats, target.get_input_embeddings().weight)
     taps = texts.taps.float()
