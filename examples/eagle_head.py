@@ -10,13 +10,15 @@ i - d of depth 0, which know the target, then row i - d + 1 of depth 1 and so on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_files import save_draft
+from head_files import WEIGHTS, load_weights, save_draft
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -26,6 +28,60 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     repeat_kv,
 )
+
+
+class TapProjection(nn.Linear):
+    """The projection of hidden states, learned in coordinates in which they are alike.
+
+    A few directions of a target's residual stream are a hundred times as large as those that tell
+    one token from another; a step of Muon, which is as long in every direction, would all but pass
+    the latter by. While a head learns, `weight` is what reads the hidden states times `basis`.
+
+    Args:
+        inputs: A · H.
+        width: d.
+    """
+
+    basis: Tensor | None
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__(inputs, width, bias=False)
+        self.register_buffer("basis", None, persistent=False)
+
+    def forward(self, taps: Tensor) -> Tensor:
+        """[…, A · H] → […, d]."""
+        return F.linear(taps, self.folded())
+
+    def folded(self) -> Tensor:
+        """[d, A · H], what a checkpoint has."""
+        if self.basis is None:
+            return self.weight
+        # the smallest directions have the largest factors
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return self.weight @ self.basis
+
+    @torch.no_grad()
+    def change_basis(self, taps: Tensor, floor: float = 0.01) -> None:
+        """Learn in coordinates whose second moments are 1 from now on; results stay the same.
+
+        Args:
+            taps: [n, A · H] float32, an example of what is read.
+            floor: of the moments of a direction, each input scaled to 1: smaller ones are noise.
+        """
+        # moments span more than float32 tells apart
+        weight, wide = self.folded().double(), taps.double()
+        sizes = wide.square().mean(0).sqrt().clamp_min(1e-6)
+        scaled = wide / sizes
+        moments, directions = torch.linalg.eigh(scaled.T @ scaled / len(scaled))
+        roots = moments.clamp_min(floor).sqrt()
+        self.weight.copy_((weight * sizes) @ directions * roots)
+        self.basis = (directions.T / roots[:, None] / sizes).float()
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Leave the weight as a checkpoint has it."""
+        self.weight.copy_(self.folded())
+        self.basis = None
 
 
 class EagleHead(nn.Module):
@@ -43,7 +99,7 @@ class EagleHead(nn.Module):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.target_width = config, target_width
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.fc = nn.Linear(num_taps * target_width, width, bias=False)
+        self.fc = TapProjection(num_taps * target_width, width)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, len(kept), bias=False)
@@ -201,6 +257,33 @@ def build_head(
         head.embed_tokens.weight.copy_(projected)
         head.lm_head.weight.copy_(projected[kept])
     return head
+
+
+def load_head(directory: Path, target: PreTrainedModel) -> tuple[EagleHead, tuple[int, ...]]:
+    """A head that `save_head` has written, and the boundaries that it reads.
+
+    Args:
+        directory: of it.
+        target: that it was trained for.
+    """
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    boundaries = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    kept = torch.arange(config["draft_vocab_size"])
+    if config["draft_vocab_size"] < config["vocab_size"]:
+        kept = load_file(directory / WEIGHTS)["d2t"] + kept
+    head = build_head(
+        target,
+        len(boundaries),
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["max_position_embeddings"],
+        kept,
+    )
+    load_weights(head, directory)
+    return head.eval(), boundaries
 
 
 def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> None:

@@ -18,7 +18,7 @@ _FIELDS = (
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "vocab_size", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 def save_draft(
@@ -48,7 +48,7 @@ def save_draft(
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     tensors = {key: value.bfloat16().contiguous() for key, value in draft.state_dict().items()}
-    file = directory / _WEIGHTS
+    file = directory / WEIGHTS
     save_file(tensors | dict(others or {}), file, {"format": "pt"})
     # the library lets its owner alone read it
     file.chmod(0o644)
@@ -56,7 +56,7 @@ def save_draft(
 
 def load_weights(draft: nn.Module, directory: Path) -> None:
     """Take the weights of a draft of the same sizes."""
-    weights = load_file(directory / _WEIGHTS)
+    weights = load_file(directory / WEIGHTS)
     draft.load_state_dict({name: weights[name].float() for name in draft.state_dict()})
 
 

@@ -14,8 +14,9 @@ import torch
 import transformers
 from head_files import load_weights
 from head_loop import Course
+from head_prompts import prompts_apart
 from head_texts import Texts, continue_texts, load_texts, read_texts, save_texts
-from pair_data import encode_stream, read_prompts, training_files
+from pair_data import encode_stream, load_corpus, read_prompts, training_files
 from pair_parts import Schedule, facts_of_training, write_json
 from pair_policy import draw_prompts
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ def add_options(
     add("--out", type=Path, default=out, help="directory that is written")
     add("--start", type=Path, help="one of the same sizes to go on with")
     add("--texts", type=Path, help="file that keeps the texts, or has them from an earlier run")
-    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, of either kind")
+    add("--pool-batches", type=int, default=16, help=f"of {POOL_BATCH} prompts, greedy texts")
+    add("--sampled-batches", type=int, default=16, help="the same, sampled texts")
     add("--windows", type=int, default=1024, help="windows of the corpus")
     add("--minutes", type=float, default=minutes, help="minutes of training, at most")
     add("--steps", type=int, default=10**6, help="steps of training, at most")
@@ -148,11 +150,21 @@ class Lessons:
         }
 
     def greedy(self, boundaries: list[int]) -> dict[str, list[Texts]]:
-        """By file of prompts, the target's greedy output after each."""
+        """The target's greedy output after each prompt, see `prompts_of_walks`."""
         return {
-            name: greedy_texts(self.target, self.tokenizer, path, boundaries)
-            for name, path in PROMPTS.items()
+            name: greedy_texts(self.target, self.tokenizer, entries, boundaries)
+            for name, entries in prompts_of_walks(self.tokenizer).items()
         }
+
+
+def prompts_of_walks(tokenizer: Any) -> dict[str, list[dict[str, str]]]:
+    """Prompts of the two files, and others to compare settings and runs by, `validation`.
+
+    So the files' prompts have no part in any choice.
+    """
+    prompts = {name: read_prompts(path) for name, path in PROMPTS.items()}
+    known = [entry for entries in prompts.values() for entry in entries]
+    return prompts | {"validation": prompts_apart(tokenizer, load_corpus()[1], known)}
 
 
 def make_shelves(
@@ -162,9 +174,9 @@ def make_shelves(
     generator = torch.Generator().manual_seed(args.seed + 1)
     torch.manual_seed(args.seed + 2)
     begin, shelves = time.monotonic(), []
-    for temperature in (0.0, 1.0):
+    for temperature, batches in ((0.0, args.pool_batches), (1.0, args.sampled_batches)):
         pool = []
-        for number in range(args.pool_batches):
+        for number in range(batches):
             prompts = draw_prompts(stream, newline, POOL_BATCH, generator)
             pool.append(continue_texts(target, prompts, CONTINUATION, temperature))
             print(f"texts: {number + 1}, {time.monotonic() - begin:.0f} s", flush=True)
@@ -176,10 +188,10 @@ def make_shelves(
 
 
 def greedy_texts(
-    target: PreTrainedModel, tokenizer: Any, path: Path, boundaries: list[int]
+    target: PreTrainedModel, tokenizer: Any, entries: list[dict[str, str]], boundaries: list[int]
 ) -> list[Texts]:
-    """The target's greedy output after each prompt of a file."""
-    prompts = [tokenizer(entry["prompt"])["input_ids"] for entry in read_prompts(path)]
+    """The target's greedy output after each prompt."""
+    prompts = [tokenizer(entry["prompt"])["input_ids"] for entry in entries]
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -20,8 +20,10 @@ are the head's first choice where the text before them is given.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,8 @@ from head_texts import Texts
 from head_training import PAIR, Lessons, add_options, course_of, run
 from pair_parts import autocast
 from torch import Tensor
+
+_MOMENT_ROWS = 20_000  # hidden states, whose second moments are taken
 
 
 @dataclass(frozen=True)
@@ -118,15 +122,17 @@ def train(
     goal: Goal,
     course: Course,
     batch_tokens: int,
+    keep: Callable[[], object] = lambda: None,
 ) -> tuple[int, dict[str, Any]]:
     """Teach a head, in place; steps of about `batch_tokens`. See `teach`."""
 
     def of_rows(texts: Texts, is_greedy: bool, _: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         return losses(head, output, texts, goal, is_greedy)
 
-    return teach(
-        head, of_rows, shelves, course, lambda texts: max(1, batch_tokens // texts.length), "depth"
-    )
+    def rows_of(texts: Texts) -> int:
+        return max(1, batch_tokens // texts.length)
+
+    return teach(head, of_rows, shelves, course, rows_of, "depth", keep)
 
 
 @torch.no_grad()
@@ -163,6 +169,13 @@ def kept_ids(shelves: list[Texts], count: int, vocab_size: int) -> Tensor:
     return often.topk(min(count, vocab_size)).indices.sort().values
 
 
+def some_taps(shelves: list[Texts]) -> Tensor:
+    """Hidden states of all texts in turn, [n, A · H] float32, n about `_MOMENT_ROWS`."""
+    rows = [texts.taps.flatten(0, 1) for texts in shelves]
+    stride = max(1, sum(map(len, rows)) // _MOMENT_ROWS)
+    return torch.cat([part[::stride] for part in rows]).float()
+
+
 def make_head(args: argparse.Namespace) -> dict[str, Any]:
     """Train and save a head; returns how, and how well it does."""
     lessons = Lessons.find(args)
@@ -181,10 +194,18 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
     lessons.begin(head, args.start)
     goal = Goal(args.depths, args.decay, args.first_weight, args.missed_weight)
     course = course_of(args)
+    head.fc.change_basis(some_taps(shelves))
     begin = time.monotonic()
-    steps, figures = train(head, lessons.output, shelves, goal, course, args.batch_tokens)
+
+    def keep() -> None:
+        own = copy.deepcopy(head)
+        own.fc.fold()
+        save_head(own, args.boundaries, args.out)
+
+    steps, figures = train(head, lessons.output, shelves, goal, course, args.batch_tokens, keep)
     seconds = time.monotonic() - begin
-    save_head(head, args.boundaries, args.out)
+    keep()
+    head.fc.fold()
     round_weights(head.eval())
     walked = {
         name: walk(head, own, args.depths) for name, own in lessons.greedy(args.boundaries).items()
@@ -206,8 +227,8 @@ def make_head(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_own_options(parser: argparse.ArgumentParser) -> None:
+    """Options of this trainer, and of both."""
     add = add_options(parser, PAIR / "eagle", 20.0, 20261127)
     add("--depths", type=int, default=4, help="that the head is unrolled over")
     add("--decay", type=float, default=1.0, help="weight of a depth relative to the last")
@@ -215,6 +236,11 @@ def main() -> None:
     add("--inner", type=int, default=384, help="columns of the MLP")
     add("--draft-vocab-size", type=int, default=2048, help="ids that the head proposes")
     add("--batch-tokens", type=int, default=2048, help="of a training step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_own_options(parser)
     run("train_eagle_head.py", parser.parse_args(), make_head)
 
 

@@ -25,8 +25,8 @@ from tests.heads import LAYERS, VOCAB, WIDTH
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _MODULES = (
     "train_block_drafter", "block_drafter", "train_eagle_head", "eagle_head", "head_files",
-    "head_loop", "head_loss", "head_texts", "head_training", "pair_data", "pair_parts",
-    "pair_policy",
+    "head_loop", "head_loss", "head_prompts", "head_texts", "head_training", "pair_data",
+    "measure_copies", "pair_parts", "pair_policy",
 )  # fmt: skip
 
 

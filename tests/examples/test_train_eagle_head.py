@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,11 @@ def test_every_depth_of_a_checkpoint_is_what_a_step_computes(
     assert (spec.layout, spec.boundaries, spec.warnings) == ("SafeAILab", BOUNDARIES, ())
     tensors = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for name, value in tensors.items() if "2" not in name} == {torch.bfloat16}
+    loaded, boundaries = sys.modules["eagle_head"].load_head(tmp_path, target)
+    assert boundaries == BOUNDARIES
+    assert loaded.kept.equal(head.kept)
+    for own, other in zip(loaded.parameters(), head.parameters(), strict=True):
+        assert own.equal(other)
     floats = {name: value.float() for name, value in tensors.items()} | {"d2t": tensors["d2t"]}
     reference = Reference(CASE, floats, target.get_input_embeddings().weight)
     taps = texts.taps.float()
@@ -158,6 +164,76 @@ def test_rows_after_a_miss_count_less(script: ModuleType, target: Any) -> None:
 
     assert losses(0.0) == pytest.approx(seen, rel=0.03)
     assert losses(1.0) != pytest.approx(seen, rel=0.03)
+
+
+@torch.no_grad()
+def test_coordinates_of_taps_change_what_is_learned_and_no_result(
+    script: ModuleType, target: Any
+) -> None:
+    head, tokens = built(target), torch.randint(VOCAB, (40, 24))
+    # as in residual streams, some directions are far larger than the rest
+    sizes = torch.logspace(-1, 2, len(BOUNDARIES) * WIDTH)
+    mixed = sizes[:, None] * torch.linalg.qr(torch.randn(len(sizes), len(sizes)))[0]
+    plain = torch.randn(4000, len(sizes)) @ mixed
+    before = head.fc(plain)
+    head.fc.change_basis(plain, floor=0.0)
+    again = read(target, tokens, 4)
+    known = head.unroll(again.taps.float(), tokens, DEPTHS, 0)
+    assert head.fc.weight.shape == (NARROW, len(sizes))
+    torch.testing.assert_close(head.fc(plain), before, rtol=1e-3, atol=1e-3 * before.std())
+    seen = plain @ head.fc.basis.T
+    torch.testing.assert_close(
+        seen.T @ seen / len(seen), torch.eye(len(sizes)), rtol=0.0, atol=1e-2
+    )
+    # from coordinates into others: those of a floor have small directions that stay small
+    head.fc.change_basis(plain, floor=0.5)
+    seen = (plain @ head.fc.basis.T).square().mean(0)
+    assert seen.max() < 1.02
+    assert seen.min() < 0.5
+    head.fc.fold()
+    assert head.fc.basis is None
+    torch.testing.assert_close(head.fc(plain), before, rtol=1e-3, atol=1e-3 * before.std())
+    for own, other in zip(head.unroll(again.taps.float(), tokens, DEPTHS, 0), known, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_kept_while_a_head_learns_is_its_checkpoint(
+    script: ModuleType, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = read(target, torch.randint(VOCAB, (8, 20)), 4)
+    lessons = SimpleNamespace(
+        target=target,
+        shelves=[texts],
+        output=target.get_output_embeddings().weight.detach().bfloat16(),
+        begin=lambda head, start: None,
+        sizes=lambda head: {},
+        greedy=lambda boundaries: {"held out": [texts.rows(torch.tensor([0]))]},
+    )
+    monkeypatch.setattr(script.Lessons, "find", lambda args: lessons)
+    heads = []
+
+    def train(head: Any, *others: Any) -> tuple[int, dict[str, Any]]:
+        heads.append(head)
+        assert head.fc.basis is not None
+        with torch.no_grad():
+            head.fc.weight += 0.1 * torch.randn_like(head.fc.weight)
+        kept = head.fc.folded().bfloat16()
+        others[-1]()
+        saved = load_file(tmp_path / "model.safetensors")
+        assert saved["fc.weight"].equal(kept)
+        # it goes on to learn where it was
+        assert head.fc.basis is not None
+        return 1, {}
+
+    monkeypatch.setattr(script, "train", train)
+    parser = argparse.ArgumentParser()
+    script.add_own_options(parser)
+    sizes = f"--width {NARROW} --inner 40 --heads {HEADS} --kv-heads {KV_HEADS} --head-dim {SIZE}"
+    taps = "--boundaries " + " ".join(map(str, BOUNDARIES))
+    args = parser.parse_args([*sizes.split(), *taps.split(), "--out", str(tmp_path)])
+    script.make_head(args)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["fc.weight"].float().equal(heads[0].fc.weight)
 
 
 @pytest.mark.slow
