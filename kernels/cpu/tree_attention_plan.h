@@ -11,13 +11,13 @@
 namespace specc::attention {
 
 constexpr int kMaxRows = 128;  // query rows of an item, so that its scores stay in the L2 cache
-// Threads cut the line of tiles between pieces of so many, which have sums of their own: pieces are
-// the same for any number of threads, and are added in their order.
-constexpr int kPieceTiles = 4;
 // A unit's accumulators, its tile and the next one, which is being fetched, stay there, too.
 constexpr int kMaxUnitRows = 256;
 constexpr int64_t kMaxUnitBytes = 256 << 10;  // of K and V of a tile
 constexpr int64_t kTilesPerThread = 4;        // rather fewer heads in a unit than fewer of these
+// Threads cut the line of tiles between pieces of so many, which have sums of their own: pieces are
+// the same for any number of threads, and are added in their order.
+constexpr int kPieceTiles = 4;
 
 // A sequence's block of query rows: some tokens, times the query heads of one KV head.
 struct Item {
@@ -64,7 +64,8 @@ struct Plan {
   std::vector<Item> items;
   int64_t cost;
   int64_t max_rows, max_unit_rows;  // query rows of one KV head, and of a unit
-  std::vector<float*> kept;   // sums of each thread, of units that were cut
+  // sums of each thread: of the unit that it began, and of pieces of the one that it went on with
+  std::vector<float*> kept, kept_pieces;
 
   void build(const TreeAttention& a, int threads);
   Place place(int64_t at) const;

@@ -36,7 +36,10 @@ inline bool softmax(float* scores, uint64_t bits, float factor, float* max, floa
   const Float scale = splat(factor * 1.44269504088896f);  // log2(e): weights are powers of two
   Float x[kCount], best = splat(kNothing);
 #pragma GCC unroll 16
-  for (int j = 0; j < kCount; ++j) x[j] = load(scores + j * kWidth) * scale;
+  for (int j = 0; j < kCount; ++j) {
+    x[j] = load(scores + j * kWidth) * scale;
+    keep(x[j]);  // rounded before the maximum is taken off, as in softmax_of_parts
+  }
   if (bits != ~uint64_t{0}) {
 #pragma GCC unroll 16
     for (int j = 0; j < kCount; ++j) x[j] = select(bits >> (j * kWidth), x[j], splat(kMasked));

@@ -37,7 +37,10 @@ struct Sums {
       const Float factor = exp2_of_nonpositive(splat(piece.max[r] - most));
       max[r] = most;
       const auto add_at = [&](float* x, const float* y) {
-        store(x, load(x) * old_factor + load(y) * factor);
+        Float sum = load(x) * old_factor;
+        keep(sum);  // the same instructions wherever this is inlined
+        multiply_add(sum, load(y), factor);
+        store(x, sum);
       };
       add_at(sum + r * kWidth, piece.sum + r * kWidth);
       for (int64_t j = r * width; j < (r + 1) * width; j += kWidth)

@@ -121,9 +121,17 @@ class Worker {
     const float own = exp2_of_nonpositive(splat(max - most))[0];
     return own / (sum * own + exp2_of_nonpositive(splat(sink - most))[0]);
   }
-  // What stays of a thread: the unit that it began, then pieces of the one that it went on with.
-  Sums kept(int64_t thread, int64_t which) const {
-    return Sums(plan_.kept[thread] + which * sums_size_, plan_.max_unit_rows, width_);
+  // What stays of a thread of a unit that was cut: the sums of the pieces it began with, or those of
+  // a piece of the unit that it went on with.
+  int64_t kept_size(const Unit& unit) const {
+    return round_up(Sums::size(unit.heads * unit.rows, width_), 16);
+  }
+  Sums begun(const Unit& unit, int64_t thread) const {
+    return Sums(plan_.kept[thread], unit.heads * unit.rows, width_);
+  }
+  Sums piece_of(const Unit& unit, int64_t thread, int64_t piece) const {
+    float* from = plan_.kept_pieces[thread];
+    return Sums(from + piece * kept_size(unit), unit.heads * unit.rows, width_);
   }
   float* scores(int64_t part) const {
     return part == 0 ? scores_ : memory_.more.data() + (part - 1) * more_size();
@@ -292,14 +300,17 @@ void Worker<T, Tile>::finish(const Unit& unit, Sums from) {
 
 template <class T, class Tile>
 void Worker<T, Tile>::attend(Place begin, Place end, int64_t thread) {
-  int64_t pieces = 0;
+  int64_t of_pieces = 0;
   if (begin.tile > 0) {
-    const Item& item = plan_.items[begin.item];
-    pieces = item.pieces(begin.tile, begin.same_unit(end) ? end.tile : item.num_tiles);
+    const Unit cut = unit(begin);
+    const int64_t last = begin.same_unit(end) ? end.tile : cut.item.num_tiles;
+    of_pieces = cut.item.pieces(begin.tile, last) * kept_size(cut);
   }
-  const size_t size = (1 + pieces) * sums_size_;
+  const int64_t of_begun = end.tile > 0 ? kept_size(unit(end)) : 0;
+  const size_t size = of_pieces + of_begun;
   if (memory_.kept.size() < size) memory_.kept.resize(size);
-  plan_.kept[thread] = memory_.kept.data();
+  plan_.kept_pieces[thread] = memory_.kept.data();
+  plan_.kept[thread] = memory_.kept.data() + of_pieces;
   const Sums own(own_, plan_.max_unit_rows, width_);
   const Sums piece(own_ + sums_size_, plan_.max_unit_rows, width_);
   for (Place at = begin;;) {
@@ -309,10 +320,10 @@ void Worker<T, Tile>::attend(Place begin, Place end, int64_t thread) {
     const int64_t last = is_last ? end.tile : now.item.num_tiles;
     if (at.tile > 0) {
       int64_t count = 0;
-      tiles(now, at.tile, last, [&] { return kept(thread, ++count); });
+      tiles(now, at.tile, last, [&] { return piece_of(now, thread, count++); });
     } else {
       const bool is_whole = last == now.item.num_tiles;
-      const Sums to = is_whole ? own : kept(thread, 0);
+      const Sums to = is_whole ? own : begun(now, thread);
       InOrder in_order(to, piece, now.heads * now.rows, width_);
       tiles(now, 0, last, [&] { return in_order.next(); });
       in_order.finish();
@@ -329,14 +340,14 @@ void Worker<T, Tile>::merge(Place begin, Place end, int64_t thread, int64_t thre
   const bool began = begin.tile == 0 || !begin.same_unit(end);
   if (end.tile == 0 || !began) return;
   const Unit cut = unit(end);
-  const Sums to = kept(thread, 0);
+  const Sums to = begun(cut, thread);
   Place from = end;
   for (int64_t other = thread + 1; other < threads && from.same_unit(end); ++other) {
     const Place next = plan_.place(plan_.cost * (other + 1) / threads);
     const int64_t last = next.same_unit(from) ? next.tile : cut.item.num_tiles;
     const int64_t pieces = cut.item.pieces(from.tile, last);
-    for (int64_t piece = 1; piece <= pieces; ++piece)
-      to.add(kept(other, piece), cut.heads * cut.rows, width_);
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      to.add(piece_of(cut, other, piece), cut.heads * cut.rows, width_);
     from = next;
   }
   finish(cut, to);
@@ -350,6 +361,7 @@ void run(const TreeAttention& a, int num_threads) {
   const int threads =
       static_cast<int>(std::clamp<int64_t>(plan.cost / kMinCost, 1, std::max(num_threads, 1)));
   plan.kept.resize(threads);
+  plan.kept_pieces.resize(threads);
   if (threads == 1) {
     Worker<T, Tile> worker(a, plan);
     write_rows<T, typename Tile::Stored>(a, 0, a.num_tokens);

@@ -22,7 +22,7 @@ _TRANSPOSED = (
 class RecoverLinear(Pass):
     """`matmul(x, w.T)` → `linear(x, w)`, of a weight w [N, K] of the model.
 
-    Falcon writes its projections so. As what they are they are stored, quantized, fused and cut
+    Falcon writes its projections so. As projections they are stored, quantized, fused and split
     like those of other models.
     """
 
