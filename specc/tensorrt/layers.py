@@ -168,13 +168,20 @@ def read_layers(
                     *(tuple(x.name for x in group) for group in (kernels, others, reads)),
                 )
             )
-    # in one layer with the product the integers are what is read
+    # in one layer with the product the integers are what is read; of a weight that no layer names
+    # nothing shows that they are
     decoded = tuple(
         weight
         for weight, readers in (weights or {}).items()
-        if any(weight in x.nodes and not set(readers) & set(x.nodes) for x in marked)
+        if marked and not _is_read_by(weight, readers, marked)
     )
     return LayerReport(tuple(marked), tuple(found), decoded)
+
+
+def _is_read_by(weight: str, readers: Collection[str], layers: Sequence[Layer]) -> bool:
+    """Whether each layer that names the weight, one at least, also names what multiplies it."""
+    named = [set(layer.nodes) for layer in layers if weight in layer.nodes]
+    return bool(named) and all(nodes & set(readers) for nodes in named)
 
 
 def layers_from_log(text: str) -> tuple[Layer, ...]:

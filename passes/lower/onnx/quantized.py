@@ -164,6 +164,26 @@ def _with_positive_scales(
     return levels, torch.where(none, 1.0, torch.where(down, -scales, scales))
 
 
+def require_positive_scales(parts: Parts, weight: Weight, name: str) -> None:
+    """Refuse what TensorRT cannot read of 8 bits.
+
+    Args:
+        parts: of `parts_of`, which turns negative scales where it can.
+        weight: that they are of.
+        name: of the model.
+    Raises:
+        UnsupportedGraphError: a scale of 8 bits below 0.
+    """
+    layout = weight.quantized
+    assert layout is not None, "it is quantized"
+    if layout.bits == 8 and bool((parts.scales <= 0).any()):
+        raise UnsupportedGraphError(
+            f"{name}: {weight.key} with a negative scale and a level of -128 in int8",
+            "scales above 0: TensorRT reads no others of 8 bits",
+            "compile with --backend cpu, cuda or onnx",
+        )
+
+
 def expand_quantized(
     model: onnx_ir.Model, program: Program, path: Path, weights: Path, products: Products
 ) -> None:
@@ -179,7 +199,8 @@ def expand_quantized(
         weights: of the engine, with the blocks.
         products: their type.
     Raises:
-        UnsupportedGraphError: see `parts_of`.
+        UnsupportedGraphError: see `parts_of`; or for TensorRT (`products` "rows") a negative scale
+            of levels of 8 bits.
     """
     import onnx_ir as ir
 
@@ -197,6 +218,8 @@ def expand_quantized(
             if weight.key not in made:
                 rows = torch.float32 if products == "float32" else weight.dtype
                 parts = parts_of(_read(reader, weight), weight, program.name, rows)
+                if products == "rows":
+                    require_positive_scales(parts, weight, program.name)
                 made[weight.key] = _inputs(graph, weight, parts, file, out)
             nodes = list(_nodes(call, made[weight.key], products))
             last = nodes[-1].outputs[0]

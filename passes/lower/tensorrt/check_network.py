@@ -86,7 +86,7 @@ def check_trt_network(
     Raises:
         TensorRTError: an attention is not one layer, lost its mask, its lengths or its caches; a
             cache is not updated in place, exactly once; a sum over ranks, or a quantized weight, is
-        missing, or another.
+            missing, or another.
     """
     layers = _Network(trt, network)
     _check_caches(layers, form)

@@ -54,3 +54,15 @@ def test_freed_memory_is_kept(counts: tuple[int, ...]) -> None:
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory(1 << 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
+)
+def test_what_a_user_says_is_left(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def refuse(library: str | None) -> None:
+        raise AssertionError(library)
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setenv(name, "1")
+    assert not keep_freed_memory(1 << 20)

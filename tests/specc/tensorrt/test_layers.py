@@ -117,10 +117,19 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(
-    ("products", "decoded"), [(PRODUCTS, ("w1",)), (PRODUCTS[:1] + PRODUCTS[3:], ())]
+    ("products", "decoded"),
+    [
+        (PRODUCTS, ("w1",)),
+        (PRODUCTS[:1] + PRODUCTS[3:], ()),
+        (PRODUCTS[:1], ("w1",)),
+        ([], ()),
+    ],
 )
 def test_weights_that_become_floats(products, decoded):
-    """In some profile, by a layer without a product; in one with it the integers are read."""
+    """In some profile, by a layer without a product; in one with it the integers are read.
+
+    Of a weight that no layer names nothing shows that they are, if there are layers at all.
+    """
     weights = {"w0": ("m0",), "w1": ("m1", "m2")}
     found = read_layers(layers_from_log(text(products)), [], [], weights)
     assert found.decoded == decoded

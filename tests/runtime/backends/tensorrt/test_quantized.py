@@ -14,7 +14,7 @@ import torch
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize
 from specc.errors import UnsupportedGraphError
-from specc.passes.lower.onnx.quantized import parts_of
+from specc.passes.lower.onnx.quantized import parts_of, require_positive_scales
 from specc.passes.program import Weight
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -139,6 +139,12 @@ def test_a_level_without_an_opposite_keeps_its_scale() -> None:
     assert found.scales.tolist() == [-0.5 if n == 5 else 0.5 for n in range(32)]
     assert int(found.levels[39, 5]) == -128
     assert torch.equal(found.levels[0], torch.where(found.scales < 0, -121, 121).to(torch.int8))
+    with pytest.raises(UnsupportedGraphError, match="target: w:int8 with a negative scale") as caught:
+        require_positive_scales(found, weight, "target")
+    assert "--backend cpu" in caught.value.do
+    levels[5, 39] = 1
+    found = parts_of(pack(levels, scales, None, layout), weight, "target", F16)
+    require_positive_scales(found, weight, "target")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g32", "fp8"])
