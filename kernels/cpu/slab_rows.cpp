@@ -17,6 +17,7 @@ void for_each_row(const SlabRows& a, int num_threads, const Copy& copy) {
   for (int64_t b = 0; b < a.batch; ++b) {
     const int32_t* table = a.block_table + b * a.blocks_per_sequence;
     const int64_t first = a.q_start[b] * a.per_token, last = a.q_start[b + 1] * a.per_token;
+    if (row_bytes == 0) continue;  // tensors without elements have no memory
     const bool is_long = (last - first) * row_bytes > kAlone;
 #pragma omp parallel for num_threads(std::max(num_threads, 1)) if (is_long)
     for (int64_t i = first; i < last; ++i) {
@@ -39,7 +40,8 @@ void write_rows(const SlabRows& a, int num_threads) {
 }
 
 void take_rows(const SlabRows& a, int num_threads) {
-  std::memset(a.rows, 0, a.num_tokens * a.per_token * a.width * a.item_bytes);
+  const int64_t bytes = a.num_tokens * a.per_token * a.width * a.item_bytes;
+  if (bytes > 0) std::memset(a.rows, 0, bytes);  // tensors without elements have no memory
   for_each_row(a, num_threads, [](const char* in_slab, char* row, int64_t bytes) {
     std::memcpy(row, in_slab, bytes);
   });
