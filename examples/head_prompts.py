@@ -21,7 +21,8 @@ def prompts_apart(
     Args:
         tokenizer: counts a prompt's tokens.
         files: that prompts are cut from.
-        known: prompts to stay apart from; those of other files do not matter.
+        known: prompts to stay apart from; those of other files do not matter, nor those that
+            their file does not have word for word, as in another version of Python.
         per_file: prompts of a file, at most.
     Returns:
         what `find_prompts` finds, less the prompts that overlap a known one where it stands in its
@@ -30,10 +31,11 @@ def prompts_apart(
     texts = {file.name: file.text for file in files}
 
     def span(entry: dict[str, str]) -> tuple[int, int]:
-        begin = texts[entry["source"]].index(entry["prompt"])
+        begin = texts[entry["source"]].find(entry["prompt"])
         return begin, begin + len(entry["prompt"])
 
-    taken = [(entry["source"], *span(entry)) for entry in known if entry["source"] in texts]
+    spans = [(entry["source"], *span(entry)) for entry in known if entry["source"] in texts]
+    taken = [(name, first, last) for name, first, last in spans if first >= 0]
     found = []
     for entry in find_prompts(tokenizer, list(files), per_file=per_file):
         begin, end = span(entry)

@@ -109,24 +109,28 @@ class Lessons:
         target: in float32.
         tokenizer: of it.
         shelves: greedy texts, sampled ones and windows of the corpus.
+        prompts: of walks, see `prompts_of_walks`.
     """
 
     target: PreTrainedModel
     tokenizer: Any
     shelves: list[Texts]
+    prompts: dict[str, list[dict[str, str]]]
 
     @classmethod
     def find(cls, args: argparse.Namespace) -> Lessons:
         """Those of an earlier run, or made now."""
         tokenizer = AutoTokenizer.from_pretrained(args.target)
+        # what is wrong with them is said before anything is learned
+        prompts = prompts_of_walks(tokenizer)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
         if args.texts and args.texts.is_file():
-            return cls(target, tokenizer, load_texts(args.texts))
+            return cls(target, tokenizer, load_texts(args.texts), prompts)
         stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
         shelves = make_shelves(args, target, stream, tokenizer("\n")["input_ids"][-1])
         if args.texts:
             save_texts(shelves, args.texts)
-        return cls(target, tokenizer, shelves)
+        return cls(target, tokenizer, shelves, prompts)
 
     @property
     def output(self) -> Tensor:
@@ -150,17 +154,17 @@ class Lessons:
         }
 
     def greedy(self, boundaries: list[int]) -> dict[str, list[Texts]]:
-        """The target's greedy output after each prompt, see `prompts_of_walks`."""
+        """The target's greedy output after each prompt of walks."""
         return {
             name: greedy_texts(self.target, self.tokenizer, entries, boundaries)
-            for name, entries in prompts_of_walks(self.tokenizer).items()
+            for name, entries in self.prompts.items()
         }
 
 
 def prompts_of_walks(tokenizer: Any) -> dict[str, list[dict[str, str]]]:
     """Prompts of the two files, and others to compare settings and runs by, `validation`.
 
-    So the files' prompts have no part in any choice.
+    So the files' prompts need have no part in a choice.
     """
     prompts = {name: read_prompts(path) for name, path in PROMPTS.items()}
     known = [entry for entries in prompts.values() for entry in entries]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -112,6 +113,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "tokens_of_a_gram": GRAM,
     }

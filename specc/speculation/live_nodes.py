@@ -12,10 +12,13 @@ say how likely their tokens are choose it, it looks at what was drawn: that leav
 from __future__ import annotations
 
 import functools
+import math
 
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
 
+# of a node: what sums of expected nodes may be off by
+_ROUNDING = 1e-6
 # token of a dead node: that of no vocabulary
 DEAD = -1
 # rules whose output is the target's own whatever nodes are live, also where their number looks at
@@ -62,6 +65,18 @@ def captured_rows(num_nodes: int, num_seqs: int, num_live: int) -> int:
     """
     each = (-(-num_nodes * quarter // 4) for quarter in range(1, 5))
     return next(rows for one in each if (rows := one * num_seqs) >= num_live)
+
+
+def expected_rows(num_nodes: int, num_seqs: int, expected: float) -> int:
+    """The same where that many nodes are expected to be verified: as many rows as hold them.
+
+    Args:
+        num_nodes: of a tree.
+        num_seqs: sequences of the graph.
+        expected: nodes of all sequences together; those beyond all trees are none.
+    """
+    num_live = min(max(1, math.ceil(expected - _ROUNDING)), num_nodes * num_seqs)
+    return captured_rows(num_nodes, num_seqs, num_live)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -66,6 +66,11 @@ def cut_levels(
 ) -> Cut:
     """Verify the levels that make the goodput largest.
 
+    Those that yield most a node come first, each after the one before it of its sequence. Of
+    chains without a drafter's threshold a level yields less than the one before it. Beside a
+    threshold, and where it has more nodes than the next, it may yield less than the next one, and
+    hide that: the order is greedy, and may miss a better deeper level.
+
     Args:
         sequences: one or more.
         besides: seconds of the step besides the target's pass.

@@ -18,7 +18,7 @@ from specc.cost.latency_table import (
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
-from specc.speculation.live_nodes import captured_rows
+from specc.speculation.live_nodes import captured_rows, expected_rows
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class PredictedSeconds:
         size = self._sequences(rows)
         if not self.is_cut(plan):
             return plan.num_nodes * size
-        return captured_rows(plan.num_nodes, math.ceil(size), max(1, round(nodes)))
+        return expected_rows(plan.num_nodes, math.ceil(size), nodes)
 
     def is_cut(self, plan: SpecPlan) -> bool:
         """Its drafter ends trees, so that passes have no dead nodes in them."""

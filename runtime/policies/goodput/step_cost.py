@@ -8,7 +8,7 @@ from typing import NamedTuple
 from specc.cost.latency_table import PassPart, StepShape
 from specc.runtime.policies.goodput.allocation import GroupLoad
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
-from specc.speculation.live_nodes import can_cut, captured_rows
+from specc.speculation.live_nodes import can_cut, expected_rows
 from specc.speculation.plans import SpecPlan
 
 
@@ -108,7 +108,7 @@ class StepCost:
         besides = self(others) + (drafting_s + drafts_s) * (ratio if whole is None else whole_ratio)
 
         def pass_s(tokens: float, rows_s: float, besides: float) -> float:
-            rows = captured_rows(plan.num_nodes, size, round(tokens))
+            rows = expected_rows(plan.num_nodes, size, tokens)
             return self._seconds.pass_s(rows, rows_s, is_cut=True) * whole_ratio
 
         return CutPass(own, besides, pass_s)

@@ -83,7 +83,9 @@ class ChannelsParser(Parser):
 
     def finish(self) -> list[Event]:
         blanks = self._blanks.pop()
-        rest, self._held = ("" if self._has_channel else blanks) + self._held, ""
+        # white space before the end of a message is none of its text
+        is_text = self._held or not self._has_channel
+        rest, self._held = (blanks if is_text else "") + self._held, ""
         return [Text(rest, self._place is _At.THINK)] if rest else []
 
     def _advance(self, events: list[Event]) -> bool:

@@ -159,8 +159,10 @@ class MarkedParameters(Body):
         self._has_name = False
         self._schema: Mapping[str, Any] = {}
         self._keys: set[str] = set()
-        # of the value that is read: its type, None for text; what is not handed out yet
+        # of the value that is read: its type, None for text; what has come before the rest of it,
+        # where it is no text, and that rest, in which its end may have begun
         self._types: tuple[str, ...] | None = None
+        self._kept: list[str] = []
         self._value: str | None = None
         self._is_first = False
 
@@ -308,13 +310,16 @@ class MarkedParameters(Body):
                 held = held[1:]
         last = "\n" if self._marks.has_lines else ""
         if marker is not None:
-            value = held[:size].removesuffix(last)
+            value = "".join([*self._kept, held[:size]]).removesuffix(last)
             events.append(CallArguments(as_json(value, self._types)))
             self._value = None
+            self._kept.clear()
             return at + size + len(marker) - num_held
         # a line break may be the last before the marker
-        certain = held[:size].removesuffix(last) if not self._types else ""
-        if certain:
+        certain = held[:size].removesuffix(last)
+        if self._types:
+            self._kept.append(certain)
+        elif certain:
             events.append(CallArguments(in_string(certain)))
         self._value = held[len(certain) :]
         return len(text)
@@ -324,6 +329,7 @@ class MarkedParameters(Body):
         if self._value and not self._types:
             events.append(CallArguments(in_string(self._value)))
         self._value = None
+        self._kept.clear()
         return super().cut(events)
 
 

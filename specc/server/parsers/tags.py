@@ -131,6 +131,12 @@ class AttributedCall(_Tags):
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
         self._is_string = False
+        # of a value that is no string, what has come before `_part`
+        self._kept: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._kept) + super().raw
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
         if self._at is _At.VALUE:
@@ -164,14 +170,17 @@ class AttributedCall(_Tags):
         held = self._part + text[at:]
         size, marker = find_marker(held, END_OF_ARGUMENT)
         if marker is not None:
-            value = as_json(held[:size], None if self._is_string else ANY_TYPE)
-            events.append(CallArguments(value))
+            value = "".join([*self._kept, held[:size]])
+            events.append(CallArguments(as_json(value, None if self._is_string else ANY_TYPE)))
+            self._kept.clear()
             self._part, self._at = "", _At.BETWEEN
             return at + size + len(marker) - num_held
-        certain = held[:size] if self._is_string else ""
-        if certain:
+        certain, self._part = held[:size], held[size:]
+        if not self._is_string:
+            # the mark is looked for in the rest alone
+            self._kept.append(certain)
+        elif certain:
             events.append(CallArguments(in_string(certain)))
-        self._part = held[len(certain) :]
         return len(text)
 
     def cut(self, events: list[Event]) -> str:
@@ -180,6 +189,7 @@ class AttributedCall(_Tags):
             events.append(CallArguments(in_string(self._part)))
         if not self.is_bad and self.num_calls:
             self._part = ""
+            self._kept.clear()
         return super().cut(events)
 
 
@@ -197,9 +207,9 @@ class ElementCall(_Tags):
 
     A value is text, which is JSON of the types in the tool's schema, or elements: of a list one
     for each of its values, of an object one for each key. Where the schema says neither, elements
-    that are all called `item` are a list. A key that is there several times has a list. Strings of
-    arguments are handed out as they come, other values when they have ended. Up to `<invoke` it has
-    been read.
+    that are all called `item` are a list. Within a value, a key that comes again has a list.
+    Strings of arguments are handed out as they come, other values when they have ended. Up to
+    `<invoke` it has been read.
     """
 
     def __init__(self, tools: Mapping[str, Any]) -> None:

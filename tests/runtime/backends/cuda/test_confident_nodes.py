@@ -244,6 +244,8 @@ def test_both_options(engine_of: Any, device: SimulatedDevice) -> None:
     plain = served(path, "eager", FixedPolicy("off"), own, threshold=0.0)
     assert [request.output_token_ids for request in requests] == plain.tokens
     assert any(group.live != group.allowed for group in groups if group.allowed)
+    # goodput has a say, too
+    assert any(most < group.plan.num_nodes for group in groups for most in group.allowed)
 
 
 @pytest.mark.parametrize("late", [False, True])

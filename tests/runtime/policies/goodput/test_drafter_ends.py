@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -88,16 +89,19 @@ def test_chains_of_a_drafter_end_alike() -> None:
 
 
 def test_where_drafters_have_no_say() -> None:
-    """Whole trees, and parts that the policy chooses alone."""
+    """Whole trees, whatever is shown of them, and parts that the policy chooses alone."""
     dynamic = SpecPlan.from_dynamic(DynamicTree(6, 3, 3))
-    tiled = SpecPlan.from_widths((1, 1))
+    tiled = replace(SpecPlan.from_widths((1, 1)), tile=1)
     ends = DrafterEnds([TREE, dynamic, tiled])
     ends.observe(TREE, [ShownLevels(0, 0, 0)])
+    ends.observe(dynamic, [ShownLevels(3, 1, 1)])
+    ends.observe(tiled, [ShownLevels(2, 1, 1)])
     for plan in (TREE, dynamic, tiled):
         assert not ends.ends(plan)
         assert ends.going_on(plan) == [1] * plan.max_depth
     assert ends.nodes(TREE) == nodes_by_depth(TREE)
-    assert ends.nodes(dynamic) == (dynamic.num_nodes,)
+    for plan in (dynamic, tiled):
+        assert ends.nodes(plan) == (plan.num_nodes,)
     ends.observe(TREE, [ShownLevels(3, 0, 0)])
     assert ends.ends(TREE)
     assert 1 < ends.nodes(TREE)[-1] < TREE.num_nodes

@@ -66,6 +66,8 @@ def read(text: str, form: str, prompt: str = "A", sizes: list[int] | None = None
         ("kimi_k3", "A", f"{K3_THINK}a{K3_THINK_END}{K3_THINK}b{K3_THINK_END}c", "ab", "c"),
         ("kimi_k3", f"A{K3_THINK}", "a<|clo", "a<|clo", ""),
         ("kimi_k3", "A", f"{K3_SAY}b<|close|>resp", "", "b<|close|>resp"),
+        ("kimi_k3", "A", f"{K3_SAY}b{K3_SAY_END}c  <|op", "", "bc  <|op"),
+        ("kimi_k3", "A", f"{K3_SAY}b{K3_SAY_END}c \n", "", "bc"),
         ("kimi_k3", "A", f"{K3_SAY}b{K3_SAY_END}<|open|>tools<|sep|>{K3_SAY}", "",
          f"b<|open|>tools<|sep|>{K3_SAY}"),
         ("kimi_k3", "A", "\n\n", "", "\n\n"),
