@@ -139,7 +139,9 @@ def test_a_level_without_an_opposite_keeps_its_scale() -> None:
     assert found.scales.tolist() == [-0.5 if n == 5 else 0.5 for n in range(32)]
     assert int(found.levels[39, 5]) == -128
     assert torch.equal(found.levels[0], torch.where(found.scales < 0, -121, 121).to(torch.int8))
-    with pytest.raises(UnsupportedGraphError, match="target: w:int8 with a negative scale") as caught:
+    with pytest.raises(
+        UnsupportedGraphError, match="target: w:int8 with a negative scale"
+    ) as caught:
         require_positive_scales(found, weight, "target")
     assert "--backend cpu" in caught.value.do
     levels[5, 39] = 1
