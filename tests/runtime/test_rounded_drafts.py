@@ -141,7 +141,7 @@ def test_bytes_are_told(made: Made) -> None:
     ("draft", "options", "found"),
     [
         ("self_int8", {"backend": "onnx"}, "--draft self:int8 and the backend onnx"),
-        ("self_int8", {"backend": "tensorrt"}, "--draft self:int8 with backend tensorrt"),
+        ("self_int8", {"backend": "tensorrt"}, "--draft self:int8 and the backend tensorrt"),
         pytest.param(
             "self_int8",
             {"quantize": "int8"},
