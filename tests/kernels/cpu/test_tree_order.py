@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.kv_rows import store_rows
+from tests.kernels.attention_loops import to_words
 from tests.native_library import load_native
 
 BLOCK = 16
@@ -88,7 +89,7 @@ class Pass:
                 path = path_of(tree, node)
                 slots.append(length + node)
                 positions.append(length + len(path) - 1)
-                words.append(to_words(path, num_words))
+                words.append(to_words(frozenset(path), num_words))
             starts.append(len(slots))
         return self._call(
             q,
@@ -158,13 +159,6 @@ def path_of(tree: tuple[int, ...], node: int) -> list[int]:
     while tree[path[-1]] >= 0:
         path.append(tree[path[-1]])
     return path[::-1]
-
-
-def to_words(path: list[int], num_words: int) -> list[int]:
-    words = [0] * num_words
-    for node in path:
-        words[node // 64] |= 1 << node % 64
-    return [word - 2**64 if word >= 2**63 else word for word in words]
 
 
 def bushy(count: int, seed: int) -> tuple[int, ...]:
