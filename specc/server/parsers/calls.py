@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.server.parsers.bodies import Body
-from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, HeldParser, Text, find_marker
 
 # name of a tool → schema of its arguments
 Tools = Mapping[str, Any]
@@ -84,7 +84,7 @@ class _At(enum.Enum):
     CLOSING = enum.auto()
 
 
-class CallParser(Parser):
+class CallParser(HeldParser):
     """Finds calls; everything else is text.
 
     What has the form of a call up to its arguments is one, with what is there of these. Before
@@ -101,7 +101,6 @@ class CallParser(Parser):
         self._tools = tools
         self._place = _At.BARE if form.bare else _At.TEXT
         self._between = self._closing = ""
-        self._held = ""
         # before it, where a call may begin or be closed
         self._blanks = Blanks()
         self._body: Body | None = None
@@ -109,13 +108,6 @@ class CallParser(Parser):
         self._before = ""
         if not form.opening and not form.bare:
             self._begin_body("")
-
-    def feed(self, text: str) -> list[Event]:
-        self._held += text
-        events: list[Event] = []
-        while self._held and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         events: list[Event] = []

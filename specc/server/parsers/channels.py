@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from specc.server.parsers.calls import Tools
-from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, HeldParser, Parser, Text, find_marker
 from specc.server.parsers.tags import CLOSE, OPEN, SEP
 
 _THINK, _RESPONSE, TOOLS_OPEN = (f"{OPEN}{name}{SEP}" for name in ("think", "response", "tools"))
@@ -51,7 +51,7 @@ class _At(enum.Enum):
 _CHANNELS = {_THINK: _At.THINK, _RESPONSE: _At.RESPONSE, TOOLS_OPEN: _At.TOOLS}
 
 
-class ChannelsParser(Parser):
+class ChannelsParser(HeldParser):
     """Tells thinking from content: the answer, text outside of channels, and calls, marks included.
 
     Marks of the other channels are no text, nor is white space between channels.
@@ -63,7 +63,6 @@ class ChannelsParser(Parser):
 
     def __init__(self, prompt: str = "", ends: tuple[str, ...] = ()) -> None:
         self._ends = ends
-        self._held = ""
         # before it, outside of channels
         self._blanks = Blanks()
         self._has_channel = False
@@ -73,13 +72,6 @@ class ChannelsParser(Parser):
             self._place = _At.THINK
         elif end.endswith(_RESPONSE):
             self._place = _At.RESPONSE
-
-    def feed(self, text: str) -> list[Event]:
-        self._held += text
-        events: list[Event] = []
-        while self._held and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         blanks = self._blanks.pop()

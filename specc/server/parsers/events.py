@@ -62,6 +62,23 @@ class Parser(abc.ABC):
         """What was held back; called once, after all text."""
 
 
+class HeldParser(Parser):
+    """A parser that goes from place to place in what it holds, until that is too little."""
+
+    _held = ""  # text that nothing has been made of yet
+
+    def feed(self, text: str) -> list[Event]:
+        self._held += text
+        events: list[Event] = []
+        while self._held and self._advance(events):
+            pass
+        return events
+
+    @abc.abstractmethod
+    def _advance(self, events: list[Event]) -> bool:
+        """Go on to the next place; False where more text is needed for that."""
+
+
 class Blanks:
     """White space at the beginning of a text that comes in pieces, each of which is read once.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from specc.server.parsers.bodies import NamedArguments
 from specc.server.parsers.calls import CallFormat, Tools
-from specc.server.parsers.events import Blanks, Event, Parser, Text, find_marker
+from specc.server.parsers.events import Blanks, Event, HeldParser, Parser, Text, find_marker
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -59,7 +59,7 @@ class _At(enum.Enum):
     AFTER = enum.auto()
 
 
-class HarmonyParser(Parser):
+class HarmonyParser(HeldParser):
     """Tells thinking (channel analysis), calls of known tools, and content (all else) apart.
 
     Marks and heads are no text, but where a message is for a tool that the request has not, or does
@@ -73,7 +73,6 @@ class HarmonyParser(Parser):
     def __init__(self, tools: Tools, prompt: str = "") -> None:
         self._tools = tools
         self._place = _At.HEAD
-        self._held = ""
         # before it, after a call
         self._blanks = Blanks()
         # of a head, what the prompt has of it
@@ -93,13 +92,6 @@ class HarmonyParser(Parser):
                 self._given, self._held = self._held, ""
             self._has_text.clear()
             self._is_new = True
-
-    def feed(self, text: str) -> list[Event]:
-        self._held += text
-        events: list[Event] = []
-        while self._held and self._advance(events):
-            pass
-        return events
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
