@@ -56,9 +56,8 @@ _EXACT_SOURCES = (
     "linear_fp8.cpp", "linear_q.cpp",
     "node_winners.cpp", "noise.cpp", "penalties.cpp", "ranks_math.cpp",
 )  # fmt: skip
-# one translation unit of what includes torch's own C++ headers, which take longer than the code
+# what includes torch's own C++ headers
 _CLASSES = "torch_classes.cpp"
-_OF_CLASSES = ("programs.cpp", "ranks_gloo.cpp", "segments.cpp", "weight_stream.cpp")
 # it computes nothing itself: what it calls decides how fast a step is
 _CLASSES_FLAGS = ("-O1",)
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
@@ -110,6 +109,8 @@ _INTERFACE = (
     "tensors.h", "tree_operators.cpp", "weight_stream.cpp", "weight_stream.h",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
+# a source that another one includes has no object of its own
+_INCLUDED = re.compile(r'(?m)^#include "(\w+\.cpp)"$')
 # a line that is one, or the end of one; these sources have no string with two slashes
 _LINE_COMMENT = re.compile(rb"(?m)^[ \t]*//.*\n|[ \t]*//.*$")
 _loaded: tuple[str, ctypes.CDLL] | None = None
@@ -265,14 +266,22 @@ def forget_memory(data: Tensor) -> None:
 
 def _sources() -> list[Path]:
     """What the compiler is called on, the one that takes longest first."""
-    found = (path for path in SOURCE_DIR.glob("*.cpp") if path.name not in _OF_CLASSES)
-    return sorted(found, key=lambda path: (path.name != _CLASSES, path.name))
+    found = list(SOURCE_DIR.glob("*.cpp"))
+    included = {name for path in found for name in _included(path)}
+    alone = (path for path in found if path.name not in included)
+    return sorted(alone, key=lambda path: (path.name != _CLASSES, path.name))
+
+
+def _included(source: Path) -> list[str]:
+    """The sources that a translation unit is made of, where it is made of several."""
+    return _INCLUDED.findall(source.read_text(encoding="utf-8"))
 
 
 def _flags_of(source: Path) -> tuple[str, ...]:
     if source.name == _CLASSES:
         return (*_FLAGS, *_CLASSES_FLAGS)
-    return (*_FLAGS, *_EXACT_FLAGS) if source.name in _EXACT_SOURCES else _FLAGS
+    is_exact = set(_included(source) or [source.name]) <= set(_EXACT_SOURCES)
+    return (*_FLAGS, *_EXACT_FLAGS) if is_exact else _FLAGS
 
 
 def _content_key(compiler: str) -> str:

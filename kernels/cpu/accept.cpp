@@ -18,7 +18,7 @@ struct Memory {
   TargetMemory target;
   RowMemory draft;
 };
-thread_local Memory memory_of_thread;
+thread_local Memory acceptance_memory;
 
 // Weights of a row and their sum: probabilities are quotients.
 struct Weights {
@@ -82,7 +82,7 @@ void log_of_row(float* values, int64_t count) {
 class Walk {
  public:
   Walk(const Accept& a, int64_t b)
-      : a_(a), b_(b), rows_(a.sampling, a.history, b, a.vocab, memory_of_thread.target),
+      : a_(a), b_(b), rows_(a.sampling, a.history, b, a.vocab, acceptance_memory.target),
         options_(rows_.options), tokens_(a.tokens + b * a.token_stride), parents_(a.parents + b * a.parent_stride),
         image_(a.image == nullptr ? nullptr : a.image + b * a.image_stride) {}
 
@@ -205,7 +205,7 @@ class Walk {
   const int32_t* image_;
   int64_t node_ = 0, depth_ = 0;
   std::vector<Tried> tried_;
-  Memory& memory_ = memory_of_thread;
+  Memory& memory_ = acceptance_memory;
 };
 
 }  // namespace

@@ -243,10 +243,6 @@ AtenTensorHandle attend_expanded(AtenTensorHandle absorbed_handle, AtenTensorHan
   return out.release();
 }
 
-AtenTensorHandle handle_of(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? tensor->get() : nullptr;
-}
-
 Tensor boxed_attend_expanded(Tensor absorbed, Tensor q, Tensor k_cache, Tensor up_k, Tensor up_v,
                              Tensor q_start, Tensor position, Tensor slot, Tensor cache_len,
                              std::optional<Tensor> ancestors, Tensor block_table,

@@ -9,7 +9,7 @@
 namespace specc {
 namespace {
 
-thread_local RowMemory memory_of_thread;
+thread_local RowMemory column_memory;
 
 }  // namespace
 
@@ -22,7 +22,7 @@ void column_winners(const ColumnWinners& a) {
     const Options options(values, words);
     const void* logits = a.logits.row(r);
     if (count > 0 && options.is_sampled()) {
-      Filtered row = filter(a.logits.dtype, logits, count, options, memory_of_thread.row(count));
+      Filtered row = filter(a.logits.dtype, logits, count, options, column_memory.row(count));
       row.row.first = a.first;
       best_with_noise(row.row, {options.seed, a.positions[r], kTokenNoise}, row.best, 1, &best);
     } else if (count > 0) {

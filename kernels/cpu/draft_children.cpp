@@ -11,7 +11,7 @@
 namespace specc {
 namespace {
 
-thread_local RowMemory memory_of_thread;
+thread_local RowMemory children_memory;
 
 // Draws for one row after another, with one memory.
 class Drawing {
@@ -42,7 +42,7 @@ class Drawing {
   }
 
  private:
-  float* memory() const { return memory_of_thread.row(a_.vocab); }
+  float* memory() const { return children_memory.row(a_.vocab); }
 
   void draw_all(const Filtered& filtered, const Noise& noise) {
     const int64_t k = a_.num_children;

@@ -8,7 +8,7 @@
 namespace specc {
 namespace {
 
-thread_local TargetMemory memory_of_thread;
+thread_local TargetMemory node_memory;
 
 // Nodes from the root down to a node; empty where it hangs below none.
 void find_path(const int32_t* parents, int64_t num_nodes, int64_t node,
@@ -32,7 +32,7 @@ void node_winners(const NodeWinners& a) {
     std::fill(winners, winners + size, -1);
     if (a.history.cache_len[b] < 0) continue;
     const int64_t* tokens = a.tokens + b * a.token_stride;
-    TargetRows rows(a.sampling, a.history, b, a.vocab, memory_of_thread);
+    TargetRows rows(a.sampling, a.history, b, a.vocab, node_memory);
     for (int64_t i = 0; i < size; ++i) {
       find_path(a.parents + b * a.parent_stride, a.num_nodes, a.first_node + i, path);
       if (path.empty()) continue;

@@ -48,12 +48,12 @@ inline Wide every_other(uint64_t first, std::integer_sequence<int, I...>) {
 }
 
 // Registers of counters at a time: with one alone, most of the time is waiting.
-constexpr int kTogether = kWidth == 16 ? 2 : 1;
-constexpr int64_t kStep = kTogether * kWidth;
+constexpr int kVectors = kWidth == 16 ? 2 : 1;
+constexpr int64_t kStep = kVectors * kWidth;
 // Random bits of the tokens that share counters: register i of word j is that of tokens
 // first + j * kLanes + i * kWidth, …
 struct Words {
-  UInt at[4][kTogether];
+  UInt at[4][kVectors];
 };
 
 // Philox 4x32-10 (Salmon et al., SC 2011, §3.3) of kStep counters at a time.
@@ -73,7 +73,7 @@ class Philox {
   Words words(uint32_t first) const {
     // even counters and odd ones: products take two lanes
     constexpr std::make_integer_sequence<int, kWidth / 2> lanes;
-    constexpr int kChains = 2 * kTogether;
+    constexpr int kChains = 2 * kVectors;
     Wide c[4][kChains];
     for (int i = 0; i < kChains; ++i) {
       c[0][i] = every_other(first + i / 2 * kWidth + i % 2, lanes);
@@ -97,7 +97,7 @@ class Philox {
     }
     Words words;
     for (int j = 0; j < 4; ++j)
-      for (int i = 0; i < kTogether; ++i)
+      for (int i = 0; i < kVectors; ++i)
         words.at[j][i] = reinterpret_cast<UInt>((c[j][2 * i] & 0xFFFFFFFF) |
                                                 (c[j][2 * i + 1] << 32));
     return words;
@@ -189,10 +189,10 @@ void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best
   for (int64_t group = registers.first_group(); group < registers.end; group += 4 * kLanes) {
     for (int64_t lane = 0; lane < kLanes && group + lane < registers.end; lane += kStep) {
       auto token_of = [&](int j, int i) { return group + lane + j * kLanes + i * kWidth; };
-      Float s[4][kTogether];
-      Int is_out[4][kTogether], all_out = ~Int{};
+      Float s[4][kVectors];
+      Int is_out[4][kVectors], all_out = ~Int{};
       for (int j = 0; j < 4; ++j)
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           s[j][i] = registers.load(token_of(j, i));
           // false for NaN, which ranks first
           is_out[j][i] = (s[j][i] < floor) | (s[j][i] + kMostNoise < bar);
@@ -202,13 +202,13 @@ void scan(const Row& row, const Noise& noise, float least, int64_t k, Best* best
       const Words words = philox.words(static_cast<uint32_t>(group / 4 + lane));
       all_out = ~Int{};
       for (int j = 0; j < 4; ++j)
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           is_out[j][i] |= s[j][i] + bound(words.at[j][i]) < bar;
           all_out &= is_out[j][i];
         }
       if (!lanes_of(~all_out)) continue;
       for (int j = 0; j < 4; ++j)
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < kVectors; ++i) {
           uint32_t lanes = lanes_of(~is_out[j][i]);
           if (!lanes) continue;
           const Float value = s[j][i] + gumbel(Many<1>{{fraction_of(words.at[j][i])}}).at[0];
@@ -234,12 +234,12 @@ void add(const Row& row, const Noise& noise, float* out) {
   for (int64_t group = registers.first_group(); group < registers.end; group += 4 * kLanes) {
     for (int64_t lane = 0; lane < kLanes && group + lane < registers.end; lane += kStep) {
       const Words words = philox.words(static_cast<uint32_t>(group / 4 + lane));
-      Many<4 * kTogether> w;
-      for (int j = 0; j < 4 * kTogether; ++j)
-        w.at[j] = fraction_of(words.at[j / kTogether][j % kTogether]);
-      const Many<4 * kTogether> noises = gumbel(w);
-      for (int j = 0; j < 4 * kTogether; ++j) {
-        const int64_t token = group + lane + j / kTogether * kLanes + j % kTogether * kWidth;
+      Many<4 * kVectors> w;
+      for (int j = 0; j < 4 * kVectors; ++j)
+        w.at[j] = fraction_of(words.at[j / kVectors][j % kVectors]);
+      const Many<4 * kVectors> noises = gumbel(w);
+      for (int j = 0; j < 4 * kVectors; ++j) {
+        const int64_t token = group + lane + j / kVectors * kLanes + j % kVectors * kWidth;
         if (token >= registers.end) break;
         const Float s = registers.load(token);
         const Float value = s < row.cut ? dropped : s + noises.at[j];

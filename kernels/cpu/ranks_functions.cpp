@@ -1,10 +1,10 @@
 // The group of this process, and the C functions with which Python opens, watches and closes it
 // (kernels/ranks.py). A function that fails returns -1 and leaves the text to specc_ranks_error.
 #include <cstring>
-#include <exception>
 #include <mutex>
 
 #include "ranks.h"
+#include "ranks_guard.h"
 
 namespace specc::ranks {
 namespace {
@@ -18,19 +18,6 @@ struct Place {
 Place& place() {
   static Place* const made = new Place;
   return *made;
-}
-
-thread_local std::string error_text;
-
-template <typename F>
-int guarded(F&& body) {
-  try {
-    body();
-    return 0;
-  } catch (const std::exception& error) {
-    error_text = error.what();
-    return -1;
-  }
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 // Links between two ranks, besides the group of a process: values go one way. Python (kernels/ranks.py) knows them by number. As groups do, both sides say what they
 // pass on, so a receiver that expects something else gets an error and no wrong values.
 #include <cstring>
-#include <exception>
 #include <map>
 #include <mutex>
 
 #include "ranks.h"
+#include "ranks_guard.h"
 
 namespace specc::ranks {
 namespace {
@@ -20,19 +20,6 @@ struct Links {
 Links& links() {
   static Links* const made = new Links;
   return *made;
-}
-
-thread_local std::string error_text;
-
-template <typename F>
-int guarded(F&& body) {
-  try {
-    body();
-    return 0;
-  } catch (const std::exception& error) {
-    error_text = error.what();
-    return -1;
-  }
 }
 
 int add(std::shared_ptr<Group> group) {

@@ -37,7 +37,7 @@ int64_t bytes_of(int64_t num_ranks, int64_t slot_bytes) {
   return slots_begin(num_ranks) + 2 * num_ranks * slot_bytes;
 }
 
-std::string error_text() { return std::strerror(errno); }
+std::string system_error() { return std::strerror(errno); }
 
 int unnamed_file() {
 #ifdef __linux__
@@ -47,7 +47,7 @@ int unnamed_file() {
   char path[] = "/tmp/specc-ranks-XXXXXX";
   const int file = ::mkstemp(path);
   if (file < 0)
-    refuse("no file for the ranks' shared memory: " + error_text(), "memfd_create, or room in /tmp",
+    refuse("no file for the ranks' shared memory: " + system_error(), "memfd_create, or room in /tmp",
            "free some memory");
   ::unlink(path);
   return file;
@@ -56,7 +56,7 @@ int unnamed_file() {
 char* map(int file, int64_t num_bytes) {
   void* memory = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory == MAP_FAILED)
-    refuse("the ranks' shared memory cannot be mapped: " + error_text(),
+    refuse("the ranks' shared memory cannot be mapped: " + system_error(),
            std::to_string(num_bytes) + " bytes of address space", "use fewer ranks");
   return static_cast<char*>(memory);
 }
@@ -91,7 +91,7 @@ Segment Segment::create(int num_ranks, int64_t slot_bytes, double time_limit, in
   const int64_t num_bytes = bytes_of(num_ranks, slot_bytes);
   try {
     if (::ftruncate(file, num_bytes) != 0)
-      refuse("no room for the ranks' shared memory: " + error_text(),
+      refuse("no room for the ranks' shared memory: " + system_error(),
              std::to_string(num_bytes) + " bytes", "free some memory");
 #ifdef __linux__
     // a file that is cut would kill whoever reads after its end
@@ -117,7 +117,7 @@ Segment Segment::create(int num_ranks, int64_t slot_bytes, double time_limit, in
 Segment Segment::open(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0)
-    refuse("the ranks' shared memory " + path + " cannot be opened: " + error_text(),
+    refuse("the ranks' shared memory " + path + " cannot be opened: " + system_error(),
            "rank 0 of the same user on this machine, with the group open",
            "start the ranks again");
   struct stat status {};

@@ -218,10 +218,6 @@ AtenTensorHandle embedding(AtenTensorHandle w_handle, AtenTensorHandle tokens_ha
   return out;
 }
 
-AtenTensorHandle handle_of(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? tensor->get() : nullptr;
-}
-
 Tensor boxed_tree_attention(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache,
                             Tensor q_start, Tensor position, Tensor slot, Tensor cache_len,
                             std::optional<Tensor> ancestors, Tensor block_table,

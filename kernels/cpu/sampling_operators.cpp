@@ -15,18 +15,6 @@ using namespace specc::tensors;
 
 namespace {
 
-int32_t i32() { return aoti_torch_dtype_int32(); }
-int32_t i64() { return aoti_torch_dtype_int64(); }
-
-template <typename T>
-T* out(const Tensor& tensor) {
-  return static_cast<T*>(data_of(tensor.get()));
-}
-
-bool is_rows(const View& view, int32_t dtype) {
-  return view.dim == 2 && view.dtype == dtype && view.is_dense_row();
-}
-
 specc::SamplingRows sampling_of(const View& values, const View& words, int64_t batch) {
   check_index(values, 2, aoti_torch_dtype_float32(), "values is [B, 6] float32");
   check_index(words, 2, i64(), "words is [B, 4] int64");

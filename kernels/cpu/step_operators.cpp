@@ -39,19 +39,16 @@ std::tuple<Tensor, Tensor, Tensor> accept_winners(Tensor winners_tensor, Tensor 
                                                   Tensor parents_tensor, int64_t max_depth) {
   const View winners(winners_tensor.get()), tokens(tokens_tensor.get()),
       parents(parents_tensor.get());
-  const int32_t i32 = aoti_torch_dtype_int32(), i64 = aoti_torch_dtype_int64();
-  const auto is_rows = [&](const View& view, int32_t dtype) {
-    return view.dim == 2 && view.dtype == dtype && view.is_dense_row() &&
-           view.sizes[0] == tokens.sizes[0] && view.sizes[1] == tokens.sizes[1];
-  };
-  check(tokens.dim == 2 && is_rows(tokens, i64), "tokens is [B, N] int64, rows contiguous");
-  check(is_rows(winners, i64), "winners is [B, N] int64, rows contiguous");
-  check(is_rows(parents, i32), "parents is [B, N] int32, rows contiguous");
+  check(is_rows(tokens, i64()), "tokens is [B, N] int64, rows contiguous");
+  check(is_rows(winners, i64()) && is_same_shape(winners, tokens),
+        "winners is [B, N] int64, rows contiguous");
+  check(is_rows(parents, i32()) && is_same_shape(parents, tokens),
+        "parents is [B, N] int32, rows contiguous");
   check_count(max_depth, 0, "max_depth");
   const int64_t batch = tokens.sizes[0];
   check(tokens.sizes[1] >= 1, "a tree has a root");
-  Tensor path(empty({batch, max_depth + 1}, i32)), num_accepted(empty({batch}, i32)),
-      output(empty({batch, max_depth + 1}, i64));
+  Tensor path(empty({batch, max_depth + 1}, i32())), num_accepted(empty({batch}, i32())),
+      output(empty({batch, max_depth + 1}, i64()));
   specc::AcceptWinners a{};
   a.batch = batch;
   a.num_nodes = tokens.sizes[1];

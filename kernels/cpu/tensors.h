@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -63,6 +64,19 @@ struct View {
   T* as() const { return static_cast<T*>(data); }
 };
 
+inline int32_t i32() { return aoti_torch_dtype_int32(); }
+inline int32_t i64() { return aoti_torch_dtype_int64(); }
+
+// [B, N] of a dtype, each row in one piece
+inline bool is_rows(const View& view, int32_t dtype) {
+  return view.dim == 2 && view.dtype == dtype && view.is_dense_row();
+}
+
+// of two dimensions
+inline bool is_same_shape(const View& one, const View& other) {
+  return one.sizes[0] == other.sizes[0] && one.sizes[1] == other.sizes[1];
+}
+
 inline DType to_dtype(const View& view) {
   if (view.dtype == aoti_torch_dtype_float32()) return DType::kFloat32;
   if (view.dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
@@ -102,6 +116,16 @@ inline void* data_of(AtenTensorHandle handle) {
   void* data = nullptr;
   call(aoti_torch_get_data_ptr(handle, &data));
   return data;
+}
+
+template <typename T>
+T* out(const torch::stable::Tensor& tensor) {
+  return static_cast<T*>(data_of(tensor.get()));
+}
+
+// What the C functions take for a tensor that may be absent.
+inline AtenTensorHandle handle_of(const std::optional<torch::stable::Tensor>& tensor) {
+  return tensor.has_value() ? tensor->get() : nullptr;
 }
 
 }  // namespace specc::tensors

@@ -12,22 +12,6 @@ using namespace specc::tensors;
 
 namespace {
 
-int32_t i32() { return aoti_torch_dtype_int32(); }
-int32_t i64() { return aoti_torch_dtype_int64(); }
-
-template <typename T>
-T* out(const Tensor& tensor) {
-  return static_cast<T*>(data_of(tensor.get()));
-}
-
-bool is_rows(const View& view, int32_t dtype) {
-  return view.dim == 2 && view.dtype == dtype && view.is_dense_row();
-}
-
-bool is_same_shape(const View& one, const View& other) {
-  return one.sizes[0] == other.sizes[0] && one.sizes[1] == other.sizes[1];
-}
-
 void check_tree(const View& tokens, const View& parents) {
   check(is_rows(tokens, i64()), "tokens is [B, N] int64, rows contiguous");
   check(is_rows(parents, i32()) && is_same_shape(tokens, parents),

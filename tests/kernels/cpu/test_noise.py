@@ -152,11 +152,15 @@ def test_what_rounds_like_the_oracle_is_compiled_that_way(monkeypatch):
     }
     assert includers
     assert includers <= set(native._EXACT_SOURCES)
-    for name in native._EXACT_SOURCES:
-        assert native._flags_of(native.SOURCE_DIR / name)[-1] == "-ffp-contract=off"
+    # also where several are compiled as one
+    compiled = {native.SOURCE_DIR / name: {name} for name in native._EXACT_SOURCES}
+    compiled |= {s: set(native._included(s)) or {s.name} for s in native._sources()}
+    for source, names in compiled.items():
+        assert (exact := names & set(native._EXACT_SOURCES)) in (set(), names), source
+        assert ("-ffp-contract=off" in native._flags_of(source)) == bool(exact)
     compiler = find_compiler()
     keys = {native._content_key(compiler)}
-    for name, value in (("_EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("noise.cpp",))):
+    for name, value in (("_EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("linear_q.cpp",))):
         with monkeypatch.context() as patch:
             patch.setattr(native, name, value)
             keys.add(native._content_key(compiler))

@@ -1,0 +1,10 @@
+// Small sources that round as they are written, as one translation unit (docs/cpu.md).
+#include "accept.cpp"
+#include "column_winners.cpp"
+#include "draft_children.cpp"
+#include "filters.cpp"
+#include "kv_rows.cpp"
+#include "node_winners.cpp"
+#include "noise.cpp"
+#include "penalties.cpp"
+#include "ranks_math.cpp"

@@ -1,0 +1,11 @@
+// Small sources with the flags of most kernels, as one translation unit (docs/cpu.md).
+#include "bandwidth.cpp"
+#include "block_mass.cpp"
+#include "bounds.cpp"
+#include "bus_errors.cpp"
+#include "embedding.cpp"
+#include "lookup.cpp"
+#include "sampling_bounds.cpp"
+#include "slab_rows.cpp"
+#include "step.cpp"
+#include "trees.cpp"
