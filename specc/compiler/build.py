@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -76,6 +77,7 @@ from specc.progress import PhaseTimer, ProgressEvent
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
+from specc.system.garbage import rare_collections
 from specc.version import __version__
 
 
@@ -137,7 +139,12 @@ def build(
     check_kv_windows(config, len(draft_models), backend.facts)
     check_taps(taps, config, backend.facts)
     config = backend.adapt(config)
-    with inductor_directory(), EngineWriter(output, force=force) as writer:
+    with (
+        rare_collections(),
+        inductor_directory(),
+        EngineWriter(output, force=force) as writer,
+        contextlib.ExitStack() as beside,
+    ):
         check_dump(dump_graphs)
         with phases.phase("check models"):
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
@@ -145,6 +152,7 @@ def build(
         taps, plans = heads or taps, with_heads(plans, checked.candidates)
         check_blocks(plans, backend.facts)
         check_taps(taps, config, backend.facts)
+        beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
         engine, records = _compile(

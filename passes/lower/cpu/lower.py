@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specc.errors import CompilerError, OutputError
+from specc.errors import CompilerError, OutputError, SpeccError
 from specc.kernels import native
 from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
@@ -87,6 +89,29 @@ def lower_cpu(
             children.end()
             raise
     return records, isa_flags()
+
+
+@contextlib.contextmanager
+def library_ahead() -> Iterator[None]:
+    """Build the library of the operators beside the block, where the cache lacks it.
+
+    Tracing takes one core for seconds, and g++ needs nothing of it. `lower_cpu` and
+    `copy_operators` wait for what this has begun. When the block ends, whatever compiles ends, too.
+    An error is left to those who need the library, and so meet it again.
+    """
+    children = ChildProcesses()
+
+    def make() -> None:
+        with contextlib.suppress(SpeccError, OSError):
+            native.build_library(children)
+
+    thread = threading.Thread(target=make, name="specc-library", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        children.end()
+        thread.join()
 
 
 def copy_operators(library: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.passes.lower.inductor.package import inductor_directory, lower
+from specc.system.garbage import rare_collections
 
 # what compiling a program imports, most of it at its first use
 _MODULES = (
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> None:
     """Compile the program of the first file into the second one, in this process."""
     source, package = map(Path, arguments)
     _trust_instruction_sets()
-    lower(json.loads(source.read_text(encoding="utf-8")), package)
+    with rare_collections():
+        lower(json.loads(source.read_text(encoding="utf-8")), package)
 
 
 def _trust_instruction_sets() -> None:

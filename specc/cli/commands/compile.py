@@ -9,6 +9,7 @@ import typer
 
 from specc.cli.app import Debug
 from specc.cli.options.compile import CompileOptions, DraftOptions
+from specc.system.garbage import rare_collections
 
 
 def compile_(
@@ -70,18 +71,19 @@ def compile_(
         --speculative-config '{"model": "D/", "num_speculative_tokens": 4}'
       specc compile --target T/ -o plain-engine/
     """  # noqa: D301
-    from specc.cli.compile import run_compile
+    with rare_collections():  # imports make objects that stay, too
+        from specc.cli.compile import run_compile
 
-    run_compile(
-        target,
-        drafts.drafts,
-        output,
-        options.config,
-        trees=drafts.trees,
-        num_speculative_tokens=drafts.num_speculative_tokens,
-        combine=drafts.combine,
-        speculative_config=drafts.speculative_config,
-        dump_graphs=dump_graphs,
-        force=force,
-        verbose=verbose,
-    )
+        run_compile(
+            target,
+            drafts.drafts,
+            output,
+            options.config,
+            trees=drafts.trees,
+            num_speculative_tokens=drafts.num_speculative_tokens,
+            combine=drafts.combine,
+            speculative_config=drafts.speculative_config,
+            dump_graphs=dump_graphs,
+            force=force,
+            verbose=verbose,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,6 +130,12 @@ class CompilerBackend:
         Raises:
             SpeccError: a combination that it cannot compile here.
         """
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Entered before anything is traced: what needs no model may be made beside that. What is
+        not ready when the block ends is given up.
+        """
+        return nullcontext()
 
     def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         """Phases of the pipeline after those of every backend; what they leave is written.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
@@ -24,6 +26,9 @@ class CpuCompiler(CompilerBackend):
     def check_machine(self) -> None:
         if (missing := lower_cpu.missing_compiler()) is not None:
             raise missing
+
+    def ahead(self) -> AbstractContextManager[None]:
+        return lower_cpu.library_ahead()
 
     def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         return lower_cpu.LAYOUT_PHASES
