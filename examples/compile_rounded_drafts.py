@@ -25,6 +25,7 @@ def main(
     output: Annotated[Path, typer.Option("-o", "--output")],
     dtype: Annotated[str, typer.Option()] = "float32",
     depth: Annotated[list[int], typer.Option()] = [2, 4, 6],  # noqa: B006
+    activation_bits: Annotated[int | None, typer.Option()] = None,
     max_batch_size: Annotated[int, typer.Option()] = 8,
     force: Annotated[bool, typer.Option()] = False,
 ) -> None:
@@ -35,6 +36,7 @@ def main(
         plans=plans,
         dtype=dtype,
         draft_dtypes=(dtype, "bfloat16"),
+        activation_bits=activation_bits,
         max_batch_size=max_batch_size,
         max_seq_len=512,
         backend="cpu",
