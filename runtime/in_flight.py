@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 from specc.runtime.runner import Runner
@@ -71,6 +72,8 @@ class InFlight:
         self._pace = StepPace(interval_s)
         self.queued: deque[Queued] = deque()
         self.num_iterations = self.num_ahead = self.num_beside = 0
+        # when the last iteration had run, if it ran here and nothing has come between
+        self._last_end_s: float | None = None
         # False within a call, and where one ended early
         self._is_whole = True
 
@@ -93,6 +96,7 @@ class InFlight:
         """Start from what was committed, if the call before this one ended early."""
         if not self._is_whole:
             self._runner.wait()
+            self._last_end_s = None
             self.queued.clear()
             self._scheduler.recover()
         self._is_whole = False
@@ -101,12 +105,14 @@ class InFlight:
         if not self.queued:
             batch = self._scheduler.schedule(Beside(most=self._most_beside))
             if not batch.prefill and not batch.groups:
+                self._last_end_s = None
                 return False
             self.num_iterations += 1
             pending = self._runner.queue(batch)
             if pending is None:
                 self._run(batch)
                 return True
+            self._last_end_s = None
             self._hold(batch, pending)
         # nothing is queued before it any more
         self.queued[0].pending.complete()
@@ -133,9 +139,15 @@ class InFlight:
             # a request that ends by the first of them keeps its blocks for the last
             for _ in results:
                 self._scheduler.hold(batch)
-        self._pace.took(batch, time.perf_counter() - begin_s, len(results))
+        end_s = time.perf_counter()
+        self._pace.took(batch, end_s - begin_s, len(results))
+        if self._last_end_s is not None:
+            wall_s = (end_s - self._last_end_s) / len(results)
+            results = [replace(result, wall_s=wall_s) for result in results]
         for result in results:
             self._scheduler.postprocess(batch, result)
+        # after the last request nobody knows for how long the host does other things
+        self._last_end_s = end_s if self._scheduler.running else None
 
     def _queue_ahead(self) -> None:
         """Queue the iteration after the only one that is queued, where it needs no results."""

@@ -150,6 +150,9 @@ class RunResult:
     votes: list[Vote] = field(default_factory=list)
     # of the target's pass that everyone shared; stages and `prefill_s` have their parts of it
     pass_s: float = 0.0
+    # since the iteration before ended, where this one came right after it and none was in flight;
+    # of steps in a row the same share each. 0 is not known
+    wall_s: float = 0.0
 
 
 class PendingPrefill(NamedTuple):

@@ -20,7 +20,8 @@ class GoodputConstants:
             goodput.
         margin_of_off: how many times larger the batch has to be under off before drafts read
             prompts again: they have missed what happened meanwhile.
-        load_every: iterations after which it is looked at again whether drafts read prompts.
+        load_every: iterations after which, at the earliest, it is looked at again whether drafts
+            read prompts.
         typical_context: committed rows of a request that is still to come.
         spare_requests: that are remembered beyond those that run.
         further_plan: what a further plan has to gain, as a share: levels of two plans do not share
@@ -37,6 +38,7 @@ class GoodputConstants:
         ratio_memory: measurements of a size whose median corrects the table.
         cut_steps: measurements from which on captured steps that verify parts of trees have a ratio
             of their own: the first ones capture their graphs.
+        host_steps: measurements from which on the host's seconds of an iteration are its own.
         most_ratio: measured over predicted seconds that are further off than this factor, either
             way, are no measurement.
         probe_share: of the time, that trials may cost.
@@ -95,6 +97,7 @@ class GoodputConstants:
     longer_pass: int = 2048
     ratio_memory: int = 31
     cut_steps: int = 3
+    host_steps: int = 8
     most_ratio: float = 1000.0
     # trials
     probe_share: float = 0.01

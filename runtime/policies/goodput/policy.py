@@ -149,17 +149,20 @@ class GoodputPolicy(Policy):
             begin_s = self._clock()
             self._decide(requests)
             self._num_decisions += 1
-            if self.decision.seconds > 0:
-                slow = (self._clock() - begin_s) / (TUNED.deciding_share * self.decision.seconds)
-                # in the beginning there is more to learn than to lose
-                most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
-                self._left = max(self._left, min(most, math.ceil(slow)))
+            # in the beginning there is more to learn than to lose
+            most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
+            self._left = max(self._left, min(most, self._pays_after(begin_s)))
             self._held = self._left
         elif requests == self._last_requests:
             return self._last_names
         self._last_names = [self._plans[self._plan_index(request)].name for request in requests]
         self._last_requests = [] if self._probed else list(requests)
         return self._last_names
+
+    def _pays_after(self, begin_s: float) -> int:
+        """Iterations after which the time since then is no more than deciding may take of them."""
+        share_s = TUNED.deciding_share * self.decision.seconds
+        return math.ceil((self._clock() - begin_s) / share_s) if share_s > 0 else 0
 
     def _are_others(self, requests: list[Request]) -> bool:
         """More than an eighth have come or gone since the last decision."""
@@ -242,8 +245,10 @@ class GoodputPolicy(Policy):
         options = [self._options_of(request) for request in requests]
         context = Contexts([s.cache_len for s in requests])
         if self._num_iterations >= self._next_load or self._load.has_changed:
-            self._next_load = self._num_iterations + TUNED.load_every
+            begin_s = self._clock()
             self._prepared = self._prepare(options, context)
+            wait = max(TUNED.load_every, min(TUNED.longest_hold, self._pays_after(begin_s)))
+            self._next_load = self._num_iterations + wait
             self._served = {}
         in_step = options
         options = [

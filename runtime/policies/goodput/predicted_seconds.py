@@ -17,6 +17,7 @@ from specc.cost.latency_table import (
 )
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
+from specc.runtime.policies.goodput.host_seconds import HostSeconds
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.live_nodes import captured_rows, expected_rows
 from specc.speculation.plans import SpecPlan
@@ -75,6 +76,7 @@ class PredictedSeconds:
         self.shares_pass = shares_pass
         self._graph_sizes = graph_sizes
         self._ends = ends or DrafterEnds([])
+        self.host_s = HostSeconds(table.iteration_s)
         # of stages that are timed apart; plan, and whether its trees are cut → of its whole steps
         self._ratios: dict[str, LatencyCorrection] = {}
         self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
@@ -92,11 +94,12 @@ class PredictedSeconds:
             prompts: that come along; None is as lately.
         """
         shapes = [self._with_nodes(shape) for shape in shapes]
-        seconds = self.table.iteration_s + sum(map(self.alone, shapes))
         in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
+        is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
+        is_together = self.shares_pass and (is_cut or len(in_parts) > 1)
+        seconds = self.host_s(is_together) + sum(map(self.alone, shapes))
         if self.shares_pass:
             parts = [verify_part(shape) for shape in in_parts]
-            is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
             return seconds + self.passed(parts, seconds, prompts, is_cut)
         return seconds + sum(self.passed(verify_parts(shape)) for shape in in_parts)
 
@@ -257,6 +260,10 @@ class PredictedSeconds:
             if "verify" in stages and not result.pass_s:
                 seconds = stages["verify"] + stages.get("accept_commit", 0.0)
                 self._observe(_TARGET, part.tokens, self.table.target((part,)), seconds)
+        if result.wall_s and not batch.prefill:
+            is_together = len(batch.groups) > 1 or any(group.live for group in batch.groups)
+            timed_s = sum(sum(step.stage_s.values()) for step in result.steps)
+            self.host_s.observe(self.shares_pass and is_together, result.wall_s - timed_s)
         if result.pass_s and parts:
             parts += [
                 PassPart(1, span.end - span.start, (span.start + span.end) / 2)

@@ -45,7 +45,8 @@ class StepCost:
         self._seconds = seconds
         self._drafting_s = drafting_s
         self._plans = plans
-        self._iteration_s, self._shares = seconds.table.iteration_s, seconds.shares_pass
+        self._shares = seconds.shares_pass
+        self._host_s = seconds.host_s(False), seconds.host_s(True)
         # [plans] whether drafters end trees; seconds of each row of a sequence in the target's pass
         self._ends = [seconds.is_cut(plan) for plan in plans]
         nodes = [seconds.nodes_of(plan) for plan in plans]
@@ -57,8 +58,8 @@ class StepCost:
         self._rows: dict[float, float] = {}
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
-        total = self._iteration_s
-        tokens, rows_s, is_cut = 0.0, 0.0, False
+        total = 0.0
+        tokens, rows_s, num_parts, is_cut = 0.0, 0.0, 0, False
         known = self._drafting
         for index, load in enumerate(loads):
             if not load[0]:
@@ -73,9 +74,11 @@ class StepCost:
             read_s = context * self._row_s[index]
             if self._shares:
                 tokens, rows_s = tokens + nodes, rows_s + read_s
+                num_parts += 1
                 is_cut |= self._ends[index]
             else:
                 total += self._seconds.pass_s(nodes, read_s)
+        total += self._host_s[is_cut or num_parts > 1]
         if not tokens:
             return total
         return total + self._seconds.pass_s(tokens, rows_s, total, is_cut=is_cut)
@@ -87,7 +90,7 @@ class StepCost:
         """
         if not self._shares:
             return self._own_cut_pass(loads)
-        total = self._iteration_s
+        total = self._host_s[True]
         for index, (count, _, drafts_s) in enumerate(loads):
             if count:
                 drafting_s, ratio = self._drafting_of(index, count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,11 @@ from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput
-from specc.runtime.scheduling.batch import Batch
+from specc.runtime.policies.base import FixedPolicy
+from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.step_pace import StepPace
 from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF
 from tests import models
 from tests.lossless import PLAN_IDS, Zoo
 from tests.runtime.backends.cpu.compiled_pair import Pair, load_pair, step_inputs
@@ -281,3 +285,35 @@ def test_requests_that_are_looked_at_in_each_step(pair: Pair, ask: dict, monkeyp
     for _ in range(2):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True, **ask))
     assert not counts
+
+
+def test_seconds_since_the_iteration_before(pair: Pair) -> None:
+    """What a policy is told of the host: see `RunResult.wall_s`."""
+
+    class Watching(FixedPolicy):
+        def __init__(self) -> None:
+            super().__init__(OFF.name)
+            self.seen: list[tuple[bool, float, float]] = []
+
+        def observe_batch(self, batch: Batch, result: RunResult) -> None:
+            timed_s = sum(sum(step.stage_s.values()) for step in result.steps)
+            self.seen.append((bool(batch.prefill), result.wall_s, timed_s + result.prefill_s))
+
+    policy = Watching()
+    llm = LLM(pair.compiled, policy=policy, multi_step_ms=1000)
+    begin_s = time.perf_counter()
+    for _ in range(2):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
+    took_s = time.perf_counter() - begin_s
+    first, *others = policy.seen
+    assert first[:2] == (True, 0.0)
+    # a generation ends, and what comes before the next one is nobody's
+    again = [i for i, (is_prompt, *_) in enumerate(others) if is_prompt]
+    assert len(again) == 1
+    assert others[again[0]][1] == 0.0
+    steps = [(wall, timed) for is_prompt, wall, timed in others if not is_prompt]
+    assert all(wall > 0 for wall, _ in steps)
+    # steps in a row share their seconds; together all took as long as their stages, or longer
+    shared = [len(list(own)) for _, own in itertools.groupby(wall for wall, _ in steps)]
+    assert max(shared) > 1
+    assert sum(timed for _, timed in steps) <= sum(wall for wall, _ in steps) <= took_s

@@ -1,0 +1,41 @@
+"""What the host adds to an iteration, besides the passes that are timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from specc.runtime.policies.goodput.constants import TUNED
+
+
+class HostSeconds:
+    """Seconds of scheduling, of inputs that the host puts together, and of handing tokens out.
+
+    Learned apart for two kinds of iterations: those whose step runs as it is, often several before
+    anybody looks at requests, and those whose groups, or parts of trees, the host brings together
+    in one pass of the target. On a small model the second kind loses a third of a pass by it.
+
+    Args:
+        known: seconds of any iteration, until enough of its kind were measured.
+    """
+
+    def __init__(self, known: float) -> None:
+        self._known = known
+        self._seen: dict[bool, deque[float]] = {}
+
+    def observe(self, is_together: bool, seconds: float) -> None:
+        """Take a measurement; the median of the last ones counts, so that pauses do not.
+
+        Args:
+            is_together: groups, or parts of trees, shared a pass.
+            seconds: of the iteration, less those of its stages.
+        """
+        seen = self._seen.setdefault(is_together, deque(maxlen=TUNED.ratio_memory))
+        seen.append(seconds)
+
+    def __call__(self, is_together: bool) -> float:
+        """Seconds of an iteration of this kind, 0 or more."""
+        seen = self._seen.get(is_together, ())
+        if len(seen) < TUNED.host_steps:
+            return self._known
+        return max(0.0, statistics.median(seen))
