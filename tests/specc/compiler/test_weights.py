@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specc.artifact.manifest import Manifest
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_layout import quantize as quantize_rows
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import WeightError
@@ -124,3 +127,25 @@ def test_checkpoints_without_surprises_give_no_warning(tmp_path):
         compilation = build(tmp_path / kind, None, tmp_path / f"{kind}-engine", options())
         assert compilation.warnings == [], kind
         assert compilation.manifest.models[0].unread_tensors == (), kind
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])
+def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
+    """Those of GPT-2 are [inputs, outputs]; its head stays tied to its embedding."""
+    path = save_tiny("gpt2", tmp_path / "gpt2")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    config = options(backend="eager", quantize=quantize)
+    build(model if is_module else path, None, tmp_path / "engine", config)
+    stored = load_file(tmp_path / "engine" / "target" / "weights.safetensors")
+    ends = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    names = [name for name, _ in model.named_parameters() if name.endswith(ends)]
+    assert len(names) == 4 * 2
+    for name in names:
+        rows = model.get_parameter(name).detach().t().contiguous()
+        if quantize is None:
+            assert torch.equal(stored[name], rows)
+        else:
+            assert torch.equal(stored[f"{name}:int8"], quantize_rows(rows, QuantizedLayout(8)))
+    heads = [key for key in stored if key.startswith(("lm_head", "transformer.wte"))]
+    assert len(heads) == (1 if quantize is None else 2)
