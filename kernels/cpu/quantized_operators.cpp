@@ -40,9 +40,7 @@ specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int
   const int64_t blocks = out_features / specc::kLinearBlock +
                          (out_features % specc::kLinearBlock != 0);
   // of a tensor, so that no product of sizes can be too large
-  const bool is_whole = num_weights == 0 ? w.sizes[0] == 0
-                                         : w.sizes[0] % num_weights == 0 &&
-                                               w.sizes[0] / num_weights == blocks;
+  const bool is_whole = w.sizes[0] % num_weights == 0 && w.sizes[0] / num_weights == blocks;
   check(is_whole && w.sizes[1] == specc::block_bytes(a),
         "the blocks are those of all outputs and columns");
   a.x = x.data;
@@ -83,7 +81,7 @@ AtenTensorHandle grouped_mm_q(AtenTensorHandle x_handle, AtenTensorHandle w_hand
   AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
   const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
   const auto* in = static_cast<const char*>(x.data);
-  const int64_t expert_bytes = experts == 0 ? 0 : w.sizes[0] / experts * w.sizes[1];
+  const int64_t expert_bytes = w.sizes[0] / experts * w.sizes[1];
   std::vector<specc::LinearQ> products;
   for_each_run(ends, data_of(y), whole.rows, whole.n * item,
                [&](int64_t expert, int64_t first, int64_t rows, void* out) {

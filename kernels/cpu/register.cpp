@@ -169,9 +169,8 @@ void check_blocks(const View& w, specc::DType dtype, int64_t weights, int64_t n,
   check(w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
         "the weight is in blocks of 32 outputs");
   // of a tensor, so that no product of sizes can be too large
-  const bool is_whole = weights == 0 ? w.sizes[0] == 0
-                                     : w.sizes[0] % weights == 0 &&
-                                           w.sizes[0] / weights == parts(n, specc::kLinearBlock);
+  const bool is_whole =
+      w.sizes[0] % weights == 0 && w.sizes[0] / weights == parts(n, specc::kLinearBlock);
   check(is_whole && w.sizes[1] == parts(k, unit),
         "the blocks are those of all outputs and columns");
 }
@@ -218,9 +217,8 @@ AtenTensorHandle grouped_linear(AtenTensorHandle x_handle, AtenTensorHandle w_ha
   const specc::Linear whole = product_of(x, w, ends.sizes[0], out_features);
   AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
   const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
-  const int64_t weight_bytes = ends.sizes[0] == 0 ? 0
-                                                  : w.sizes[0] / ends.sizes[0] * w.sizes[1] *
-                                                        specc::kLinearBlock * w.sizes[3] * item;
+  const int64_t weight_bytes =
+      w.sizes[0] / ends.sizes[0] * w.sizes[1] * specc::kLinearBlock * w.sizes[3] * item;
   std::vector<specc::Linear> products;
   for_each_run(ends, data_of(y), whole.rows, whole.n * item,
                [&](int64_t expert, int64_t first, int64_t rows, void* out) {

@@ -77,6 +77,8 @@ inline void check_index(const View& view, int64_t dim, int32_t dtype, const char
 // Where runs of rows end, one for each expert of a mixture.
 inline void check_ends(const View& ends) {
   check_index(ends, 1, aoti_torch_dtype_int32(), "ends are [E] int32, contiguous");
+  // else no weight says how many outputs there can be
+  check(ends.sizes[0] > 0, "a mixture has 1 expert or more");
 }
 
 // run(expert, first, rows, out) for each expert that has rows of `rows`; `out` is where its results
