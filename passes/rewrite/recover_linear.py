@@ -103,7 +103,7 @@ def _turn(program: Program, key: str, products: list[fx.Node]) -> None:
 
 def _product(node: fx.Node) -> _Product:
     if node.target is not aten.addmm.default:
-        return _Product(*node.args[:2], None)
+        return _Product(node.args[0], node.args[1], None)
     bound = bind_args(node)
     return _Product(bound["mat1"], bound["mat2"], bound["self"])
 

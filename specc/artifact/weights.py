@@ -245,7 +245,7 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
         )
     if spec.quantized is not None:
         nonfinite = refuse_integers
-    rows = itertools.chain.from_iterable(
+    rows: Iterator[Buffer] = itertools.chain.from_iterable(
         _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
     )
     if spec.quantized is not None:

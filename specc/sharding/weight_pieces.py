@@ -50,9 +50,9 @@ def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) 
         return _quantized_piece(spec, cut, rank, reader)
     if spec.is_turned:
         # the piece of what sources have
-        stored = replace(cut, shape=turned(cut.shape), cuts=turned(cut.cuts))
+        cut_of_sources = replace(cut, shape=turned(cut.shape), cuts=turned(cut.cuts))
         whole = replace(spec, shape=spec.source_shape, is_turned=False)
-        piece = piece_of(whole, stored, rank, reader)
+        piece = piece_of(whole, cut_of_sources, rank, reader)
         return replace(piece, shape=cut.local_shape, is_turned=True)
     shape = cut.local_shape
     if cut.is_first_only and rank:

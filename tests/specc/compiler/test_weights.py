@@ -17,7 +17,12 @@ from specc.artifact.quantized_layout import quantize as quantize_rows
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import WeightError
+from specc.passes.lower.cpu import lower
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
 from tests.models import save_tiny
+from tests.traces import shared_traces
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -149,3 +154,27 @@ def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
             assert torch.equal(stored[f"{name}:int8"], quantize_rows(rows, QuantizedLayout(8)))
     heads = [key for key in stored if key.startswith(("lm_head", "transformer.wte"))]
     assert len(heads) == (1 if quantize is None else 2)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_in_blocks_are_read_in_rows_too(tmp_path, monkeypatch, kind):
+    """By the graphs of an engine for the CPU, without the code that is compiled of them."""
+    monkeypatch.setattr(lower, "_compile", lambda program, package, children: package.touch())
+    path = save_tiny(kind, tmp_path / kind)
+    found = []
+    for backend in ("eager", "cpu"):
+        engine = tmp_path / backend
+        with shared_traces():
+            build(path, None, engine, options(backend=backend))
+        entries = json.loads((engine / "target" / "program.json").read_text())["inputs"]
+        stacks = [item for item in entries if len(item.get("blocks_of", ())) == 3]
+        assert len(stacks) == (4 if backend == "cpu" else 0)
+        llm = LLM(Engine.load(engine, backend="eager"))
+        params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+        found.append(llm.generate([[3, 17, 90]], params)[0].outputs[0])
+    plain, other = found
+    assert plain.token_ids == other.token_ids
+    for one, two in zip(plain.logprobs, other.logprobs, strict=True):
+        assert one.keys() == two.keys()
+        for token, value in one.items():
+            assert value.logprob == pytest.approx(two[token].logprob, abs=1e-4)
