@@ -63,9 +63,9 @@ _CLASSES_FLAGS = ("-O1",)
 # the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
 CPU_OPERATORS = (
     "tree_attention", "attend_expanded", "block_mass", "linear", "linear_q", "grouped_mm_q",
-    "embedding_of_blocks", "tree_expand", "accept_winners", "commit_kv", "tree_rows",
-    "commit_rows", "next_tokens", "draft_children", "accept", "merge_trees", "rerank_tree",
-    "ancestor_words", "image_slots",
+    "grouped_linear", "embedding_of_blocks", "tree_expand", "accept_winners", "commit_kv",
+    "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept", "merge_trees",
+    "rerank_tree", "ancestor_words", "image_slots",
     "vote_chain", "lookup", "record_tokens", "node_winners", "column_winners", "all_reduce",
     "gather_rows", "from_first", "best_of_ranks", "write_rows", "take_rows",
 )  # fmt: skip
@@ -90,6 +90,8 @@ C_SHIMS = {
     "grouped_mm_q": "AOTITorchError aoti_torch_cpu_grouped_mm_q(AtenTensorHandle,"
     " AtenTensorHandle, AtenTensorHandle, int64_t, int64_t, int64_t, int32_t, int32_t,"
     " int64_t, AtenTensorHandle*)",
+    "grouped_linear": "AOTITorchError aoti_torch_cpu_grouped_linear(AtenTensorHandle,"
+    " AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)",
     "embedding_of_blocks": "AOTITorchError aoti_torch_cpu_embedding_of_blocks(AtenTensorHandle,"
     " AtenTensorHandle, int64_t, int64_t, AtenTensorHandle*)",
     "write_rows": "AOTITorchError aoti_torch_cpu_write_rows(AtenTensorHandle, AtenTensorHandle,"

@@ -79,6 +79,12 @@ linear = _define(
     reference.linear_reference,
     fakes.linear,
 )
+# of the experts of a mixture, likewise
+grouped_linear = _define(
+    "grouped_linear(Tensor x, Tensor weight, Tensor ends, int out_features) -> Tensor",
+    reference.grouped_linear_reference,
+    fakes.grouped_linear,
+)
 # of quantized weights: specc.kernels.reference.quantized
 linear_q = _define(
     "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group,"

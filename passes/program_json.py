@@ -31,12 +31,12 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry["shape"] = list(weight.stored_shape)
             if weight.quantized is not None:
                 entry |= {"layout": weight.layout, "quantized_of": list(weight.shape)}
-                if weight.is_turned:
-                    entry["is_turned"] = True
                 if (order := _order_key(program, weight)) is not None:
                     entry["columns"] = order
             if weight.in_blocks:
                 entry["blocks_of"] = list(weight.shape)
+            if weight.is_turned:
+                entry["is_turned"] = True
         elif name in program.constants:
             value = program.constants[name]
             key = program.constant_keys.get(name, constant_key(name))

@@ -29,7 +29,7 @@ from specc.runtime.backends.padded.padded_batch import padded_batch
 from tests.flat_passes import Inputs
 from tests.kept import COMPILER, keep
 from tests.models import POSITIONS, build_model
-from tests.passes.modules import compiled
+from tests.passes.modules import compiled, stored_rows
 from tests.traces import shared_traces
 
 WEIGHTS = "weights.safetensors"
@@ -67,8 +67,7 @@ class Lowered:
         """Key → tensor of each weight, tied ones once."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return {
-            weight.key: torch.cat([parameters[key].detach() for key in weight.parameters])
-            for weight in self.flat.weights.values()
+            weight.key: stored_rows(weight, parameters) for weight in self.flat.weights.values()
         }
 
     @property

@@ -92,7 +92,8 @@ struct Linear {
   void* y;
   int64_t y_stride;
 };
-void linear(const Linear& a, int num_threads);
+// Products that differ in their rows and weights alone: one, or those of a mixture's experts.
+void linear(const Linear* products, int64_t count, int num_threads);
 
 // specc::linear_q; semantics: linear_q_reference. y = x @ w.T + bias of a quantized weight in the
 // blocks of specc/artifact/quantized_layout.py.

@@ -9,7 +9,7 @@
 //
 // Order of summation: y[m, n] is summed from left to right along each chunk, and so are the chunks.
 // Neither the number of rows nor that of threads enters: a token's projection has the same bits
-// whether it is decoded alone or verified among others.
+// whether it is decoded alone or verified among others, and by an expert as by a weight of its own.
 
 // before any header: the compiler may reorder the sums of each instantiation below differently
 #if defined(__clang__)
@@ -243,13 +243,26 @@ class Rows {
   const Value* packed_ = nullptr;
 };
 
+// What a block of a product costs beside others: of few rows, reading it.
+int64_t cost_of_block(const Linear& a) { return std::max(a.rows, kFewRows); }
+
+// y of all rows of each product; all have as many outputs and columns. A thread has blocks that
+// follow each other, across products, of its part of what all cost, and takes kMaxRows rows at a
+// time.
 template <class E>
-void run(const Linear& a, int num_threads) {
-  const int64_t blocks = (a.n + kBlock - 1) / kBlock;
-  const int64_t parts = (a.rows + kMaxRows - 1) / kMaxRows;
-  const bool is_tiny = a.rows * a.n * a.k < kSerialWork;
+void run(const Linear* products, int64_t count, int num_threads) {
+  if (count == 0) return;
+  const int64_t blocks = (products->n + kBlock - 1) / kBlock;
+  int64_t rows = 0, cost = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    rows += products[i].rows;
+    cost += blocks * cost_of_block(products[i]);
+  }
+  const bool is_tiny = rows * products->n * products->k < kSerialWork;
   const int threads = is_tiny ? 1 : num_threads;
-  if (Team* team = team_of_pass; team != nullptr && threads > 1 && parts == 1) {
+  if (Team* team = team_of_pass;
+      team != nullptr && threads > 1 && count == 1 && products->rows <= kMaxRows) {
+    const Linear& a = *products;
     constexpr int64_t kColumns = Unit<E>::kColumns;
     const int64_t bytes = (a.k + kColumns - 1) / kColumns * kUnitBytes;
     team->share(threads, {static_cast<const char*>(a.w), blocks, bytes},
@@ -259,22 +272,34 @@ void run(const Linear& a, int num_threads) {
                 });
     return;
   }
-  in_parallel(threads, [&](int64_t thread, int64_t count, const auto&) {
-    const int64_t begin = blocks * thread / count, end = blocks * (thread + 1) / count;
-    for (int64_t i = 0; i < parts && begin < end; ++i) {
-      const int64_t row = a.rows * i / parts;
-      Rows<E>(a, row, a.rows * (i + 1) / parts - row).multiply(begin, end);
+  in_parallel(threads, [&](int64_t thread, int64_t of, const auto&) {
+    // what is left of the cost until this thread begins, and until it ends
+    int64_t first = cost * thread / of, last = cost * (thread + 1) / of;
+    for (int64_t i = 0; i < count && last > 0; ++i) {
+      const Linear& a = products[i];
+      const int64_t each = cost_of_block(a);
+      const auto block_at = [&](int64_t left) {
+        return std::clamp<int64_t>((left + each - 1) / each, 0, blocks);
+      };
+      const int64_t begin = block_at(first), end = block_at(last);
+      const int64_t parts = (a.rows + kMaxRows - 1) / kMaxRows;
+      for (int64_t part = 0; part < parts && begin < end; ++part) {
+        const int64_t row = a.rows * part / parts;
+        Rows<E>(a, row, a.rows * (part + 1) / parts - row).multiply(begin, end);
+      }
+      first -= blocks * each;
+      last -= blocks * each;
     }
   });
 }
 
 }  // namespace
 
-void linear(const Linear& a, int num_threads) {
-  if (a.dtype == DType::kFloat32)
-    run<float>(a, num_threads);
+void linear(const Linear* products, int64_t count, int num_threads) {
+  if (count > 0 && products->dtype == DType::kFloat32)
+    run<float>(products, count, num_threads);
   else
-    run<vec::BFloat16>(a, num_threads);
+    run<vec::BFloat16>(products, count, num_threads);
 }
 
 }  // namespace specc

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -41,9 +40,7 @@ specc::LinearQ product_of(const View& x, const View& w, int64_t num_weights, int
   const int64_t blocks = out_features / specc::kLinearBlock +
                          (out_features % specc::kLinearBlock != 0);
   // of a tensor, so that no product of sizes can be too large
-  const bool is_whole = num_weights == 0 ? w.sizes[0] == 0
-                                         : w.sizes[0] % num_weights == 0 &&
-                                               w.sizes[0] / num_weights == blocks;
+  const bool is_whole = w.sizes[0] % num_weights == 0 && w.sizes[0] / num_weights == blocks;
   check(is_whole && w.sizes[1] == specc::block_bytes(a),
         "the blocks are those of all outputs and columns");
   a.x = x.data;
@@ -77,33 +74,24 @@ AtenTensorHandle grouped_mm_q(AtenTensorHandle x_handle, AtenTensorHandle w_hand
                               int64_t group, bool has_zeros, bool is_float,
                               int64_t row_bits) {
   const View x(x_handle), w(w_handle), ends(ends_handle);
-  check_index(ends, 1, aoti_torch_dtype_int32(), "ends are [E] int32, contiguous");
+  check_ends(ends);
   const int64_t experts = ends.sizes[0];
   const specc::LinearQ whole =
       product_of(x, w, experts, out_features, bits, group, has_zeros, is_float, row_bits);
   AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
   const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
-  auto* out = static_cast<char*>(data_of(y));
   const auto* in = static_cast<const char*>(x.data);
-  const int64_t expert_bytes = experts == 0 ? 0 : w.sizes[0] / experts * w.sizes[1];
+  const int64_t expert_bytes = w.sizes[0] / experts * w.sizes[1];
   std::vector<specc::LinearQ> products;
-  int64_t first = 0;
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    const int64_t last = ends.as<int32_t>()[expert];
-    check(last >= first && last <= whole.rows, "ends are rows of x, in order");
-    if (last > first) {
-      specc::LinearQ a = whole;
-      a.rows = last - first;
-      a.x = in + first * a.x_stride * item;
-      a.w = whole.w + expert * expert_bytes;
-      a.y = out + first * a.n * item;
-      a.y_stride = a.n;
-      products.push_back(a);
-    }
-    first = last;
-  }
-  if (whole.n > 0 && whole.rows > first)
-    std::memset(out + first * whole.n * item, 0, (whole.rows - first) * whole.n * item);
+  for_each_run(ends, data_of(y), whole.rows, whole.n * item,
+               [&](int64_t expert, int64_t first, int64_t rows, void* out) {
+                 specc::LinearQ& a = products.emplace_back(whole);
+                 a.rows = rows;
+                 a.x = in + first * a.x_stride * item;
+                 a.w = whole.w + expert * expert_bytes;
+                 a.y = out;
+                 a.y_stride = a.n;
+               });
   specc::linear_q(products.data(), static_cast<int64_t>(products.size()),
                   specc::kernel_threads());
   return y;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "attention_tensors.h"
 #include "bus_errors.h"
@@ -160,32 +161,42 @@ void block_mass(AtenTensorHandle q_handle, AtenTensorHandle k_cache_handle,
   specc::block_mass(a, specc::kernel_threads());
 }
 
-// A weight [N, K] in blocks of outputs.
-void check_blocks(const View& w, specc::DType dtype, int64_t n, int64_t k) {
+// Weights [N, K] in blocks of outputs, those of one after those of the other.
+void check_blocks(const View& w, specc::DType dtype, int64_t weights, int64_t n, int64_t k) {
   const int64_t unit = dtype == specc::DType::kFloat32 ? 1 : 2;
   const auto parts = [](int64_t x, int64_t size) { return x / size + (x % size != 0); };
   check(n >= 0 && k >= 0, "outputs and columns are 0 or more");
   check(w.dim == 4 && w.sizes[2] == specc::kLinearBlock && w.sizes[3] == unit,
         "the weight is in blocks of 32 outputs");
-  check(w.sizes[0] == parts(n, specc::kLinearBlock) && w.sizes[1] == parts(k, unit),
+  // of a tensor, so that no product of sizes can be too large
+  const bool is_whole =
+      w.sizes[0] % weights == 0 && w.sizes[0] / weights == parts(n, specc::kLinearBlock);
+  check(is_whole && w.sizes[1] == parts(k, unit),
         "the blocks are those of all outputs and columns");
 }
 
-AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
-                        AtenTensorHandle bias_handle, int64_t out_features) {
-  const View x(x_handle), w(w_handle);
+// What the arguments say of a product by such weights, without bias and result.
+specc::Linear product_of(const View& x, const View& w, int64_t weights, int64_t out_features) {
   check(x.dtype == w.dtype && x.is_dense_row() && w.is_contiguous(),
         "x and weight have one dtype; rows of x and all of the weight are contiguous");
   specc::Linear a{};
   a.dtype = to_dtype(x);
   check(x.dim == 2, "x is [M, K]");
-  check_blocks(w, a.dtype, out_features, x.sizes[1]);
+  check_blocks(w, a.dtype, weights, out_features, x.sizes[1]);
   a.rows = x.sizes[0];
   a.n = out_features;
   a.k = x.sizes[1];
   a.x = x.data;
   a.x_stride = x.strides[0];
   a.w = w.data;
+  a.y_stride = out_features;
+  return a;
+}
+
+AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
+                        AtenTensorHandle bias_handle, int64_t out_features) {
+  const View x(x_handle), w(w_handle);
+  specc::Linear a = product_of(x, w, 1, out_features);
   if (bias_handle != nullptr) {
     const View bias(bias_handle);
     check_index(bias, 1, x.dtype, "bias is [N] in the dtype of x");
@@ -194,8 +205,30 @@ AtenTensorHandle linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
   }
   AtenTensorHandle y = empty({a.rows, a.n}, x.dtype);
   a.y = data_of(y);
-  a.y_stride = a.n;
-  specc::linear(a, specc::kernel_threads());
+  specc::linear(&a, 1, specc::kernel_threads());
+  return y;
+}
+
+// Each run of rows by its expert's blocks; rows after the last run are zeros.
+AtenTensorHandle grouped_linear(AtenTensorHandle x_handle, AtenTensorHandle w_handle,
+                                AtenTensorHandle ends_handle, int64_t out_features) {
+  const View x(x_handle), w(w_handle), ends(ends_handle);
+  check_ends(ends);
+  const specc::Linear whole = product_of(x, w, ends.sizes[0], out_features);
+  AtenTensorHandle y = empty({whole.rows, whole.n}, x.dtype);
+  const int64_t item = whole.dtype == specc::DType::kFloat32 ? 4 : 2;
+  const int64_t weight_bytes =
+      w.sizes[0] / ends.sizes[0] * w.sizes[1] * specc::kLinearBlock * w.sizes[3] * item;
+  std::vector<specc::Linear> products;
+  for_each_run(ends, data_of(y), whole.rows, whole.n * item,
+               [&](int64_t expert, int64_t first, int64_t rows, void* out) {
+                 specc::Linear& a = products.emplace_back(whole);
+                 a.rows = rows;
+                 a.x = static_cast<const char*>(whole.x) + first * a.x_stride * item;
+                 a.w = static_cast<const char*>(whole.w) + expert * weight_bytes;
+                 a.y = out;
+               });
+  specc::linear(products.data(), static_cast<int64_t>(products.size()), specc::kernel_threads());
   return y;
 }
 
@@ -206,7 +239,7 @@ AtenTensorHandle embedding(AtenTensorHandle w_handle, AtenTensorHandle tokens_ha
   check(w.is_contiguous(), "the weight is contiguous");
   specc::Embedding a{};
   a.dtype = to_dtype(w);
-  check_blocks(w, a.dtype, num_embeddings, width);
+  check_blocks(w, a.dtype, 1, num_embeddings, width);
   a.num_tokens = tokens.sizes[0];
   a.n = num_embeddings;
   a.k = width;
@@ -242,6 +275,10 @@ Tensor boxed_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t
   return Tensor(linear(x.get(), weight.get(), handle_of(bias), out_features));
 }
 
+Tensor boxed_grouped_linear(Tensor x, Tensor weight, Tensor ends, int64_t out_features) {
+  return Tensor(grouped_linear(x.get(), weight.get(), ends.get(), out_features));
+}
+
 Tensor boxed_embedding(Tensor weight, Tensor tokens, int64_t num_embeddings, int64_t width) {
   return Tensor(embedding(weight.get(), tokens.get(), num_embeddings, width));
 }
@@ -263,6 +300,7 @@ STABLE_TORCH_LIBRARY(specc_cpu, library) {
       "Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale) "
       "-> ()");
   library.def("linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor");
+  library.def("grouped_linear(Tensor x, Tensor weight, Tensor ends, int out_features) -> Tensor");
   library.def(
       "embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) -> Tensor");
 }
@@ -271,6 +309,7 @@ STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
   library.impl("tree_attention", TORCH_BOX(&boxed_tree_attention));
   library.impl("block_mass", TORCH_BOX(&boxed_block_mass));
   library.impl("linear", TORCH_BOX(&boxed_linear));
+  library.impl("grouped_linear", TORCH_BOX(&boxed_grouped_linear));
   library.impl("embedding_of_blocks", TORCH_BOX(&boxed_embedding));
 }
 
@@ -309,6 +348,12 @@ __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_linear(
     AtenTensorHandle* result) {
   return specc::guarded(
       [&] { *result = linear(x, weight, bias == nullptr ? nullptr : *bias, out_features); });
+}
+
+__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_grouped_linear(
+    AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle ends, int64_t out_features,
+    AtenTensorHandle* result) {
+  return specc::guarded([&] { *result = grouped_linear(x, weight, ends, out_features); });
 }
 
 __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_embedding_of_blocks(

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
@@ -85,6 +86,30 @@ inline DType to_dtype(const View& view) {
 
 inline void check_index(const View& view, int64_t dim, int32_t dtype, const char* what) {
   check(view.dim == dim && view.dtype == dtype && view.is_contiguous(), what);
+}
+
+// Where runs of rows end, one for each expert of a mixture.
+inline void check_ends(const View& ends) {
+  check_index(ends, 1, aoti_torch_dtype_int32(), "ends are [E] int32, contiguous");
+  // else no weight says how many outputs there can be
+  check(ends.sizes[0] > 0, "a mixture has 1 expert or more");
+}
+
+// run(expert, first, rows, out) for each expert that has rows of `rows`; `out` is where its results
+// begin, of rows of so many bytes. Results of rows after the last run become zeros.
+template <class Run>
+void for_each_run(const View& ends, void* results, int64_t rows, int64_t row_bytes,
+                  const Run& run) {
+  auto* out = static_cast<char*>(results);
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < ends.sizes[0]; ++expert) {
+    const int64_t last = ends.as<int32_t>()[expert];
+    check(last >= first && last <= rows, "ends are rows of x, in order");
+    if (last > first) run(expert, first, last - first, out + first * row_bytes);
+    first = last;
+  }
+  if (row_bytes > 0 && rows > first)
+    std::memset(out + first * row_bytes, 0, static_cast<size_t>((rows - first) * row_bytes));
 }
 
 // Levels, nodes and tokens that a number asks room for, and no tensor: an engine has plans of 1024

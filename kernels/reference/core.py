@@ -240,6 +240,22 @@ def linear_reference(
     return torch.nn.functional.linear(input, weight, bias)
 
 
+def grouped_linear_reference(x: Tensor, weight: Tensor, ends: Tensor, out_features: int) -> Tensor:
+    """Project each run of rows by its expert's weight, as `linear_reference` does.
+
+    Args:
+        x: [M, K] rows sorted by expert.
+        weight: [E, N, K] in blocks, see `specc.artifact.weight_layout`.
+        ends: [E] int32, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
+        out_features: N, of each expert.
+    Returns:
+        [M, N] in the dtype of x; rows from ends[E - 1] on are zero. The operator for the CPU gives
+        a row the bits that `specc::linear` gives it, however many others its expert has.
+    """
+    shape = (ends.shape[0], out_features, x.shape[1])
+    return grouped_mm_reference(x, from_blocks(weight, shape).transpose(1, 2), ends)
+
+
 def embedding_of_blocks_reference(
     weight: Tensor, tokens: Tensor, num_embeddings: int, width: int
 ) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -218,10 +218,14 @@ class ModelSource:
         cuts = program.shard.by_key if program.shard else {}
         for weight in (*program.weights.values(), *copies):
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
+            is_turned = weight.is_turned
+            if is_turned and len(weight.shape) == 2:
+                # of matrices, readers bring the transpose themselves, and a rank's part of it
+                sources, is_turned = _turned_sources(weight, sources), False
             shape = cuts[weight.key].shape if weight.key in cuts else weight.shape
             # what is quantized is not rounded to the engine's type before that
             dtype = weight.dtype if weight.quantized is None else torch.float32
-            layout = weight.in_blocks, weight.quantized, weight.is_turned
+            layout = weight.in_blocks, weight.quantized, is_turned
             specs.append(WeightSpec(weight.key, dtype, shape, sources, None, *layout))
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
@@ -287,6 +291,21 @@ def _plain(reader: TensorReader, label: str) -> TensorReader:
 def own_source(name: str) -> tuple[Source, ...]:
     """Of a reader that has each tensor under the name of its parameter."""
     return (Source(name),)
+
+
+def _turned_sources(weight: Weight, sources: Sequence[Source]) -> tuple[Source, ...]:
+    """Sources of the transpose of each parameter of a weight.
+
+    Raises:
+        WeightError: a parameter is made of several tensors, which are rows of it, not columns.
+    """
+    if len(sources) != len(weight.parameters):
+        raise WeightError(
+            f"{weight.key} of {', '.join(source.name for source in sources)}",
+            "a parameter that is one tensor of the checkpoint, since it is stored transposed",
+            "load the model with transformers and pass the module to specc.compile",
+        )
+    return tuple(replace(source, transpose=not source.transpose) for source in sources)
 
 
 def _require_dtype(module: nn.Module, label: str, dtype: torch.dtype) -> None:

@@ -138,7 +138,10 @@ class _Values:
             program.weights[name] = _quantized(entry)
         elif kind == "weight":
             parameters = tuple(entry["key"].split("+"))
-            program.weights[name] = Weight(parameters, dtype, shape, "blocks_of" in entry)
+            is_turned = entry.get("is_turned", False)
+            program.weights[name] = Weight(
+                parameters, dtype, shape, "blocks_of" in entry, is_turned=is_turned
+            )
         elif kind == "constant":
             program.constants[name] = self._constants[entry["key"]]
         elif kind == "cache":

@@ -270,6 +270,7 @@ _STEPS = {
     "sum": _sum,
     "cumsum": _cumsum,
     "grouped_mm": _grouped_mm,
+    "grouped_linear": _grouped_mm,
     "grouped_mm_q": _grouped_mm,
 }
 

@@ -103,6 +103,8 @@ def _why_not(program: Program, linears: list[fx.Node]) -> str | None:
                 return f"{operand.name} is computed, not a parameter"
             if len(operand.users) > 1:
                 return f"parameter {program.weights[operand.target].key} is used elsewhere too"
+    if len({program.weights[linear.args[1].target].is_turned for linear in linears}) > 1:
+        return "some of the weights are stored transposed and some are not"
     if len({linear.args[1].meta["val"].dtype for linear in linears}) > 1:
         return "the weights have different dtypes"
     names = [
@@ -122,6 +124,7 @@ def _concatenate(program: Program, parts: list[fx.Node]) -> fx.Node:
         tuple(name for weight in weights for name in weight.parameters),
         weights[0].dtype,
         (rows, *weights[0].shape[1:]),
+        is_turned=weights[0].is_turned,
     )
     value = parts[0].meta["val"]
     with program.graph.inserting_before(parts[0]):

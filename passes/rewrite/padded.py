@@ -27,6 +27,7 @@ from specc.passes.rewrite.quantize_like import QuantizeLike
 from specc.passes.rewrite.read_padded_places import ReadPaddedPlaces
 from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention
+from specc.passes.rewrite.recover_linear import RecoverLinear
 from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.split_complex import SplitComplex
@@ -66,7 +67,17 @@ def padded_program(
     program = trace_padded(module, flat.name, rope_length)
     program.integers = dict(flat.integers)
     phases: Phases = (
-        ("normalize", (Normalize, SplitComplex, ReadTables, ReplaceGroupedMM, DropSentinelMasks)),
+        (
+            "normalize",
+            (
+                Normalize,
+                RecoverLinear,
+                SplitComplex,
+                ReadTables,
+                ReplaceGroupedMM,
+                DropSentinelMasks,
+            ),
+        ),
         (
             "attention",
             (

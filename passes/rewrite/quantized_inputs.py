@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.weight_layout import turned
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.program import Program, Weight, add_placeholder, bind_args, emit_call
@@ -59,17 +60,19 @@ class QuantizedInputs:
         Args:
             beside: the input that it is made of; it stays.
             layout: of the new one.
-            is_turned: the parameter has matrices [K, N].
+            is_turned: that one has matrices [K, N].
         Raises:
             ConfigError: a rank would have a part of a group of columns.
         """
         program = self._program
         weight = program.weights[beside.target]
-        shape = _turned(weight.shape) if is_turned else weight.shape
-        quantized = dataclasses.replace(weight, shape=shape, quantized=layout, is_turned=is_turned)
+        shape = turned(weight.shape) if is_turned else weight.shape
+        quantized = dataclasses.replace(
+            weight, shape=shape, quantized=layout, is_turned=weight.is_turned != is_turned
+        )
         if quantized not in self._made:
             if program.shard is not None:
-                program.shard = _with_cut(program.shard, weight.key, quantized)
+                program.shard = _with_cut(program.shard, weight, quantized)
             value = beside.meta["val"].new_empty(quantized.stored_shape, dtype=torch.uint8)
             node = add_placeholder(program, f"{beside.target}_q{layout.bits}", value, beside)
             program.weights[node.target] = quantized
@@ -192,21 +195,17 @@ def _is_order(value: Tensor, columns: Tensor) -> bool:
     return value.dtype == torch.int64 and torch.equal(value, columns)
 
 
-def _turned(sizes: tuple) -> tuple:
-    return (*sizes[:-2], sizes[-1], sizes[-2])
-
-
-def _with_cut(plan: ShardPlan, key: str, quantized: Weight) -> ShardPlan:
+def _with_cut(plan: ShardPlan, weight: Weight, quantized: Weight) -> ShardPlan:
     """The plan with a cut of the quantized weight after that of the weight it is made of."""
     layout = quantized.quantized
     assert layout is not None
     weights: list[WeightCut] = []
     for cut in plan.weights:
         weights.append(cut)
-        if cut.key == key:
+        if cut.key == weight.key:
             shape, cuts = cut.shape, cut.cuts
-            if quantized.is_turned:
-                shape, cuts = _turned(shape), _turned(cuts)
+            if quantized.is_turned != weight.is_turned:
+                shape, cuts = turned(shape), turned(cuts)
             own = dataclasses.replace(
                 cut, key=quantized.key, dtype="uint8", shape=shape, cuts=cuts, layout=layout.name
             )

@@ -5,12 +5,17 @@ A step multiplies a few rows with every weight once, so its time is that of read
 one column of several outputs. A bfloat16 unit is a pair of neighboring columns, which is what the
 dot product instructions of processors take.
 
+The matrices of a mixture's experts are one weight [E, N, K]: the blocks of one expert follow those
+of the one before, and each begins with a block of its own.
+
 Sources of the idea: "Anatomy of High-Performance Matrix Multiplication" (Goto, van de Geijn 2008),
 section 4, packs for the same reason; here the packed form is what the file holds.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -24,27 +29,33 @@ UNITS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def blocks_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Shape [blocks, units, 32, columns of a unit] that a weight [N, K] has in blocks."""
-    outputs, columns = shape
+    """Shape [blocks, units, 32, columns of a unit] that a weight [..., N, K] has in blocks."""
+    *stack, outputs, columns = shape
     unit = UNITS[dtype]
-    return -(-outputs // BLOCK), -(-columns // unit), BLOCK, unit
+    return math.prod(stack) * -(-outputs // BLOCK), -(-columns // unit), BLOCK, unit
+
+
+def turned(sizes: tuple) -> tuple:
+    """Sizes [..., N, K] of the transpose of matrices [..., K, N]; also what is cut along them."""
+    return (*sizes[:-2], sizes[-1], sizes[-2])
 
 
 def to_blocks(weight: Tensor) -> Tensor:
-    """Put a weight [N, K] into blocks; what they have beyond N and K is zero."""
+    """Put a weight [..., N, K] into blocks; what they have beyond N and K is zero."""
     blocks, units, _, unit = blocks_shape(weight.shape, weight.dtype)
-    outputs, columns = weight.shape
-    padding = (0, units * unit - columns, 0, blocks * BLOCK - outputs)
+    outputs, columns = weight.shape[-2:]
+    padding = (0, units * unit - columns, 0, -outputs % BLOCK)
     if any(padding):
         weight = torch.nn.functional.pad(weight, padding)
     return weight.view(blocks, BLOCK, units, unit).transpose(1, 2).contiguous()
 
 
 def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
-    """The weight [N, K] that `to_blocks` was given; a copy."""
-    outputs, columns = shape
-    rows = blocks.transpose(1, 2).reshape(blocks.shape[0] * blocks.shape[2], -1)
-    return rows[:outputs, :columns].contiguous()
+    """The weight [..., N, K] that `to_blocks` was given; a copy."""
+    *stack, outputs, columns = shape
+    _, units, _, unit = blocks.shape
+    rows = blocks.transpose(1, 2).reshape(*stack, -(-outputs // BLOCK) * BLOCK, units * unit)
+    return rows[..., :outputs, :columns].contiguous()
 
 
 def blocks_of_stream(
@@ -53,25 +64,47 @@ def blocks_of_stream(
     """Put a weight into blocks while it is read.
 
     Args:
-        chunks: its bytes in rows [N, K]; they may be cut anywhere, and each is valid until the
-            next one is asked for.
-        shape: [N, K].
+        chunks: its bytes in rows [..., N, K]; they may be cut anywhere, and each is valid until
+            the next one is asked for.
+        shape: [..., N, K].
         dtype: of the weight.
     Returns:
-        its bytes in blocks; as many as fit 16 MB at a time, at least one block.
+        its bytes in blocks; as many as fit 16 MB at a time, at least one block, and of one matrix.
     """
-    row_bytes = shape[1] * dtype.itemsize
+    outputs, columns = shape[-2:]
+    row_bytes = columns * dtype.itemsize
     if row_bytes == 0:
         return
-    step = max(1, CHUNK_BYTES // (BLOCK * row_bytes)) * BLOCK * row_bytes
-    for rows in regroup(chunks, step):
-        values = torch.frombuffer(rows, dtype=dtype).view(-1, shape[1])
+    step = max(1, CHUNK_BYTES // (BLOCK * row_bytes)) * BLOCK
+    of_matrix = [min(step, outputs - first) * row_bytes for first in range(0, outputs, step)]
+    for rows in regroup(chunks, itertools.cycle(of_matrix)):
+        values = torch.frombuffer(rows, dtype=dtype).view(-1, columns)
         yield tensor_bytes(to_blocks(values))
 
 
-def regroup(chunks: Iterable[Buffer], size: int) -> Iterator[bytearray]:
-    """The same bytes in pieces of `size`, the last one shorter."""
+def turned_matrices(
+    chunks: Iterable[Buffer], shape: Sequence[int], dtype: torch.dtype
+) -> Iterator[Buffer]:
+    """Transpose matrices while they are read; each of them is held whole.
+
+    Args:
+        chunks: bytes of matrices [..., K, N]; they may be cut anywhere.
+        shape: [..., N, K].
+        dtype: of the weight.
+    Returns:
+        bytes of matrices [..., N, K].
+    """
+    outputs, columns = shape[-2:]
+    for matrix in regroup(chunks, outputs * columns * dtype.itemsize):
+        values = torch.frombuffer(matrix, dtype=dtype).view(columns, outputs)
+        yield tensor_bytes(values.t().contiguous())
+
+
+def regroup(chunks: Iterable[Buffer], sizes: int | Iterable[int]) -> Iterator[bytearray]:
+    """The same bytes in pieces of these sizes, which do not end, or of one; the last is shorter."""
     piece = bytearray()
+    sizes = itertools.repeat(sizes) if isinstance(sizes, int) else iter(sizes)
+    size = next(sizes, 0)
     for chunk in chunks:
         data = memoryview(chunk).cast("B")
         while data:
@@ -80,6 +113,6 @@ def regroup(chunks: Iterable[Buffer], size: int) -> Iterator[bytearray]:
             data = data[len(taken) :]
             if len(piece) == size:
                 yield piece
-                piece = bytearray()
+                piece, size = bytearray(), next(sizes)
     if piece:
         yield piece

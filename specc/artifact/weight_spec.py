@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.tensor_part import Range, TensorPart
-from specc.artifact.weight_layout import blocks_shape
+from specc.artifact.weight_layout import blocks_shape, turned
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class WeightSpec:
         shape: shape of the whole tensor.
         sources: where the bytes come from; empty for a constant.
         constant: a small tensor in memory (rotary frequencies) in place of sources.
-        in_blocks: write a matrix in blocks; see `specc.artifact.weight_layout`.
+        in_blocks: write matrices in blocks; see `specc.artifact.weight_layout`.
         quantized: write a matrix as integers: those of the checkpoint, where it has them in this
             layout, else rounded from its numbers in `dtype`.
-        is_turned: of a quantized weight [..., N, K]: sources have matrices [..., K, N].
+        is_turned: of a weight [..., N, K]: sources have matrices [..., K, N].
         part: of a quantized weight, the part of a rank.
     """
 
@@ -95,7 +95,7 @@ class WeightSpec:
         shape = self.shape
         if self.part is not None:
             shape = (*shape[:-2], *self.part.shape)
-        return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
+        return turned(shape) if self.is_turned else shape
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -30,7 +30,7 @@ from specc.artifact.safetensors_io import (
 )
 from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
 from specc.artifact.tensor_part import TensorPart
-from specc.artifact.weight_layout import blocks_of_stream
+from specc.artifact.weight_layout import blocks_of_stream, turned_matrices
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.errors import WeightError
 
@@ -245,11 +245,13 @@ def _spec_chunks(spec: WeightSpec, reader: TensorReader, nonfinite: Report) -> I
         )
     if spec.quantized is not None:
         nonfinite = refuse_integers
-    rows = itertools.chain.from_iterable(
+    rows: Iterator[Buffer] = itertools.chain.from_iterable(
         _source_chunks(source, spec, reader, nonfinite) for source in spec.sources
     )
     if spec.quantized is not None:
         return quantized_chunks(spec, reader, rows)
+    if spec.is_turned:
+        rows = turned_matrices(rows, spec.shape, spec.dtype)
     return blocks_of_stream(rows, spec.shape, spec.dtype) if spec.in_blocks else rows
 
 

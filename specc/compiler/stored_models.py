@@ -23,6 +23,7 @@ from specc.compiler.self_drafts import SelfDraftProgram
 from specc.errors import EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
+from specc.passes.lower.cpu.experts import unpack_experts
 from specc.passes.program import Program, Weight, constant_key
 from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.progress import PhaseTimer
@@ -235,6 +236,7 @@ def _constants(data: Mapping[str, Any], reader: Any) -> dict[str, Tensor]:
 
 def in_rows(program: Program) -> Program:
     """Forget what the backend did to weights; the program itself."""
+    unpack_experts(program)
     for name, weight in program.weights.items():
         program.weights[name] = dataclasses.replace(weight, in_blocks=False)
     return program

@@ -18,7 +18,7 @@ from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, SafetensorsReader, tensor_bytes
 from specc.artifact.tensor_part import Range, TensorPart, new_buffer
-from specc.artifact.weight_layout import BLOCK, UNITS
+from specc.artifact.weight_layout import BLOCK, blocks_shape
 from specc.errors import EngineError
 from specc.sharding.ranges import Run, runs_of, within
 from specc.sharding.rank_integers import RankIntegers
@@ -161,8 +161,10 @@ class RankReader:
                     local = run.local + first - run.start
                     count = step
                     if key in self._in_blocks:
-                        # so that no block is read by two of them
-                        count = max(BLOCK, step // BLOCK * BLOCK) - local % BLOCK
+                        # so that no block is read by two of them, each of one matrix
+                        outputs = self._in_blocks[key][-2]
+                        count = max(BLOCK, step // BLOCK * BLOCK) - local % outputs % BLOCK
+                        count = min(count, outputs - local % outputs)
                     last = min(first + count, run.stop)
                     yield Run(first, last, run.rank, local)
                     first = last
@@ -189,19 +191,22 @@ class RankReader:
                 )
 
     def _rectangle(self, rank: int, key: str, rows: Range, columns: Range) -> Tensor:
-        """Vectors and columns of a rank's part; [rows, columns]."""
+        """Vectors and columns of a rank's part; [rows, columns]. What is in blocks: of a matrix."""
         width = columns[1] - columns[0]
         if key not in self._in_blocks:
             return self._read(rank, key, [rows], columns).view(rows[1] - rows[0], width)
         _, units, _, unit = self._readers[rank].shape(key)
-        blocks = range(rows[0] // BLOCK, -(-rows[1] // BLOCK))
+        outputs, count = self._in_blocks[key][-2], rows[1] - rows[0]
+        matrix, top = divmod(rows[0], outputs)
+        before = matrix * -(-outputs // BLOCK)
+        blocks = range(before + top // BLOCK, before + -(-(top + count) // BLOCK))
         first, last = columns[0] // unit, -(-columns[1] // unit)
         vectors = [((b * units + first) * BLOCK, (b * units + last) * BLOCK) for b in blocks]
         values = self._read(rank, key, vectors, (0, unit))
         values = values.view(len(blocks), last - first, BLOCK, unit).transpose(1, 2)
         values = values.reshape(len(blocks) * BLOCK, (last - first) * unit)
-        top, left = rows[0] - blocks[0] * BLOCK, columns[0] - first * unit
-        return values[top : top + rows[1] - rows[0], left : left + width]
+        top, left = top % BLOCK, columns[0] - first * unit
+        return values[top : top + count, left : left + width]
 
     def _read(self, rank: int, key: str, vectors: Sequence[Range], columns: Range) -> Tensor:
         """Vectors and columns as a rank's file has them, one after the other."""
@@ -225,8 +230,7 @@ class RankReader:
                 if cut.layout is not None:
                     wanted = QuantizedLayout.named(cut.layout).stored_shape(wanted)
                 elif key in self._in_blocks:
-                    units = -(-wanted[1] // UNITS[dtype])
-                    wanted = (-(-wanted[0] // BLOCK), units, BLOCK, UNITS[dtype])
+                    wanted = blocks_shape(wanted, dtype)
                 found = reader.dtype(key), reader.shape(key)
                 if found != (dtype, wanted):
                     raise _other_file(

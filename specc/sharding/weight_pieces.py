@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.tensor_part import Range, TensorPart
+from specc.artifact.weight_layout import turned
 from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
 from specc.sharding.shard_plan import Cut, Interval, ShardPlan, WeightCut, joined, pieces_of
 
@@ -47,6 +48,12 @@ def piece_of(spec: WeightSpec, cut: WeightCut, rank: int, reader: TensorReader) 
     """A rank's part of one weight; see `WeightCut.take`, which does the same to a tensor."""
     if spec.quantized is not None:
         return _quantized_piece(spec, cut, rank, reader)
+    if spec.is_turned:
+        # the piece of what sources have
+        cut_of_sources = replace(cut, shape=turned(cut.shape), cuts=turned(cut.cuts))
+        whole = replace(spec, shape=spec.source_shape, is_turned=False)
+        piece = piece_of(whole, cut_of_sources, rank, reader)
+        return replace(piece, shape=cut.local_shape, is_turned=True)
     shape = cut.local_shape
     if cut.is_first_only and rank:
         return replace(spec, shape=shape, sources=(Source("", zeros=math.prod(shape)),))

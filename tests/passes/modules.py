@@ -18,7 +18,7 @@ from specc.artifact.graph_io import graph_from_json, graph_to_json
 from specc.artifact.weight_layout import to_blocks
 from specc.passes.base import Pass, PassResult
 from specc.passes.pipeline import PHASES, Phases, Pipeline
-from specc.passes.program import Program
+from specc.passes.program import Program, Weight
 from tests.traces import trace_once
 
 aten = torch.ops.aten
@@ -161,11 +161,18 @@ def flat_logits(
         return fx.Interpreter(_runnable(program)).run(*values)
 
 
+def stored_rows(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A weight in rows, made of a model's tensors by name."""
+    parts = [tensors[key].detach() for key in weight.parameters]
+    if weight.is_turned:
+        parts = [part.mT.contiguous() for part in parts]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def _weight(program: Program, node: fx.Node, parameters: Mapping[str, Tensor]) -> Tensor:
     """A weight as the graph reads it: in rows, or in blocks once it is lowered."""
     weight = program.weights[node.target]
-    parts = [parameters[key].detach() for key in weight.parameters]
-    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+    rows = stored_rows(weight, parameters)
     return rows if tuple(node.meta["val"].shape) == weight.shape else to_blocks(rows)
 
 

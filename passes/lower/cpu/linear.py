@@ -23,13 +23,10 @@ class LowerLinear(Pass):
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        packed = [
-            node
-            for node in program.graph.find_nodes(op="placeholder")
-            if node.target in program.weights and program.weights[node.target].in_blocks
-        ]
-        for node in packed:
-            weight = program.weights[node.target]
+        for node in program.graph.find_nodes(op="placeholder"):
+            weight = program.weights.get(node.target)
+            if weight is None or not weight.in_blocks or len(weight.shape) != 2:
+                continue
             if tuple(node.meta["val"].shape) == weight.stored_shape:
                 continue  # an earlier run of this pass
             node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)

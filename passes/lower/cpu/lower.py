@@ -13,6 +13,7 @@ from typing import Any
 
 from specc.errors import CompilerError, OutputError, SpeccError
 from specc.kernels import native
+from specc.passes.lower.cpu.experts import LowerExperts, PackExperts
 from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.lower.inductor.package import compile_package
@@ -27,8 +28,8 @@ from specc.system.files import output_error
 from specc.system.machine import isa_flags
 
 # before the graphs are written: how the engine stores its weights
-LAYOUT_PHASES: Phases = (("layout", (PackWeights,)),)
-CPU_PHASES: Phases = (("lower", (LowerLinear,)),)
+LAYOUT_PHASES: Phases = (("layout", (PackWeights, PackExperts)),)
+CPU_PHASES: Phases = (("lower", (LowerLinear, LowerExperts)),)
 LIBRARY_FILE = f"native/{native.LIBRARY_NAME}"
 
 

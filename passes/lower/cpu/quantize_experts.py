@@ -42,7 +42,7 @@ class QuantizeExperts(Pass):
         for node in program.calls(ops.grouped_mm):
             bound = bind_args(node)
             x, read = bound["x"], bound["weight"]
-            source = _source_of(read)
+            source = source_of(read)
             reason = (
                 _why_not(program, x, read, source)
                 if self._is_read
@@ -77,7 +77,7 @@ class QuantizeExperts(Pass):
         return result
 
 
-def _source_of(read: fx.Node) -> fx.Node:
+def source_of(read: fx.Node) -> fx.Node:
     """The input [E, N, K] whose transpose a product reads; what it reads where it is no such."""
     if read.target is not aten.transpose.int:
         return read

@@ -39,7 +39,7 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
             dtype = getattr(torch, item["dtype"])
             weight = torch.empty(item["shape"], dtype=dtype, device=device)
             weights[item["key"]] = weight
-            _lend(module, item["key"], weight, aliases)
+            _lend(module, item["key"], weight, item.get("is_turned", False), aliases)
     _allocate_rest(module, device, aliases)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -50,13 +50,19 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
     return weights | {key: value.to(device) for key, value in model.constants.items()}
 
 
-def _lend(module: nn.Module, key: str, weight: Tensor, aliases: Mapping[int, list[str]]) -> None:
-    """Make the parameters that a weight concatenates views of its rows."""
+def _lend(
+    module: nn.Module,
+    key: str,
+    weight: Tensor,
+    is_turned: bool,
+    aliases: Mapping[int, list[str]],
+) -> None:
+    """Make the parameters that a weight concatenates views of its rows, transposed if need be."""
     names = key.split("+")
-    sizes = [module.get_parameter(name).shape[0] for name in names]
+    sizes = [module.get_parameter(name).shape[int(is_turned)] for name in names]
     assert sum(sizes) == weight.shape[0], key
     for name, rows in zip(names, weight.split(sizes), strict=True):
-        _assign(module, name, rows, aliases)
+        _assign(module, name, rows.t() if is_turned else rows, aliases)
 
 
 def _assign(module: nn.Module, name: str, value: Tensor, aliases: Mapping[int, list[str]]) -> None:

@@ -116,6 +116,19 @@ def _linear_q(rng: random.Random) -> Arguments:
     }
 
 
+def _grouped_linear(rng: random.Random) -> Arguments:
+    made = _linear(rng)
+    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((0, 1, 2, 5))
+    made.pop("bias")
+    ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
+    return {
+        "x": x,
+        "weight": blocks.repeat(experts, 1, 1, 1),
+        "ends": torch.tensor(ends, dtype=torch.int32),
+        **made,
+    }
+
+
 def _grouped_mm_q(rng: random.Random) -> Arguments:
     made = _linear_q(rng)
     x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((0, 1, 2, 5))
@@ -168,6 +181,7 @@ MODEL_BUILDERS: dict[str, Builder] = {
     "block_mass": _block_mass,
     "linear": _linear,
     "linear_q": _linear_q,
+    "grouped_linear": _grouped_linear,
     "grouped_mm_q": _grouped_mm_q,
     "embedding_of_blocks": _embedding_of_blocks,
     "write_rows": _write_rows,

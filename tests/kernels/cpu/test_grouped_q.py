@@ -45,13 +45,16 @@ def test_rows_are_projected_by_their_expert(dtype, layout) -> None:
 
 def test_no_rows_and_no_experts() -> None:
     layout = QuantizedLayout(4, 32)
-    arguments, none = (N, *numbers_of(layout)), torch.empty(0, dtype=torch.int32)
+    arguments = N, *numbers_of(layout)
     stored, x = random_weight(N, K, layout), torch.randn(3, K)
     for operator in (torch.ops.specc_cpu.grouped_mm_q, torch.ops.specc.grouped_mm_q):
         ends = torch.zeros(1, dtype=torch.int32)
         assert operator(x[:0], stored, ends, *arguments).shape == (0, N)
         assert torch.equal(operator(x, stored, ends, *arguments), torch.zeros(3, N))
-        assert torch.equal(operator(x, stored[:0], none, *arguments), torch.zeros(3, N))
+    # the memory of outputs that no weight has
+    none = torch.empty(0, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="1 expert or more"):
+        torch.ops.specc_cpu.grouped_mm_q(x, stored[:0], none, 2**40, *arguments[1:])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -22,13 +22,16 @@ from tests.tiers import only
 WRAPPER = """
 #include "kernels.h"
 #include "team.h"
-extern "C" __attribute__((visibility("default"))) void run_linear(const specc::Linear* a, int n) {
-  specc::linear(*a, n);
+using specc::Linear;
+extern "C" {
+__attribute__((visibility("default"))) void run_linear(const Linear* a, int count, int threads) {
+  specc::linear(a, count, threads);
 }
 // as a program's pass does
-extern "C" __attribute__((visibility("default"))) void run_in_team(const specc::Linear* a, int n) {
+__attribute__((visibility("default"))) void run_in_team(const Linear* a, int count, int threads) {
   specc::WeightOrder order;
-  specc::with_team(n, order, [&] { specc::linear(*a, n); });
+  specc::with_team(threads, order, [&] { specc::linear(a, count, threads); });
+}
 }
 """
 # -march and the instructions that running it takes
@@ -126,7 +129,7 @@ def run_blocks(
         y_stride,
     )
     call = library.run_in_team if in_team else library.run_linear
-    call(ctypes.byref(arguments), threads)
+    call(ctypes.byref(arguments), 1, threads)
     assert (around[[0, -1]] == CANARY).all()
     assert (around[:, n:] == CANARY).all()
     return around[1:-1, :n].clone()
@@ -219,6 +222,31 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, k, dtype):
             assert torch.equal(got, want[first:]), f"{rows} rows, {threads} threads"
         got = run(library, x[first:], weight, bias, threads=3, in_team=True)
         assert torch.equal(got, want[first:]), f"{rows} rows, a team"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [(1, 40, 3, 1), (70,), (2, 2, 2, 2, 2, 2, 2), ()], ids=str)
+def test_products_have_the_bits_of_each_alone(library, counts, dtype):
+    """Those of a mixture's experts: threads share the blocks of all weights."""
+    k, n = 773, 139
+    inputs = [in_poison(rows, k, dtype=dtype, padding=3) for rows in counts]
+    blocks = [to_blocks(torch.randn(n, k).to(dtype)) for _ in counts]
+    pairs = list(zip(inputs, blocks, strict=True))
+    want = [run_blocks(library, x, weight, None, n) for x, weight in pairs]
+    for threads in (1, 2, 3, 5, 40):
+        for call in (library.run_linear, library.run_in_team):
+            found = [torch.full((len(x) + 1, n), CANARY, dtype=dtype) for x in inputs]
+            arguments = [
+                LinearStruct(
+                    DTYPES.index(dtype), len(x), n, k, x.data_ptr(), x.stride(0),
+                    weight.data_ptr(), None, y.data_ptr(), n,
+                )
+                for (x, weight), y in zip(pairs, found, strict=True)
+            ]  # fmt: skip
+            call((LinearStruct * len(counts))(*arguments), len(counts), threads)
+            for y, alone in zip(found, want, strict=True):
+                assert torch.equal(y[:-1], alone), f"{threads} threads"
+                assert (y[-1] == CANARY).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

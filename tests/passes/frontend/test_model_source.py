@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import fx
 
+from specc.artifact.weight_spec import Source, WeightSpec
+from specc.artifact.weights import MemoryReader
 from specc.errors import ModelNotFoundError, SpeccError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.model_source import ModelSource
+from specc.passes.program import Program, Weight
 from tests.models import tiny_config
 
 
@@ -57,3 +61,21 @@ def test_readable_weights(directory, monkeypatch):
     monkeypatch.setattr(hf_model, "build_on_meta", lambda config, dtype: torch.nn.Identity())
     source = ModelSource.load("target", directory, torch.float32)
     assert sorted(source.reader.keys()) == ["x", "y"]
+
+
+def columns_of(*names: str) -> list[WeightSpec]:
+    """Of a weight [4, 6] that a checkpoint has as columns of these tensors."""
+    reader, module = MemoryReader({}), torch.nn.Module()
+    source = ModelSource("target", "made", torch.float32, module, None, None, reader)
+    source.places = lambda _: tuple(map(Source, names))
+    program = Program("target", fx.GraphModule(module, fx.Graph()), {}, {})
+    program.weights["w"] = Weight(("w",), torch.float32, (4, 6), is_turned=True)
+    return source.weight_specs(program)
+
+
+def test_columns_in_several_tensors_are_refused():
+    (spec,) = columns_of("a")
+    assert (spec.shape, spec.is_turned) == ((4, 6), False)
+    assert spec.sources == (Source("a", transpose=True),)
+    with pytest.raises(WeightError, match="w of a, b"):
+        columns_of("a", "b")

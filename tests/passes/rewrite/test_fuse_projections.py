@@ -11,6 +11,7 @@ from specc.kernels import ops
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.normalize import Normalize
+from specc.passes.rewrite.recover_linear import RecoverLinear
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 from tests.models import build_model
@@ -28,11 +29,11 @@ from tests.passes.modules import (
 from tests.tiers import only
 
 
-def run(kind):
+def run(kind, *first):
     """Module, program, its logits before fusion, and the results of both passes."""
     torch.manual_seed(0)
     model = kind().eval()
-    passes = Normalize(), ClassifyMasks(), RewriteTreeAttention(), SelectLogits()
+    passes = Normalize(), *first, ClassifyMasks(), RewriteTreeAttention(), SelectLogits()
     program, _ = traced(model, *passes)
     before = program_logits(program, model, random_tokens())
     return model, program, before, FuseQKV().run(program), FuseGateUp().run(program)
@@ -91,6 +92,43 @@ def test_qkv_fires_and_computes_the_same(kind):
     assert program.num_parameters == sum(p.numel() for p in model.parameters())
 
 
+class Turned(Tiny):
+    """q, k and v by weights [in, out]."""
+
+    is_mixed = False
+
+    def __init__(self):
+        super().__init__()
+        self.wq = nn.Parameter(torch.randn(16, 16))
+        self.wk = nn.Parameter(torch.randn(8, 16) if self.is_mixed else torch.randn(16, 8))
+        self.wv = nn.Parameter(torch.randn(16, 8))
+        del self.q, self.k, self.v
+
+    def operands(self, x):
+        q, k, v = x @ self.wq, x @ (self.wk.T if self.is_mixed else self.wk), x @ self.wv
+        return self.split(q), self.repeat(self.split(k)), self.repeat(self.split(v))
+
+
+class Mixed(Turned):
+    is_mixed = True
+
+
+def test_weights_that_are_stored_transposed_are_fused():
+    model, program, before, result, _ = run(Turned, RecoverLinear())
+    assert (result.rewrites, result.declined) == (1, [])
+    weight = keys(program)["wq+wk+wv"]
+    assert (weight.shape, weight.is_turned) == ((16 + 8 + 8, 16), True)
+    torch.testing.assert_close(program_logits(program, model, random_tokens()), before)
+    assert_same_numbers_flat(program, model)
+
+
+def test_weights_that_are_stored_in_different_ways_are_not_fused():
+    model, program, _, result, _ = run(Mixed, RecoverLinear())
+    assert result.rewrites == 0
+    assert "stored transposed and some are not" in result.declined[0].reason
+    assert_same_numbers_flat(program, model)
+
+
 class MixedBias(Tiny):
     def __init__(self):
         super().__init__()
@@ -133,7 +171,7 @@ class FusedAlready(Tiny):
 
 
 class Transposed(Tiny):
-    """x @ W + b with W [in, out], as GPT-2's Conv1D."""
+    """x @ W + b with W [in, out], of which no pass has made a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -259,7 +297,7 @@ def test_one_linear_times_itself_is_left_alone():
     ("name", "qkv", "gate_up", "reason"),
     [
         ("qwen2", 1, 1, ""),
-        pytest.param("gpt2", 0, 0, "does not come from a linear layer", marks=pytest.mark.slow),
+        pytest.param("gpt2", 0, 0, "one linear layer already", marks=pytest.mark.slow),
         ("phi3", 0, 0, "one linear layer already computes all of them"),
     ],
 )

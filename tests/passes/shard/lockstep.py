@@ -20,6 +20,7 @@ from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan
 from specc.speculation.plans import SpecPlan
 from tests import models
+from tests.passes.modules import stored_rows
 from tests.traces import trace_once
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
@@ -49,10 +50,7 @@ def whole_weights(model: torch.nn.Module, program: Program) -> dict[str, Tensor]
     """Key → weight of a program that is not cut."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return {
-        weight.key: torch.cat([tensors[name].detach() for name in weight.parameters])
-        for weight in program.weights.values()
-    }
+    return {weight.key: stored_rows(weight, tensors) for weight in program.weights.values()}
 
 
 class ThreadRanks:

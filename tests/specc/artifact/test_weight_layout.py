@@ -14,9 +14,12 @@ from specc.artifact.weight_layout import (
     blocks_shape,
     from_blocks,
     to_blocks,
+    turned_matrices,
 )
 
 SHAPES = [(32, 4), (1, 1), (31, 5), (33, 6), (70, 3), (96, 128), (5, 0)]
+# of experts
+STACKS = [(3, 33, 6), (2, 5, 3), (2, 64, 4), (1, 70, 3), (0, 4, 4)]
 
 
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
@@ -38,7 +41,28 @@ def test_each_value_has_its_place_and_the_rest_is_zero(shape, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", STACKS, ids=str)
+def test_each_matrix_of_a_stack_has_blocks_of_its_own(shape, dtype) -> None:
+    weight = torch.randn(shape).to(dtype)
+    blocks = to_blocks(weight)
+    assert blocks.shape == blocks_shape(shape, dtype)
+    alone = [to_blocks(matrix) for matrix in weight]
+    assert torch.equal(blocks, torch.cat(alone) if alone else blocks)
+    assert torch.equal(from_blocks(blocks, shape), weight)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+@pytest.mark.parametrize("shape", [(3, 4, 6), (1, 2), (2, 3, 0), (0, 2, 2)], ids=str)
+def test_matrices_are_turned_while_they_are_read(shape, cut) -> None:
+    weight = torch.randn(shape)
+    data = bytes(tensor_bytes(weight.mT.contiguous()))
+    chunks = [data[i : i + cut] for i in range(0, len(data), cut)]
+    found = b"".join(bytes(piece) for piece in turned_matrices(chunks, shape, torch.float32))
+    assert found == bytes(tensor_bytes(weight))
+
+
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *STACKS], ids=str)
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 def test_a_stream_that_is_cut_anywhere(shape, dtype, cut, monkeypatch) -> None:
     # a few blocks at a time

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from specc.artifact.safetensors_writer import OutputTensor, convert_chunks, write_safetensors
+from specc.artifact.weight_layout import to_blocks
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.artifact.weights import MemoryReader, write_weights
 from specc.errors import ModelNotFoundError, OutputError, WeightError
@@ -249,6 +250,10 @@ class TestWriteWeights:
             WeightSpec("part", f32, (2, 4), (Source("q", (1, 3)),)),
             WeightSpec("turned", f32, (4, 6), (Source("q", transpose=True),)),
             WeightSpec("both", f32, (8, 3), (Source("q", (3, 6), True), Source("k", None, True))),
+            WeightSpec("columns", f32, (2, 4, 3), (Source("stack"),), is_turned=True),
+            WeightSpec(
+                "blocks", f32, (2, 4, 3), (Source("stack"),), in_blocks=True, is_turned=True
+            ),
             WeightSpec("biases", torch.bfloat16, (2, 7), (Source("bias"), Source("bias"))),
         ]
         write_weights(specs, reader, path)
@@ -259,6 +264,8 @@ class TestWriteWeights:
         assert torch.equal(got["part"], q[1:3])
         assert torch.equal(got["turned"], q.T)
         assert torch.equal(got["both"], torch.cat([q[3:6].T, k.T]))
+        assert torch.equal(got["columns"], stack.mT)
+        assert torch.equal(got["blocks"], to_blocks(stack.mT.contiguous()))
         assert torch.equal(got["biases"], torch.stack([tensors["bias"]] * 2))
 
     def test_constants_keep_their_dtype(self, reader, tensors, tmp_path):

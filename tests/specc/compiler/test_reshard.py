@@ -51,6 +51,8 @@ CASES = {
     # transposed in the checkpoint, and with biases of sums
     "gpt2": Case("gpt2", "bfloat16", ()),
     "mixtral": Case("mixtral", "float32", ((2, 1), (1, 2))),
+    # experts are columns of their parameters
+    "turned": Case("llama4_text", "float32", ((2, 1), (1, 2))),
     # the head is the embedding
     "tied": Case("gemma3-tied", "bfloat16", ()),
     # the model fuses its projections, and columns of logits are padded for four

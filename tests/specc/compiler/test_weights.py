@@ -9,12 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from specc.artifact.manifest import Manifest
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_layout import quantize as quantize_rows
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import WeightError
+from specc.passes.lower.cpu import lower
+from specc.runtime.engine import Engine
+from specc.runtime.llm import LLM
+from specc.sampling.params import SamplingParams
 from tests.models import save_tiny
+from tests.traces import shared_traces
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -124,3 +132,49 @@ def test_checkpoints_without_surprises_give_no_warning(tmp_path):
         compilation = build(tmp_path / kind, None, tmp_path / f"{kind}-engine", options())
         assert compilation.warnings == [], kind
         assert compilation.manifest.models[0].unread_tensors == (), kind
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])
+def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
+    """Those of GPT-2 are [inputs, outputs]; its head stays tied to its embedding."""
+    path = save_tiny("gpt2", tmp_path / "gpt2")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    config = options(backend="eager", quantize=quantize)
+    build(model if is_module else path, None, tmp_path / "engine", config)
+    stored = load_file(tmp_path / "engine" / "target" / "weights.safetensors")
+    ends = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    names = [name for name, _ in model.named_parameters() if name.endswith(ends)]
+    assert len(names) == 4 * 2
+    for name in names:
+        rows = model.get_parameter(name).detach().t().contiguous()
+        if quantize is None:
+            assert torch.equal(stored[name], rows)
+        else:
+            assert torch.equal(stored[f"{name}:int8"], quantize_rows(rows, QuantizedLayout(8)))
+    heads = [key for key in stored if key.startswith(("lm_head", "transformer.wte"))]
+    assert len(heads) == (1 if quantize is None else 2)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_in_blocks_are_read_in_rows_too(tmp_path, monkeypatch, kind):
+    """By the graphs of an engine for the CPU, without the code that is compiled of them."""
+    monkeypatch.setattr(lower, "_compile", lambda program, package, children: package.touch())
+    path = save_tiny(kind, tmp_path / kind)
+    found = []
+    for backend in ("eager", "cpu"):
+        engine = tmp_path / backend
+        with shared_traces():
+            build(path, None, engine, options(backend=backend))
+        entries = json.loads((engine / "target" / "program.json").read_text())["inputs"]
+        stacks = [item for item in entries if len(item.get("blocks_of", ())) == 3]
+        assert len(stacks) == (4 if backend == "cpu" else 0)
+        llm = LLM(Engine.load(engine, backend="eager"))
+        params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+        found.append(llm.generate([[3, 17, 90]], params)[0].outputs[0])
+    plain, other = found
+    assert plain.token_ids == other.token_ids
+    for one, two in zip(plain.logprobs, other.logprobs, strict=True):
+        assert one.keys() == two.keys()
+        for token, value in one.items():
+            assert value.logprob == pytest.approx(two[token].logprob, abs=1e-4)

@@ -32,6 +32,9 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "padded-columns": ((8, 5), (WHOLE_8, PADDED)),
     "padded-stack": ((3, 7, 8), (WHOLE_3, PADDED, WHOLE_8)),
     "experts": ((3, 21, 8), (WHOLE_3, FUSED, WHOLE_8)),
+    # several blocks of each matrix, the last of which is not full
+    "tall-experts": ((2, 168, 9), ((Interval(0, 2),), (Interval(0, 168, 4),), (Interval(0, 9),))),
+    "whole-experts": ((2, 40, 8), ((Interval(0, 2),), (Interval(0, 40),), (Interval(0, 8, 4),))),
     "first": ((8, 3, 2), ((Interval(0, 8, 4),), WHOLE_3, (Interval(0, 2),))),
     "vector": ((21,), (FUSED,)),
     "bias": ((8,), (WHOLE_8,)),
@@ -42,6 +45,7 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "wide": ((70, 44), ((Interval(0, 70),), (Interval(0, 40, 4), Interval(40, 44, 1)))),
 }
 MATRICES = ("rows", "columns", "padded", "padded-columns", "norm", "tall", "wide")
+STACKS = ("padded-stack", "experts", "tall-experts", "whole-experts")
 
 
 class Files:
@@ -73,8 +77,8 @@ class Files:
 
 KINDS = {
     "rows": (torch.float32, ()),
-    "blocks": (torch.float32, MATRICES),
-    "pairs": (torch.bfloat16, MATRICES),
+    "blocks": (torch.float32, (*MATRICES, *STACKS)),
+    "pairs": (torch.bfloat16, (*MATRICES, *STACKS)),
 }
 
 

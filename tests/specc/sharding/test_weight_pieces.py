@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from specc.artifact import safetensors_io
 from specc.artifact.directory import read_manifest
 from specc.artifact.weight_spec import Source, WeightSpec
-from specc.artifact.weights import MemoryReader, check_spec
+from specc.artifact.weights import MemoryReader, check_spec, write_weights
 from specc.compiler import weights
 from specc.compiler.build import build
 from specc.config import CompileConfig
@@ -145,6 +145,21 @@ def test_a_rank_that_is_absent_is_told(tmp_path: Path) -> None:
     (cut / "target" / "rank-1.weights.safetensors").unlink()
     with pytest.raises(EngineError, match=r"rank-1\.weights\.safetensors"):
         Engine.load(cut)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_stacks_that_are_stored_transposed(dim: int, tmp_path: Path) -> None:
+    """A weight [2, 6, 4] that the checkpoint holds as matrices [4, 6], in a tensor of each."""
+    stored = {"a": torch.arange(24.0).view(1, 4, 6), "b": torch.arange(24.0, 48.0).view(1, 4, 6)}
+    whole = torch.cat(list(stored.values())).mT.contiguous()
+    spec = WeightSpec("w", torch.float32, (2, 6, 4), tuple(map(Source, stored)), is_turned=True)
+    cuts = [(Interval(0, size),) for size in spec.shape]
+    cuts[dim] = (Interval(0, spec.shape[dim], 2),)
+    cut = WeightCut("w", "float32", spec.shape, tuple(cuts))
+    for rank in (0, 1):
+        piece = piece_of(spec, cut, rank, MemoryReader(stored))
+        write_weights([piece], MemoryReader(stored), tmp_path / "w.safetensors")
+        assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], cut.take(whole, rank))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -1,0 +1,131 @@
+"""The experts of mixtures: stored in blocks, and read by the CPU's own product of few rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from specc.artifact.weight_layout import UNITS, turned
+from specc.kernels import ops
+from specc.passes.base import NoMatch, Pass, PassResult
+from specc.passes.lower.cpu.quantize_experts import source_of
+from specc.passes.program import Program, Weight, bind_args, emit_call, replace
+
+aten = torch.ops.aten
+
+
+class PackExperts(Pass):
+    """Weights of `specc.grouped_mm` → the same graph, the weights marked `in_blocks`.
+
+    What a product reads is the transpose of an input [E, N, K]. An input [E, K, N] becomes one, see
+    `Weight.is_turned`. What something else reads keeps its rows.
+    """
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        seen: set[fx.Node] = set()
+        for node in program.calls(ops.grouped_mm):
+            source = source_of(bind_args(node)["weight"])
+            if source not in seen:
+                seen.add(source)
+                with result.attempt(node.name):
+                    _pack(program, source)
+        return result
+
+
+class LowerExperts(Pass):
+    """`specc.grouped_mm(x, w, ends)` → `specc.grouped_linear`, where w is in blocks.
+
+    The graph's inputs become the blocks themselves.
+    """
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        for node in program.graph.find_nodes(op="placeholder"):
+            weight = program.weights.get(node.target)
+            if weight is None or not weight.in_blocks or len(weight.shape) != 3:
+                continue
+            if tuple(node.meta["val"].shape) == weight.stored_shape:
+                continue  # an earlier run of this pass
+            node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
+            for read in list(node.users):
+                for product in list(read.users):
+                    _lower(product, node, weight.shape[1])
+                    result.rewrites += 1
+                program.graph.erase_node(read)
+        for node in program.calls(ops.grouped_mm):
+            result.decline(node.name, "its weight is not in blocks")
+        return result
+
+
+def _pack(program: Program, source: fx.Node) -> None:
+    """Mark one weight.
+
+    Raises:
+        NoMatch: it keeps its rows.
+    """
+    weight = program.weights.get(source.target)  # type: ignore[arg-type]
+    if weight is None:
+        raise NoMatch("its weight is computed")
+    if sum(other.key == weight.key for other in program.weights.values()) > 1:
+        raise NoMatch("another input reads its weight, too")
+    direct = [user for user in source.users if user.target is ops.grouped_mm]
+    transposed = [user for user in source.users if source_of(user) is source]
+    reads = [(user, source) for user in source.users if user not in transposed]
+    reads += [(user, read) for read in transposed for user in read.users]
+    for user, read in reads:
+        if user.target is not ops.grouped_mm:
+            raise NoMatch(f"{user.name} reads its weight, too")
+        bound = bind_args(user)
+        if bound["weight"] is not read or bound["x"] is read:
+            raise NoMatch(f"{user.name} reads its weight as another argument")
+        kinds = bound["x"].meta["val"].dtype, weight.dtype
+        if kinds[0] not in UNITS or kinds[0] != kinds[1]:
+            raise NoMatch(f"dtypes {kinds[0]}, {kinds[1]}")
+    if direct and transposed:
+        raise NoMatch("products read its weight and its transpose")
+    if direct:
+        weight = _turn(program, source, direct)
+    program.weights[source.target] = dataclasses.replace(weight, in_blocks=True)  # type: ignore[index]
+
+
+def _turn(program: Program, source: fx.Node, products: list[fx.Node]) -> Weight:
+    """Make an input [E, K, N], and a rank's part of it, one [E, N, K], whose transpose is read."""
+    weight, value = program.weights[source.target], source.meta["val"]  # type: ignore[index]
+    source.meta["val"] = value.new_empty(turned(tuple(value.shape)))
+    with program.graph.inserting_before(min(products)):
+        read = emit_call(program.graph, aten.transpose.int, source, 1, 2)
+    for product in products:
+        product.replace_input_with(source, read)
+    if program.shard is not None:
+        cuts = (
+            dataclasses.replace(cut, shape=turned(cut.shape), cuts=turned(cut.cuts))
+            if cut.key == weight.key
+            else cut
+            for cut in program.shard.weights
+        )
+        program.shard = dataclasses.replace(program.shard, weights=tuple(cuts))
+    return dataclasses.replace(weight, shape=turned(weight.shape), is_turned=not weight.is_turned)
+
+
+def unpack_experts(program: Program) -> None:
+    """Undo what `PackExperts` does to a program: it reads the matrices that parameters have."""
+    for name, weight in program.weights.items():
+        if not weight.in_blocks or len(weight.shape) != 3:
+            continue
+        program.weights[name] = weight = dataclasses.replace(weight, in_blocks=False)
+        if weight.is_turned:
+            shape, node = turned(weight.shape), program.placeholder(name)
+            for read in list(node.users):
+                replace(read, node)
+            node.meta["val"] = node.meta["val"].new_empty(shape)
+            program.weights[name] = dataclasses.replace(weight, shape=shape, is_turned=False)
+
+
+def _lower(product: fx.Node, blocks: fx.Node, outputs: int) -> None:
+    bound = bind_args(product)
+    with product.graph.inserting_before(product):
+        operands = bound["x"], blocks, bound["ends"], outputs
+        replace(product, emit_call(product.graph, ops.grouped_linear, *operands))
