@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -25,12 +26,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
+HAS_CUDA = torch.cuda.is_available()
 # before anything imports triton, which reads this once; ahead-of-time compiles get processes
 # of their own
-if not torch.cuda.is_available():
+if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
+# pytest adds handlers, three times a test, to each logger that does not propagate: torch has 50,
+# and describes all that it traces to the one of structured traces once that has a handler
+for logger in logging.root.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+        logger.propagate = True
 
 SEED = 42
 
@@ -46,6 +53,11 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="the tests of part K of N, by files")
+
+
+def pytest_collectstart() -> None:
+    """Collect no garbage while tests are collected: nearly all that is made then stays."""
+    gc.disable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,6 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
     _freeze_garbage()
 
 
@@ -110,7 +123,10 @@ def _traces_of_few_layers() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seed torch before every test, so that a failure repeats when the test runs alone."""
-    torch.manual_seed(SEED)
+    # torch.manual_seed keeps a stack trace, formatted, for each kind of device that is not there
+    torch.default_generator.manual_seed(SEED)
+    if HAS_CUDA:
+        torch.cuda.manual_seed_all(SEED)
     return SEED
 
 

@@ -75,10 +75,19 @@ def _obtain(
     cache = FileCache()
     parts = (kind, key, *map(_source_hash, sources), _environment())
     name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.{kind}"
-    data = cache.obtain(name, make)
+    is_new = False
+
+    def made(scratch: Path) -> Path:
+        nonlocal is_new
+        is_new = True
+        return make(scratch)
+
+    data = cache.obtain(name, made)
     with contextlib.suppress(FileNotFoundError):
         os.utime(cache.path(name))
-    remove_oldest(cache.root / _FOLDER, MAX_BYTES)
+    # looking at a thousand files takes 5 ms, and a run asks for as many
+    if is_new:
+        remove_oldest(cache.root / _FOLDER, MAX_BYTES)
     return data
 
 

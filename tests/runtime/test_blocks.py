@@ -40,7 +40,7 @@ from tests.runtime.draft_cases import (
 )
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
 from tests.runtime.live_rig import SLOW, ByAcceptance
-from tests.tiers import every
+from tests.tiers import every, only
 
 NAME = "z-lab"
 
@@ -198,7 +198,8 @@ OF_KINDS = [
 ]
 
 
-@pytest.mark.parametrize("name", OF_KINDS)
+# rows and logits of the other kinds: test_logits_of_every_node
+@pytest.mark.parametrize("name", only([NAME, "dspark-rnn"], OF_KINDS))
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 1), ids=lambda plan: plan.name)
 def test_outputs_are_those_without_drafts(
     plan: SpecPlan, name: str, compiled: Callable[..., Path]

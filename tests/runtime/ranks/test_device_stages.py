@@ -19,9 +19,9 @@ ALIKE = "test_captured_stages_generate_what_one_device_does"
 # requests that join others, and give way to them: a cache in which not all have room
 FEW = {"kv_cache_tokens": 160}
 JOINS = ("tree-3-2-1", "joins")
-USUAL = {JOINS, ("dynamic-10-3-3", "coupled")}
+# what is drawn on captured ranks, dynamic trees too, is in test_draft_ranks
 CASES = [
-    pytest.param(*case, id="-".join(case), marks=[] if case in USUAL else [pytest.mark.slow])
+    pytest.param(*case, id="-".join(case), marks=[] if case == JOINS else [pytest.mark.slow])
     for case in [JOINS, *ALL]
 ]
 

@@ -5,6 +5,7 @@ A simulated device stands for the GPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.runtime.backends.cuda.confident_rig import (
     PROMPTS,
     THRESHOLD,
     Cut,
+    Served,
     params,
     served,
     write_drafter,
@@ -44,6 +46,7 @@ from tests.runtime.backends.cuda.confident_rig import (
 from tests.runtime.backends.cuda.test_live_nodes import COUNTERS
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
 from tests.runtime.live_rig import SLOW, ByAcceptance
+from tests.tiers import checkered
 
 RULES = [None, "coupled", "delta"]
 
@@ -64,14 +67,23 @@ def engine_of(zoo: Zoo) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+@pytest.fixture(scope="module")
+def eager(engine_of: Any) -> Callable[[SpecPlan, str | None], Served]:
+    """What the backend eager does with the requests of a rule, once for all tests."""
+
+    @functools.cache
+    def run(plan: SpecPlan, rule: str | None) -> Served:
+        return served(engine_of(), "eager", FixedPolicy(plan.name), params(rule))
+
+    return run
+
+
+@pytest.mark.parametrize(("plan", "rule"), checkered([CHAIN, TREE], RULES, first=1))
 def test_outputs_steps_and_counters_are_those_of_eager(
-    engine_of: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
+    engine_of: Any, eager: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
 ) -> None:
     """One of the layouts whose head reads tokens; requests of a batch differ."""
-    path, own = engine_of(), params(rule)
-    wanted = served(path, "eager", FixedPolicy(plan.name), own)
+    path, own, wanted = engine_of(), params(rule), eager(plan, rule)
     found = served(path, None, FixedPolicy(plan.name), own)
     assert found[:3] == wanted[:3]
     assert {1, plan.num_nodes} < {count for live in found.batches for count in live}
@@ -106,8 +118,7 @@ def test_no_more_is_verified_than_the_policy_says(
     assert {live < most for live, most in pairs} == {True, False}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+@pytest.mark.parametrize(("plan", "rule"), checkered([CHAIN, TREE], RULES))
 def test_goodput_learns_as_on_eager(
     engine_of: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
 ) -> None:
@@ -330,11 +341,10 @@ def test_a_step_with_a_hook_verifies_whole_trees(engine_of: Any, device: Simulat
 
 @pytest.mark.parametrize("which", [0, 1], ids=["the draft", "what verifies"])
 def test_a_part_that_cannot_be_captured(
-    engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, which: int
+    engine_of: Any, eager: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     """It runs operator by operator, and so does what would read memory of its graph."""
-    path, own = engine_of(), params("coupled")
-    wanted = served(path, "eager", FixedPolicy(TREE.name), own)
+    path, own, wanted = engine_of(), params("coupled"), eager(TREE, "coupled")
     capture, limits = device.capture, CaptureLimits(sizes=(4,), max_seconds=-1)
     number = 0
 
