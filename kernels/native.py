@@ -282,7 +282,9 @@ def _included(source: Path) -> list[str]:
 def _flags_of(source: Path) -> tuple[str, ...]:
     if source.name == _CLASSES:
         return (*_FLAGS, *_CLASSES_FLAGS)
-    is_exact = set(_included(source) or [source.name]) <= set(_EXACT_SOURCES)
+    names = set(_included(source) or [source.name])
+    is_exact = names <= set(_EXACT_SOURCES)
+    assert is_exact or not names & set(_EXACT_SOURCES), f"{source.name}: flags of two kinds"
     return (*_FLAGS, *_EXACT_FLAGS) if is_exact else _FLAGS
 
 

@@ -7,7 +7,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# of new objects, and how many times as rarely the older generations are gone through
+# new objects, and how many collections of a generation come before one of the next older
 _RARELY = (200_000, 50, 50)
 _lock = threading.Lock()
 _holders = 0
@@ -36,5 +36,6 @@ def rare_collections() -> Iterator[None]:
     finally:
         with _lock:
             _holders -= 1
-            if not _holders:
+            # whoever has set others meanwhile keeps them
+            if not _holders and gc.get_threshold() == _RARELY:
                 gc.set_threshold(*_before)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from specc.system.machine import isa_flags
 LAYOUT_PHASES: Phases = (("layout", (PackWeights, PackExperts)),)
 CPU_PHASES: Phases = (("lower", (LowerLinear, LowerExperts)),)
 LIBRARY_FILE = f"native/{native.LIBRARY_NAME}"
+# what `library_ahead` has begun for the compilation of this thread
+_ahead: ContextVar[ChildProcesses | None] = ContextVar("library_ahead", default=None)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def lower_cpu(
             # also a signal: the pool waits for its threads, and they for their processes
             pool.shutdown(wait=False, cancel_futures=True)
             children.end()
+            if (ahead := _ahead.get()) is not None:
+                ahead.end()  # the library's thread waits for it
             raise
     return records, isa_flags()
 
@@ -96,9 +101,9 @@ def lower_cpu(
 def library_ahead() -> Iterator[None]:
     """Build the library of the operators beside the block, where the cache lacks it.
 
-    Tracing takes one core for seconds, and g++ needs nothing of it. `lower_cpu` and
-    `copy_operators` wait for what this has begun. When the block ends, whatever compiles ends, too.
-    An error is left to those who need the library, and so meet it again.
+    Tracing takes one core for seconds, and g++ needs nothing of it. Whatever needs the library
+    waits for what this has begun. When the block ends, or `lower_cpu` fails in it, what compiles
+    ends, too. An error is left out: what needs the library meets it again.
     """
     children = ChildProcesses()
 
@@ -107,10 +112,12 @@ def library_ahead() -> Iterator[None]:
             native.build_library(children)
 
     thread = threading.Thread(target=make, name="specc-library", daemon=True)
+    token = _ahead.set(children)
     thread.start()
     try:
         yield
     finally:
+        _ahead.reset(token)
         children.end()
         thread.join()
 

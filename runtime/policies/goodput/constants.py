@@ -21,7 +21,7 @@ class GoodputConstants:
         margin_of_off: how many times larger the batch has to be under off before drafts read
             prompts again: they have missed what happened meanwhile.
         load_every: iterations after which, at the earliest, it is looked at again whether drafts
-            read prompts.
+            read prompts, unless the load has changed.
         typical_context: committed rows of a request that is still to come.
         spare_requests: that are remembered beyond those that run.
         further_plan: what a further plan has to gain, as a share: levels of two plans do not share
@@ -39,6 +39,8 @@ class GoodputConstants:
         cut_steps: measurements from which on captured steps that verify parts of trees have a ratio
             of their own: the first ones capture their graphs.
         host_steps: measurements from which on the host's seconds of an iteration are its own.
+        host_memory: measurements of one kind of iterations after which those of the other are
+            forgotten.
         most_ratio: measured over predicted seconds that are further off than this factor, either
             way, are no measurement.
         probe_share: of the time, that trials may cost.
@@ -98,6 +100,7 @@ class GoodputConstants:
     ratio_memory: int = 31
     cut_steps: int = 3
     host_steps: int = 8
+    host_memory: int = 256
     most_ratio: float = 1000.0
     # trials
     probe_share: float = 0.01

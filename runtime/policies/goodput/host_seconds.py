@@ -13,7 +13,7 @@ class HostSeconds:
 
     Learned apart for two kinds of iterations: those whose step runs as it is, often several before
     anybody looks at requests, and those whose groups, or parts of trees, the host brings together
-    in one pass of the target. On a small model the second kind loses a third of a pass by it.
+    in one pass of the target. On a small model that costs as much as a third of a pass.
 
     Args:
         known: seconds of any iteration, until enough of its kind were measured.
@@ -22,6 +22,8 @@ class HostSeconds:
     def __init__(self, known: float) -> None:
         self._known = known
         self._seen: dict[bool, deque[float]] = {}
+        # measurements of the other kind since the last of this one
+        self._age = {False: 0, True: 0}
 
     def observe(self, is_together: bool, seconds: float) -> None:
         """Take a measurement; the median of the last ones counts, so that pauses do not.
@@ -32,6 +34,11 @@ class HostSeconds:
         """
         seen = self._seen.setdefault(is_together, deque(maxlen=TUNED.ratio_memory))
         seen.append(seconds)
+        self._age[is_together] = 0
+        self._age[not is_together] += 1
+        if self._age[not is_together] > TUNED.host_memory:
+            # of another load, or of a machine that was busy: it is found out anew
+            self._seen.pop(not is_together, None)
 
     def __call__(self, is_together: bool) -> float:
         """Seconds of an iteration of this kind, 0 or more."""

@@ -154,8 +154,8 @@ class LiveNodes:
     ) -> Allocation:
         """The same division with the nodes that pay; all nodes, unless a cut is worth it.
 
-        A pass without dead nodes is put together by the host, or has launches more, whose seconds
-        are learned with it.
+        A pass without dead nodes is put together by the host (`HostSeconds`), or has launches more,
+        whose seconds are learned with it.
 
         Args:
             requests: that decode.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 
 _TARGET = "target"
-# passes without dead nodes, which the host puts together
+# passes without dead nodes
 _CUT = "cut target"
 # numbers of tokens that are known at a time
 _MOST_SIZES = 4096
@@ -325,7 +325,7 @@ class PredictedSeconds:
             rows_s: seconds of their committed rows, by the table.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
-            is_cut: it has no dead nodes in it, for which the host has more to do.
+            is_cut: it has no dead nodes in it; such passes are timed apart.
         """
         tokens_s, ratio = self._sized(tokens, is_cut)
         alone = (tokens_s + rows_s) * ratio

@@ -6,11 +6,14 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import pytest
+
 from specc.compiler import build as compiler
 from specc.compiler.backends.eager import BACKEND
 from specc.config import CompileConfig
 from specc.errors import CompilerError
 from specc.kernels import native
+from specc.passes.lower.cpu import lower
 from specc.passes.lower.cpu.lower import library_ahead
 from specc.system.child_processes import ChildProcesses
 
@@ -20,7 +23,7 @@ def test_what_builds_it_ends_with_the_block(monkeypatch):
 
     def build(children: ChildProcesses) -> bytes:
         began.set()
-        code.append(children.run(["sleep", "300"]).returncode)
+        code.append(children.run(["sleep", "30"]).returncode)
         return b""
 
     monkeypatch.setattr(native, "build_library", build)
@@ -29,7 +32,10 @@ def test_what_builds_it_ends_with_the_block(monkeypatch):
     assert code == [-9]
 
 
-def test_an_error_is_left_to_those_who_need_it(monkeypatch):
+def test_an_error_is_left_out(monkeypatch):
+    """Nor is it printed: what needs the library says it."""
+    untold: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", untold.append)
     tried = threading.Event()
 
     def build(children: ChildProcesses) -> bytes:
@@ -39,9 +45,43 @@ def test_an_error_is_left_to_those_who_need_it(monkeypatch):
     monkeypatch.setattr(native, "build_library", build)
     with library_ahead():
         assert tried.wait(60)
+    assert not untold
 
 
-def test_who_needs_it_waits_for_what_was_begun(monkeypatch, tmp_path):
+def test_a_program_that_fails_does_not_wait_for_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+    began, asked, codes = threading.Event(), threading.Event(), []
+    build = native.build_library
+
+    def build_library(children: ChildProcesses) -> bytes:
+        if threading.current_thread().name != "specc-library":
+            assert began.wait(60)
+            asked.set()
+        return build(children)
+
+    def compile_it(compiler, scratch, children):
+        began.set()
+        codes.append(children.run(["sleep", "30"]).returncode)
+        raise CompilerError("g++ was killed", "a compiler", "try again")
+
+    def fail(program, children):
+        # what copies the library is about to wait for it
+        assert asked.wait(60)
+        raise CompilerError("no such program", "another", "write it")
+
+    monkeypatch.setattr(native, "_compile", compile_it)
+    monkeypatch.setattr(native, "build_library", build_library)
+    monkeypatch.setattr(lower, "compile_package", fail)
+    monkeypatch.setattr(lower, "program_to_json", lambda program: {})
+    monkeypatch.setattr(lower, "CPU_PHASES", ())
+    packages = [lower.CpuPackage(None, tmp_path / "program.pt2")]
+    with library_ahead(), pytest.raises(CompilerError, match="no such program"):
+        lower.lower_cpu(packages, tmp_path / "library.so")
+    # both were killed, or not begun any more
+    assert set(codes) == {-9}
+
+
+def test_what_needs_it_waits_for_what_was_begun(monkeypatch, tmp_path):
     """One build, whoever asks."""
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
     began, go_on, built = threading.Event(), threading.Event(), []

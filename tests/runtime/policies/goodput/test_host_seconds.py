@@ -38,6 +38,17 @@ def test_few_measurements_and_pauses_do_not_count() -> None:
     assert host(True) == 0.0
 
 
+def test_what_was_measured_long_ago_is_forgotten() -> None:
+    host = HostSeconds(0.5)
+    for _ in range(8):
+        host.observe(True, 3.0)
+    for _ in range(256):
+        host.observe(False, 0.1)
+    assert host(True) == 3.0
+    host.observe(False, 0.1)
+    assert (host(True), host(False)) == (0.5, pytest.approx(0.1))
+
+
 def observed(policy: GoodputPolicy, groups: list[StepGroup], host_s: float, count: int) -> None:
     """Iterations as they are predicted, but for the host's seconds."""
     for _ in range(count):
