@@ -4,8 +4,8 @@
 
 A turn of a method computes both products of some mixtures, one after the other, of which each token
 has its own choice of experts: gate and up [E, 2 I, H], then down [E, H, I]. Mixtures are as many as
-take 200 MB, so that weights come from memory. The methods take turns, and medians over the rounds
-of the ratio to specc's turn of the same round count: above 1, specc is faster.
+take 200 MB, so that weights come from memory. The methods take turns. Reported is the median over
+rounds of a method's time over specc's in the same round: above 1, specc is faster.
 
 `mm` is `specc::grouped_mm`, a product of torch for each expert that has rows, which engines call
 where experts are not in blocks; `_grouped_mm` is torch's own.
@@ -17,6 +17,8 @@ import argparse
 import datetime
 import itertools
 import json
+import os
+import shlex
 import statistics
 import sys
 import time
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native, ops
+from specc.system.machine import describe_machine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = ("specc", "mm", "_grouped_mm")
@@ -97,6 +100,8 @@ def measure(mixture: Mixture, dtype: str, tokens: int, rounds: int) -> dict[str,
         try:
             found = turn()
         except (RuntimeError, NotImplementedError):
+            if method != "_grouped_mm":
+                raise
             continue  # torch has no such product for this processor
         turns[method] = turn
         for got, want in zip(found, turns["specc"](), strict=True):
@@ -136,8 +141,10 @@ def main() -> None:
         print(*(f"{name} {value}" for name, value in cases[-1].items()), flush=True)
     if arguments.json is not None:
         facts = {
-            "command": f"python {' '.join(sys.argv)}",
+            "command": shlex.join(["python", *sys.argv]),
             "date": datetime.date.today().isoformat(),
+            "machine": describe_machine(),
+            "load_average": [round(value, 1) for value in os.getloadavg()],
             "torch": torch.__version__,
             "isa": native.isa_flags(),
         }

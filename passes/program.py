@@ -69,8 +69,8 @@ class Weight:
         shape: of the concatenation.
         in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
         quantized: how it holds it as integers, in blocks of their own.
-        is_turned: of [..., N, K]: each parameter has matrices [..., K, N]. Parameters that are
-            concatenated are so after that.
+        is_turned: of [..., N, K]: each parameter has matrices [..., K, N]. Parameters are
+            transposed first, then concatenated.
     """
 
     parameters: tuple[str, ...]

@@ -220,7 +220,8 @@ def run_case(
 
 def layout_of(name: str, other: bool = False) -> dict[str, int]:
     """Cache layout and prefill chunk of an architecture in the default tier, or the other one."""
-    index = (list(models.DRAFT_NOISE).index(name) + other) % 2
+    names = [*models.DRAFT_NOISE, *models.MORE_ARCHITECTURES]
+    index = (names.index(name) + other) % 2
     # 7 cuts every prompt but the first two
     return {"block_size": BLOCK_SIZES[index], "prefill_chunk": (7, 64)[index]}
 

@@ -246,7 +246,7 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, ends: Tensor, out_featur
     Args:
         x: [M, K] rows sorted by expert.
         weight: [E, N, K] in blocks, see `specc.artifact.weight_layout`.
-        ends: [E] int32, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
+        ends: [E] int32, E ≥ 1, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
         out_features: N, of each expert.
     Returns:
         [M, N] in the dtype of x; rows from ends[E - 1] on are zero. The operator for the CPU gives

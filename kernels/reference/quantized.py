@@ -137,7 +137,7 @@ def grouped_mm_q_reference(
     Args:
         x: [M, K] float32 or bfloat16, rows sorted by expert.
         weight: uint8 [E · blocks, bytes], the blocks of one expert after those of the other.
-        ends: [E] int32, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
+        ends: [E] int32, E ≥ 1, ascending; expert e owns rows ends[e - 1] … ends[e] - 1.
         out_features: N, of each expert.
         bits: of a level; this and the rest are as of `linear_q_reference`.
         group: columns of a scale.

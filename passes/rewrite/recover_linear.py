@@ -31,9 +31,9 @@ class _Product(NamedTuple):
 class RecoverLinear(Pass):
     """`matmul(x, w.T)` → `linear(x, w)`, of a weight w [N, K] of the model.
 
-    `addmm(b, x, w)`, of a weight w [K, N] → `linear(x, w, b)`, and the input w becomes [N, K]: the
-    engine's file holds its transpose, see `Weight.is_turned`. What else reads a weight [K, N] keeps
-    it as it is.
+    `x @ w` or `addmm(b, x, w)`, of a weight w [K, N] → `linear(x, w, b)`, and the input w becomes
+    [N, K]: the engine's file holds its transpose, see `Weight.is_turned`. What else reads a weight
+    [K, N] keeps it as it is.
 
     Falcon writes its projections in the first way, GPT-2 (Conv1D of transformers) in the second. As
     projections they are stored, quantized, fused and split like those of other models.

@@ -101,7 +101,10 @@ def turned_matrices(
 
 
 def regroup(chunks: Iterable[Buffer], sizes: int | Iterable[int]) -> Iterator[bytearray]:
-    """The same bytes in pieces of these sizes, which do not end, or of one; the last is shorter."""
+    """The same bytes in pieces of these sizes (endless), or all of one size.
+
+    The last may be shorter.
+    """
     piece = bytearray()
     sizes = itertools.repeat(sizes) if isinstance(sizes, int) else iter(sizes)
     size = next(sizes, 0)

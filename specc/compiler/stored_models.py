@@ -47,7 +47,11 @@ class _StoredSource(ModelSource):
         copies: Iterable[Weight] = (),
         tables: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> list[WeightSpec]:
-        """What to write for each weight and constant of a program, whole where it is cut."""
+        """What to write for each weight and constant of a program, whole where it is cut.
+
+        Raises:
+            EngineError: a file has a weight in another shape, as one of an older specc may.
+        """
         cuts = program.shard.by_key if program.shard else {}
         specs = [
             WeightSpec(
@@ -60,6 +64,16 @@ class _StoredSource(ModelSource):
             )
             for weight in (*program.weights.values(), *copies)
         ]
+        # square matrices that were transposed pass, but of an expert's two, [H, 2 I] and [I, H],
+        # one at least is not square
+        for spec in specs:
+            if (found := tuple(self.reader.shape(spec.key))) != spec.shape:
+                raise EngineError(
+                    f"{self.reader.location(spec.key)} with {spec.key} {list(found)}, which is"
+                    f" {list(spec.shape)} here",
+                    "an engine of this version of specc",
+                    "compile the checkpoint again",
+                )
         constants = {constant_key(name): value for name, value in program.constants.items()}
         values = {**constants, **tables}.items()
         return [*specs, *(WeightSpec.from_tensor(key, value) for key, value in values)]

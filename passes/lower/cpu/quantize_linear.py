@@ -94,6 +94,9 @@ class QuantizeLinear(Pass):
                 result.decline(node.name, reason)
                 continue
             kept = kept_of(program, weight)
+            if kept is not None and kept.is_turned != weight.is_turned:
+                result.decline(node.name, "the checkpoint's integers are of columns, not of rows")
+                continue
             layout = None if kept is None else kept.layout
             if layout is None and self._layout is not None:
                 layout = self._layout

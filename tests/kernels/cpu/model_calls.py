@@ -118,7 +118,7 @@ def _linear_q(rng: random.Random) -> Arguments:
 
 def _grouped_linear(rng: random.Random) -> Arguments:
     made = _linear(rng)
-    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((0, 1, 2, 5))
+    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((1, 2, 5))
     made.pop("bias")
     ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
     return {
@@ -131,7 +131,7 @@ def _grouped_linear(rng: random.Random) -> Arguments:
 
 def _grouped_mm_q(rng: random.Random) -> Arguments:
     made = _linear_q(rng)
-    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((0, 1, 2, 5))
+    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((1, 2, 5))
     made.pop("bias")
     ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
     return {

@@ -132,6 +132,38 @@ def test_a_weight_that_is_read_otherwise_stays(form: str) -> None:
     assert_same_numbers(program, model)
 
 
+class Stack(Tiny):
+    """A product by a stack of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(1, self.width, self.width))
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x @ self.wide
+
+
+class Vector(Tiny):
+    """A product by a vector, which is no projection to one output: it has one dimension less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(self.width))
+
+    def after(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + (x @ self.wide)[..., None]
+
+
+@pytest.mark.parametrize(("model", "dims"), [(Stack, 3), (Vector, 1)])
+def test_a_weight_that_is_no_matrix_stays(model: type[Tiny], dims: int) -> None:
+    made = model().eval()
+    program = normalized(made)
+    result = RecoverLinear().run(program)
+    assert [item.reason for item in result.declined] == [f"a weight of {dims} dimensions"]
+    assert turned_keys(program) == set()
+    assert_same_numbers(program, made)
+
+
 @pytest.mark.parametrize("form", ["scaled", "faint", "rows", "one"])
 def test_a_transposed_weight_with_another_addend_stays(form: str) -> None:
     compute, reason = OTHERWISE[form]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -24,7 +25,9 @@ from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, OutputError, SpeccError
+from specc.passes.base import PassResult
 from specc.passes.lower.cpu import lower
+from specc.passes.lower.cpu.experts import PackExperts
 from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.traces import shared_traces
@@ -187,6 +190,31 @@ def test_a_whole_engine_for_gpus_cannot_be_cut(
         reshard_engine(fresh("gpu", 1), tmp_path / "engine", 2)
     assert caught.value.found.endswith("an engine of one rank for the backend cuda")
     assert caught.value.do == "compile it with --backend cuda --tensor-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param((1, 2), id="1-to-2"),
+        pytest.param((2, 1), id="2-to-1", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("compiles_nothing")
+def test_experts_of_an_older_engine_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: tuple[int, int]
+) -> None:
+    """It has them as parameters are, [E, K, N]; what is cut today is [E, N, K]."""
+    before, after = way
+    checkpoint = models.save_tiny("llama4_text", tmp_path / "checkpoint")
+    with monkeypatch.context() as patch, shared_traces():
+        patch.setattr(PackExperts, "run", lambda *_: PassResult())
+        build(checkpoint, None, tmp_path / "old", config_for(before, backend="cpu"))
+    with pytest.raises(EngineError) as caught:
+        reshard_engine(tmp_path / "old", tmp_path / "engine", after)
+    told = r"experts\.gate_up_proj \[4, 64, 192\], which is \[4, 192, 64\] here$"
+    assert re.search(told, caught.value.found), caught.value.found
+    assert caught.value.needed == "an engine of this version of specc"
+    assert not (tmp_path / "engine").exists()
 
 
 class Pair:

@@ -93,6 +93,25 @@ def test_what_stays() -> None:
     (node,) = program.calls(ops.grouped_mm)
     program.graph.output((node, bind_args(node)["weight"]))
     assert "reads its weight, too" in reason(program)
+    # both ways; of square matrices, no shape says which
+    program, values = product(False, outputs=64)
+    (node,) = program.calls(ops.grouped_mm)
+    bound = bind_args(node)
+    with program.graph.inserting_after(node):
+        operands = bound["x"], program.placeholder("w"), bound["ends"]
+        other = emit_call(program.graph, ops.grouped_mm, *operands)
+    program.graph.output((node, other))
+    want = run(program, values)
+    assert reason(program) == "products read its weight and its transpose"
+    for got, as_before in zip(run(program, values), want, strict=True):
+        torch.testing.assert_close(got, as_before, rtol=0, atol=0)
+    # and the other argument
+    for is_turned in (False, True):
+        program, _ = product(is_turned)
+        (node,) = program.calls(ops.grouped_mm)
+        # no product takes rows [E, N, K]: what is read is all that matters here
+        node.update_arg(0, bind_args(node)["weight"])
+        assert "reads its weight as another argument" in reason(program)
     # an input of the same weight in rows
     program, _ = product(False)
     weight = program.placeholder("w")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import fx
@@ -164,6 +166,24 @@ def test_the_checkpoints_integers_are_kept() -> None:
     assert found[f"{q}+{k}+{v}:int4-g32".replace("model.layers.0.", "")] == "blocks-int4-g32"
     assert found["lm_head.weight:int4-g32"] == "blocks-int4-g32"
     assert found["mlp.down_proj.weight:int8"] == "blocks-int8"
+
+
+@pytest.mark.parametrize("kept_turned", [False, True], ids=["kept-rows", "kept-turned"])
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "turned"])
+def test_integers_of_columns_are_not_kept(is_turned: bool, kept_turned: bool) -> None:
+    """Where the parameter is [K, N], integers of its own rows would be taken for those of K."""
+    program = make_program(numbers(5, 64), numbers(64, 64), is_packed=False)
+    weight = program.weights["x1"]
+    program.weights["x1"] = dataclasses.replace(weight, is_turned=is_turned)
+    program.integers["w"] = KeptIntegers(INT4, is_turned=kept_turned)
+    result = QuantizeLinear(QuantizedLayout(8)).run(program)
+    if is_turned == kept_turned:
+        (stored,) = program.weights.values()
+        assert (stored.quantized, stored.is_turned, result.declined) == (INT4, is_turned, [])
+    else:
+        reason = "the checkpoint's integers are of columns, not of rows"
+        assert [item.reason for item in result.declined] == [reason]
+        assert program.calls(ops.linear_q) == []
 
 
 def test_rows_are_read_in_the_order_of_columns() -> None:
