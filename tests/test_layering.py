@@ -127,11 +127,13 @@ LAZY = {
         name: {"typer", "specc.cli.app", "specc.errors", _WITH_OPTIONS, *_OPTIONS}
         for name in _COMMANDS
     },
+    "specc.cli.commands.compile": {"typer", "specc.cli.app", "specc.system.garbage", *_OPTIONS},
     **_OPTIONS,
     _WITH_OPTIONS: {"typer", "specc.option"},
     "specc.errors": set(),
     "specc.option": {"specc.errors"},
     "specc.system.machine": {"specc.errors"},
+    "specc.system.garbage": set(),
     "specc.server.parsers.names": {"specc.errors"},
     "specc.triton.tensors": set(),
     "specc.bench.peers.names": {"specc.errors"},
