@@ -10,6 +10,7 @@ from torch import fx
 from specc.artifact.weight_layout import UNITS, turned
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
+from specc.passes.lower.cpu.linear import inputs_of_blocks
 from specc.passes.lower.cpu.quantize_experts import source_of
 from specc.passes.program import Program, Weight, bind_args, emit_call, replace
 
@@ -43,13 +44,7 @@ class LowerExperts(Pass):
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        for node in program.graph.find_nodes(op="placeholder"):
-            weight = program.weights.get(node.target)
-            if weight is None or not weight.in_blocks or len(weight.shape) != 3:
-                continue
-            if tuple(node.meta["val"].shape) == weight.stored_shape:
-                continue  # an earlier run of this pass
-            node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
+        for node, weight in inputs_of_blocks(program, 3):
             for read in list(node.users):
                 for product in list(read.users):
                     _lower(product, node, weight.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.program import Program, bind_args, emit_call, replace
+from specc.passes.program import Program, Weight, bind_args, emit_call, replace
 
 aten = torch.ops.aten
 
@@ -23,13 +24,7 @@ class LowerLinear(Pass):
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        for node in program.graph.find_nodes(op="placeholder"):
-            weight = program.weights.get(node.target)
-            if weight is None or not weight.in_blocks or len(weight.shape) != 2:
-                continue
-            if tuple(node.meta["val"].shape) == weight.stored_shape:
-                continue  # an earlier run of this pass
-            node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
+        for node, weight in inputs_of_blocks(program, 2):
             for user in list(node.users):
                 if user.target is aten.embedding.default:
                     _lower_embedding(user, weight.shape[0])
@@ -39,6 +34,23 @@ class LowerLinear(Pass):
         for node in program.calls(aten.linear.default):
             result.decline(node.name, "its weight is not in blocks")
         return result
+
+
+def inputs_of_blocks(program: Program, num_dims: int) -> Iterator[tuple[fx.Node, Weight]]:
+    """Inputs whose weights are in blocks, made those blocks; those of an earlier run are left out.
+
+    Args:
+        program: whose inputs change.
+        num_dims: of the weights: 2 of projections, 3 of experts.
+    """
+    for node in program.graph.find_nodes(op="placeholder"):
+        weight = program.weights.get(node.target)
+        if weight is None or not weight.in_blocks or len(weight.shape) != num_dims:
+            continue
+        if tuple(node.meta["val"].shape) == weight.stored_shape:
+            continue
+        node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
+        yield node, weight
 
 
 def replace_linear(

@@ -116,30 +116,25 @@ def _linear_q(rng: random.Random) -> Arguments:
     }
 
 
-def _grouped_linear(rng: random.Random) -> Arguments:
-    made = _linear(rng)
+def _grouped(rng: random.Random, made: Arguments) -> Arguments:
+    """The call of one product as one of several experts, without bias."""
     x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((1, 2, 5))
     made.pop("bias")
     ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
     return {
         "x": x,
-        "weight": blocks.repeat(experts, 1, 1, 1),
+        "weight": blocks.repeat(experts, *[1] * (blocks.dim() - 1)),
         "ends": torch.tensor(ends, dtype=torch.int32),
         **made,
     }
+
+
+def _grouped_linear(rng: random.Random) -> Arguments:
+    return _grouped(rng, _linear(rng))
 
 
 def _grouped_mm_q(rng: random.Random) -> Arguments:
-    made = _linear_q(rng)
-    x, blocks, experts = made.pop("input"), made.pop("weight"), rng.choice((1, 2, 5))
-    made.pop("bias")
-    ends = sorted(rng.randint(0, len(x)) for _ in range(experts))
-    return {
-        "x": x,
-        "weight": blocks.repeat(experts, 1),
-        "ends": torch.tensor(ends, dtype=torch.int32),
-        **made,
-    }
+    return _grouped(rng, _linear_q(rng))
 
 
 def _embedding_of_blocks(rng: random.Random) -> Arguments:
