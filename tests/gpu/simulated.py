@@ -28,7 +28,7 @@ def prepare(kind: str) -> None:
     from specc.bench import device as bench_device
     from specc.runtime.backends.captured import backend as captured_backend
     from specc.runtime.backends.cuda import choose_launches, kept_products
-    from tests.gpu import benchmark, collectives, grammar, kinds, replay, sampling
+    from tests.gpu import benchmark, collectives, cut_trees, grammar, kinds, replay, sampling
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
@@ -64,6 +64,7 @@ def prepare(kind: str) -> None:
     replace(replay, "QUEUED", 2)
     replace(replay, "ROUNDS", 1)
     replace(grammar, "NUM_TOKENS", 9)
+    replace(cut_trees, "NUM_TOKENS", 12)
     replace(kinds, "NUM_TOKENS", 3)
     replace(kinds, "PROMPT_LENGTHS", (3, 40))
     replace(kinds, "REPLAYED", 1)

@@ -167,6 +167,8 @@ def command_a() -> list[Stage]:
         task("replay", "bf16-8b", "replay:check_8b", {}, 60.0),
         task("replay", "nccl", "collectives:check_step", {}, 60.0),
         task("replay", "grammar-float32", "grammar:check", {"dtype": "float32"}, 40.0),
+        task("replay", "cut-trees", "cut_trees:check_policies", {}, 40.0),
+        task("replay", "unsure-drafts", "cut_trees:check_drafters", {}, 40.0),
         task("replay", "grammar-bfloat16", "grammar:check", {"dtype": "bfloat16"}, 40.0),
     ]
     output = [
