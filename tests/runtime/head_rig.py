@@ -152,9 +152,9 @@ def owner_of(core: EngineCore, table: list[int]) -> Request:
 def load(path: Any, **limits: Any) -> Engine:
     """Open an engine; what was never written in its caches is large."""
     engine = Engine.load(path, **limits)
-    generator = torch.Generator().manual_seed(3)
     for slabs in engine.cache.slabs.values():
-        for slab in slabs:
+        for number, slab in enumerate(slabs):
+            generator = torch.Generator(device=slab.device).manual_seed(3 + number)
             slab.normal_(0.0, 30.0, generator=generator)
     return engine
 

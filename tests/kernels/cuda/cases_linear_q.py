@@ -20,9 +20,9 @@ from specc.kernels.reference.quantized import linear_q_reference
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (BF16, F16, F32)
 # relative to the largest result of a row. Of a tile: the oracle's integers (2^-23 and, in bfloat16,
-# 2^-15 of the largest of a group), the order of sums, and the result's own type. Of a weight that
-# is decoded: its roundings, too.
-TOLERANCE = {F32: 1e-5, F16: 1e-3, BF16: 6e-3}
+# 2^-15 of the largest of a group), the order of sums, and the result's own type, whose neighbours
+# are 2^-7 apart in bfloat16. Of a weight that is decoded: its roundings, too.
+TOLERANCE = {F32: 1e-5, F16: 1e-3, BF16: 8e-3}
 DECODED_TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1.2e-2}
 ALL = (
     *(f"int8{group}{zeros}" for group in ("", "-g32", "-g64", "-g128") for zeros in ("", "-zeros")),

@@ -170,7 +170,8 @@ def test_a_single_sequence_in_tiles(device: torch.device) -> None:
     assert min(x.splits for x in wanted) > 1
 
 
-@triton.jit
+# as kernels of attention have them: Triton makes a constant of an integer that is 1
+@triton.jit(do_not_specialize=["group", "count"])
 def divide_kernel(found, group, count, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(found + o, divide(o, group), mask=o < count)
@@ -189,7 +190,8 @@ def divide_kernel(found, group, count, BLOCK: tl.constexpr):
     ],
 )
 def test_rows_are_divided_exactly(group: int, device: torch.device) -> None:
-    count, block = 1 << 22, 1 << 20
+    # programs of a GPU are small; the interpreter is slow where there are many
+    count, block = 1 << 22, 1 << (10 if device.type == "cuda" else 20)
     found = torch.empty(count, dtype=torch.int32, device=device)
     divide_kernel[(count // block,)](found, group, count, block)
     wanted = torch.arange(count, dtype=torch.int32, device=device) // group
