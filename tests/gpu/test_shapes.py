@@ -1,0 +1,66 @@
+"""Shapes that are traced side by side and timed one by one, on the simulated device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specc.bench import device as bench_device
+from tests.gpu import shapes
+from tests.models import tiny_config
+from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """The case `tiny`, of four sequences."""
+    monkeypatch.setattr(bench_device, "open_device", lambda: (SimulatedDevice(), "cuda"))
+    monkeypatch.setitem(bench_device.COPY_BYTES, "cpu", 1 << 20)
+    for name, layers in (("t", 2), ("d", 1)):
+        config = tiny_config("llama", num_hidden_layers=layers, architectures=["LlamaForCausalLM"])
+        config.save_pretrained(tmp_path / name)
+    case = {
+        "shapes": f"{tmp_path}/t,{tmp_path}/d",
+        "options": {"context": 20, "num_speculative_tokens": 3},
+        "acceptance": "0.8",
+        "batch": 4,
+        "tokens": 9,
+    }
+    monkeypatch.setitem(shapes.CASES, "tiny", case)
+    return case
+
+
+def test_a_case_up_to_its_rounds(tiny, tmp_path):
+    tiny["cuts"] = "chain-3"
+    shapes.measure("tiny", tmp_path)
+    found = json.loads((tmp_path / "tiny.json").read_text())
+    assert set(found["steps"]) == {"off", "chain-3"}
+    assert all(figures["is_captured"] for figures in found["steps"].values())
+    assert "report" not in found
+    # one node to all four; steps of fewer rows are other graphs
+    assert list(found["cuts"]) == ["1", "2", "3", "4"]
+    assert all(ms > 0 for ms in found["cuts"].values())
+
+
+def test_a_case_to_its_end(tiny, tmp_path):
+    tiny["stop"] = None
+    shapes.measure("tiny", tmp_path)
+    found = json.loads((tmp_path / "tiny.json").read_text())
+    assert found["report"]["runs"]
+    assert "cuts" not in found
+
+
+@pytest.mark.parametrize("name", shapes.CASES)
+def test_options_of_cases_are_known(name):
+    """What is written there is looked at before a GPU is lent."""
+    from specc.bench.synthetic.shapes import parse_shapes
+    from specc.cli.bench.synthetic import choose_shape_plans
+    from specc.cli.options.bench import BenchOptions, ShapesOptions
+
+    case = shapes.CASES[name]
+    options = ShapesOptions(case["shapes"], **case["options"])
+    acceptance = BenchOptions(synthetic_acceptance=case["acceptance"]).settings()
+    _, draft = parse_shapes(case["shapes"])
+    plans = choose_shape_plans(options, acceptance.synthetic_acceptance, draft is not None)
+    assert case.get("cuts", plans[0].name) in {plan.name for plan in plans}
