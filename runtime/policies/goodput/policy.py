@@ -117,6 +117,8 @@ class GoodputPolicy(Policy):
         self._last_names: list[str] = []
         self._left = 0
         self._probed: dict[str, int] = {}
+        # the last one, until its seconds are known
+        self._trial: Probe | None = None
         # index of a plan → whether it could be in use, as long as the load counts as the same
         self._served: dict[int, bool] = {}
         self._settled = self._decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
@@ -230,6 +232,11 @@ class GoodputPolicy(Policy):
         if is_due or (is_known and is_new):
             lagging = {group.plan.name for group in batch.groups if group.catches_up}
             self._seconds.observe(batch, result, lagging)
+        if self._trial is not None and is_other:
+            # prompts, and what is queued before results come, have no seconds of their own
+            if result.wall_s and not batch.prefill:
+                self._probes.took(self._trial, result.wall_s)
+            self._trial = None
         self._left -= 1
         self._probes.earn(self.decision.seconds)
 
@@ -272,7 +279,7 @@ class GoodputPolicy(Policy):
         self._main = max(counts, key=lambda index: counts[index])
         probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
         if probe is not None:
-            self._probed = dict(probe.plans)
+            self._probed, self._trial = dict(probe.plans), probe
         self._settled = self._decision = self._describe(best, None, requests)
         if probe is not None:
             self._decision = self._describe(best, probe, requests)

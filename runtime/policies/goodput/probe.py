@@ -65,6 +65,16 @@ class Probes:
             TUNED.probe_share * TUNED.probe_saved * seconds,
         )
 
+    def took(self, probe: Probe, seconds: float) -> None:
+        """A trial took so long: what was not predicted is paid for, too, and what was not used kept.
+
+        The programs of a plan that was not in use come from memory, and what they drive out of the
+        caches has to come back: on a CPU that is up to half of a small model's step. A trial that
+        a pause fell into counts for no more than others can save up.
+        """
+        most = TUNED.probe_share * TUNED.probe_saved * probe.seconds
+        self._saved_s -= min(seconds - probe.seconds, most)
+
     def choose(
         self,
         requests: Sequence[Request],
