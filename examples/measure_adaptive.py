@@ -3,11 +3,13 @@
     python examples/measure_adaptive.py ENGINE --prompts examples/pair/prompts.jsonl --json FILE
 
 Half of a batch is greedy code, of which a draft gets most right; the other half is sampled at a
-temperature at which it gets little right. Every round serves the same batches with every plan, with
-the policy goodput, and with goodput and adaptive verification, in an order that rotates; figures
-are medians, ratios are of the same round. Beside other jobs, seconds of the processor say more than
-those of the clock, where one thread does the work; both are given. Policies go on with what they
-have learned. All outputs are compared with those of plan off.
+temperature at which it gets little right. A batch that is served alone ends with few requests,
+those that drafts do not help; with --queue others take the place of those that end. Every round
+serves the same batches with every plan, with the policy goodput, and with goodput and adaptive
+verification, in an order that rotates; figures are medians, ratios are of the same round. Beside
+other jobs, seconds of the processor say more than those of the clock, where one thread does the
+work; both are given. Policies go on with what they have learned. All outputs are compared with
+those of plan off.
 """
 
 from __future__ import annotations
@@ -82,6 +84,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--batches", type=int, default=1)
+    parser.add_argument(
+        "--queue", action="store_true", help="hand over all batches at once: who ends makes room"
+    )
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=1.5, help="of the second half")
@@ -98,10 +103,12 @@ def main() -> None:
             max_tokens=options.tokens,
             ignore_eos=True,
             seed=i,
-            temperature=0.0 if i < options.batch // 2 else options.temperature,
+            temperature=0.0 if i % options.batch < options.batch // 2 else options.temperature,
         )
-        for i in range(options.batch)
+        for i in range(count)
     ]
+    if options.queue:
+        batches = [prompts]
     choices = make_choices(engine, table, options.batch)
     runs: dict[str, list[Run]] = {name: [] for name in choices}
     names = list(choices)

@@ -66,7 +66,7 @@ class Probes:
         )
 
     def took(self, probe: Probe, seconds: float) -> None:
-        """A trial took so long: what was not predicted is paid for, too, and what was not used kept.
+        """A trial took so long: what was not predicted is paid for, too, what was not used is kept.
 
         The programs of a plan that was not in use come from memory, and what they drive out of the
         caches has to come back: on a CPU that is up to half of a small model's step. A trial that
