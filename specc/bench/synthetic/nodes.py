@@ -25,6 +25,7 @@ from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.engine_cache import caches_of, slab_shapes
 from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.execution.batch_rows import last_tokens_of
@@ -107,10 +108,7 @@ def step_nodes(
     shape = CacheShape(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
-    specs = {
-        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
-        for model in programs.models
-    }
+    specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
     counter = _Counter(context, launches, live or LiveValues())
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
@@ -151,9 +149,7 @@ class _CountedModel(nn.Module):
             for item in model.program["inputs"]
             if item["kind"] in ("weight", "constant")
         }
-        slabs = cache.slabs[self._name]
-        rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
-        caches = [(row[0], row[1]) for row in rows]
+        caches = caches_of(model.entry, cache)
         self._program = ModelProgram(model.program, weights, caches, META)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
