@@ -35,6 +35,8 @@ _LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
 # products with one matrix, each of which reads all of it
 _PRODUCTS = {torch.ops.aten.linear.default, ops.linear, ops.skinny_linear, ops.linear_q}
 _TARGET = "target"
+# inputs of programs that read hidden states: their slabs, and which rows of them a token reads
+_FEATURES, _HANDED_ON, _FEATURE_ROWS = "features", "handed_on", "feature_rows"
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,20 @@ class StepBytes:
         draft_weights: read once in each draft pass; of a self-draft the target's.
         embeddings: rows of tables that are only looked up.
         kv_cache: committed rows of all sequences, once in each pass, as far as it sees them.
+        features: of a draft that reads hidden states, rows of the target's and those that it hands
+            on to itself.
     """
 
     target_weights: int
     draft_weights: int
     embeddings: int
     kv_cache: int
+    features: int = 0
 
     @property
     def total(self) -> int:
-        return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
+        weights = self.target_weights + self.draft_weights
+        return weights + self.embeddings + self.kv_cache + self.features
 
 
 class LayerCache(Protocol):
@@ -141,7 +147,7 @@ def count_step_bytes(
     passes[_TARGET] -= drafting[_TARGET]
     num_tokens = _tokens_of(plan)
     weights: Counter[str] = Counter()
-    embeddings, cache = 0.0, 0.0
+    embeddings, cache, features = 0.0, 0.0, 0.0
     for name, model in models.items():
         own = model_bytes(model.program)
         kind = _TARGET if name == _TARGET else "draft"
@@ -149,6 +155,7 @@ def count_step_bytes(
         draft = SelfDraft.named(name)
         if passes[name]:
             embeddings += own.row * num_tokens["view" if draft else kind] * sequences
+            features += _feature_bytes(model.program, plan) * sequences
         rows = _rows_seen(draft, context) if draft else context
         cache += (
             passes[name]
@@ -167,7 +174,29 @@ def count_step_bytes(
                 target.layers, target.dtype, _rows_seen(draft, context), target.kv_cache_dtype
             )
             cache += drafted / len(drafts) * sequences * seen
-    return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
+    parts = map(round, (embeddings, cache, features))
+    return StepBytes(weights[_TARGET], weights["draft"], *parts)
+
+
+def _feature_bytes(program: Mapping[str, Any], plan: SpecPlan) -> int:
+    """What the passes of a draft read of the rows of one sequence in slabs of features.
+
+    The tokens that it has not seen have rows of the target; of the others each reads that of the
+    token before it, where a head has handed one on.
+    """
+    if not any(item["name"] == _FEATURE_ROWS for item in program["inputs"]):
+        return 0
+    width = {
+        item["name"]: prod(item["shape"]) * getattr(torch, item["dtype"]).itemsize
+        for item in program["inputs"]
+        if item["kind"] == "cache" and item["part"] == "rows"
+    }
+    name = program["name"]
+    num_tapped = plan.catch_up
+    if (block := plan.block_of(name)) is not None:
+        num_tapped = 1 if block.is_flat else plan.max_depth + 1
+    own = width.get(_HANDED_ON, 0) * (_num_fed(plan) - 1)
+    return width[_FEATURES] * num_tapped + own
 
 
 def _rows_seen(draft: SelfDraft, context: float) -> float:
@@ -283,10 +312,7 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     """Tokens that a sequence feeds to the models of each kind in one step."""
     if not plan.speculates:
         return {_TARGET: 1, "draft": 0, "view": 0}
-    if plan.dynamic is not None:
-        fed = plan.dynamic.num_fed
-    else:
-        fed = plan.shape.num_nodes - len(plan.shape.leaves)
+    fed = _num_fed(plan)
     if plan.blocks:
         return {
             _TARGET: plan.num_nodes, "draft": plan.blocks[0].num_read(plan.max_depth), "view": 0,
@@ -294,3 +320,10 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
     draft = plan.catch_up + fed - 1 if plan.models else 0
     return {_TARGET: plan.num_nodes, "draft": draft, "view": fed}
+
+
+def _num_fed(plan: SpecPlan) -> int:
+    """Nodes of a tree that a draft reads level by level, the root included."""
+    if plan.dynamic is not None:
+        return plan.dynamic.num_fed
+    return plan.shape.num_nodes - len(plan.shape.leaves)
