@@ -15,12 +15,27 @@ from specc.speculation.plans import SpecPlan
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """A draft that reads the target's hidden states and has no weights: what its files would say.
+
+    Args:
+        label: what the user called it.
+        config: content of `config.json`.
+        tensors: name → tensor of its checkpoint, on the meta device but for maps of ids.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class BenchModel:
     """A compiled model that has no weights yet.
 
     Args:
         entry: name, geometry and caches, as in a manifest.
-        module: the model of transformers that was traced, on the meta device.
+        module: the model of transformers, or the head, that was traced, on the meta device.
         program: content of `program.json`.
         constants: key → value of the program's constant inputs.
         memory: bytes that it will take.
