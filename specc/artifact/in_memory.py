@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class BenchModel:
         constants: key → value of the program's constant inputs.
         memory: bytes that it will take.
         logits_dtype: of what it returns.
+        copies: key → tensor on the meta device of each weight that steps read, and the program not.
     """
 
     entry: ModelEntry
@@ -48,6 +49,7 @@ class BenchModel:
     constants: Mapping[str, Tensor]
     memory: MemoryEntry
     logits_dtype: torch.dtype
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,20 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
 from specc.runtime.backends.program_files import read_json
+from specc.speculation.block_drafts import CONFIDENCE_TENSORS, BlockDraft
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
 from specc.system.huge_pages import huge_buffer
@@ -88,6 +89,8 @@ class ModelShape:
     layers: Sequence[LayerCache]
     dtype: str
     kv_cache_dtype: str = AUTO
+    # of a block drafter, key → shape and type of what steps read besides its program
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -174,8 +177,30 @@ def count_step_bytes(
                 target.layers, target.dtype, _rows_seen(draft, context), target.kv_cache_dtype
             )
             cache += drafted / len(drafts) * sequences * seen
+    for block in plan.blocks:
+        weights["draft"] += _bias_bytes(step, block, models[block.draft].copies)
     parts = map(round, (embeddings, cache, features))
     return StepBytes(weights[_TARGET], weights["draft"], *parts)
+
+
+def _bias_bytes(step: Mapping[str, Any], block: BlockDraft, copies: Mapping[str, Tensor]) -> int:
+    """What the draft stage reads of matrices that make logits depend on tokens: each product all.
+
+    Rows of the table of tokens, a few hundred bytes each, are left out.
+    """
+    # a step that verifies whole trees does not ask how sure a drafter is
+    keys = {name: key for name, key in block.bias_tensors.items() if key in copies}
+    keys = {name: key for name, key in keys.items() if key not in CONFIDENCE_TENSORS.values()}
+    total = 0
+    # programs are called, and not looked into
+    modules = {name: nn.Module() for name in count_passes(step)}
+    for stage in step["stages"] if keys else ():
+        graph = graph_from_json(stage["graph"], modules=modules).graph
+        for node in graph.find_nodes(op="placeholder"):
+            if node.target in keys:
+                count = sum(user.target in _PRODUCTS for user in node.users)
+                total += count * copies[keys[node.target]].nbytes
+    return total
 
 
 def _feature_bytes(program: Mapping[str, Any], plan: SpecPlan) -> int:

@@ -6,7 +6,7 @@ Models go the way of `specc compile`; nothing is written, and no weight exists m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.engine_plans import check_blocks, check_budgets, reached_positions
-from specc.compiler.heads import taps_of, with_heads
+from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
@@ -90,8 +90,8 @@ def load_config(directory: Path) -> Any:
         raise ConfigError(
             f"--synthetic and {what} {directory}",
             "models that read tokens alone; heads are named, and made for the target's shape",
-            "pass --synthetic TARGET --draft eagle3, or dflash; or compile an engine with the draft"
-            " and measure that",
+            "pass --synthetic TARGET --draft eagle3, or another name that specc bench --help"
+            " has; or compile an engine with the draft and measure that",
         )
     return hf_model.load_config(directory)
 
@@ -140,6 +140,7 @@ def compile_shapes(
     plans = tuple(dict.fromkeys([*options.plans, OFF]))
     backend = compiler_backend(options.backend)
     candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
+    candidates = with_confidence(candidates, backend.facts, plans)
     taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
     check_blocks(plans, backend.facts)
     limits = LimitsEntry(
@@ -221,8 +222,14 @@ def _bench_model(
     program, source = model.program, model.source
     (result,) = program.graph.find_nodes(op="output")
     constants = {constant_key(name): value for name, value in program.constants.items()}
+    constants |= model.tables
+    copies = {
+        key: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for key, weight in model.copies.items()
+    }
     planned = plan_model_memory(program, limits, source.dtype, plans, facts)
-    memory = MemoryEntry(**planned.to_json())
+    beside = sum(tensor.nbytes for tensor in (*copies.values(), *model.tables.values()))
+    memory = MemoryEntry(**replace(planned, weights=planned.weights + beside).to_json())
     return BenchModel(
         model.entry,
         source.module,
@@ -230,6 +237,7 @@ def _bench_model(
         constants,
         memory,
         result.args[0].meta["val"].dtype,
+        copies,
     )
 
 

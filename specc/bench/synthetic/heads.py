@@ -8,10 +8,17 @@ What they are made of follows from the target's shape, as that of published ones
 - `dflash`: five layers of the target's sizes, which fill a block of 16 tokens (of Llama, 10) from
   five hidden states; embedding and vocabulary head are the target's. So are those of z-lab for
   Qwen3 4B and 8B and for Llama 3.1 8B, of which the size of a block is what users of it say.
+- `dspark`: as `dflash`, with embedding and vocabulary head of its own, a block of 7 tokens, a table
+  and a matrix of rank 256 that make logits depend on the token before, and a head that estimates
+  acceptance. So are those of DeepSeek for Qwen3 4B, 8B and 14B, and for no Llama.
+- `medusa`: three heads of one layer, each with a vocabulary head of its own, which read the last
+  hidden state after its norm. So are NVIDIA's for Llama 3.1 8B, before they are quantized.
 
 Which ids a head has rows for says nothing about its speed: they are spread evenly.
 Sources: SafeAILab/EAGLE eagle/traineagle3/config.json; sgl-project/SpecForge configs/
-qwen3-8b-dflash.json and *-eagle3.json; z-lab/dflash dflash/model.py, for the layers that are read.
+qwen3-8b-dflash.json and *-eagle3.json; z-lab/dflash dflash/model.py, for the layers that are read;
+deepseek-ai/DeepSpec config/dspark and deepspec/modeling/dspark;
+for Medusa an example of NVIDIA's for nvidia/Llama-3.1-8B-Medusa-FP8, which names three heads.
 """
 
 from __future__ import annotations
@@ -29,6 +36,9 @@ from specc.errors import ConfigError
 _KEPT, _PART = 32000, 4
 _EAGLE_TAPS = 3
 _BLOCK_LAYERS = 5
+_MEDUSA_HEADS = 3
+# of DSpark: tokens of a block, and columns of what the token before adds
+_SPARK_BLOCK, _SPARK_RANK = 7, 256
 # model type of the target → tokens of a block, and the id that stands for those not yet known
 _BLOCKS = {"qwen3": (16, 151669), "llama": (10, 128002)}
 # of a layer, as configurations of transformers call them
@@ -51,11 +61,11 @@ def make_head(name: str, label: str, target: Any) -> HeadShape:
         ConfigError: the target is of another kind than those that such heads are published for, or
             has too few layers to read.
     """
-    if target.model_type not in _BLOCKS:
+    kinds = ["qwen3"] if name == "dspark" else sorted(_BLOCKS)
+    if target.model_type not in kinds:
         raise ConfigError(
             f"--draft {name}, and {label}, a model of type {target.model_type}",
-            f"a target of the shape of {' or '.join(sorted(_BLOCKS))}, which such heads are"
-            " published for",
+            f"a target of the shape of {' or '.join(kinds)}, which such heads are published for",
             "choose another target, or name the shape of a draft: --synthetic TARGET/DRAFT",
         )
     config, shapes, maps = HEADS[name](target)
@@ -71,6 +81,8 @@ def make_head(name: str, label: str, target: Any) -> HeadShape:
 
 def _ids_of(name: str, num_layers: int) -> Sequence[int]:
     """Layers that a head reads, of a target of so many."""
+    if name == "medusa":
+        return (num_layers,)
     if name == "eagle3":
         return 2, num_layers // 2, num_layers - 3
     last = num_layers - 3
@@ -125,10 +137,53 @@ def _dflash(target: Any) -> tuple[dict[str, Any], Shapes, dict[str, Tensor]]:
     return config, shapes, {}
 
 
+def _dspark(target: Any) -> tuple[dict[str, Any], Shapes, dict[str, Tensor]]:
+    """The same, in files of DeepSpec."""
+    config, shapes, _ = _dflash(target)
+    nested, width = config.pop("dflash_config"), target.hidden_size
+    config |= nested | {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": _SPARK_BLOCK,
+        "markov_rank": _SPARK_RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    for key in ("embed_tokens", "lm_head"):
+        shapes[f"{key}.weight"] = (target.vocab_size, width)
+    for key in ("markov_w1", "markov_w2"):
+        shapes[f"markov_head.{key}.weight"] = (target.vocab_size, _SPARK_RANK)
+    shapes["confidence_head.proj.weight"] = (1, width + _SPARK_RANK)
+    shapes["confidence_head.proj.bias"] = (1,)
+    return config, shapes, {}
+
+
+def _medusa(target: Any) -> tuple[dict[str, Any], Shapes, dict[str, Tensor]]:
+    """The same, in files of vLLM."""
+    width, vocab_size = target.hidden_size, target.vocab_size
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": width,
+        "vocab_size": vocab_size,
+        "num_heads": _MEDUSA_HEADS,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+    }
+    shapes: Shapes = {}
+    for head in range(_MEDUSA_HEADS):
+        shapes[f"blocks.{head}.layers.0.weight"] = (width, width)
+        shapes[f"blocks.{head}.layers.0.bias"] = (width,)
+        shapes[f"lm_heads.{head}.weight"] = (vocab_size, width)
+    return config, shapes, {}
+
+
 # name → what makes its files for a target
 HEADS: dict[str, Callable[[Any], tuple[dict[str, Any], Shapes, dict[str, Tensor]]]] = {
     "eagle3": _eagle3,
     "dflash": _dflash,
+    "dspark": _dspark,
+    "medusa": _medusa,
 }
 
 

@@ -210,7 +210,9 @@ def _expected_length(bench: ShapesBench, plan: str) -> float | None:
 def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:
     programs = bench.programs
     models = {
-        model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
+        model.entry.name: ModelShape(
+            model.program, model.entry.layers, model.entry.dtype, copies=model.copies
+        )
         for model in programs.models
     }
     return count_step_bytes(

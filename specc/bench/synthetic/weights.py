@@ -51,6 +51,8 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
         for part in module.modules():
             # norms, rotary frequencies and scales of embeddings get their proper values, too
             module._init_weights(part)  # type: ignore[operator]
+        for key, value in model.copies.items():
+            weights[key] = torch.empty_like(value, device=device).normal_(0, _HEAD_STD)
     return weights | {key: value.to(device) for key, value in model.constants.items()}
 
 

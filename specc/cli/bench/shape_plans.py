@@ -108,7 +108,7 @@ def _self_draft(options: ShapesOptions, has_draft: bool) -> tuple[str, ...]:
         raise ConfigError(
             f"--synthetic {options.synthetic} --draft {options.draft}",
             "shapes of a target and of a draft, or one shape and --draft self:window=W,sink=S,"
-            f" {' or '.join(HEADS)}",
+            f" {', '.join(HEADS)}",
             "name the shape of a draft in --synthetic TARGET/DRAFT, or leave one of them out",
         )
     return names

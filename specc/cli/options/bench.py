@@ -148,8 +148,8 @@ class ShapesOptions:
     draft: str | None = option(
         None,
         "With --synthetic, in place of a draft of another shape: self:window=W,sink=S, the target"
-        " itself over a part of its context; or a head that reads its hidden states, eagle3 or"
-        " dflash.",
+        " itself over a part of its context; or a head that reads its hidden states, eagle3,"
+        " dflash, dspark or medusa.",
         metavar="self:…|HEAD",
     )
     trees: tuple[str, ...] = option(

@@ -25,6 +25,7 @@ from specc.passes.frontend.heads.recognise import fit_head
 from specc.progress import PhaseTimer
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
+from specc.speculation.block_drafts import OF_TOKEN
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import SpecPlan
 from tests.models import VOCAB, tiny_config
@@ -35,16 +36,24 @@ CHAIN, TREE = SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((3, 2))
 DYNAMIC = SpecPlan.from_dynamic(DynamicTree(6, 3, 2))
 PROMPTS = [[5, 6, 7, 8, 9], [90, 41, 3, 4, 80]]
 CPU = torch.device("cpu")
+# head → the kind of target that tests have for it
+TARGETS = {name: "qwen3" if name == "dspark" else "llama" for name in HEADS}
+PUBLISHED = [
+    pytest.param(name, label, id=f"{name}-{label}")
+    for name in HEADS
+    for label in SHAPES
+    if label.startswith(TARGETS[name]) or name != "dspark"
+]
 # of the published ones: millions of parameters that are their own
 SIZES = {("eagle3", "llama-3.1-8b"): 424.7, ("dflash", "qwen3-8b"): 1048.6}
 
 
 @functools.cache
 def compile_tiny(
-    head: str, target: str = "llama", plans: tuple[SpecPlan, ...] = (CHAIN, TREE), **options: Any
+    head: str, target: str = "", plans: tuple[SpecPlan, ...] = (CHAIN, TREE), **options: Any
 ) -> BenchPrograms:
     """A target of 8 layers and its head, for two prompts of 5 tokens."""
-    config = tiny_config(target, num_hidden_layers=8)
+    config = tiny_config(target or TARGETS[head], num_hidden_layers=8)
     wanted = {"dtype": "float32", "batch_size": 2, "context": 5, "tokens": 24} | options
     made = make_head(head, "T", config)
     return compile_shapes(["T"], [config], ShapeOptions(plans, **wanted), PhaseTimer(), made)
@@ -77,8 +86,7 @@ def fit(name: str, label: str) -> tuple[HeadShape, Any]:
     return made, spec
 
 
-@pytest.mark.parametrize("label", SHAPES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "label"), PUBLISHED)
 def test_the_compiler_knows_the_head_of_each_shape(name, label):
     made, spec = fit(name, label)
     assert spec.kind == name
@@ -105,13 +113,23 @@ def test_what_the_published_heads_read_and_propose():
     assert dflash.windows == (0,) * 5
     _, dflash = fit("dflash", "llama-3.1-8b")
     assert (dflash.block.size, dflash.boundaries) == (10, (2, 9, 16, 23, 30))
+    _, dspark = fit("dspark", "qwen3-8b")
+    assert (dspark.layout, dspark.boundaries) == ("DeepSpec", (2, 10, 18, 26, 34))
+    assert (dspark.block.size, dspark.block.num_proposed, dspark.rank) == (7, 7, 256)
+    assert (dspark.block.bias_kind, dspark.block.confidence) == ("vanilla", OF_TOKEN)
+    assert dspark.shared == ()
+    _, medusa = fit("medusa", "llama-3.1-8b")
+    assert (medusa.block.size, medusa.num_layers, medusa.num_rows) == (3, 1, 128256)
+    assert (medusa.boundaries, medusa.is_last_normed) == ((32,), True)
+    assert not medusa.has_one_projection
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
 def test_targets_that_have_no_such_head(name):
+    other = "llama" if name == "dspark" else "gpt2"
     for config, words in (
-        (tiny_config("gpt2"), "a model of type gpt2"),
-        (tiny_config("llama", num_hidden_layers=4), "a target of 4 layers"),
+        (tiny_config(other), f"a model of type {other}"),
+        (tiny_config("qwen3", num_hidden_layers=4), "a target of 4 layers"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             make_head(name, "T", config)
@@ -121,14 +139,18 @@ def test_targets_that_have_no_such_head(name):
 
 # in the default tier a head of each kind, a tree and a chain, a target of each kind
 CAPTURED = only(
-    ("eagle3-llama-tree-3-2", "dflash-qwen3-chain-3"),
+    (
+        "eagle3-llama-tree-3-2", "dflash-qwen3-chain-3", "dspark-qwen3-tree-3-2",
+        "medusa-llama-dynamic-6-3-2",
+    ),
     [
         pytest.param(head, target, plan, id=f"{head}-{target}-{plan.name}")
         for head in HEADS
         for target in ("llama", "qwen3")
         for plan in (CHAIN, TREE, DYNAMIC)
+        if target == TARGETS[head] or head != "dspark"
     ],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("head", "target", "plan"), CAPTURED)
@@ -185,7 +207,10 @@ def test_weights_are_there_once_and_say_something(head):
         if parameter.dim() > 1:
             assert float(parameter.std()) == pytest.approx(0.02, rel=0.3), name
         else:
-            assert bool((parameter == 1).all()), name
+            assert bool((parameter == (0 if name.endswith("bias") else 1)).all()), name
+    for key, like in model.copies.items():
+        # a bias of one number has no deviation
+        assert like.numel() == 1 or float(weights[key].std()) == pytest.approx(0.02, rel=0.3), key
     again = make_weights(model, CPU)
     assert all(torch.equal(weights[key], again[key]) for key in weights)
 
@@ -193,12 +218,15 @@ def test_weights_are_there_once_and_say_something(head):
 @pytest.mark.parametrize("head", HEADS)
 def test_memory_has_the_rows_of_hidden_states(head):
     programs = compile_tiny(head)
-    engine = make_engine(programs, draw(programs), RepeatingDevice(), "eager")
+    weights = draw(programs)
+    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
     for model in programs.models:
+        own = weights[model.entry.name].values()
+        assert sum(weight.nbytes for weight in own) == model.memory.weights
         slabs = engine.cache.slabs[model.entry.name]
         assert sum(slab.nbytes for slab in slabs) == model.memory.cache
     kept = engine.cache.slabs["target"][-1]
-    assert kept.shape[-1] == 64 * {"eagle3": 3, "dflash": 5}[head]
+    assert kept.shape[-1] == 64 * {"eagle3": 3, "dflash": 5, "dspark": 5, "medusa": 1}[head]
 
 
 def published_bytes(name: str, label: str, plan: SpecPlan, context: int) -> StepBytes:
@@ -208,7 +236,8 @@ def published_bytes(name: str, label: str, plan: SpecPlan, context: int) -> Step
     made = make_head(name, label, config)
     programs = compile_shapes([label], [config], options, PhaseTimer(), made)
     models = {
-        m.entry.name: ModelShape(m.program, m.entry.layers, "bfloat16") for m in programs.models
+        m.entry.name: ModelShape(m.program, m.entry.layers, "bfloat16", copies=m.copies)
+        for m in programs.models
     }
     step, plan = programs.steps[plan.name], programs.plans[0]
     assert count_passes(step)["draft_0"] == (plan.max_depth if name == "eagle3" else 1)
@@ -248,7 +277,27 @@ def test_bytes_of_a_block_drafter():
     assert chain.kv_cache == 2 * (8 + 5) * 2 * 2 * 8 * 128 * 1024
 
 
-@pytest.mark.parametrize(("head", "passes"), [("eagle3", 3), ("dflash", 1)])
+def test_bytes_of_a_drafter_whose_logits_depend_on_tokens():
+    """DSpark for Qwen3 8B: for each of seven levels all of a matrix of rank 256."""
+    chain = published_bytes("dspark", "qwen3-8b", SpecPlan.from_widths((1,) * 7), 1024)
+    layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    own = 5 * layer + 5 * 4096 * 4096 + 2 * 4096
+    assert chain.draft_weights == 2 * (own + 151936 * 4096 + 7 * 151936 * 256)
+    assert chain.features == 2 * 2 * 8 * 5 * 4096
+
+
+def test_bytes_of_medusa_heads():
+    """Three heads of Llama 3.1 8B, each of which has a matrix for all ids."""
+    chain = published_bytes("medusa", "llama-3.1-8b", SpecPlan.from_widths((1,) * 3), 1024)
+    assert chain.draft_weights == 3 * 2 * (4096 * 4096 + 4096 + 128256 * 4096)
+    assert chain.features == 2 * 2 * 4096
+    # heads have no rows of their own
+    assert chain.kv_cache == 2 * 8 * 2 * 2 * 8 * 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("head", "passes"), [("eagle3", 3), ("dflash", 1), ("dspark", 1), ("medusa", 1)]
+)
 def test_an_estimate_has_the_passes_of_a_head(head, passes):
     pytest.importorskip("triton")
     programs = compile_tiny(head, backend="cuda")
