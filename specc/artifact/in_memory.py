@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +15,32 @@ from specc.speculation.plans import SpecPlan
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """A draft that reads the target's hidden states and has no weights: what its files would say.
+
+    Args:
+        label: what the user called it.
+        config: content of `config.json`.
+        tensors: name → tensor of its checkpoint, on the meta device but for maps of ids.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class BenchModel:
     """A compiled model that has no weights yet.
 
     Args:
         entry: name, geometry and caches, as in a manifest.
-        module: the model of transformers that was traced, on the meta device.
+        module: the model of transformers, or the head, that was traced, on the meta device.
         program: content of `program.json`.
         constants: key → value of the program's constant inputs.
         memory: bytes that it will take.
         logits_dtype: of what it returns.
+        copies: key → tensor on the meta device of each weight that steps read, and the program not.
     """
 
     entry: ModelEntry
@@ -33,6 +49,7 @@ class BenchModel:
     constants: Mapping[str, Tensor]
     memory: MemoryEntry
     logits_dtype: torch.dtype
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,20 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
 from specc.runtime.backends.program_files import read_json
+from specc.speculation.block_drafts import CONFIDENCE_TENSORS, BlockDraft
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
 from specc.system.huge_pages import huge_buffer
@@ -35,6 +36,8 @@ _LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
 # products with one matrix, each of which reads all of it
 _PRODUCTS = {torch.ops.aten.linear.default, ops.linear, ops.skinny_linear, ops.linear_q}
 _TARGET = "target"
+# inputs of programs that read hidden states: their slabs, and which rows of them a token reads
+_FEATURES, _HANDED_ON, _FEATURE_ROWS = "features", "handed_on", "feature_rows"
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,20 @@ class StepBytes:
         draft_weights: read once in each draft pass; of a self-draft the target's.
         embeddings: rows of tables that are only looked up.
         kv_cache: committed rows of all sequences, once in each pass, as far as it sees them.
+        features: of a draft that reads hidden states, rows of the target's and those that it hands
+            on to itself.
     """
 
     target_weights: int
     draft_weights: int
     embeddings: int
     kv_cache: int
+    features: int = 0
 
     @property
     def total(self) -> int:
-        return self.target_weights + self.draft_weights + self.embeddings + self.kv_cache
+        weights = self.target_weights + self.draft_weights
+        return weights + self.embeddings + self.kv_cache + self.features
 
 
 class LayerCache(Protocol):
@@ -82,6 +89,8 @@ class ModelShape:
     layers: Sequence[LayerCache]
     dtype: str
     kv_cache_dtype: str = AUTO
+    # of a block drafter, key → shape and type of what steps read besides its program
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ def count_step_bytes(
     passes[_TARGET] -= drafting[_TARGET]
     num_tokens = _tokens_of(plan)
     weights: Counter[str] = Counter()
-    embeddings, cache = 0.0, 0.0
+    embeddings, cache, features = 0.0, 0.0, 0.0
     for name, model in models.items():
         own = model_bytes(model.program)
         kind = _TARGET if name == _TARGET else "draft"
@@ -149,6 +158,7 @@ def count_step_bytes(
         draft = SelfDraft.named(name)
         if passes[name]:
             embeddings += own.row * num_tokens["view" if draft else kind] * sequences
+            features += _feature_bytes(model.program, plan) * sequences
         rows = _rows_seen(draft, context) if draft else context
         cache += (
             passes[name]
@@ -167,7 +177,51 @@ def count_step_bytes(
                 target.layers, target.dtype, _rows_seen(draft, context), target.kv_cache_dtype
             )
             cache += drafted / len(drafts) * sequences * seen
-    return StepBytes(weights[_TARGET], weights["draft"], round(embeddings), round(cache))
+    for block in plan.blocks:
+        weights["draft"] += _bias_bytes(step, block, models[block.draft].copies)
+    parts = map(round, (embeddings, cache, features))
+    return StepBytes(weights[_TARGET], weights["draft"], *parts)
+
+
+def _bias_bytes(step: Mapping[str, Any], block: BlockDraft, copies: Mapping[str, Tensor]) -> int:
+    """What the draft stage reads of matrices that make logits depend on tokens: each product all.
+
+    Rows of the table of tokens, a few hundred bytes each, are left out.
+    """
+    # a step that verifies whole trees does not ask how sure a drafter is
+    keys = {name: key for name, key in block.bias_tensors.items() if key in copies}
+    keys = {name: key for name, key in keys.items() if key not in CONFIDENCE_TENSORS.values()}
+    total = 0
+    # programs are called, and not looked into
+    modules = {name: nn.Module() for name in count_passes(step)}
+    for stage in step["stages"] if keys else ():
+        graph = graph_from_json(stage["graph"], modules=modules).graph
+        for node in graph.find_nodes(op="placeholder"):
+            if node.target in keys:
+                count = sum(user.target in _PRODUCTS for user in node.users)
+                total += count * copies[keys[node.target]].nbytes
+    return total
+
+
+def _feature_bytes(program: Mapping[str, Any], plan: SpecPlan) -> int:
+    """What the passes of a draft read of the rows of one sequence in slabs of features.
+
+    The tokens that it has not seen have rows of the target; of the others each reads that of the
+    token before it, where a head has handed one on.
+    """
+    if not any(item["name"] == _FEATURE_ROWS for item in program["inputs"]):
+        return 0
+    width = {
+        item["name"]: prod(item["shape"]) * getattr(torch, item["dtype"]).itemsize
+        for item in program["inputs"]
+        if item["kind"] == "cache" and item["part"] == "rows"
+    }
+    name = program["name"]
+    num_tapped = plan.catch_up
+    if (block := plan.block_of(name)) is not None:
+        num_tapped = 1 if block.is_flat else plan.max_depth + 1
+    own = width.get(_HANDED_ON, 0) * (_num_fed(plan) - 1)
+    return width[_FEATURES] * num_tapped + own
 
 
 def _rows_seen(draft: SelfDraft, context: float) -> float:
@@ -283,10 +337,7 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     """Tokens that a sequence feeds to the models of each kind in one step."""
     if not plan.speculates:
         return {_TARGET: 1, "draft": 0, "view": 0}
-    if plan.dynamic is not None:
-        fed = plan.dynamic.num_fed
-    else:
-        fed = plan.shape.num_nodes - len(plan.shape.leaves)
+    fed = _num_fed(plan)
     if plan.blocks:
         return {
             _TARGET: plan.num_nodes, "draft": plan.blocks[0].num_read(plan.max_depth), "view": 0,
@@ -294,3 +345,10 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
     draft = plan.catch_up + fed - 1 if plan.models else 0
     return {_TARGET: plan.num_nodes, "draft": draft, "view": fed}
+
+
+def _num_fed(plan: SpecPlan) -> int:
+    """Nodes of a tree that a draft reads level by level, the root included."""
+    if plan.dynamic is not None:
+        return plan.dynamic.num_fed
+    return plan.shape.num_nodes - len(plan.shape.leaves)

@@ -6,24 +6,31 @@ Models go the way of `specc compile`; nothing is written, and no weight exists m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specc.artifact.backends import BackendFacts
-from specc.artifact.in_memory import BenchModel, BenchPrograms
+from specc.artifact.in_memory import BenchModel, BenchPrograms, HeadShape
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
+from specc.artifact.weights import MemoryReader
 from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models
-from specc.compiler.engine_plans import check_budgets
+from specc.compiler.engine_plans import check_blocks, check_budgets, reached_positions
+from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.heads.head_modules import OwnSpec
+from specc.passes.frontend.heads.head_source import shape_of_head
+from specc.passes.frontend.heads.head_spec import TargetFacts
 from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
+from specc.passes.frontend.heads.recognise import fit_head
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key
@@ -82,8 +89,9 @@ def load_config(directory: Path) -> Any:
     if isinstance(raw, dict) and (what := _head_of(raw, str(directory))):
         raise ConfigError(
             f"--synthetic and {what} {directory}",
-            "models that read tokens alone: no hidden states are drawn for heads",
-            "leave --draft out, or compile an engine with the draft and measure that",
+            "models that read tokens alone; heads are named, and made for the target's shape",
+            "pass --synthetic TARGET --draft eagle3, or another name that specc bench --help"
+            " has; or compile an engine with the draft and measure that",
         )
     return hf_model.load_config(directory)
 
@@ -110,7 +118,11 @@ def check_positions(labels: Sequence[str], configs: Sequence[Any], options: Shap
 
 
 def compile_shapes(
-    labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions, phases: PhaseTimer
+    labels: Sequence[str],
+    configs: Sequence[Any],
+    options: ShapeOptions,
+    phases: PhaseTimer,
+    head: HeadShape | None = None,
 ) -> BenchPrograms:
     """Compile a target, and its draft where there is one.
 
@@ -119,12 +131,18 @@ def compile_shapes(
         configs: of transformers; the target first.
         options: what to compile for.
         phases: tells the listener how far this is.
+        head: a draft that reads the target's hidden states, in place of a second configuration.
     Raises:
-        SpeccError: a model that specc does not compile, or too many positions.
+        SpeccError: a model that specc does not compile, a head of another target, or too many
+            positions.
     """
     check_positions(labels, configs, options)
     plans = tuple(dict.fromkeys([*options.plans, OFF]))
     backend = compiler_backend(options.backend)
+    candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
+    candidates = with_confidence(candidates, backend.facts, plans)
+    taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
+    check_blocks(plans, backend.facts)
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),
@@ -138,11 +156,14 @@ def compile_shapes(
         ModelSource.of_shape(name, label, config, dtype)
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
+    for candidate in candidates:
+        assert isinstance(candidate.head, OwnSpec)
+        sources.append(shape_of_head(candidate.head, sources[0], dtype, candidate.name))
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     experts = backend.facts.quantizes_experts
     rounded = quantize_phases(options.quantization, experts=experts)
-    lowering = (*rounded, *backend.phases(limits.max_seq_len))
-    compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
+    lowering = (*rounded, *backend.phases(reached_positions(plans, limits.max_seq_len)))
+    compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases, taps=taps)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
     own, _ = self_draft_programs(compiled[0], plans, limits.max_seq_len, lowering, phases)
@@ -155,6 +176,19 @@ def compile_shapes(
     models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)
+
+
+def _candidate(head: HeadShape, label: str, config: Any, dtype: str) -> Candidate:
+    """A head that fits the target of this configuration.
+
+    Raises:
+        HeadError: it does not.
+    """
+    directory, target = Path(head.label), TargetFacts.of_config(label, config)
+    reader = MemoryReader(head.tensors, head.label)
+    spec = fit_head(reader, dict(head.config), directory, directory, target)
+    assert spec is not None, "its configuration says that it is a head"
+    return Candidate(_NAMES[1], directory, directory, spec.config, dtype, head=spec)
 
 
 def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[SpecPlan]) -> int:
@@ -188,8 +222,14 @@ def _bench_model(
     program, source = model.program, model.source
     (result,) = program.graph.find_nodes(op="output")
     constants = {constant_key(name): value for name, value in program.constants.items()}
+    constants |= model.tables
+    copies = {
+        key: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for key, weight in model.copies.items()
+    }
     planned = plan_model_memory(program, limits, source.dtype, plans, facts)
-    memory = MemoryEntry(**planned.to_json())
+    beside = sum(tensor.nbytes for tensor in (*copies.values(), *model.tables.values()))
+    memory = MemoryEntry(**replace(planned, weights=planned.weights + beside).to_json())
     return BenchModel(
         model.entry,
         source.module,
@@ -197,6 +237,7 @@ def _bench_model(
         constants,
         memory,
         result.args[0].meta["val"].dtype,
+        copies,
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from specc.artifact.forwarding_reader import ForwardingReader
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader, missing_tensor
+from specc.artifact.weights import MemoryReader
 from specc.errors import HeadError
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.heads.block_head import BlockHead
@@ -75,11 +76,7 @@ def head_source(
         HeadError: a parameter of the target that it shares is none that can be read as it is.
         WeightError: its checkpoint cannot be read.
     """
-    with torch.device("meta"):
-        module = _MODULES[type(spec)](spec).eval()
-    for parameter in module.parameters():
-        # buffers keep their own: rotary frequencies are float32 in every model
-        parameter.data = parameter.data.to(dtype)
+    module = _module_of(spec, dtype)
     reader = SafetensorsReader(spec.files)
     shared = {parameter: _tensor_of(target, parameter, spec) for parameter in spec.shared}
     source = ModelSource(
@@ -95,6 +92,33 @@ def head_source(
     source.places = own_source
     source.head = spec
     return source
+
+
+def shape_of_head(
+    spec: OwnSpec, target: ModelSource, dtype: torch.dtype, name: str = "draft_0"
+) -> ModelSource:
+    """A head that has no weights; arguments as of `head_source`.
+
+    Raises:
+        HeadError: a parameter that it shares is none of the target's.
+    """
+    shared_parameters(spec, target.module)
+    label = str(spec.directory)
+    source = ModelSource(
+        name, label, dtype, _module_of(spec, dtype), None, spec.config, MemoryReader({}, label)
+    )
+    source.head = spec
+    return source
+
+
+def _module_of(spec: OwnSpec, dtype: torch.dtype) -> nn.Module:
+    """On the meta device."""
+    with torch.device("meta"):
+        module = _MODULES[type(spec)](spec).eval()
+    for parameter in module.parameters():
+        # buffers keep their own: rotary frequencies are float32 in every model
+        parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def shared_parameters(spec: OwnSpec, target: nn.Module) -> dict[str, str]:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsReader
+from specc.artifact.safetensors_io import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsReader,
+    TensorReader,
+)
 from specc.errors import HeadError
 from specc.passes.frontend.heads.head_config import HeadConfig, read_head_config
 from specc.passes.frontend.heads.head_modules import OwnSpec
@@ -73,20 +78,41 @@ def recognise(
         else:
             return None
     with SafetensorsReader(weights) as reader:
-        names = list(reader.keys())
-        if (medusa := medusa_layout_of(raw, names)) is not None:
-            return fit_medusa(reader, raw, medusa, directory, weights, target)
-        if (found := block_layout_of(raw, names, name)) is not None:
-            return fit_block(reader, raw, found, directory, target, switches)
-        layout = layout_of(raw, names, name)
-        if layout is None:
-            return None
-        config = read_head_config(raw, layout, count_layers(names), switches, name)
-        return _fit(reader, config, layout, directory, target, switches, raw)
+        return fit_head(reader, raw, directory, weights, target, switches)
+
+
+def fit_head(
+    reader: TensorReader,
+    raw: dict[str, Any],
+    directory: Path,
+    weights: Path,
+    target: TargetFacts,
+    switches: HeadSwitches = AS_TRAINED,
+) -> OwnSpec | None:
+    """What head a configuration and names of tensors are of; results and errors as of `recognise`.
+
+    Args:
+        reader: of tensors, of which shapes are read, and the values of maps of ids.
+        raw: contents of config.json.
+        directory: of a draft; what errors call it.
+        weights: directory or file that `reader` reads.
+        target: that it is to draft for.
+        switches: what to take in place of what the files say.
+    """
+    names, name = list(reader.keys()), str(directory)
+    if (medusa := medusa_layout_of(raw, names)) is not None:
+        return fit_medusa(reader, raw, medusa, directory, weights, target)
+    if (found := block_layout_of(raw, names, name)) is not None:
+        return fit_block(reader, raw, found, directory, target, switches)
+    layout = layout_of(raw, names, name)
+    if layout is None:
+        return None
+    config = read_head_config(raw, layout, count_layers(names), switches, name)
+    return _fit(reader, config, layout, directory, target, switches, raw)
 
 
 def _fit(
-    reader: SafetensorsReader,
+    reader: TensorReader,
     config: HeadConfig,
     layout: str,
     directory: Path,

@@ -90,7 +90,9 @@ def _plan(
     plan = next(plan for plan in programs.plans if plan.name == name)
     nodes = unfiltered.nodes
     shapes = {
-        model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
+        model.entry.name: ModelShape(
+            model.program, model.entry.layers, model.entry.dtype, copies=model.copies
+        )
         for model in programs.models
     }
     step = programs.steps[name]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,10 +23,13 @@ from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.confident_step import CONFIDENCE
+from specc.runtime.backends.captured.live_pass import without_output
 from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.engine_cache import caches_of, slab_shapes
 from specc.runtime.backends.program_files import place
-from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.sampling.rows import Value, Word
@@ -107,10 +110,7 @@ def step_nodes(
     shape = CacheShape(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
-    specs = {
-        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
-        for model in programs.models
-    }
+    specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
     counter = _Counter(context, launches, live or LiveValues())
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
@@ -144,17 +144,16 @@ class _CountedModel(nn.Module):
         super().__init__()
         self._name = model.entry.name
         self._counter = counter
-        weights = {
+        # of drafters, steps read some by themselves
+        self.weights = dict(model.copies) | {
             item["key"]: torch.empty(
                 item["shape"], dtype=getattr(torch, item["dtype"]), device=META
             )
             for item in model.program["inputs"]
             if item["kind"] in ("weight", "constant")
         }
-        slabs = cache.slabs[self._name]
-        rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
-        caches = [(row[0], row[1]) for row in rows]
-        self._program = ModelProgram(model.program, weights, caches, META)
+        caches = caches_of(model.entry, cache)
+        self._program = ModelProgram(model.program, self.weights, caches, META)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         self._counter.model = self._name
@@ -173,10 +172,11 @@ def _bind(
 ) -> BoundStep:
     program = programs.steps[plan.name]
     stages = {
-        stage["name"]: place(graph_from_json(stage["graph"], modules=dict(modules)), META)
+        stage["name"]: place(_unasked(graph_from_json(stage["graph"], modules=dict(modules))), META)
         for stage in program["stages"]
     }
-    constants = {name: value.to(META) for name, value in step_constants(program, plan).items()}
+    given = step_constants(program, plan) | drafter_tensors(plan, modules)
+    constants = {name: value.to(META) for name, value in given.items()}
     batch, depth = programs.limits.max_batch_size, plan.max_depth
 
     def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -196,6 +196,11 @@ def _bind(
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
     lens = tuple(plan.draft_lens.values())
     return BoundStep(StepParts(stages, constants, inputs, results, lens), is_filtered)
+
+
+def _unasked(stage: fx.GraphModule) -> fx.GraphModule:
+    """A stage of a step that verifies whole trees: no drafter is asked how sure it is."""
+    return without_output(stage, CONFIDENCE)
 
 
 class _Counter(TorchDispatchMode):

@@ -30,6 +30,7 @@ class ShapesSettings:
 
     Args:
         synthetic: the shapes, as they were named.
+        draft: a self-draft, or a head by name; None where the draft is a shape, or none.
         context: tokens of each prompt.
         tokens: output tokens of each prompt.
         batch_size: prompts, which are decoded together.
@@ -38,6 +39,7 @@ class ShapesSettings:
     """
 
     synthetic: str
+    draft: str | None
     context: int
     tokens: int
     batch_size: int
@@ -208,7 +210,9 @@ def _expected_length(bench: ShapesBench, plan: str) -> float | None:
 def _bytes(bench: ShapesBench, plan: str, context: float) -> StepBytes:
     programs = bench.programs
     models = {
-        model.entry.name: ModelShape(model.program, model.entry.layers, model.entry.dtype)
+        model.entry.name: ModelShape(
+            model.program, model.entry.layers, model.entry.dtype, copies=model.copies
+        )
         for model in programs.models
     }
     return count_step_bytes(

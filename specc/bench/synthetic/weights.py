@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from specc.artifact.in_memory import BenchModel
 
 _SEED = 0
+# `initializer_range` of Llama and Qwen3
+_HEAD_STD = 0.02
 
 
 def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> dict[str, Tensor]:
@@ -44,10 +46,23 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)
+        if model.entry.head is not None:
+            _draw_head(module)
         for part in module.modules():
             # norms, rotary frequencies and scales of embeddings get their proper values, too
             module._init_weights(part)  # type: ignore[operator]
+        for key, value in model.copies.items():
+            weights[key] = torch.empty_like(value, device=device).normal_(0, _HEAD_STD)
     return weights | {key: value.to(device) for key, value in model.constants.items()}
+
+
+def _draw_head(module: nn.Module) -> None:
+    """Of a head, which is no model of transformers and fills in its buffers alone."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, _HEAD_STD)
+        else:
+            parameter.fill_(0 if name.endswith(".bias") else 1)
 
 
 def _lend(

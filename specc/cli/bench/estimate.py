@@ -55,6 +55,7 @@ def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -
     programs = compile_for(options, common, phases, "cuda")
     settings = {
         "synthetic": options.synthetic,
+        "draft": options.draft,
         "context": options.num_context,
         "batch_size": common.batch_size,
         "quantize": layout_of(options),
@@ -72,8 +73,9 @@ def print_estimate(report: dict[str, Any]) -> None:
     settings = report["settings"]
     models = [(label, report[label]) for label in ("target", "draft") if label in report]
     lines = [
-        f"{label} {model['source']}: {model['layers']} layers,"
-        f" {model['nodes_per_layer']} nodes a layer"
+        f"{label} {model['source']}: {model['layers']} layer{'s' * (model['layers'] != 1)}"
+        # of a single layer, whose pass is all that there is of it, they are not told apart
+        + (f", {model['nodes_per_layer']} nodes a layer" if model["nodes_per_layer"] else "")
         for label, model in models
     ]
     lines.append(

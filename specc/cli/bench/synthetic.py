@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from specc.bench.peers.names import TRANSFORMERS
 from specc.cli.bench.report import command_line
+from specc.cli.bench.shape_plans import choose_shape_plans, head_of
 from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
-from specc.speculation.views import View
 from specc.system.extras import install_command
 
 if TYPE_CHECKING:
@@ -55,63 +55,6 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
     from specc.cli.bench.synthetic_table import print_shapes_report
 
     put_out(report, common, print_shapes_report)
-
-
-def choose_shape_plans(
-    options: ShapesOptions, acceptance: Sequence[float] | None, has_draft: bool
-) -> tuple[SpecPlan, ...]:
-    """Plans to compare with off.
-
-    Without options that is a chain of 4; with probabilities of k siblings a tree whose first level
-    has k children, and every other node one.
-
-    Raises:
-        ConfigError: plans or acceptance without a draft, or siblings that no plan has; a self-draft
-            beside a draft of another shape, or a malformed one.
-    """
-    from specc.bench.synthetic.shapes import SHAPES
-    from specc.cli.compile import parse_plans
-    from specc.compiler.engine_plans import engine_plans
-    from specc.speculation.choose_plans import DEFAULT_CHAIN
-
-    names = ("draft_0",) if options.draft is None else _self_draft(options, has_draft)
-    plans: tuple[SpecPlan, ...] = ()
-    if options.trees or options.num_speculative_tokens is not None or options.draft is not None:
-        plans = parse_plans(options.trees, options.num_speculative_tokens, names)
-    if not has_draft and options.draft is None and acceptance is not None:
-        # as `parse_shapes` reads them: after a name a slash, after a directory a comma
-        separator = "/" if options.synthetic in SHAPES else ","
-        raise ConfigError(
-            f"--synthetic-acceptance without a draft: --synthetic {options.synthetic}",
-            "a draft, whose tokens are accepted or not",
-            f"--synthetic {options.synthetic}{separator}DRAFT, or --draft self:window=512",
-        )
-    if has_draft and not plans and acceptance is not None:
-        plans = (SpecPlan.from_widths((len(acceptance), *(1,) * (DEFAULT_CHAIN - 1))),)
-    plans = tuple(engine_plans(CompileConfig(plans=plans), has_draft))
-    widest = max((width for plan in plans for width in plan.widths), default=0)
-    if acceptance is not None and len(acceptance) > widest:
-        trees = ", ".join(plan.name for plan in plans if plan.widths)
-        raise ConfigError(
-            f"--synthetic-acceptance for {len(acceptance)} siblings; {trees} has {widest} a node",
-            f"at most {widest} probabilities, or a tree of that width",
-            f"leave out the others, or pass --tree {len(acceptance)},1,1",
-        )
-    return plans
-
-
-def _self_draft(options: ShapesOptions, has_draft: bool) -> tuple[str, ...]:
-    """Name of the view; see `choose_shape_plans`."""
-    from specc.speculation.choose_plans import split_drafts
-
-    models, names = split_drafts(options.draft)
-    if models or has_draft or not View.named(names[0]):
-        raise ConfigError(
-            f"--synthetic {options.synthetic} --draft {options.draft}",
-            "shapes of a target and of a draft, or one shape and --draft self:window=W,sink=S",
-            "name the shape of a draft in --synthetic TARGET/DRAFT, or leave one of them out",
-        )
-    return names
 
 
 def measure_shapes(
@@ -197,7 +140,8 @@ def compile_for(
     shapes = [shape for shape in parse_shapes(options.synthetic) if shape is not None]
     plans = choose_shape_plans(options, acceptance, len(shapes) > 1)
     _require_transformers(options.synthetic)
-    return _compile(shapes, _shape_options(options, common, plans, backend), phases)
+    head = head_of(options, len(shapes) > 1)
+    return _compile(shapes, head, _shape_options(options, common, plans, backend), phases)
 
 
 def _shape_options(
@@ -239,6 +183,7 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
 
     return ShapesSettings(
         synthetic=str(options.synthetic),
+        draft=options.draft,
         context=options.num_context,
         tokens=common.tokens,
         batch_size=common.batch_size,
@@ -260,8 +205,11 @@ def _require_transformers(synthetic: str) -> None:
         )
 
 
-def _compile(shapes: Sequence[Shape], options: ShapeOptions, phases: PhaseTimer) -> BenchPrograms:
+def _compile(
+    shapes: Sequence[Shape], head: str | None, options: ShapeOptions, phases: PhaseTimer
+) -> BenchPrograms:
     """Programs of the shapes, after what can be refused before minutes of tracing."""
+    from specc.bench.synthetic.heads import make_head
     from specc.bench.synthetic.shapes import check_vocabularies
     from specc.compiler.in_memory import compile_shapes, load_config
 
@@ -274,7 +222,8 @@ def _compile(shapes: Sequence[Shape], options: ShapeOptions, phases: PhaseTimer)
         config.bos_token_id = config.eos_token_id = None
     if len(shapes) == 2:
         check_vocabularies(configs[0], configs[1], (shapes[0], shapes[1]))
-    return compile_shapes([shape.label for shape in shapes], configs, options, phases)
+    made = None if head is None else make_head(head, shapes[0].label, configs[0])
+    return compile_shapes([shape.label for shape in shapes], configs, options, phases, made)
 
 
 def _extra_bytes(programs: BenchPrograms, common: BenchOptions, device: Any) -> int:
@@ -310,7 +259,7 @@ def _contenders(
     common: BenchOptions,
     phases: PhaseTimer,
 ) -> tuple[list[Contender], list[str]]:
-    from specc.bench.baseline import make_contenders
+    from specc.bench.baseline import ASSISTED, make_contenders
     from specc.bench.engine import EngineContender
     from specc.bench.rounds import OFF, SPECULATIVE
 
@@ -322,16 +271,21 @@ def _contenders(
     ]
     if not common.against:
         return contenders, []
-    modules = [model.module for model in programs.models]
+    target, *drafts = programs.models
+    heads = [model for model in drafts if model.entry.head is not None]
     with phases.phase("prepare transformers"):
         baselines, notes = make_contenders(
-            modules[0],
-            modules[1] if len(modules) > 1 else None,
+            target.module,
+            drafts[0].module if drafts and not heads else None,
             batches,
             tokens,
             plans[0].max_depth if plans else 0,
         )
-    return [*contenders, *baselines], notes
+    left_out = [
+        f"{ASSISTED} is left out: it has no draft like {model.entry.source}, a head"
+        for model in heads
+    ]
+    return [*contenders, *baselines], [*left_out, *notes]
 
 
 def _time_steps(

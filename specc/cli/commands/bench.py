@@ -63,6 +63,7 @@ def bench(
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
       specc bench --synthetic llama-3.2-1b --draft self:window=512 --context 8192
+      specc bench --synthetic llama-3.1-8b --draft eagle3 --tree 1,1,1,1 --tree 3,2,1
     """  # noqa: D301
     from specc.cli.commands.bench import choose_subject
 

@@ -147,9 +147,10 @@ class ShapesOptions:
     )
     draft: str | None = option(
         None,
-        "With --synthetic: self:window=W,sink=S, the target itself over a part of its context, in"
-        " place of a draft of another shape.",
-        metavar="self:window=W",
+        "With --synthetic, in place of a draft of another shape: self:window=W,sink=S, the target"
+        " itself over a part of its context; or a head that reads its hidden states, eagle3,"
+        " dflash, dspark or medusa.",
+        metavar="self:…|HEAD",
     )
     trees: tuple[str, ...] = option(
         (), "With --synthetic: a tree, in the form that specc compile takes.", "--tree"

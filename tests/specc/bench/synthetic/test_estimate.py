@@ -387,6 +387,7 @@ def test_the_command(tmp_path) -> None:
     assert {"nodes", "floor_ms", "estimate_ms"} <= set(report["plans"]["off"])
     assert report["settings"] == {
         "synthetic": str(tmp_path),
+        "draft": None,
         "context": 64,
         "batch_size": 1,
         "dtype": "bfloat16",

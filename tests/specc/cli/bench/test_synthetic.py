@@ -16,7 +16,7 @@ from specc.bench import baseline as bench_transformers
 from specc.bench import device as bench_device
 from specc.bench.baseline import STATIC, TransformersContender, static_cache_options
 from specc.bench.synthetic import engine as bench_shapes_engine
-from specc.cli.bench.synthetic import choose_shape_plans
+from specc.cli.bench.shape_plans import choose_shape_plans
 from specc.cli.options.bench import ShapesOptions
 from specc.passes.step.draw_acceptance import DrawnAcceptance
 from specc.runtime.backends.captured.graph_device import GraphDevice
