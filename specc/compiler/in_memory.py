@@ -19,6 +19,7 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
+from specc.compiler.quantized_models import describe_quantization
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB
 from specc.errors import ConfigError, NotCausalLMError
@@ -152,6 +153,8 @@ def compile_shapes(
             "one that runs the target's own program: its layers attend to all rows",
             "compile a checkpoint with --draft self:…, or choose another shape",
         )
+    for model in compiled:
+        model.entry = describe_quantization(model, options.quantization)
     models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)
