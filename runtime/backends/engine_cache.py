@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
-from specc.artifact.kv_rows import SCALE_BYTES, stored_row
+from specc.artifact.kv_rows import AUTO, SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.errors import ConfigError
@@ -59,27 +59,36 @@ def make_cache(
     elif limits.kv_cache_tokens is not None:
         num_blocks = limits.cache_rows(max_num_seqs) // limits.block_size
         shape = dataclasses.replace(shape, pool_blocks=num_blocks)
-    specs: dict[str, list[SlabShape]] = {model.name: [] for model in manifest.models}
-    dtypes = {}
-    for model in manifest.models:
-        for slab in model.slabs:
-            kind = (DTYPES[model.dtype], manifest.kv_cache_dtype)
-            columns, dtypes[model.name] = stored_row(slab.head_dim, *kind)
-            parts = 2
-            if slab.value_dim:
-                columns = sum(stored_row(width, *kind)[0] for width in slab.cached_columns)
-                parts = 1
-            shape_of = SlabShape(slab.num_layers, slab.num_kv_heads, columns, parts)
-            specs[model.name].append(shape_of)
-        if model.taps is not None:
-            # in the type of the model, whatever that of K and V is
-            rows_of_taps = SlabShape(1, 1, model.taps.width, 1, DTYPES[model.dtype])
-            specs[model.name].append(rows_of_taps)
-        if model.head is not None and model.head.width:
-            handed_on = SlabShape(1, 1, model.head.width, 1, DTYPES[model.dtype])
-            specs[model.name].append(handed_on)
+    rows_kind = manifest.kv_cache_dtype
+    specs = {model.name: slab_shapes(model, rows_kind) for model in manifest.models}
+    dtypes = {
+        model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
+    }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
+
+
+def slab_shapes(model: ModelEntry, kv_cache_dtype: str = AUTO) -> list[SlabShape]:
+    """Slabs of a model: of its layers, then of the rows that it keeps besides.
+
+    Args:
+        model: of the engine.
+        kv_cache_dtype: see `specc.artifact.kv_rows`.
+    """
+    dtype, found = DTYPES[model.dtype], []
+    for slab in model.slabs:
+        columns, parts = stored_row(slab.head_dim, dtype, kv_cache_dtype)[0], 2
+        if slab.value_dim:
+            widths = slab.cached_columns
+            columns = sum(stored_row(width, dtype, kv_cache_dtype)[0] for width in widths)
+            parts = 1
+        found.append(SlabShape(slab.num_layers, slab.num_kv_heads, columns, parts))
+    # in the type of the model, whatever that of K and V is
+    if model.taps is not None:
+        found.append(SlabShape(1, 1, model.taps.width, 1, dtype))
+    if model.head is not None and model.head.width:
+        found.append(SlabShape(1, 1, model.head.width, 1, dtype))
+    return found
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:

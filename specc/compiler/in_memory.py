@@ -16,12 +16,13 @@ from specc.artifact.backends import BackendFacts
 from specc.artifact.in_memory import BenchModel, BenchPrograms
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.build import latent_pass, required_phases
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.engine_plans import check_budgets
 from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.quantized_models import describe_quantization
 from specc.compiler.self_drafts import self_draft_programs
-from specc.config import DEFAULT_MAX_LOGITS_MB
+from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
@@ -142,8 +143,17 @@ def compile_shapes(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     experts = backend.facts.quantizes_experts
     rounded = quantize_phases(options.quantization, experts=experts)
-    lowering = (*rounded, *backend.phases(limits.max_seq_len))
-    compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases)
+    required = required_phases(backend.facts)
+    lowering = (*rounded, *required, *backend.phases(limits.max_seq_len))
+    compiled, _ = compile_models(
+        sources,
+        plans,
+        limits.max_seq_len,
+        lowering,
+        phases,
+        latent=latent_pass(CompileConfig(), plans, backend.facts),
+        expands_prompts=backend.facts.expands_prompts,
+    )
     for source in sources:
         _check_rows(source, limits.max_seq_len)
     own, _ = self_draft_programs(compiled[0], plans, limits.max_seq_len, lowering, phases)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specc.artifact.in_memory import BenchModel, BenchPrograms
+from specc.artifact.in_memory import BenchPrograms
 from specc.errors import EngineError
 
 # importing this registers the operators that programs call
@@ -19,6 +19,7 @@ from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.backend import choose_on_gpu
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.engine_cache import caches_of, slab_shapes
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.execution.device_link import DeviceLink
@@ -66,16 +67,13 @@ def make_engine(
     shape = CacheShape(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
-    specs = {
-        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
-        for model in programs.models
-    }
+    specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), graphs.device)
     models = {
         model.entry.name: ModelProgram(
             model.program,
             weights[model.entry.name],
-            _layer_caches(model, cache),
+            caches_of(model.entry, cache),
             graphs.device,
         )
         for model in programs.models
@@ -114,9 +112,3 @@ def make_engine(
         backend=backend,
         link=DeviceLink(graphs),
     )
-
-
-def _layer_caches(model: BenchModel, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
-    slabs = cache.slabs[model.entry.name]
-    rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
-    return [(row[0], row[1]) for row in rows]

@@ -25,6 +25,7 @@ from specc.kernels import ops as _ops  # noqa: F401  registers the operators
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.engine_cache import caches_of, slab_shapes
 from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import step_constants
 from specc.runtime.execution.batch_rows import last_tokens_of
@@ -49,6 +50,7 @@ _LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
 _SCRATCH = ("partial", "lse", "arrived")
 _ATTENTION = ("attend", "tree_attention")
+_EXPERTS = "experts"
 # operators that a pass of a model starts with
 _STARTS = ("embedding", "embed_norm_rope_write")
 
@@ -107,10 +109,7 @@ def step_nodes(
     shape = CacheShape(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
-    specs = {
-        model.entry.name: [(s.num_layers, s.num_kv_heads, s.head_dim) for s in model.entry.slabs]
-        for model in programs.models
-    }
+    specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
     cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
     counter = _Counter(context, launches, live or LiveValues())
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
@@ -151,9 +150,7 @@ class _CountedModel(nn.Module):
             for item in model.program["inputs"]
             if item["kind"] in ("weight", "constant")
         }
-        slabs = cache.slabs[self._name]
-        rows = [slabs[layer.slab][layer.index] for layer in model.entry.layers]
-        caches = [(row[0], row[1]) for row in rows]
+        caches = caches_of(model.entry, cache)
         self._program = ModelProgram(model.program, weights, caches, META)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
@@ -207,6 +204,8 @@ class _Counter(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.model = ""
         self._operator = ""
+        # of the experts of a mixture, the share that tokens choose if each chooses others
+        self._share = 1.0
         # bytes of the cache that the next launch reads
         self._pending = 0
         self._context = context
@@ -234,7 +233,10 @@ class _Counter(TorchDispatchMode):
         """A launch of the operator that is running."""
         operator = self._operator
         left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE)
-        moved = sum(_bytes(x) for name, x in tensors.items() if name not in left_out)
+        given = {name: x for name, x in tensors.items() if name not in left_out}
+        moved = sum(_bytes(x) for x in given.values())
+        if operator == _EXPERTS and (weight := given.get("weight")) is not None:
+            moved -= round(_bytes(weight) * (1 - self._share))
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
@@ -245,6 +247,9 @@ class _Counter(TorchDispatchMode):
 
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         before, self._operator = self._operator, name
+        if name == _EXPERTS:
+            ids, gate_up = args[1], args[3]
+            self._share = min(1, ids.numel() / gate_up.shape[0])
         if name in _ATTENTION:
             self._pending = self._rows_read(func, args, kwargs)
         try:

@@ -63,6 +63,7 @@ def bench(
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --quantize int4 --quantize-group 64
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
+      specc bench --synthetic qwen3-30b-a3b/qwen3-0.6b --synthetic-acceptance .8
       specc bench --synthetic llama-3.2-1b --draft self:window=512 --context 8192
     """  # noqa: D301
     from specc.cli.commands.bench import choose_subject
