@@ -35,6 +35,8 @@ _REPEATS = 7
 _LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
 # products with one matrix, each of which reads all of it
 _PRODUCTS = {torch.ops.aten.linear.default, ops.linear, ops.skinny_linear, ops.linear_q}
+# products with the matrices of chosen experts, and the argument that the choice leads to
+_EXPERTS = {ops.experts: 1, ops.grouped_mm: 2, ops.grouped_mm_q: 2, ops.grouped_linear: 2}
 _TARGET = "target"
 # inputs of programs that read hidden states: their slabs, and which rows of them a token reads
 _FEATURES, _HANDED_ON, _FEATURE_ROWS = "features", "handed_on", "feature_rows"
@@ -152,12 +154,13 @@ def count_step_bytes(
     weights: Counter[str] = Counter()
     embeddings, cache, features = 0.0, 0.0, 0.0
     for name, model in models.items():
-        own = model_bytes(model.program)
         kind = _TARGET if name == _TARGET else "draft"
-        weights[kind] += passes[name] * own.weights
         draft = SelfDraft.named(name)
+        fed = num_tokens["view" if draft else kind] * sequences
+        own = model_bytes(model.program, fed / max(1, passes[name]))
+        weights[kind] += passes[name] * own.weights
         if passes[name]:
-            embeddings += own.row * num_tokens["view" if draft else kind] * sequences
+            embeddings += own.row * fed
             features += _feature_bytes(model.program, plan) * sequences
         rows = _rows_seen(draft, context) if draft else context
         cache += (
@@ -168,9 +171,10 @@ def count_step_bytes(
     drafts = [draft for draft in plan.self_drafts if draft.name not in models]
     if drafts:
         target, drafted = models[_TARGET], drafting[_TARGET]
-        weights["draft"] += drafted * model_bytes(target.program).weights
-        fed = len(drafts) * num_tokens["view"]
-        embeddings += model_bytes(target.program).row * fed * sequences
+        fed = len(drafts) * num_tokens["view"] * sequences
+        own = model_bytes(target.program, fed / max(1, drafted))
+        weights["draft"] += drafted * own.weights
+        embeddings += own.row * fed
         # all have the shape of the plan, and so as many passes
         for draft in drafts:
             seen = cache_bytes(
@@ -228,17 +232,24 @@ def _rows_seen(draft: SelfDraft, context: float) -> float:
     return context if draft.view is None else min(context, draft.view.num_rows)
 
 
-def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
+def model_bytes(program: Mapping[str, Any], tokens: float | None = None) -> ModelBytes:
     """Bytes of the weights in a program; a tied table counts once, where its head reads it.
 
     A matrix that several products take counts once for each of them, as the one projection of
     several Medusa heads: it is read anew, unless caches hold all of it.
+
+    Args:
+        program: content of `program.json`.
+        tokens: of a pass, on average. Of the experts of a mixture as many count as these choose if
+            each of them chooses others; None counts all.
     """
     graph = graph_from_json(program["graph"]).graph
     nodes = {node.target: node for node in graph.find_nodes(op="placeholder")}
     sizes: dict[str, tuple[int, int]] = {}
     # key → products that read all of it
     whole: Counter[str] = Counter()
+    # of weights that not all experts have a token for
+    shares: dict[str, float] = {}
     for item in program["inputs"]:
         if item["kind"] not in ("weight", "constant"):
             continue
@@ -248,8 +259,11 @@ def model_bytes(program: Mapping[str, Any]) -> ModelBytes:
         node = nodes[item["name"]]
         if not _is_lookup(node):
             whole[item["key"]] += sum(user.target in _PRODUCTS for user in node.users)
+            if tokens is not None and (chosen := _chosen_experts(node)):
+                num_experts = _matrix_shape(item)[0]
+                shares[item["key"]] = min(1, tokens * chosen / num_experts)
     return ModelBytes(
-        sum(sizes[key][0] * max(1, count) for key, count in whole.items()),
+        round(sum(sizes[k][0] * max(1, n) * shares.get(k, 1) for k, n in whole.items())),
         sum(row for key, (_, row) in sizes.items() if key not in whole),
     )
 
@@ -331,6 +345,35 @@ def _is_lookup(node: fx.Node) -> bool:
         (place := _LOOKUPS.get(user.target)) is not None and user.args[place] is node
         for user in node.users
     )
+
+
+def _matrix_shape(item: Mapping[str, Any]) -> Sequence[int]:
+    """[N, K], or of experts [E, N, K], of a weight that may be stored in blocks."""
+    kinds = ("quantized_of", "blocks_of", "shape")
+    found: Sequence[int] = next(item[kind] for kind in kinds if kind in item)
+    return found
+
+
+def _chosen_experts(weight: fx.Node) -> int:
+    """How many experts each token chooses of those whose matrices these are; 0: it does not.
+
+    That is what the last `topk` before the product says.
+    """
+    users = list(weight.users)
+    if len(users) == 1 and users[0].target is torch.ops.aten.transpose.int:
+        users = list(users[0].users)
+    place = _EXPERTS.get(users[0].target) if len(users) == 1 else None
+    if place is None:
+        return 0
+    found: list[Any] = [users[0].args[place]]
+    seen: set[fx.Node] = set()
+    while found:
+        node = found.pop(0)
+        if node.target is torch.ops.aten.topk.default:
+            return int(node.args[1])
+        found += [item for item in node.all_input_nodes if item not in seen]
+        seen |= set(found)
+    return 0
 
 
 def _tokens_of(plan: SpecPlan) -> dict[str, int]:

@@ -208,13 +208,7 @@ def _compile(
     rounded = quantize_phases(config.quantization, keeps_integers, *integers)
     lowered_for = reached_positions(plans, limits.max_seq_len)
     lowering: Phases = (
-        (
-            "backend",
-            tuple(
-                functools.partial(kind, backend.facts)
-                for kind in (RequireAttention, RequireLayouts)
-            ),
-        ),
+        *required_phases(backend.facts),
         *backend.phases(lowered_for, tokens_of_passes(plans, limits.prefill_chunk)),
     )
     ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
@@ -255,6 +249,12 @@ def _compile(
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
+
+
+def required_phases(facts: BackendFacts) -> Phases:
+    """What refuses models that a backend does not run, before anything slow is done for them."""
+    kinds = (RequireAttention, RequireLayouts)
+    return (("backend", tuple(functools.partial(kind, facts) for kind in kinds)),)
 
 
 def latent_pass(

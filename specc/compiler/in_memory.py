@@ -17,13 +17,15 @@ from specc.artifact.in_memory import BenchModel, BenchPrograms, HeadShape
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.artifact.weights import MemoryReader
 from specc.compiler.backends.registry import compiler_backend
+from specc.compiler.build import latent_pass, required_phases
 from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.engine_plans import check_blocks, check_budgets, reached_positions
 from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
+from specc.compiler.quantized_models import describe_quantization
 from specc.compiler.self_drafts import self_draft_programs
-from specc.config import DEFAULT_MAX_LOGITS_MB
+from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.heads.head_modules import OwnSpec
@@ -162,8 +164,19 @@ def compile_shapes(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     experts = backend.facts.quantizes_experts
     rounded = quantize_phases(options.quantization, experts=experts)
-    lowering = (*rounded, *backend.phases(reached_positions(plans, limits.max_seq_len)))
-    compiled, _ = compile_models(sources, plans, limits.max_seq_len, lowering, phases, taps=taps)
+    required = required_phases(backend.facts)
+    positions = reached_positions(plans, limits.max_seq_len)
+    lowering = (*rounded, *required, *backend.phases(positions))
+    compiled, _ = compile_models(
+        sources,
+        plans,
+        limits.max_seq_len,
+        lowering,
+        phases,
+        taps=taps,
+        latent=latent_pass(CompileConfig(), plans, backend.facts),
+        expands_prompts=backend.facts.expands_prompts,
+    )
     for source in sources:
         _check_rows(source, limits.max_seq_len)
     own, _ = self_draft_programs(compiled[0], plans, limits.max_seq_len, lowering, phases)
@@ -173,6 +186,8 @@ def compile_shapes(
             "one that runs the target's own program: its layers attend to all rows",
             "compile a checkpoint with --draft self:…, or choose another shape",
         )
+    for model in compiled:
+        model.entry = describe_quantization(model, options.quantization)
     models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)

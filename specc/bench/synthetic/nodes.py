@@ -52,6 +52,7 @@ _LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
 _SCRATCH = ("partial", "lse", "arrived")
 _ATTENTION = ("attend", "tree_attention")
+_EXPERTS = "experts"
 # operators that a pass of a model starts with
 _STARTS = ("embedding", "embed_norm_rope_write")
 
@@ -212,6 +213,8 @@ class _Counter(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.model = ""
         self._operator = ""
+        # of the experts of a mixture, the share that tokens choose if each chooses others
+        self._share = 1.0
         # bytes of the cache that the next launch reads
         self._pending = 0
         self._context = context
@@ -239,7 +242,10 @@ class _Counter(TorchDispatchMode):
         """A launch of the operator that is running."""
         operator = self._operator
         left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE)
-        moved = sum(_bytes(x) for name, x in tensors.items() if name not in left_out)
+        given = {name: x for name, x in tensors.items() if name not in left_out}
+        moved = sum(_bytes(x) for x in given.values())
+        if operator == _EXPERTS and (weight := given.get("weight")) is not None:
+            moved -= round(_bytes(weight) * (1 - self._share))
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
@@ -250,6 +256,9 @@ class _Counter(TorchDispatchMode):
 
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         before, self._operator = self._operator, name
+        if name == _EXPERTS:
+            ids, gate_up = args[1], args[3]
+            self._share = min(1, ids.numel() / gate_up.shape[0])
         if name in _ATTENTION:
             self._pending = self._rows_read(func, args, kwargs)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -36,6 +37,7 @@ class ShapesSettings:
         batch_size: prompts, which are decoded together.
         synthetic_acceptance: probabilities by sibling rank; None is real acceptance.
         against: `transformers`, or None.
+        quantize: name of the layout of projections' weights; None is none.
     """
 
     synthetic: str
@@ -48,6 +50,7 @@ class ShapesSettings:
     threads: int
     synthetic_acceptance: list[float] | None
     against: str | None
+    quantize: str | None = None
 
 
 @dataclass
@@ -96,7 +99,9 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
                     "name": model.entry.name,
                     "source": model.entry.source,
                     "num_parameters": model.entry.num_parameters,
+                    "quantization": model.entry.quantization,
                     "memory": asdict(model.memory),
+                    "weight_bytes": weight_bytes(model.program),
                 }
                 for model in programs.models
             ],
@@ -113,6 +118,22 @@ def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
             *uneven_runs(bench.rounds),
         ],
     }
+
+
+def weight_bytes(program: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a program's weights by how they lie in memory: dtype, or layout of integers.
+
+    Args:
+        program: content of `program.json`.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for item in program["inputs"]:
+        if item["kind"] == "weight":
+            name = item.get("layout", item["dtype"]).removeprefix("blocks-")
+            num_bytes = math.prod(item["shape"]) * getattr(torch, item["dtype"]).itemsize
+            # tied weights are one tensor
+            found.setdefault(name, {})[item["key"]] = num_bytes
+    return {name: sum(sizes.values()) for name, sizes in found.items()}
 
 
 def _run(bench: ShapesBench, contender: Contender, measured: list[Measurement]) -> dict[str, Any]:

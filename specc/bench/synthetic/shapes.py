@@ -56,7 +56,59 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
     }
 
 
+def _qwen3_moe(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict:
+    """128 experts in each layer, of which a token has 8, with weights that add up to one."""
+    fields = {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return _qwen3(hidden, intermediate, layers, heads, **fields, **more)
+
+
 _TIED = {"tie_word_embeddings": True}
+# attention over latents, and one dense layer before mixtures with experts that all tokens share
+_DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False,
+}
 # name → fields of the configuration
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(4096, 14336, 32, 32),
@@ -69,6 +121,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, moe_intermediate_size=768),
+    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
 }
 
 

@@ -43,11 +43,12 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
                 f"{TRANSFORMERS}, which runs modules with random weights",
                 f"leave it out, or measure an engine: {name} reads checkpoints",
             )
-    if layout_of(options) is not None:
+    layout = layout_of(options)
+    if layout is not None and common.against:
         raise ConfigError(
-            f"--quantize {layout_of(options)} without --estimate",
-            "random weights, which are drawn in the type that models compute in",
-            "add --estimate, or measure an engine that was compiled with --quantize",
+            f"--against {TRANSFORMERS} with --synthetic and --quantize {layout}",
+            f"modules of {TRANSFORMERS} that hold such weights: there are none",
+            f"leave out --against {TRANSFORMERS}, or --quantize",
         )
     with make_listener() as listen:
         report = measure_shapes(options, common, PhaseTimer(listen))
@@ -192,6 +193,7 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
         threads=torch.get_num_threads(),
         synthetic_acceptance=common.settings().synthetic_acceptance,
         against=TRANSFORMERS if common.against else None,
+        quantize=layout_of(options),
     )
 
 

@@ -35,10 +35,11 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
         f"{m['source']} ({render.format_count(m['num_parameters'])} parameters)"
         for m in engine["models"]
     )
+    layout = f", projections in {settings['quantize']}" if settings["quantize"] else ""
     return [
         f"{device}, copy bandwidth {bandwidth['gb_s']:.1f} GB/s"
         f" ({format_bytes(bandwidth['buffer_bytes'])} read and written)",
-        f"{models}: random weights, {engine['dtype']}, backend {engine['backend']}",
+        f"{models}: random weights, {engine['dtype']}{layout}, backend {engine['backend']}",
         f"batch size {settings['batch_size']}, context {settings['context']},"
         f" {settings['tokens']} output tokens; medians of {settings['rounds']} interleaved rounds"
         f" after {settings['warmup']} of warm-up; prefill is included in tokens/s",

@@ -61,7 +61,9 @@ def bench(
       specc bench engine/ --dataset question.jsonl --num-prompts 10 --tokens 512 --rounds 1
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
+      specc bench --synthetic llama-3.1-8b/llama-3.2-1b --quantize int4 --quantize-group 64
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --tree 3,2,1 --estimate
+      specc bench --synthetic qwen3-30b-a3b/qwen3-0.6b --synthetic-acceptance .8
       specc bench --synthetic llama-3.2-1b --draft self:window=512 --context 8192
       specc bench --synthetic llama-3.1-8b --draft eagle3 --tree 1,1,1,1 --tree 3,2,1
     """  # noqa: D301

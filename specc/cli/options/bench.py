@@ -161,7 +161,7 @@ class ShapesOptions:
     )
     quantize: str | None = option(
         None,
-        "With --estimate: weights of projections in int8, int4 or fp8, as specc compile has them.",
+        "With --synthetic: weights of projections in int8, int4 or fp8, as specc compile has them.",
     )
     quantize_group: int | None = option(
         None, "With --quantize int4 or int8: how many columns share a scale: 32, 64 or 128."

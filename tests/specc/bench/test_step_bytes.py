@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from specc.bench.step_bytes import (
     model_bytes,
     step_bytes,
 )
-from specc.kernels import ops as _ops  # noqa: F401
+from specc.kernels import ops
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.program_files import read_json
 from specc.speculation.plans import OFF, SpecPlan
@@ -125,6 +126,32 @@ def test_a_matrix_is_read_for_each_product():
     ]
     found_bytes = model_bytes({"inputs": inputs, "graph": graph_to_json(graph)})
     assert dataclasses.astuple(found_bytes) == (3 * 160 + 16, 0)
+
+
+def mixture(groups: int, experts: int) -> dict:
+    """Of 8 experts, those in so many groups of 2, so many are chosen, for rows [N, 4]."""
+    graph = fx.Graph()
+    x, stack = graph.placeholder("x"), graph.placeholder("stack")
+    chosen = x
+    for count in (groups, experts):
+        top = graph.call_function(aten.topk.default, (chosen, count))
+        chosen = graph.call_function(operator.getitem, (top, 1))
+    ids = graph.call_function(aten.reshape.default, (chosen, [-1, experts]))
+    out = graph.call_function(ops.experts, (x, ids, chosen, stack, stack, "silu"))
+    graph.output(out)
+    inputs = [
+        {"name": "x", "kind": "input"},
+        {"name": "stack", "kind": "weight", "key": "w", "dtype": "float32", "shape": [8, 4, 4]},
+    ]
+    return {"inputs": inputs, "graph": graph_to_json(graph)}
+
+
+def test_experts_that_are_chosen_last_are_read():
+    """Not the groups from which they are chosen; without a number of tokens all are."""
+    stack = 8 * 4 * 4 * 4
+    for tokens, share in ((1, 2 / 8), (2.5, 5 / 8), (4, 1), (9, 1), (None, 1)):
+        assert model_bytes(mixture(3, 2), tokens).weights == stack * share
+        assert model_bytes(program(is_tied=False), tokens).weights == 160
 
 
 def test_a_window_limits_what_is_read(manifest):

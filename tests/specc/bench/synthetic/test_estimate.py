@@ -414,7 +414,6 @@ def test_what_only_measurements_have_is_refused(more: list[str], found: str) -> 
 @pytest.mark.parametrize(
     ("more", "found"),
     [
-        (["--quantize", "int4"], "--quantize int4-g64 without --estimate"),
         (["--estimate", "--quantize", "int5"], "--quantize int5"),
         (["--estimate", "--quantize-group", "32"], "--quantize-group 32"),
     ],

@@ -40,6 +40,8 @@ NUM_PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
 }
 PLANS = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
 PROMPTS = [[5, 6, 7, 8, 9], [90, 41, 3, 4, 80]]
@@ -89,6 +91,14 @@ def test_every_shape_has_a_known_size():
         ("qwen3-0.6b", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}),
         ("qwen3-8b", {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6}),
         ("llama-3.1-70b", {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5}),
+        ("qwen3-30b-a3b", {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}),
+        ("qwen3-30b-a3b", {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
+        (
+            "deepseek-v2-lite",
+            {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "num_experts_per_tok": 6}
+            | {"n_routed_experts": 64, "n_group": 1, "topk_method": "greedy"}
+            | {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "q_lora_rank": None},
+        ),
     ],
 )
 def test_what_parameters_do_not_tell(name, fields):

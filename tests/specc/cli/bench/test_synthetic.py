@@ -23,7 +23,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
 from tests import command_line
 from tests.command_line import assert_refused
-from tests.models import build_model, tiny_config
+from tests.models import VOCAB, build_model, tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.specc.cli.bench.test_engine import RUN_FIELDS as ENGINE_RUN_FIELDS
 
@@ -286,6 +286,12 @@ def test_plans_without_a_tree(chain, acceptance, plan):
         (("--synthetic", "PAIR", "--verify"), ("--verify with --synthetic",)),
         (("--synthetic", "PAIR", "--overlap"), ("--overlap with --synthetic",)),
         (("--synthetic", "PAIR", "--against", "vllm"), ("vllm", "transformers")),
+        (
+            ("--synthetic", "PAIR", "--against", "transformers", "--quantize", "int8"),
+            ("--against transformers", "--quantize int8", "leave out --against transformers"),
+        ),
+        (("--synthetic", "PAIR", "--quantize", "int5"), ("--quantize int5",)),
+        (("--synthetic", "PAIR", "--quantize-group", "64"), ("--quantize-group 64",)),
         (("target", "--synthetic", "PAIR"), ("both target and --synthetic", "one of them")),
         (("target", "--context", 5), ("--context with an engine",)),
         (("target", "--tree", "2,1"), ("--tree with an engine",)),
@@ -410,6 +416,46 @@ def test_a_self_draft_in_place_of_a_draft(pair, device):
     whole = off["step"]["bytes_parts"]["kv_cache"]
     # three passes of at most 16 + 2 + 3 rows, beside one of all that there are, 60 or more
     assert whole < step["bytes_parts"]["kv_cache"] < 2.1 * whole
+
+
+@pytest.mark.parametrize(
+    ("quantize", "layout"),
+    [
+        (("int8",), "int8"),
+        pytest.param(("int4", "--quantize-group", 32), "int4-g32", marks=pytest.mark.slow),
+        pytest.param(("fp8",), "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_weights(pair, device, tmp_path, quantize, layout):
+    """Target and draft: the layout and the bytes of its blocks are in the report."""
+    options = ("--synthetic", pair, *QUICK, "--rounds", 1, "--tree", "2,1")
+    dice, out = ("--synthetic-acceptance", "0.6,0.2"), tmp_path / "out.json"
+    floats = report_of(*options, *dice)
+    result = invoke(*options, *dice, "--quantize", *quantize, "--json", out)
+    assert result.exit_code == 0, result.output
+    report, dtype = json.loads(out.read_text()), floats["engine"]["dtype"]
+    assert (floats["settings"]["quantize"], report["settings"]["quantize"]) == (None, layout)
+    assert f"{dtype}, projections in {layout}" in " ".join(result.stdout.split())
+    for model, plain in zip(report["engine"]["models"], floats["engine"]["models"], strict=True):
+        assert (plain["quantization"], model["quantization"]) == (None, layout)
+        assert set(plain["weight_bytes"]) == {dtype}
+        # the head is in int8 in any case
+        assert set(model["weight_bytes"]) == {dtype, "int8", layout}
+        saved = sum(plain["weight_bytes"].values()) - sum(model["weight_bytes"].values())
+        assert plain["memory"]["weights"] - model["memory"]["weights"] == saved > 0
+    for run, of_floats in zip(report["runs"], floats["runs"], strict=True):
+        assert run["step"]["is_captured"]
+        parts, plain = run["step"]["bytes_parts"], of_floats["step"]["bytes_parts"]
+        assert parts["kv_cache"] == pytest.approx(plain["kv_cache"])
+        assert run["step"]["acceptance_length"] == of_floats["step"]["acceptance_length"]
+        # all but the embedding, of which rows are read
+        table = VOCAB * 64 * getattr(torch, dtype).itemsize
+        for item, found in ((report, parts), (floats, plain)):
+            read = sum(item["engine"]["models"][0]["weight_bytes"].values()) - table
+            # rotary frequencies
+            assert read <= found["target_weights"] <= read + 4096
+    # of the draft, in two passes
+    assert 0 < 2 * saved == plain["draft_weights"] - parts["draft_weights"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Random quantized weights, drawn in the blocks that programs read: no float of them ever exists.
+
+Levels are uniform over those that rounding gives, and scales such that (u - z) · s has a given
+standard deviation. The mean is zero, too: a mean would add up over the columns of a product, and
+from layer to layer. Levels of int8 and fp8 lie evenly around zero; those of int4 do not, -8 … 7,
+but their scales have either sign, as the rounded ones do (`QuantizedLayout`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.weight_layout import BLOCK
+
+# levels that rounding gives: int8 reaches -127, and two codes of e4m3 are NaN
+_NAN = 127
+_LEVELS = {
+    "int8": range(1, 256),
+    "int4": range(16),
+    "fp8": [code for code in range(256) if code & _NAN != _NAN],
+}
+# what is compared at a time, which takes as much memory again
+_CHUNK_BYTES = 64 << 20
+
+
+def draw_blocks(out: Tensor, columns: int, layout: QuantizedLayout, spread: Tensor) -> None:
+    """Draw a quantized weight, or a stack of them, from torch's generator of its device.
+
+    Args:
+        out: uint8 [blocks, bytes of a block], see `specc.artifact.quantized_layout`; is written.
+        columns: of the weight.
+        layout: int8, int4 or fp8.
+        spread: [blocks · 32] float32 on the same device: standard deviation of each output's
+            weights, 0 for what blocks have beyond the last output.
+    """
+    assert layout.kind in _LEVELS, "nobody asks --quantize for scales that are powers of two"
+    for part in out.split(max(1, _CHUNK_BYTES // out.shape[1])):
+        _draw_levels(part, layout)
+    blocks, groups = out.shape[0], layout.num_groups(columns)
+    # one header for all columns, or one before the levels of each group
+    step = layout.header_bytes + BLOCK * layout.group * layout.bits // 8
+    headers = out.as_strided((blocks, groups, layout.header_bytes), (out.stride(0), step, 1))
+    scales = (spread / _deviation(layout)).view(blocks, 1, BLOCK).expand(-1, groups, -1)
+    if layout.kind == "int4":
+        is_negative = torch.randint(0, 2, scales.shape, dtype=torch.int8, device=out.device)
+        scales = scales * (1 - 2 * is_negative)
+    num_bytes = BLOCK * torch.float32.itemsize
+    headers[..., :num_bytes] = scales.contiguous().view(torch.uint8)
+    if layout.has_zeros:
+        zeros = torch.full((BLOCK,), layout.middle, dtype=torch.int16, device=out.device)
+        headers[..., num_bytes:] = zeros.view(torch.uint8)
+
+
+def _draw_levels(out: Tensor, layout: QuantizedLayout) -> None:
+    """Fill all bytes; headers are written after that."""
+    if layout.bits == 4:
+        # two levels in a byte, each uniform
+        out.random_(0, 256)
+    elif layout.is_float:
+        out.random_(0, 254)
+        # 0 … 126 and 128 … 254
+        out.add_(out >= _NAN)
+    else:
+        out.random_(1, 256)
+
+
+def _deviation(layout: QuantizedLayout) -> float:
+    """Root mean square of u - z over the levels that are drawn."""
+    levels = torch.tensor(_LEVELS[layout.kind], dtype=torch.uint8)
+    values = layout.values(levels).double() - layout.middle
+    return float(values.square().mean().sqrt())
