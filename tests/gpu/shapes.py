@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = "llama-3.1-8b/llama-3.2-1b"
@@ -30,24 +31,55 @@ POLL_S = 0.2
 # live nodes of each request that are timed where a case cuts
 SHARES = (1.0, 0.75, 0.5, 0.25)
 
-# name → options of the shapes, of every benchmark; and `stop`: the phase at which enough is known
-# (rounds of generation, without it), or None
-CASES: dict[str, dict[str, Any]] = {
-    "8b-1b": {"shapes": PAIR, "options": CHAIN, "acceptance": "0.8", "stop": None},
-    "8b-1b int4": {
-        "shapes": PAIR, "options": CHAIN | {"quantize": "int4", "quantize_group": 128},
-        "acceptance": "0.8",
-    },
-    "8b-1b int8": {"shapes": PAIR, "options": CHAIN | {"quantize": "int8"}, "acceptance": "0.8"},
-    "8b-1b fp8": {"shapes": PAIR, "options": CHAIN | {"quantize": "fp8"}, "acceptance": "0.8"},
-    "8b-1b batch 16": {
-        "shapes": PAIR, "options": CHAIN, "acceptance": "0.8", "batch": 16, "cuts": "chain-5",
-    },
-    "8b-1b batch 16 int4": {
-        "shapes": PAIR, "options": CHAIN | {"quantize": "int4", "quantize_group": 128},
-        "acceptance": "0.8", "batch": 16,
-    },
-}  # fmt: skip
+INT4 = {"quantize": "int4", "quantize_group": 128}
+# probabilities of the siblings of a tree
+SIBLINGS = "0.8,.1,.05"
+
+
+def _case(
+    shapes: str,
+    options: Mapping[str, Any],
+    acceptance: str | None = "0.8",
+    *,
+    batch: int = 1,
+    stop: str | None = "rounds",
+    cuts: str | None = None,
+) -> dict[str, Any]:
+    """A case.
+
+    Args:
+        shapes: what --synthetic says.
+        options: others of `ShapesOptions`.
+        acceptance: probabilities of the dice.
+        batch: sequences.
+        stop: phase at which enough is known; None is the end.
+        cuts: plan whose steps are also timed with a part of each tree.
+    """
+    given = {"shapes": shapes, "options": dict(options), "acceptance": acceptance}
+    return given | {"batch": batch, "stop": stop, "cuts": cuts}
+
+
+CASES = {
+    "8b-1b": _case(PAIR, CHAIN, stop=None),
+    "8b-1b int4": _case(PAIR, CHAIN | INT4),
+    "8b-1b int8": _case(PAIR, CHAIN | {"quantize": "int8"}),
+    "8b-1b fp8": _case(PAIR, CHAIN | {"quantize": "fp8"}),
+    "8b-1b batch 16": _case(PAIR, CHAIN, batch=16, cuts="chain-5"),
+    "8b-1b batch 16 int4": _case(PAIR, CHAIN | INT4, batch=16),
+    "8b eagle3": _case(
+        "llama-3.1-8b", {"draft": "eagle3", "trees": ("1,1,1,1,1", "3,2,1,1")}, SIBLINGS
+    ),
+    "8b eagle3 batch 16": _case(
+        "llama-3.1-8b", CHAIN | {"draft": "eagle3"}, batch=16, stop="parts of off"
+    ),
+    "qwen3-8b dflash": _case(
+        "qwen3-8b", {"draft": "dflash", "trees": ("1,1,1,1,1,1,1", "3,2,1,1,1")}, SIBLINGS
+    ),
+    "8b medusa": _case("llama-3.1-8b", {"draft": "medusa", "trees": ("1,1,1", "3,2,1")}, SIBLINGS),
+    "qwen3-8b dspark": _case("qwen3-8b", CHAIN | {"draft": "dspark"}, stop="parts of off"),
+    "30b-a3b mixture": _case("qwen3-30b-a3b/qwen3-0.6b", CHAIN),
+    "16b latent attention": _case("deepseek-v2-lite", {}, None),
+}
 
 
 class Enough(Exception):
@@ -133,7 +165,7 @@ def measure(name: str, folder: Path) -> None:
         if event.seconds is not None:
             found["phases"][event.phase] = round(event.seconds, 2)
             write()
-        elif event.phase == case.get("stop", "rounds"):
+        elif event.phase == case["stop"]:
             raise Enough
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
@@ -150,21 +182,24 @@ def measure(name: str, folder: Path) -> None:
 
     def made(programs: Any, weights: Any, graphs: Any, backend: str) -> Any:
         engine = make_engine(programs, weights, graphs, backend)
-        if "cuts" in case:
+        if case["cuts"] is not None:
             given = case["cuts"], shapes.num_context, common.tokens
             found["cuts"] = cut_ms(engine, graphs, *given)
             write()
         return engine
 
-    engines.check_memory, engines.make_engine = checked, made
     shapes = ShapesOptions(case["shapes"], **case["options"])
     common = BenchOptions(
-        synthetic_acceptance=case.get("acceptance"),
-        batch_size=case.get("batch", 1),
+        synthetic_acceptance=case["acceptance"],
+        batch_size=case["batch"],
         tokens=case.get("tokens", 96),
         rounds=2,
     )
-    with contextlib.suppress(Enough):
+    with (
+        contextlib.suppress(Enough),
+        mock.patch.object(engines, "check_memory", checked),
+        mock.patch.object(engines, "make_engine", made),
+    ):
         found["report"] = measure_shapes(shapes, common, PhaseTimer(listen), on_steps)
     write()
 
