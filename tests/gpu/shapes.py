@@ -91,14 +91,22 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=400.0)
+    parser.add_argument("--lock", type=Path, help="who holds this file has the GPU")
     options = parser.parse_args()
     if unknown := {*options.cases} - {*CASES}:
         parser.error(f"unknown {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
     with _importable() as environment:
-        return run(options.cases or [*CASES], options.output, options.limit_s, environment)
+        given = options.cases or [*CASES], options.output, options.limit_s, environment
+        return run(*given, options.lock)
 
 
-def run(names: Sequence[str], output: Path, limit_s: float, environment: Mapping[str, str]) -> int:
+def run(
+    names: Sequence[str],
+    output: Path,
+    limit_s: float,
+    environment: Mapping[str, str],
+    lock: Path | None = None,
+) -> int:
     """Measure cases; returns 0 where all have ended well.
 
     Args:
@@ -106,13 +114,15 @@ def run(names: Sequence[str], output: Path, limit_s: float, environment: Mapping
         output: gets a JSON object of them.
         limit_s: seconds after which what runs is ended.
         environment: of the processes.
+        lock: see `--lock`; None is a file of their own.
     """
     end = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory(prefix="specc-shapes-") as scratch:
         folder = Path(scratch)
         running = {}
         for name in names:
-            command = [sys.executable, "-P", "-m", "tests.gpu.shapes_child", name, scratch]
+            own = str(lock or folder / "lock")
+            command = [sys.executable, "-P", "-m", "tests.gpu.shapes_child", name, scratch, own]
             with (folder / f"{name}.log").open("wb") as log:
                 running[name] = subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, env=dict(environment), cwd=ROOT
@@ -145,8 +155,8 @@ def _gather(folder: Path, names: Sequence[str], output: Path) -> None:
     os.replace(beside, output)
 
 
-def measure(name: str, folder: Path) -> None:
-    """One case, into `folder`/`name`.json."""
+def measure(name: str, folder: Path, lock: Path) -> None:
+    """One case, into `folder`/`name`.json; the GPU is its own while it holds `lock`."""
     from specc.bench.synthetic import engine as engines
     from specc.cli.bench.synthetic import measure_shapes
     from specc.cli.options.bench import BenchOptions, ShapesOptions
@@ -176,7 +186,7 @@ def measure(name: str, folder: Path) -> None:
 
     def checked(*given: Any) -> None:
         # from here on the GPU is this process's alone
-        wait_s = lock(folder / "lock")
+        wait_s = hold(lock)
         found["waited_s"] = round(wait_s, 1)
         check_memory(*given)
 
@@ -204,7 +214,7 @@ def measure(name: str, folder: Path) -> None:
     write()
 
 
-def lock(path: Path) -> float:
+def hold(path: Path) -> float:
     """Hold a file until this process ends; returns the seconds that it took."""
     begin = time.monotonic()
     file = path.open("w")

@@ -8,4 +8,4 @@ from pathlib import Path
 from tests.gpu.shapes import measure
 
 if __name__ == "__main__":
-    measure(sys.argv[1], Path(sys.argv[2]))
+    measure(sys.argv[1], *map(Path, sys.argv[2:]))

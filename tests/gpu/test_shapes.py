@@ -28,7 +28,7 @@ def tiny(monkeypatch, tmp_path):
 
 def test_a_case_up_to_its_rounds(tiny, tmp_path):
     tiny["cuts"] = "chain-3"
-    shapes.measure("tiny", tmp_path)
+    shapes.measure("tiny", tmp_path, tmp_path / "lock")
     found = json.loads((tmp_path / "tiny.json").read_text())
     assert set(found["steps"]) == {"off", "chain-3"}
     assert all(figures["is_captured"] for figures in found["steps"].values())
@@ -40,7 +40,7 @@ def test_a_case_up_to_its_rounds(tiny, tmp_path):
 
 def test_a_case_to_its_end(tiny, tmp_path):
     tiny["stop"] = None
-    shapes.measure("tiny", tmp_path)
+    shapes.measure("tiny", tmp_path, tmp_path / "lock")
     found = json.loads((tmp_path / "tiny.json").read_text())
     assert found["report"]["runs"]
     assert "cuts" not in found
