@@ -347,4 +347,4 @@ def test_shapes_alone_have_no_hidden_states(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="--synthetic and the Medusa heads") as raised:
         load_config(tmp_path)
-    assert "leave --draft out" in raised.value.do
+    assert "--synthetic TARGET --draft eagle3" in raised.value.do
