@@ -1,7 +1,7 @@
 """Attention within chunks of positions, compiled for GPUs ahead of time.
 
 It is compiled for an engine's own chunk, so no table has it. It has to be what the table has of
-attention without chunks: nothing spills, but for one tile, and as many key blocks are in flight.
+attention without chunks: nothing spills, but for two tiles, and as many key blocks are in flight.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ SAMPLED = (
 )
 # bytes that a thread stores and loads; without chunks it has all registers that it can have, too
 SPILLED = {
-    f"sm_90/attend/attend-{dtype}-d256-rows64-page{page}-tree": spilled
+    f"sm_{capability}/attend/attend-{dtype}-{tile}-tree": spilled
     for dtype in ("bf16", "fp16")
-    for page, spilled in ((0, 68), (16, 28))
+    for capability, tile, spilled in (
+        (80, "d64-rows128-page0", 64),
+        (90, "d256-rows64-page0", 68),
+        (90, "d256-rows64-page16", 28),
+    )
 }
 
 
