@@ -26,7 +26,7 @@ from specc.kernels.cuda.attend_call import (
     page_rows,
     signature,
 )
-from specc.kernels.cuda.attend_config import AttendConfig, config, machine
+from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.launch import launcher
@@ -107,6 +107,7 @@ def _launch(
     """
     rows, dtype = call.mean_rows, call.q.dtype
     c = config(dtype, max(call.head_dim, call.value_dim), rows, capability)
+    c = for_chunks(c) if "CHUNK" in beside else c
     work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
     num_parts = call.num_kv_heads * work.num_parts
     can_start_early = rows <= LARGEST_DEPENDENT and call.head_dim in _DEPENDENT_HEAD_DIMS
@@ -180,7 +181,16 @@ _INTEGERS = (
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability."""
+    """Every configuration that engines without chunks launch on a capability."""
+    yield from _shipped(capability, 0)
+
+
+def in_chunks(capability: int, chunk: int) -> Iterator[Shipped]:
+    """What engines with chunks of so many positions launch beside; by the names of `shipped`."""
+    yield from _shipped(capability, chunk)
+
+
+def _shipped(capability: int, chunk: int) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             sizes = (1, 32, LARGEST_DEPENDENT)
@@ -190,15 +200,16 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        item = _shipped_attend(dtype, head_dim, c, page, is_tree)
+                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk)
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
                         yield from with_dependent(item, capability, dtype, is_able)
 
 
 def _shipped_attend(
-    dtype: torch.dtype, head_dim: int, c: AttendConfig, page: int, is_tree: bool
+    dtype: torch.dtype, head_dim: int, c: AttendConfig, page: int, is_tree: bool, chunk: int
 ) -> Shipped:
     name = TYPE_NAMES[dtype]
+    c = for_chunks(c) if chunk else c
     return Shipped(
         f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_kernel,
@@ -209,7 +220,7 @@ def _shipped_attend(
             "IS_TREE": is_tree,
             "slopes": None,
             "ROUNDS": False,
-            "CHUNK": 0,
+            "CHUNK": chunk,
         },
         c.num_warps,
         c.num_stages,

@@ -1,4 +1,8 @@
-"""Where the chunk of a row begins in Triton: no key before it is seen (Llama 4).
+"""Chunks of positions in Triton: which keys of its own chunk a row sees, and no others (Llama 4).
+
+That a key is in the chunk of a row or in a later one is said of the key, by where its chunk ends: a
+[BM] vector of where each row's begins would stay in registers, in every layout in which rows and
+keys meet. Of the nodes of a tree, a row's bits leave out those before its chunk.
 
 Source: `attention_chunk_size` of Llama 4's configuration; semantics: `attend_reference`.
 """
@@ -9,6 +13,47 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.attend_slopes import count_bits
+
+
+@triton.jit
+def sight_ends(b_key, window, sink, CHUNK: tl.constexpr):
+    """First position that does not see a committed key any more; slots of those are positions."""
+    b_end = b_key - b_key % CHUNK + CHUNK
+    # a window as long as a chunk cuts nothing of it, and no sum of a longer one overflows
+    b_far = tl.where(b_key < sink, b_end, b_key + tl.minimum(window, CHUNK))
+    return tl.minimum(b_end, b_far)
+
+
+@triton.jit
+def bounds_in_chunks(
+    low, start, first_position, last_position, length, CHUNK: tl.constexpr, IS_TREE: tl.constexpr
+):
+    """What chunks make of `low`, from which on every row sees keys, and `start`, the first seen.
+
+    Args:
+        low: by windows alone.
+        start: likewise.
+        first_position: the least of live rows.
+        last_position: the greatest.
+        length: committed rows: the position of node 0.
+        CHUNK: positions of a chunk.
+        IS_TREE: rows have ancestor words.
+
+    Returns:
+        low, start, and whether some row's chunk begins after node 0 of a tree.
+    """
+    is_crossed = False
+    # A branch, though maxima need none: with bounds of loops that are no results of branches Triton
+    # 3.7 loses what strides are multiples of, so it loads keys by the number and pipelines nothing.
+    if last_position >= CHUNK:
+        last_chunk = last_position - last_position % CHUNK
+        first_chunk = first_position - first_position % CHUNK
+        low = tl.maximum(low, last_chunk)
+        if IS_TREE:
+            is_crossed = last_chunk > length
+        # of a tree, too: no node lies in a slot before its position
+        start = tl.maximum(start, first_chunk)
+    return low, start, is_crossed
 
 
 @triton.jit
@@ -32,35 +77,66 @@ def _place_of_bit(b_word, b_rank):
 
 
 @triton.jit
-def first_slots(
-    p_words, m_live, b_position, length, num_words, CHUNK: tl.constexpr, IS_TREE: tl.constexpr
-):
-    """[BM] slot of the first key of each row's chunk.
+def first_nodes(p_words, m_live, b_position, length, num_read, CHUNK: tl.constexpr):
+    """[BM] node with which each row's chunk begins on its path; 0 where the path is all of it.
 
-    Of what is committed slots are positions. Of a chunk that begins in the region it is the node of
-    the row's path at that position: paths ascend, so what lies before it in slots does so in
-    positions, too.
+    Paths ascend: what lies before that node in slots does so in positions, too.
 
     Args:
         p_words: [BM] ancestor words of rows.
         m_live: [BM] rows that are not dead.
         b_position: [BM] positions of rows.
-        length: committed rows: the slot of node 0.
-        num_words: of each row.
+        length: committed rows: the position of node 0.
+        num_read: words of each row; 0 where no row's chunk begins after node 0.
         CHUNK: positions of a chunk.
-        IS_TREE: rows have ancestor words.
     """
-    b_first = b_position - b_position % CHUNK
-    if IS_TREE:
-        # nodes of the path before the chunk, counted down; below 0 once its first node is found
-        b_rank = tl.where(m_live & (b_first > length), b_first - length, -1)
-        b_first = tl.where(b_rank > 0, length, b_first)
-        num_read = tl.where(tl.max(b_rank, 0) > 0, num_words, 0)
-        for i in range(0, num_read):
-            b_word = tl.load(p_words + i, mask=m_live, other=0).to(tl.uint64, bitcast=True)
-            b_count = count_bits(b_word.to(tl.uint32)) + count_bits((b_word >> 32).to(tl.uint32))
-            is_here = (b_rank >= 0) & (b_rank < b_count)
-            b_place = length + i * 64 + _place_of_bit(b_word, tl.maximum(b_rank, 0))
-            b_first = tl.where(is_here, b_place, b_first)
-            b_rank = tl.where(b_rank >= 0, b_rank - b_count, b_rank)
+    # nodes of the path before the chunk, counted down; below 0 once its first node is found
+    b_rank = b_position - b_position % CHUNK - length
+    b_rank = tl.where(m_live & (b_rank > 0), b_rank, -1)
+    b_first = tl.zeros_like(b_rank)
+    for i in range(0, num_read):
+        b_word = tl.load(p_words + i, mask=m_live, other=0).to(tl.uint64, bitcast=True)
+        b_count = count_bits(b_word.to(tl.uint32)) + count_bits((b_word >> 32).to(tl.uint32))
+        is_here = (b_rank >= 0) & (b_rank < b_count)
+        b_place = i * 64 + _place_of_bit(b_word, tl.maximum(b_rank, 0))
+        b_first = tl.where(is_here, b_place, b_first)
+        b_rank = tl.where(b_rank >= 0, b_rank - b_count, b_rank)
     return b_first
+
+
+@triton.jit
+def bits_from(b_bits, b_node):
+    """[BM] words of 32 bits without those before each row's `b_node`, which may be anywhere."""
+    # a shift by 32 is undefined: in two halves
+    b_out = tl.minimum(tl.maximum(b_node, 0), 32).to(tl.uint32)
+    b_half = b_out >> 1
+    return (b_bits >> b_half >> (b_out - b_half)) << b_half << (b_out - b_half)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def seen_by_any(
+    o_key, o_n, b_low, b_high, first_position, window, sink, length, CHUNK: tl.constexpr
+):
+    """[BN] keys that a live row of a tree sees, without a tile of rows and keys.
+
+    Args:
+        o_key: [BN] slots.
+        o_n: [BN] their places in this step, below 64.
+        b_low: [BM] 32 ancestor bits from the node of place 0 on; of rows that are dead, none.
+        b_high: [BM] the next 32.
+        first_position: the least of live rows, which sees most of what is committed.
+        window: of positions.
+        sink: first keys that no window cuts.
+        length: committed rows: the slot of node 0.
+        CHUNK: positions of a chunk.
+    """
+    low = tl.reduce(b_low, 0, _either)
+    high = tl.reduce(b_high, 0, _either)
+    b_half = tl.where(o_n < 32, low, high)
+    m_node = ((b_half >> (o_n & 31).to(tl.uint32)) & 1) != 0
+    return tl.where(o_key < length, first_position < sight_ends(o_key, window, sink, CHUNK), m_node)

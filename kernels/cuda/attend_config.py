@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,6 +17,8 @@ WAVES_ONE, WAVES_FEW, MAX_WAVES = 1, 2, 4
 SHORT_ROWS = 2048
 # registers of a thread that parts which are loaded at a time take
 _PART_REGISTERS = 64
+# registers that a thread can have
+MOST_REGISTERS = 255
 # what the choice of splits assumes where there is no GPU, and every program takes its time
 INTERPRETER_SMS = 1
 
@@ -146,6 +148,15 @@ def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> Att
     height = next((height for height in heights if height >= rows), heights[-1])
     key = (size, padded, height)
     return _EXCEPTIONS.get((_family(capability), *key), _TABLE[key])
+
+
+def for_chunks(c: AttendConfig) -> AttendConfig:
+    """Launch parameters of calls with chunks in place of others.
+
+    Left to itself, ptxas makes one program more of some of them fit a multiprocessor, and spills:
+    of tiles of 16 rows of a tree on sm_90, 16 bytes.
+    """
+    return replace(c, max_registers=MOST_REGISTERS)
 
 
 def _family(capability: int) -> int:

@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_chunks import first_slots
+from specc.kernels.cuda.attend_chunks import (
+    bits_from,
+    bounds_in_chunks,
+    first_nodes,
+    seen_by_any,
+)
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_rows import load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances
@@ -59,7 +64,9 @@ def _attend_block(
     IS_MASKED: tl.constexpr,
     b_slope=None,  # [BM], or none
     ROUNDS: tl.constexpr = False,
-    b_first=None,  # [BM] slot of the first key of each row's chunk, or none
+    CHUNK: tl.constexpr = 0,
+    first_position=0,  # the least of live rows
+    b_first=None,  # [BM] see `first_nodes`; of trees with chunks
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
     o_n = tl.arange(0, BN)
@@ -90,14 +97,20 @@ def _attend_block(
     if IS_MASKED:
         if IS_TREE:
             b_low, b_high = node_bits(p_words, m_live, i_key - length, num_words)
+            if CHUNK:
+                b_low = bits_from(b_low, b_first - (i_key - length))
+                b_high = bits_from(b_high, b_first - (i_key - length) - 32)
         # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
-        m_seen = m_live[None, :] & is_visible(
-            o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
-            b_high[None, :], window, sink, length, IS_TREE,
-        )  # fmt: skip  # [BN, BM]
-        if b_first is not None:
-            m_seen &= o_key[:, None] >= b_first[None, :]
-        m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
+        if CHUNK and IS_TREE:
+            m_v = m_key & seen_by_any(
+                o_key, o_n, b_low, b_high, first_position, window, sink, length, CHUNK
+            )
+        else:
+            m_seen = m_live[None, :] & is_visible(
+                o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
+                b_high[None, :], window, sink, length, IS_TREE, CHUNK,
+            )  # fmt: skip  # [BN, BM]
+            m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
     else:
         b_v = load_rows(p_v, o_dv, DV, BDV)
@@ -124,10 +137,8 @@ def _attend_block(
     if IS_MASKED:
         m_s = m_key[None, :] & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
-            b_high[:, None], window, sink, length, IS_TREE,
+            b_high[:, None], window, sink, length, IS_TREE, CHUNK,
         )  # fmt: skip
-        if b_first is not None:
-            m_s &= o_key[None, :] >= b_first[:, None]
         b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         # rows that have seen nothing yet: -inf - -inf is NaN
@@ -264,15 +275,18 @@ def attend_kernel(
         start = tl.maximum(start - window + 1, 0)
         if IS_TREE:
             start = tl.minimum(start, length)
+    first_position = 0
     b_first = None
     if CHUNK:
-        p_words = ancestors + o_t.to(tl.int64) * stride_words
-        b_first = first_slots(p_words, m_live, b_position, length, num_words, CHUNK, IS_TREE)
-        low = tl.maximum(low, tl.max(tl.where(m_live, b_first, 0), 0))
-        first_slot = tl.min(tl.where(m_live, b_first, 2147483647), 0)
+        first_position = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        last_position = tl.max(tl.where(m_live, b_position, 0), 0)
+        low, start, is_crossed = bounds_in_chunks(
+            low, start, first_position, last_position, length, CHUNK, IS_TREE
+        )
         if IS_TREE:
-            first_slot = tl.minimum(first_slot, length)
-        start = tl.maximum(start, first_slot)
+            p_words = ancestors + o_t.to(tl.int64) * stride_words
+            num_read = tl.where(is_crossed, num_words, 0)
+            b_first = first_nodes(p_words, m_live, b_position, length, num_read, CHUNK)
     if IS_TREE:
         full = tl.minimum(length, capacity)
     else:
@@ -307,7 +321,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
             length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS, b_first,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS,
         )  # fmt: skip
 
     if IS_TREE:
@@ -332,7 +346,8 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS, b_first,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS,
+            CHUNK, first_position, b_first,
         )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)

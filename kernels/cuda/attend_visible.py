@@ -1,9 +1,11 @@
-"""Which keys a row sees: its token, the ancestors of that, and the window that cuts the rest."""
+"""Which keys a row sees: its token, the ancestors of that, and what window and chunk leave."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from specc.kernels.cuda.attend_chunks import sight_ends
 
 
 @triton.jit
@@ -33,10 +35,17 @@ def node_bits(p_words, m_live, i_node, num_words):
 
 @triton.jit
 def is_visible(
-    b_key, b_bit, b_position, b_low, b_high, window, sink, length, IS_TREE: tl.constexpr
-):
-    """Which rows see which keys; one of them runs along each axis."""
-    m_near = (b_key > b_position - window) | (b_key < sink)
+    b_key, b_bit, b_position, b_low, b_high, window, sink, length, IS_TREE: tl.constexpr,
+    CHUNK: tl.constexpr = 0,
+):  # fmt: skip
+    """Which rows see which keys; one of them runs along each axis.
+
+    With a CHUNK of positions, bits of nodes are those of rows' own chunks already.
+    """
+    if CHUNK:
+        m_near = b_position < sight_ends(b_key, window, sink, CHUNK)
+    else:
+        m_near = (b_key > b_position - window) | (b_key < sink)
     if IS_TREE:
         # halves of 32 bits: registers, for a tile of them
         b_half = tl.where(b_bit < 32, b_low, b_high)

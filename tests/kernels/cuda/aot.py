@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ class Usage:
     tensor_core: int
 
 
-def items(module: str, capability: int) -> list[Any]:
-    """What a file ships for a capability."""
-    return list(importlib.import_module(f"specc.kernels.cuda.{module}").shipped(capability))
+def items(module: str, capability: int, chunk: int = 0) -> list[Any]:
+    """What a file ships for a capability; with a chunk, what it has for chunks of so much."""
+    file = importlib.import_module(f"specc.kernels.cuda.{module}")
+    return list(file.in_chunks(capability, chunk) if chunk else file.shipped(capability))
 
 
 def usage(item: Any, capability: int) -> Usage:
@@ -188,21 +189,12 @@ def write_table(path: Path, version: str, capability: int, found: Mapping[str, U
     path.write_text(text, encoding="utf-8")
 
 
-def _with_constants(item: Any, given: Mapping[str, int]) -> Any:
-    """A configuration with other values of some constants, which it has to have."""
-    unknown = given.keys() - item.constexprs.keys()
-    assert not unknown, f"{item.name} has no {sorted(unknown)}"
-    return replace(item, constexprs={**item.constexprs, **given})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--only", nargs="+", default=MODULES, choices=MODULES)
     parser.add_argument("--names", nargs="+", help="these alone: sm_90/rows/tree_rows")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=N", help="constants besides those that ship"
-    )
+    parser.add_argument("--chunk", type=int, default=0, help="positions; of `--only attend`")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables", type=Path, help="folder of budget tables to write")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
@@ -212,12 +204,11 @@ def main() -> int:
 
     knobs.compilation.always_compile = True
     knobs.nvidia.dump_ptxas_log = True
-    given = {name: int(value) for name, _, value in (one.partition("=") for one in options.set)}
     work = [
-        (capability, f"{module}/{item.name}", _with_constants(item, given))
+        (capability, f"{module}/{item.name}", item)
         for capability in options.capabilities
         for module in options.only
-        for item in items(module, capability)
+        for item in items(module, capability, options.chunk)
         if options.names is None or f"sm_{capability}/{module}/{item.name}" in options.names
     ]
     lines = []

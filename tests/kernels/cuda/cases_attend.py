@@ -154,11 +154,27 @@ CHUNKED_CASES = {
     "prefill-within": Case(((20, 300),), False, F16, (2, 1), (16, 16), chunk=200),
     "prefill-fp32": Case(((19, 30), (1, 77)), False, sizes=(32, 32), splits=2, chunk=40),
     "prefill-crosses": Case(((70, 230),), False, F16, (2, 1), (16, 16), chunk=256),
+    # tiles, and steps of keys, of many chunks
+    "prefill-of-many": Case(((70, 11), (9, 3)), False, F16, (2, 1), (16, 16), chunk=5),
+    "of-one-position": Case(((9, 20),), True, F16, (2, 1), (16, 16), chunk=1),
+    # windows within chunks and beyond them, with sinks before a chunk and within it
+    "prefill-window-sink": Case(
+        ((70, 130),), False, F16, (2, 1), (16, 16), window=33, sink=140, chunk=128
+    ),
+    "tree-sink-within": Case(
+        ((7, 200),), True, F16, (2, 1), (16, 16), window=20, sink=160, chunk=150
+    ),
+    "wider-window": Case(((12, 90), (2, 3)), False, heads=(2, 1), window=70, sink=40, chunk=24),
+    "tiles-of-128": Case(((37, 90), (2, 5)), True, BF16, (7, 1), (32, 32), splits=2, chunk=60),
     "dead-tokens": Case(((5, 70), (2, 9), (4, 20)), dead=(1, 5, 6, 10), tail=3, chunk=12),
     # what wide and few rows take where there are no chunks
     "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), chunk=100),
     "few": Case(((3, 150),), True, BF16, (4, 2), (64, 64), chunk=100),
     "slopes": Case(((9, 46), (1, 10)), splits=2, slopes=0.2, chunk=16),
+    "slopes-of-3-words": Case(
+        ((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, slopes=0.1, chunk=20
+    ),
+    "slopes-of-a-prefill": Case(((40, 0), (23, 50)), False, F16, slopes=0.3, chunk=24),
     "chosen-splits": Case(((2, 150), (1, 300)), heads=(2, 1), splits=None, chunk=128),
     "one-of-chosen-splits": Case(((2, 450),), heads=(2, 1), splits=None, chunk=256),
 }
@@ -169,6 +185,16 @@ GPU_CASES = {
     "chunk": Case(((512, 3000), (1, 17)), False, BF16, (32, 8), (128, 128), splits=None),
     "chunk-window": Case(((700, 900),), False, F16, (8, 2), (96, 96), window=256, sink=4),
     "nodes-1024": Case(((1024, 500),), True, BF16, (8, 2), (80, 80), splits=None),
+    # Llama 4 Scout: tokens on both sides of a chunk's end, far after it, and before all of them
+    "chunks-tree": Case(
+        ((32, 8180), (32, 20_000), (32, 40)), True, BF16, (40, 8), (128, 128), chunk=8192
+    ),
+    "chunks-prefill": Case(
+        ((512, 8000), (1, 17)), False, BF16, (40, 8), (128, 128), splits=None, chunk=8192
+    ),
+    "chunks-decode": Case(
+        ((1, 8191), (1, 8192), (1, 30_000)), False, BF16, (40, 8), (128, 128), chunk=8192
+    ),
     "batch-1024": Case(((1, 40),) * 1024, False, BF16, (4, 1), (64, 64), splits=None),
 }
 
@@ -315,9 +341,9 @@ def check_call(case: Case, call: Call, run: Callable[[Call, int | None], Tensor]
 BAD_CASE = Case(((2, 40), (3, 30), (2, 20)), True, F16, (2, 1), (16, 16), splits=2)
 
 
-def check_bad_data(device: torch.device) -> None:
+def check_bad_data(device: torch.device, chunk: int = 0) -> None:
     """`attend` over broken lengths and blocks."""
-    check_bad_call(make_call(BAD_CASE, device), run)
+    check_bad_call(make_call(replace(BAD_CASE, chunk=chunk), device), run)
 
 
 def check_bad_call(call: Call, run: Callable[[Call, int | None], Tensor]) -> None:

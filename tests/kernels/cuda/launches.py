@@ -128,8 +128,14 @@ def _type(value: Any) -> str:
     return "i32" if abs(value) < 1 << 31 else "i64"
 
 
-def record(module: types.ModuleType, capability: int, monkeypatch: Any) -> list[Launch]:
-    """The launches of all calls of a file of `specc.kernels.cuda`."""
+def record(
+    module: types.ModuleType,
+    capability: int,
+    monkeypatch: Any,
+    calls: Callable[[], Iterator[Any]] | None = None,
+) -> list[Launch]:
+    """The launches of all calls of a file of `specc.kernels.cuda`, or of those that are given."""
+    calls = calls or CALLS[module.__name__.rpartition(".")[2]]
     launches: list[Launch] = []
     for name, value in list(vars(module).items()):
         if name.endswith("_kernel") and hasattr(value, "arg_names"):
@@ -140,7 +146,7 @@ def record(module: types.ModuleType, capability: int, monkeypatch: Any) -> list[
     monkeypatch.setattr(dependent, "INTERPRETED", False)
     for is_dependent in (False, True)[: 1 + (capability >= dependent.LEAST_CAPABILITY)]:
         with dependent_launches(is_dependent):
-            for _ in CALLS[module.__name__.rpartition(".")[2]]():
+            for _ in calls():
                 pass
     return launches
 
@@ -312,7 +318,7 @@ def _history_arguments() -> tuple[Tensor, ...]:
     return history, table, _meta(4, dtype=I32), _meta(4, 2, dtype=I64)
 
 
-def _attend_calls() -> Iterator[Any]:
+def attend_calls(chunk: int = 0) -> Iterator[Any]:
     # one token, a chain, a tree and a chunk of a prompt; dense rows and pages of 16
     for dtype in FLOATS:
         for size in (64, 80, 96, 128, 256):
@@ -320,7 +326,9 @@ def _attend_calls() -> Iterator[Any]:
                 for pages in ((1, 4096), (256, 16)):
                     for is_tree in (True, False):
                         for splits in (1, 5):
-                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 2)
+                            yield _attend(
+                                dtype, size, num_tokens, pages, is_tree, splits, 2, chunk=chunk
+                            )
 
 
 def _attend_few_calls() -> Iterator[Any]:
@@ -359,6 +367,7 @@ def _attend(
     splits: int,
     num_seqs: int,
     num_heads: int = 8,
+    chunk: int = 0,
 ) -> Tensor:
     num_pages, block_size = pages
     num_tokens *= num_seqs
@@ -370,6 +379,7 @@ def _attend(
         _meta(num_seqs + 1, dtype=I32), position, slot,
         _meta(num_seqs, dtype=I32), words, _meta(num_seqs, num_pages, dtype=I32),
         scale=0.125,
+        chunk=chunk,
         num_splits=splits,
     )  # fmt: skip
 
@@ -408,7 +418,7 @@ def _attend_latent(
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
-    "attend": _attend_calls,
+    "attend": attend_calls,
     "attend_few": _attend_few_calls,
     "attend_latent": _attend_latent_calls,
     "attend_wide": _attend_wide_calls,

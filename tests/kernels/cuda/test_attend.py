@@ -96,8 +96,9 @@ def test_a_scale_is_positive(device: torch.device) -> None:
             module.attend(*call.args, **(call.options | {"scale": scale}))
 
 
-def test_bad_data_stays_inside(device: torch.device) -> None:
-    check_bad_data(device)
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_bad_data_stays_inside(device: torch.device, chunk: int) -> None:
+    check_bad_data(device, chunk)
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -1,36 +1,104 @@
-"""Attention within chunks of positions, compiled for a GPU ahead of time.
+"""Attention within chunks of positions, compiled for GPUs ahead of time.
 
-It does not ship as a configuration of its own, so no table has it: numbers are here. Beside those
-of attention without chunks, tiles of 32 rows and more spill, as the first slot of each row's chunk
-stays in registers with the rest; no GPU has said what that costs.
+It is compiled for an engine's own chunk, so no table has it. It has to be what the table has of
+attention without chunks: nothing spills, but for two tiles, and as many key blocks are in flight.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda.aot import Usage
-from tests.kernels.cuda.test_budgets import PINNED, SHARED, compile_kernels, read_table
+from specc.kernels.cuda import attend
+from specc.kernels.cuda.shipped import CAPABILITIES
+from tests.kernels.cuda import launches
+from tests.kernels.cuda.test_budgets import (
+    OLDEST,
+    PINNED,
+    ROOT,
+    compile_kernels,
+    read_table,
+    resident,
+    shipped,
+    split_name,
+)
+from tests.tiers import every
 
 # Llama 4's
 CHUNK = 8192
-# the nodes of a tree, and rows of prompts by wgmma, with what they use on sm_90
-FOUND = {
-    "attend-bf16-d128-rows16-page16-tree": Usage(209, 0, 0, 28672, 0, 64),
-    "attend-bf16-d128-rows128-page0-causal": Usage(255, 2204, 840, 65536, 0, 24),
+# nodes of a tree and rows of prompts by mma.sync, wgmma and tcgen05; the first is one that spills
+# if ptxas chooses how many registers a thread has
+SAMPLED = (
+    "sm_90/attend/attend-bf16-d128-rows16-page16-tree",
+    "sm_90/attend/attend-bf16-d128-rows128-page0-tree",
+    "sm_90/attend/attend-bf16-d128-rows128-page0-causal",
+    "sm_80/attend/attend-bf16-d128-rows64-page0-tree",
+    "sm_100/attend/attend-bf16-d128-rows64-page0-tree",
+    "sm_120/attend/attend-bf16-d128-rows16-page16-causal",
+)
+# bytes that a thread stores and loads; without chunks it has all registers that it can have, too
+SPILLED = {
+    f"sm_{capability}/attend/attend-{dtype}-{tile}-tree": spilled
+    for dtype in ("bf16", "fp16")
+    for capability, tile, spilled in (
+        (80, "d64-rows128-page0", 64),
+        (90, "d256-rows64-page0", 68),
+        (90, "d256-rows64-page16", 28),
+    )
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_it_compiles_for_a_gpu(name: str, tmp_path: Path) -> None:
-    options = ["--capabilities", "90", "--only", "attend", "--names", f"sm_90/attend/{name}"]
-    (usage,) = compile_kernels(tmp_path, [*options, "--set", f"CHUNK={CHUNK}"], PINNED).values()
-    assert usage == FOUND[name]
-    plain = read_table(PINNED, 90)[f"attend/{name}"]
-    # the same products, in memory that a multiprocessor has
-    assert usage.tensor_core == plain.tensor_core > 0
-    assert usage.shared < SHARED[90]
-    # what is compiled knows of chunks
-    assert usage != plain
+def check_compiled(names: Iterable[str], folder: Path, version: str, **environment: str) -> None:
+    """Compile what calls with chunks launch in place of what ships, and compare it with that."""
+    names = list(names)
+    capabilities = sorted({split_name(name)[0] for name in names})
+    options = ["--only", "attend", "--chunk", str(CHUNK), "--names", *names]
+    options += ["--capabilities", *map(str, capabilities)]
+    found = compile_kernels(folder, options, version, **environment)
+    assert sorted(found) == sorted(map(split_name, names))
+    plain = {capability: read_table(version, capability) for capability in capabilities}
+    items = {capability: shipped(capability) for capability in capabilities}
+    for (capability, name), usage in found.items():
+        label = f"sm_{capability}/{name}"
+        wanted, warps = plain[capability][name], items[capability][name].num_warps
+        assert usage.spilled == SPILLED.get(label, 0), label
+        # the same products, of keys that are loaded ahead as far
+        assert usage.tensor_core == wanted.tensor_core, label
+        assert usage.shared == wanted.shared, label
+        most = min(2, resident(wanted, warps, capability))
+        assert resident(usage, warps, capability) >= most, label
+
+
+def test_a_sample_spills_nothing(tmp_path: Path) -> None:
+    check_compiled(SAMPLED, tmp_path, PINNED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_nothing_spills(capability: int, tmp_path: Path) -> None:
+    names = [name for name in shipped(capability) if name.startswith("attend/")]
+    check_compiled([f"sm_{capability}/{name}" for name in names], tmp_path, PINNED)
+
+
+@pytest.mark.slow
+def test_nothing_spills_with_the_oldest_triton(tmp_path: Path) -> None:
+    folder = ROOT / "build" / f"triton-{OLDEST}"
+    assert folder.is_dir(), f"found no {folder}; do: make {folder.relative_to(ROOT)}/.installed"
+    names = [name for name in SAMPLED if name.startswith("sm_90/")]
+    check_compiled(names, tmp_path, OLDEST, PYTHONPATH=str(folder))
+
+
+@pytest.mark.parametrize("capability", every(4, CAPABILITIES, first=1))
+def test_what_is_compiled_is_what_is_launched(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = {
+        launches.shipped_launch(item): item.name for item in attend.in_chunks(capability, CHUNK)
+    }
+    calls = functools.partial(launches.attend_calls, CHUNK)
+    launched = set(launches.record(attend, capability, monkeypatch, calls))
+    assert [name for launch, name in items.items() if launch not in launched] == []
+    assert launched - set(items) == set()
