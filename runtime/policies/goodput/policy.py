@@ -101,7 +101,7 @@ class GoodputPolicy(Policy):
             self._live_nodes = LiveNodes(self._plans, self._acceptance, self._ends, token_budget)
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
-        self._num_iterations = self._next_load = 0
+        self._num_iterations = self._next_load = self._next_look = 0
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
@@ -222,9 +222,8 @@ class GoodputPolicy(Policy):
         if not batch.groups:
             return
         is_known = all(group.plan.name in self._index_of for group in batch.groups)
-        is_due = is_known and (
-            self._num_iterations < TUNED.often or self._num_iterations % TUNED.seldom == 0
-        )
+        is_due = is_known and self._num_iterations >= self._next_look
+        begin_s = self._clock()
         self._seconds.observe_prompts(batch, result, is_due)
         # of a trial that was queued before its results came, another decision holds by now
         is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
@@ -232,6 +231,10 @@ class GoodputPolicy(Policy):
         if is_due or (is_known and is_new):
             lagging = {group.plan.name for group in batch.groups if group.catches_up}
             self._seconds.observe(batch, result, lagging)
+        if is_due and self._num_iterations >= TUNED.often:
+            # as rare as it is slow beside these steps
+            wait = max(TUNED.seldom, min(TUNED.longest_hold, self._pays_after(begin_s)))
+            self._next_look = self._num_iterations + wait
         if self._trial is not None and is_other:
             # prompts, and what is queued before results come, have no seconds of their own
             if result.wall_s and not batch.prefill:
