@@ -101,7 +101,7 @@ class GoodputPolicy(Policy):
             self._live_nodes = LiveNodes(self._plans, self._acceptance, self._ends, token_budget)
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
-        self._num_iterations = self._next_load = self._next_look = 0
+        self._num_iterations = self._next_load = self._load_paid = self._next_look = 0
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
@@ -113,6 +113,8 @@ class GoodputPolicy(Policy):
         # what drafts read prompts for
         self._prepared = 0
         self._num_decided = self._num_decisions = self._held = 0
+        # iterations that pay for the last decision
+        self._paid = 0
         self._last_requests: list[Request] = []
         self._last_names: list[str] = []
         self._left = 0
@@ -153,8 +155,8 @@ class GoodputPolicy(Policy):
             self._num_decisions += 1
             # in the beginning there is more to learn than to lose
             most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
-            self._left = max(self._left, min(most, self._pays_after(begin_s)))
-            self._held = self._left
+            self._paid = min(most, self._pays_after(begin_s))
+            self._held = self._left = max(self._left, self._paid)
         elif requests == self._last_requests:
             return self._last_names
         self._last_names = [self._plans[self._plan_index(request)].name for request in requests]
@@ -167,12 +169,18 @@ class GoodputPolicy(Policy):
         return math.ceil((self._clock() - begin_s) / share_s) if share_s > 0 else 0
 
     def _are_others(self, requests: list[Request]) -> bool:
-        """More than an eighth have come or gone since the last decision."""
+        """Many have come or gone since the last decision.
+
+        That is more than an eighth where iterations since then have paid for that decision, and
+        more than half before: on a small model it takes as long as a step, and somebody comes or
+        goes every few steps.
+        """
         if requests == self._last_requests:
             return False
         num_new = sum(request.request_id not in self._chosen for request in requests)
         num_gone = self._num_decided + num_new - len(requests)
-        return max(num_new, num_gone) > self._num_decided / 8
+        is_paid = self._held - self._left >= self._paid
+        return max(num_new, num_gone) > self._num_decided / (8 if is_paid else 2)
 
     def _plan_index(self, request: Request) -> int:
         """What was decided; later requests do as most do, unless drafts would catch up."""
@@ -254,11 +262,13 @@ class GoodputPolicy(Policy):
             return
         options = [self._options_of(request) for request in requests]
         context = Contexts([s.cache_len for s in requests])
-        if self._num_iterations >= self._next_load or self._load.has_changed:
+        is_paid = self._num_iterations >= self._load_paid
+        if self._num_iterations >= self._next_load or (is_paid and self._load.has_changed):
             begin_s = self._clock()
             self._prepared = self._prepare(options, context)
-            wait = max(TUNED.load_every, min(TUNED.longest_hold, self._pays_after(begin_s)))
-            self._next_load = self._num_iterations + wait
+            wait = min(TUNED.longest_hold, self._pays_after(begin_s))
+            self._load_paid = self._num_iterations + wait
+            self._next_load = self._num_iterations + max(TUNED.load_every, wait)
             self._served = {}
         in_step = options
         options = [

@@ -63,3 +63,61 @@ def test_what_decides_slowly_decides_rarely(monkeypatch) -> None:
     assert 8 <= decisions <= 16
     assert 4 <= looks <= 7
     assert 2 <= watched <= 4
+
+
+def decided(tick_s: float, changed: int, monkeypatch) -> tuple[int, int]:
+    """Decisions and looks at the load in 240 iterations, after each third of which requests differ.
+
+    Args:
+        tick_s: by which each look at the clock finds it later.
+        changed: requests of 8 that are replaced then.
+        monkeypatch: of the test.
+    """
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += tick_s
+        return now[0]
+
+    table = roofline()
+    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.8]]}, clock=clock)
+    engine, requests = Engine(policy, table), make_requests(8)
+    # holds are as long as they get
+    for _ in range(ITERATIONS):
+        engine.step(requests, [0.8] * 8)
+    counts = {"_decide": 0, "_prepare": 0}
+    for name in counts:
+        real = getattr(policy, name)
+
+        def count(*args, name=name, real=real):
+            counts[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(policy, name, count)
+    monkeypatch.setattr(type(policy._load), "has_changed", property(lambda load: True))
+    for i in range(240):
+        if i % 3 == 0:
+            for place in range(changed):
+                requests[place] = make_requests(8)[place]
+                requests[place].request_id = f"new-{i}-{place}"
+            requests = list(requests)
+        engine.step(requests, [0.8] * 8)
+    return counts["_decide"], counts["_prepare"]
+
+
+def test_requests_that_come_and_go_have_it_decided_when_that_is_paid(monkeypatch) -> None:
+    """Two of eight, every third iteration: at once where deciding takes no time."""
+    assert decided(0.0, 2, monkeypatch)[0] == 80
+    slow, _ = decided(1.0, 2, monkeypatch)
+    # five of eight have changed after three times
+    assert slow <= 80 // 3 + 1
+
+
+def test_other_requests_have_it_decided_at_once(monkeypatch) -> None:
+    """However slow that is: what was decided says nothing about them."""
+    assert decided(1.0, 8, monkeypatch)[0] == 80
+
+
+def test_a_load_that_changes_is_looked_at_when_that_is_paid(monkeypatch) -> None:
+    assert decided(0.0, 8, monkeypatch)[1] == 80
+    assert decided(1.0, 8, monkeypatch)[1] <= 4
