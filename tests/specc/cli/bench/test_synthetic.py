@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.bench import baseline as bench_transformers
 from specc.bench import device as bench_device
-from specc.bench.baseline import STATIC, TransformersContender, static_cache_options
 from specc.bench.synthetic import engine as bench_shapes_engine
 from specc.cli.bench.shape_plans import choose_shape_plans
 from specc.cli.options.bench import ShapesOptions
@@ -23,7 +21,7 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
 from tests import command_line
 from tests.command_line import assert_refused
-from tests.models import VOCAB, build_model, tiny_config
+from tests.models import VOCAB, tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.specc.cli.bench.test_engine import RUN_FIELDS as ENGINE_RUN_FIELDS
 
@@ -339,67 +337,6 @@ def test_the_published_pair_would_not_fit_here(monkeypatch):
         monkeypatch.setitem(bench_shapes.SHAPES[name], "num_hidden_layers", layers)
     result = invoke("--synthetic", "llama-3.1-8b/llama-3.2-1b", "--synthetic-acceptance", ".8")
     assert_refused(result, "1.0 GiB of memory free", "llama-3.1-8b", "llama-3.2-1b")
-
-
-@pytest.mark.slow
-def test_decoding_with_a_static_cache_and_a_compiled_forward(monkeypatch):
-    """The setting of a GPU, here with a backend that compiles nothing: the same tokens as plain."""
-    model = build_model("llama")
-    batches = [[[5, 6, 7, 8], [9, 10, 11, 12]]]
-    calls = []
-    compile_ = torch.compile
-
-    def compiled(function: Any, **options: Any) -> Any:
-        calls.append(options)
-        return compile_(function, **options)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    plain = TransformersContender("transformers", model, batches, 8).run()
-    assert not calls
-    options = static_cache_options("eager", everywhere=True)
-    static = TransformersContender(STATIC, model, batches, 8, options=options).run()
-    assert static.outputs == plain.outputs
-    assert static.num_steps == 7
-    (found,) = calls
-    assert found["backend"] == "eager"
-
-
-def test_options_of_the_compiled_forward():
-    options = static_cache_options()
-    assert options["cache_implementation"] == "static"
-    config = options["compile_config"].to_dict()
-    assert (config["backend"], config["mode"]) == ("inductor", "reduce-overhead")
-
-
-def test_a_gpu_gets_the_compiled_forward(monkeypatch):
-    """Which contenders there are follows from the device alone."""
-
-    class OnGpu:
-        device = torch.device("cuda", 0)
-
-    made: list[tuple[str, Any]] = []
-
-    class Contender:
-        def __init__(self, name: str, *args: Any, **options: Any) -> None:
-            made.append((name, options))
-
-        def run(self) -> None:
-            made.append(("run", None))
-
-    monkeypatch.setattr(bench_transformers, "TransformersContender", Contender)
-    found, notes = bench_transformers.make_contenders(OnGpu(), OnGpu(), [[[1]]], 4, 3)
-    assert [name for name, _ in made] == [
-        "transformers",
-        "transformers-assisted",
-        "run",
-        STATIC,
-        "run",
-    ]
-    assert made[3][1]["options"]["cache_implementation"] == "static"
-    assert (len(found), notes) == (3, [])
-    found, notes = bench_transformers.make_contenders(OnGpu(), OnGpu(), [[[1], [2]]], 4, 3)
-    assert len(found) == 2
-    assert "one sequence" in notes[0]
 
 
 def test_a_self_draft_in_place_of_a_draft(pair, device):
