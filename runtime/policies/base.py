@@ -89,6 +89,13 @@ class Policy(ABC):
         """
         return None
 
+    # does not have to be there
+    def choose_again(self) -> None:  # noqa: B027
+        """What was chosen last is not run: results in flight come first.
+
+        Both are asked again, for the same iteration, when these are known.
+        """
+
     def live_nodes(self, plan: SpecPlan, requests: Sequence[Request]) -> tuple[int, ...]:
         """How many nodes of each request's tree the target verifies: the first ones.
 

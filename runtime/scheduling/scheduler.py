@@ -196,6 +196,14 @@ class Scheduler:
 
         None where that depends on results in flight.
         """
+        groups = self._divided(ready, plan, ahead, beside)
+        if groups is None:
+            self.policy.choose_again()
+        return groups
+
+    def _divided(
+        self, ready: list[Request], plan: SpecPlan, ahead: LookAhead, beside: Beside
+    ) -> list[StepGroup] | None:
         plans = [plan] * len(ready)
         if ready and (names := self.policy.choose_each(ready, self.stats)) is not None:
             plans = [self._plans[name] for name in names]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
@@ -120,7 +121,9 @@ def step_bytes(
     models = {}
     for model in manifest.models:
         program = read_json(directory / model.program_file)
-        models[model.name] = ModelShape(program, model.layers, model.dtype, rows)
+        keys = [k for b in plan.blocks if b.draft == model.name for k in b.bias_tensors.values()]
+        copies = _tensors_of(directory / model.weights_file, keys) if keys else {}
+        models[model.name] = ModelShape(program, model.layers, model.dtype, rows, copies)
     target = manifest.models[0]
     for draft in manifest.self_drafts:
         layers = [target.layers[number] for number in draft.layers]
@@ -128,6 +131,13 @@ def step_bytes(
         models[draft.name] = ModelShape(program, layers, target.dtype, rows)
     step = read_json(directory / entry.file)
     return count_step_bytes(step, models, plan, context, sequences)
+
+
+def _tensors_of(file: Path, keys: Sequence[str]) -> dict[str, Tensor]:
+    """Those of the keys that a file has."""
+    with safe_open(file, framework="pt") as weights:
+        own = set(weights.keys())
+        return {key: weights.get_tensor(key) for key in keys if key in own}
 
 
 def count_step_bytes(

@@ -20,7 +20,12 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import latent_pass, required_phases
 from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models
-from specc.compiler.engine_plans import check_blocks, check_budgets, reached_positions
+from specc.compiler.engine_plans import (
+    check_blocks,
+    check_budgets,
+    reached_positions,
+    tokens_of_passes,
+)
 from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.quantized_models import describe_quantization
@@ -166,7 +171,8 @@ def compile_shapes(
     rounded = quantize_phases(options.quantization, experts=experts)
     required = required_phases(backend.facts)
     positions = reached_positions(plans, limits.max_seq_len)
-    lowering = (*rounded, *required, *backend.phases(positions))
+    tokens = tokens_of_passes(plans, limits.prefill_chunk)
+    lowering = (*rounded, *required, *backend.phases(positions, tokens))
     compiled, _ = compile_models(
         sources,
         plans,

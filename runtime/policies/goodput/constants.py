@@ -15,7 +15,8 @@ class GoodputConstants:
         paid_off: iterations over which what a draft catches up is paid off.
         often: first iterations, of each of which the seconds are looked at.
         seldom: of steps that go on alike afterwards, one in so many is looked at, or fewer.
-        deciding_share: of the time, that deciding may take, and as much looking at seconds.
+        deciding_share: of the time, that deciding may take, and as much looking at seconds of
+            steps that go on alike.
         margin: what another division of the batch has to promise, as a share of the present one's
             goodput.
         margin_of_off: how many times larger the batch has to be under off before drafts read

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specc.cost.contexts import Contexts
@@ -47,10 +48,10 @@ if TYPE_CHECKING:
 class GoodputPolicy(Policy):
     """Divides every batch so that it yields most expected tokens a second.
 
-    A decision holds for a few iterations, unless more than an eighth of the decoding requests come
-    or go; prompts are not counted, as they come and go. Another division has to promise
-    1 % more. Plans that are not in use, and could pay if their drafts were right, are tried now
-    and then, for at most 1 % of the time.
+    A decision holds for a few iterations, unless many of the decoding requests come or go: more
+    than half, or, when iterations have paid for it, an eighth; prompts are not counted. Another
+    division has to promise 1 % more. Plans that are not in use, and could pay if their drafts were
+    right, are tried now and then, for at most 1 % of the time.
 
     Args:
         plans: of the engine.
@@ -115,6 +116,9 @@ class GoodputPolicy(Policy):
         self._num_decided = self._num_decisions = self._held = 0
         # iterations that pay for the last decision
         self._paid = 0
+        # seconds that deciding took before the iteration that was asked for last
+        self._decided_s = 0.0
+        self._is_asked_again = False
         self._last_requests: list[Request] = []
         self._last_names: list[str] = []
         self._left = 0
@@ -144,17 +148,24 @@ class GoodputPolicy(Policy):
             self._prepared = self._prepare([alone], Contexts([TUNED.typical_context]))
         return self._plans[self._prepared].name
 
+    def choose_again(self) -> None:
+        """A trial that could not be queued ahead is not over."""
+        self._is_asked_again = True
+
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each request."""
-        if self._probed:
+        if self._probed and not self._is_asked_again:
             # a trial is one iteration long; then what was decided besides holds
             self._probed, self._decision = {}, self._settled
+        self._is_asked_again = False
+        self._decided_s = 0.0
         if self._left <= 0 or self._are_others(requests):
             begin_s = self._clock()
             self._decide(requests)
             self._num_decisions += 1
             # in the beginning there is more to learn than to lose
             most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
+            self._decided_s = self._clock() - begin_s
             self._paid = min(most, self._pays_after(begin_s))
             self._held = self._left = max(self._left, self._paid)
         elif requests == self._last_requests:
@@ -172,7 +183,7 @@ class GoodputPolicy(Policy):
         """Many have come or gone since the last decision.
 
         That is more than an eighth where iterations since then have paid for that decision, and
-        more than half before: on a small model it takes as long as a step, and somebody comes or
+        more than half before: on a small model it takes as long as a step, and some request comes or
         goes every few steps.
         """
         if requests == self._last_requests:
@@ -235,7 +246,13 @@ class GoodputPolicy(Policy):
         self._seconds.observe_prompts(batch, result, is_due)
         # of a trial that was queued before its results came, another decision holds by now
         is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
-        is_new = batch.prefill or self._probed or is_other or self._left == self._held
+        is_first = self._left == self._held
+        is_new = batch.prefill or self._probed or is_other or is_first
+        if result.wall_s and is_first and self._decided_s:
+            # it began with a decision; of steps in a row each has a share of that
+            is_alone = bool(self._probed) or any(group.live for group in batch.groups)
+            wall_s = max(0.0, result.wall_s - self._decided_s) if is_alone else 0.0
+            result = replace(result, wall_s=wall_s)
         if is_due or (is_known and is_new):
             lagging = {group.plan.name for group in batch.groups if group.catches_up}
             self._seconds.observe(batch, result, lagging)
@@ -243,7 +260,8 @@ class GoodputPolicy(Policy):
             # as rare as it is slow beside these steps
             wait = max(TUNED.seldom, min(TUNED.longest_hold, self._pays_after(begin_s)))
             self._next_look = self._num_iterations + wait
-        if self._trial is not None and is_other:
+        tried = {self._plans[i].name for i in self._trial.plans.values()} if self._trial else ()
+        if self._trial is not None and any(group.plan.name in tried for group in batch.groups):
             # prompts, and what is queued before results come, have no seconds of their own
             if result.wall_s and not batch.prefill:
                 self._probes.took(self._trial, result.wall_s)
@@ -291,8 +309,9 @@ class GoodputPolicy(Policy):
         counts = Counter(best.plans)
         self._main = max(counts, key=lambda index: counts[index])
         probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
+        self._trial = probe
         if probe is not None:
-            self._probed, self._trial = dict(probe.plans), probe
+            self._probed = dict(probe.plans)
         self._settled = self._decision = self._describe(best, None, requests)
         if probe is not None:
             self._decision = self._describe(best, probe, requests)

@@ -25,11 +25,13 @@ class Probe(NamedTuple):
         plans: request → index of the plan that it tries.
         tokens: expected of the iteration.
         seconds: predicted.
+        charged: of them, paid in advance.
     """
 
     plans: Mapping[str, int]
     tokens: float
     seconds: float
+    charged: float = 0.0
 
 
 class Probes:
@@ -70,10 +72,11 @@ class Probes:
 
         The programs of a plan that was not in use come from memory, and what they drive out of the
         caches has to come back: on a CPU that is up to half of a small model's step. A trial that
-        a pause fell into counts for no more than others can save up.
+        a pause fell into counts for no more than others can save up. Where seconds are not known,
+        as of steps that are queued ahead, the prediction stands.
         """
         most = TUNED.probe_share * TUNED.probe_saved * probe.seconds
-        self._saved_s -= min(seconds - probe.seconds, most)
+        self._saved_s -= max(-probe.charged, min(seconds - probe.seconds, most))
 
     def choose(
         self,
@@ -97,7 +100,8 @@ class Probes:
             # seconds in which the best division would have yielded as much
             lost_s = probe.seconds - probe.tokens / best.goodput
             if lost_s <= self._saved_s:
-                self._saved_s -= max(0.0, lost_s)
+                probe = probe._replace(charged=max(0.0, lost_s))
+                self._saved_s -= probe.charged
                 self._number += 1
                 self._last[_family(self._plans[index])] = self._number
                 return probe

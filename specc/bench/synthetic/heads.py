@@ -23,7 +23,7 @@ for Medusa an example of NVIDIA's for nvidia/Llama-3.1-8B-Medusa-FP8, which name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ _BLOCK_LAYERS = 5
 _MEDUSA_HEADS = 3
 # of DSpark: tokens of a block, and columns of what the token before adds
 _SPARK_BLOCK, _SPARK_RANK = 7, 256
+# of targets in which no two of the layers that a head reads are the same
+_LEAST_LAYERS = {"eagle3": 7, "dflash": 8, "dspark": 8, "medusa": 1}
 # model type of the target → tokens of a block, and the id that stands for those not yet known
 _BLOCKS = {"qwen3": (16, 151669), "llama": (10, 128002)}
 # of a layer, as configurations of transformers call them
@@ -69,22 +71,18 @@ def make_head(name: str, label: str, target: Any) -> HeadShape:
             "choose another target, or name the shape of a draft: --synthetic TARGET/DRAFT",
         )
     config, shapes, maps = HEADS[name](target)
-    if len(set(ids := _ids_of(name, target.num_hidden_layers))) < len(ids):
+    if target.num_hidden_layers < (least := _LEAST_LAYERS[name]):
         raise ConfigError(
             f"--draft {name}, and {label}, a target of {target.num_hidden_layers} layers",
-            f"hidden states of {len(ids)} different layers: {2 * len(ids) - 2} or more of them",
+            f"hidden states of different layers, which a target of {least} layers or more has",
             "choose a deeper target",
         )
     tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     return HeadShape(name, config, tensors | maps)
 
 
-def _ids_of(name: str, num_layers: int) -> Sequence[int]:
-    """Layers that a head reads, of a target of so many."""
-    if name == "medusa":
-        return (num_layers,)
-    if name == "eagle3":
-        return 2, num_layers // 2, num_layers - 3
+def _block_ids(num_layers: int) -> list[int]:
+    """Layers that a block drafter reads, of a target of so many."""
     last = num_layers - 3
     return [round(1 + i * (last - 1) / (_BLOCK_LAYERS - 1)) for i in range(_BLOCK_LAYERS)]
 
@@ -122,7 +120,7 @@ def _dflash(target: Any) -> tuple[dict[str, Any], Shapes, dict[str, Tensor]]:
         "num_target_layers": target.num_hidden_layers,
         "dflash_config": {
             "mask_token_id": min(mask, target.vocab_size - 1),
-            "target_layer_ids": _ids_of("dflash", target.num_hidden_layers),
+            "target_layer_ids": _block_ids(target.num_hidden_layers),
         },
     }
     shapes: Shapes = {

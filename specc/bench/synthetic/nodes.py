@@ -270,7 +270,9 @@ class _Counter(TorchDispatchMode):
     def _rows_read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes of K and V that attention reads."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        caches = given["k_cache"], given["v_cache"]
+        # values that are columns of the keys are read with these
+        names = ("k_cache",) if given.get("values_in_keys") else ("k_cache", "v_cache")
+        caches = [given[name] for name in names]
         window = int(given.get("window", 0))
         rows = min(self._context, window or self._context) * given["cache_len"].shape[0]
         return sum(rows * c.shape[2] * c.shape[3] * c.element_size() for c in caches)

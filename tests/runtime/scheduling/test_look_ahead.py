@@ -392,3 +392,29 @@ def test_blocks_and_lengths_hold_whatever_is_accepted(seed: int) -> None:
     assert blocks.num_free == blocks.num_blocks
     assert all(s.is_finished or s not in scheduler.running for s in everyone)
     assert num_ahead > 0.4 * num_steps
+
+
+def test_a_choice_that_cannot_be_queued_ahead_is_asked_for_again() -> None:
+    """A draft that has missed tokens in flight reads them first; the policy knows of that."""
+
+    class Asked(Script):
+        num_again = 0
+
+        def choose_again(self) -> None:
+            self.num_again += 1
+
+    policy = Asked(a=OFF.name)
+    scheduler = scripted(policy)
+    batch = running(scheduler, make_request("a", max_tokens=20))
+    assert groups(batch) == {OFF.name: ["a"]}
+    following = scheduler.schedule_ahead([batch])
+    assert following is not None
+    scheduler.hold(following)
+    scheduler.postprocess(batch, run(batch))
+    assert policy.num_again == 0
+    policy.plans["a"] = CHAIN.name
+    assert scheduler.schedule_ahead([following]) is None
+    assert policy.num_again == 1
+    scheduler.postprocess(following, run(following))
+    assert groups(scheduler.schedule()) == {CHAIN.name: ["a"]}
+    assert policy.num_again == 1

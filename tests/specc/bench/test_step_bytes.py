@@ -22,10 +22,14 @@ from specc.bench.step_bytes import (
     model_bytes,
     step_bytes,
 )
+from specc.compiler.build import build
 from specc.kernels import ops
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.program_files import read_json
+from specc.speculation.block_drafts import BIAS_TENSORS
 from specc.speculation.plans import OFF, SpecPlan
+from tests.runtime.backends.cuda.confident_rig import write_drafter, write_target
+from tests.runtime.head_rig import CHAIN, options
 
 aten = torch.ops.aten
 HIDDEN, HEAD_DIM, KV_HEADS, LAYERS = 32, 8, 2, {"target": 2, "draft": 1}
@@ -144,6 +148,24 @@ def mixture(groups: int, experts: int) -> dict:
         {"name": "stack", "kind": "weight", "key": "w", "dtype": "float32", "shape": [8, 4, 4]},
     ]
     return {"inputs": inputs, "graph": graph_to_json(graph)}
+
+
+def test_what_steps_read_of_a_drafter_besides_its_program(tmp_path):
+    """Of an engine's files: for each level all of the matrix that makes logits depend on tokens."""
+    write_target(tmp_path / "target")
+    write_drafter(tmp_path / "drafter", "dspark-deepspec")
+    engine = tmp_path / "engine"
+    build(tmp_path / "target", [tmp_path / "drafter"], engine, options(plans=(CHAIN,)))
+    manifest = open_engine(engine, False, backends=("eager",))
+    plan = next(entry.plan for entry in manifest.plans if entry.plan.speculates)
+    found = step_bytes(engine, manifest, plan, 10.0, 2.0)
+    file = engine / next(m.weights_file for m in manifest.models if m.name == "draft_0")
+    with safe_open(file, framework="pt") as weights:
+        matrix = weights.get_tensor(BIAS_TENSORS["bias_out"])
+    program = read_json(engine / next(m.program_file for m in manifest.models[1:]))
+    own = model_bytes(program).weights
+    assert matrix.nbytes > 0
+    assert found.draft_weights == own + CHAIN.max_depth * matrix.nbytes
 
 
 def test_experts_that_are_chosen_last_are_read():

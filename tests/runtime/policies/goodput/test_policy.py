@@ -12,6 +12,7 @@ from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.policies.goodput.probe import Probe
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
@@ -38,6 +39,7 @@ class Engine:
         self.seconds, self.probe_s = 0.0, 0.0
         # a trial takes so many times as long as by the table
         self.slow_trials = 1.0
+        self.counts_deciding = False
         self.lost_s = 0.0
         self.plans: list[list[str]] = []
 
@@ -65,7 +67,8 @@ class Engine:
         pass_s = self.table.target_s(shapes)
         is_probe = self.policy.decision.is_probe
         seconds = self.table.iteration(shapes) * (self.slow_trials if is_probe else 1.0)
-        result = RunResult(steps=steps, pass_s=pass_s, wall_s=seconds)
+        decided_s = self.policy._decided_s if self.counts_deciding else 0.0
+        result = RunResult(steps=steps, pass_s=pass_s, wall_s=seconds + decided_s)
         if is_probe:
             self.probe_s += seconds
             settled = self.policy._settled
@@ -165,6 +168,54 @@ def test_a_pause_in_a_trial_is_paid_off_soon():
     for _ in range(600):
         engine.step(requests, [0.3] * 4)
     assert engine.probe_s > before
+
+
+def test_a_trial_that_cannot_be_queued_ahead_is_run_all_the_same():
+    """It is asked for again when results are there, and over after that."""
+    table = roofline()
+    policy = new_policy(PLANS, table, {"draft_0": [[0.02]]})
+    policy._probes._saved_s = 100.0
+    requests = make_requests(4)
+    names = policy.choose_each(requests, STATS)
+    assert policy.decision.is_probe
+    for _ in range(2):
+        policy.choose_again()
+        assert policy.choose_each(requests, STATS) == names
+        assert policy.decision.is_probe
+    assert set(policy.choose_each(requests, STATS)) == {"off"} != set(names)
+    assert not policy.decision.is_probe
+
+
+def test_a_trial_gives_back_no_more_than_was_paid_for_it():
+    """However much of its time it did not use: else each one would pay for the next."""
+    probes = new_policy(PLANS, roofline())._probes
+    probe = Probe({}, 1.0, 1.0, charged=0.01)
+    for seconds, saved in ((1.0, 0.0), (0.995, 0.005), (0.5, 0.01), (1.5, -0.5), (9.0, -2.0)):
+        probes._saved_s = 0.0
+        probes.took(probe, seconds)
+        assert probes._saved_s == pytest.approx(saved)
+
+
+def test_seconds_of_a_trial_are_without_those_of_deciding(monkeypatch):
+    """What decides in between is counted by itself; seconds of the host have none of it, either."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 1.0
+        return now[0]
+
+    table = roofline()
+    policy = GoodputPolicy(PLANS, table, clock=clock)
+    engine, requests = Engine(policy, table), make_requests(4)
+    engine.counts_deciding = True
+    took, host = [], []
+    monkeypatch.setattr(policy._probes, "took", lambda probe, s: took.append(s - probe.seconds))
+    monkeypatch.setattr(policy._seconds.host_s, "observe", lambda _, seconds: host.append(seconds))
+    for _ in range(3000):
+        engine.step(requests, [0.3] * 4)
+    assert len(took) > 1
+    assert max(map(abs, took)) < 0.5
+    assert max(host) < 0.5
 
 
 def test_a_shorter_chain_than_those_in_use_is_not_tried():

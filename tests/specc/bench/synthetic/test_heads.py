@@ -15,13 +15,14 @@ from specc.bench.device import RepeatingDevice
 from specc.bench.step_bytes import ModelShape, StepBytes, count_passes, count_step_bytes
 from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.estimate import make_estimate
-from specc.bench.synthetic.heads import HEADS, make_head
+from specc.bench.synthetic.heads import HEADS, _block_ids, make_head
 from specc.bench.synthetic.shapes import SHAPES, Shape
 from specc.bench.synthetic.weights import make_weights, shared_bytes
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.head_spec import TargetFacts
 from specc.passes.frontend.heads.recognise import fit_head
+from specc.passes.frontend.heads.tap_ids import default_ids
 from specc.progress import PhaseTimer
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -129,12 +130,30 @@ def test_targets_that_have_no_such_head(name):
     other = "llama" if name == "dspark" else "gpt2"
     for config, words in (
         (tiny_config(other), f"a model of type {other}"),
-        (tiny_config("qwen3", num_hidden_layers=4), "a target of 4 layers"),
+        (tiny_config("qwen3", num_hidden_layers=1), "a target of 1 layers"),
+        (tiny_config("qwen3", num_hidden_layers=3), "a target of 3 layers"),
+        (tiny_config("qwen3", num_hidden_layers=6), "a target of 6 layers"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             make_head(name, "T", config)
         assert caught.value.needed
         assert caught.value.do
+
+
+@pytest.mark.parametrize(("name", "least"), [("eagle3", 7), ("dflash", 8), ("dspark", 8)])
+def test_the_least_target_reads_different_layers(name, least):
+    """Layers as the compiler chooses them where files name none, or as configurations name them."""
+    with pytest.raises(ConfigError, match=f"a target of {least} layers or more has"):
+        make_head(name, "T", tiny_config("qwen3", num_hidden_layers=least - 1))
+    config = tiny_config("qwen3", num_hidden_layers=least)
+    made = make_head(name, "T", config)
+    ids = default_ids(least) if name == "eagle3" else _block_ids(least)
+    assert len(set(ids)) == len(ids)
+    assert 0 <= min(ids) <= max(ids) < least
+    # and of one layer fewer they are not
+    fewer = default_ids(least - 1) if name == "eagle3" else _block_ids(least - 1)
+    assert len(set(fewer)) < len(fewer)
+    assert made.tensors
 
 
 # in the default tier a head of each kind, a tree and a chain, a target of each kind

@@ -20,6 +20,7 @@ from specc.bench.synthetic.nodes import Launches, step_nodes
 from specc.bench.synthetic.shapes import SHAPES, Shape
 from specc.bench.synthetic.weights import shared_bytes
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
+from specc.cost.graph_costs import ATTEND
 from specc.errors import UnsupportedAttentionError
 from specc.kernels.cuda.recorded import recorded
 from specc.kernels.cuda.register import KERNELS
@@ -108,6 +109,20 @@ def test_the_cache_is_as_large_as_the_plan_says(name: str) -> None:
     engine = make_engine(programs, draw(programs), RepeatingDevice(), "cuda")
     slabs = engine.cache.slabs["target"]
     assert sum(slab.nbytes for slab in slabs) == programs.models[0].memory.cache
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), [("qwen3-30b-a3b", 2 * 2 * 16), ("deepseek-v2-lite", 24)]
+)
+def test_rows_of_the_cache_are_read_once(name: str, columns: int) -> None:
+    """Of latents as well, whose values are columns of the keys."""
+
+    def read(context: int) -> int:
+        nodes = step_nodes(compiled(name), OFF, context, Launches(recorded, KERNELS))
+        return next(node.num_bytes for node in nodes if node.kind == ATTEND)
+
+    # two sequences, float32
+    assert read(20) - read(10) == 10 * 2 * columns * 4
 
 
 @pytest.mark.parametrize("name", SMALL)
