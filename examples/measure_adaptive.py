@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument(
-        "--queue", action="store_true", help="hand over all batches at once: who ends makes room"
+        "--queue",
+        action="store_true",
+        help="hand over all batches at once: requests that end make room",
     )
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
@@ -96,7 +98,10 @@ def main() -> None:
     engine = Engine.load(options.engine, num_threads=options.threads, max_num_seqs=options.batch)
     table = measure_latency(engine, budget_s=8.0)
     count = options.batch * options.batches
-    prompts = tokenize(engine, plain_prompts(options.prompts)[:count], options.tokens)
+    given = plain_prompts(options.prompts)
+    if len(given) < count:
+        parser.error(f"{options.prompts} has {len(given)} prompts, {count} are needed")
+    prompts = tokenize(engine, given[:count], options.tokens)
     batches = [prompts[i : i + options.batch] for i in range(0, count, options.batch)]
     params = [
         SamplingParams(

@@ -210,7 +210,7 @@ On `cuda` a call with slopes takes the general kernel whatever its shapes, since
 for wide rows have none (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
 they were. Triton's interpreter has compared it with the oracle, and in captured steps, prompts in
 pieces and trees, with the tokens of transformers (`tests/runtime/backends/cuda/test_slopes.py`);
-ptxas of sm_80 and sm_90 keeps its registers; no GPU has run it.
+ptxas of sm_80 and sm_90 keeps its registers, and on an H200 it agrees with the oracle.
 """
 
 

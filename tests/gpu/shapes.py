@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=400.0)
-    parser.add_argument("--lock", type=Path, help="who holds this file has the GPU")
+    parser.add_argument("--lock", type=Path, help="the process that holds this file has the GPU")
     options = parser.parse_args()
     if unknown := {*options.cases} - {*CASES}:
         parser.error(f"unknown {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
@@ -157,6 +157,7 @@ def _gather(folder: Path, names: Sequence[str], output: Path) -> None:
 
 def measure(name: str, folder: Path, lock: Path) -> None:
     """One case, into `folder`/`name`.json; the GPU is its own while it holds `lock`."""
+    from specc.bench import device
     from specc.bench.synthetic import engine as engines
     from specc.cli.bench.synthetic import measure_shapes
     from specc.cli.options.bench import BenchOptions, ShapesOptions
@@ -184,11 +185,11 @@ def measure(name: str, folder: Path, lock: Path) -> None:
 
     check_memory, make_engine = engines.check_memory, engines.make_engine
 
-    def checked(*given: Any) -> None:
-        # from here on the GPU is this process's alone
+    def checked(programs: Any, extra: int, free: int) -> None:
+        # from here on the GPU is this process's alone, and as free as it is then
         wait_s = hold(lock)
         found["waited_s"] = round(wait_s, 1)
-        check_memory(*given)
+        check_memory(programs, extra, device.open_device()[0].free_bytes())
 
     def made(programs: Any, weights: Any, graphs: Any, backend: str) -> Any:
         engine = make_engine(programs, weights, graphs, backend)

@@ -241,14 +241,21 @@ def test_drafts_that_obey_a_grammar(environment, tmp_path, device, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["check_policies", "check_drafters"])
-def test_trees_that_are_cut(environment, tmp_path, entry):
+@pytest.mark.parametrize(
+    ("device", "entry"),
+    [
+        ("simulated", "check_policies"),
+        ("simulated", "check_drafters"),
+        (rehearsal.APART, "check_drafters"),
+    ],
+)
+def test_trees_that_are_cut(environment, tmp_path, device, entry):
     """Each plan with its tokens and its times."""
     task = Task("replay", "cut", f"tests.gpu.cut_trees:{entry}", result_s=900.0)
     options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
     stages = {"B": [Stage(900.0, (task,), 1)]}
     own = environment | {"TRITON_INTERPRET": "1"}
-    status = check.run(options, rehearsal.FACTS, own, "simulated", stages)
+    status = check.run(options, rehearsal.FACTS, own, device, stages)
     found = json.loads((tmp_path / "report.json").read_text())["parts"]["replay"]["cut"]
     assert status == 0, found
     assert len(found["results"]) == {"check_policies": 4, "check_drafters": 12}[entry]

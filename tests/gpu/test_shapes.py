@@ -7,6 +7,7 @@ import json
 import pytest
 
 from specc.bench import device as bench_device
+from specc.errors import EngineError
 from tests.gpu import shapes
 from tests.models import tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -59,3 +60,26 @@ def test_options_of_cases_are_known(name):
     _, draft = parse_shapes(case["shapes"])
     plans = choose_shape_plans(options, acceptance.synthetic_acceptance, draft is not None)
     assert (case["cuts"] or "off") in {*(plan.name for plan in plans), "off"}
+
+
+def test_memory_is_what_is_free_when_the_gpu_is(tiny, tmp_path, monkeypatch):
+    """Another case may have held it until then."""
+    simulated = SimulatedDevice()
+    free = [1 << 40]
+    monkeypatch.setattr(simulated, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(bench_device, "open_device", lambda: (simulated, "cuda"))
+
+    def hold(path):
+        free[0] = 1
+        return 0.0
+
+    monkeypatch.setattr(shapes, "hold", hold)
+    with pytest.raises(EngineError, match="1 bytes of memory free"):
+        shapes.measure("tiny", tmp_path, tmp_path / "lock")
+
+
+@pytest.mark.parametrize("name", shapes.CASES)
+def test_cases_stop_at_a_phase_that_comes(name):
+    """A misspelt one would be measured to its end."""
+    stop = shapes.CASES[name]["stop"]
+    assert stop in (None, "rounds", "parts of off")

@@ -14,6 +14,11 @@ from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
+# of metrics, which two backends that do the same have alike
+COUNTERS = (
+    "num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "accepted_at_depth",
+)  # fmt: skip
+
 
 class ScriptedNodes(FixedPolicy):
     """One plan; how many nodes are live follows from the request and what it has emitted."""

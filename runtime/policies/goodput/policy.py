@@ -183,8 +183,8 @@ class GoodputPolicy(Policy):
         """Many have come or gone since the last decision.
 
         That is more than an eighth where iterations since then have paid for that decision, and
-        more than half before: on a small model it takes as long as a step, and some request comes or
-        goes every few steps.
+        more than half before: on a small model it takes as long as a step, and requests come or go
+        every few steps.
         """
         if requests == self._last_requests:
             return False

@@ -1,4 +1,4 @@
-"""Random quantized weights, drawn in the blocks that programs read: no float of them ever exists.
+"""Random quantized weights, drawn in the blocks that programs read: they never exist as floats.
 
 Levels are uniform over those that rounding gives, and scales such that (u - z) · s has a given
 standard deviation. The mean is zero, too: a mean would add up over the columns of a product, and

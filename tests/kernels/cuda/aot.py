@@ -199,6 +199,8 @@ def main() -> int:
     parser.add_argument("--tables", type=Path, help="folder of budget tables to write")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
     options = parser.parse_args()
+    if options.chunk and (options.only != ["attend"] or options.tables):
+        parser.error("--chunk goes with --only attend, and without --tables")
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     from triton import __version__, knobs
 

@@ -18,6 +18,7 @@ from specc.kernels.cuda import (
     embed_norm_rope_write,
     experts,
     few_rows,
+    few_rows_tiles,
     linear_q,
     skinny_linear,
 )
@@ -121,7 +122,8 @@ def _linear_q_calls() -> Iterator[Any]:
                 weight = _meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
                 x = _meta(num_rows, _HIDDEN, dtype=dtype)
                 for bias in (None, _meta(size, dtype=dtype)):
-                    for number in range(2):
+                    tiles = few_rows_tiles.quantized_tiles(name, dtype, num_rows)
+                    for number in range(max(1, len(tiles))):
                         with few_rows.forced(number):
                             yield linear_q.linear_q(x, weight, bias, size, *facts)
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TILES = cases.tiles()
 # each tile with one shape, and with others in the slow tier
 QUICK = [
-    (name, dtype, (cases.SHAPES if rows <= 16 else cases.MANY)[i % 3], number, i % 2 == 0)
+    (name, dtype, cases.shapes(name, dtype, rows, number)[i % 3], number, i % 2 == 0)
     for i, (name, dtype, rows, number) in enumerate(TILES)
 ]
 EVERY = [
     (name, dtype, shape, number, i % 2 == 1)
     for i, (name, dtype, rows, number) in enumerate(TILES)
-    for shape in (cases.SHAPES if rows <= 16 else cases.MANY)
+    for shape in cases.shapes(name, dtype, rows, number)
 ]
 
 
@@ -67,6 +67,23 @@ def test_every_code_of_floats(name, device):
         like = torch.zeros(1, want.shape[1], dtype=dtype, device=device)
         found = module.decoded(weight.to(device), like, 0, 32, layout)
         assert torch.equal(found, want.to(dtype).to(device))
+
+
+@pytest.mark.parametrize("form", [few_rows_tiles.VECTOR, few_rows_tiles.SLICES])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_every_code_of_floats_in_products(name, form, device):
+    """A row that is 1 in one column reads it: 32 outputs have 32 codes there."""
+    weight, want = cases.every_code(name)
+    layout, columns = QuantizedLayout.named(name), want.shape[1]
+    chosen = torch.arange(0, columns, 31)
+    x = torch.eye(columns, dtype=BF16, device=device)[chosen]
+    num_rows = 1 if form == few_rows_tiles.VECTOR else len(chosen)
+    tiles = few_rows_tiles.quantized_tiles(name, BF16, num_rows)
+    (number,) = (i for i, tile in enumerate(tiles) if tile.form == form)
+    facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
+    with forced(number):
+        found = [linear_q(rows, weight.to(device), None, 32, *facts) for rows in x.split(num_rows)]
+    assert torch.equal(torch.cat(found).float().cpu(), want[:, chosen].T)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +131,10 @@ def test_which_product(device):
             assert quantized_tile_for(x, 64, "int4-g32") == tiles[0]
         finally:
             del few_rows.choices[product]
+    # one row alone has a tile more, which takes no other
+    forms = [[t.form for t in few_rows_tiles.quantized_tiles("int4-g64", BF16, n)] for n in (1, 2)]
+    assert forms[0] == [*forms[1], few_rows_tiles.VECTOR]
+    assert few_rows_tiles.VECTOR not in forms[1]
     # integers in groups, and with zero points, are read as they are, too
     for layout in ("int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g128-zeros"):
         for dtype in DTYPES:

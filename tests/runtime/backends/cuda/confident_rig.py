@@ -16,10 +16,9 @@ from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.sampling.params import SamplingParams
 from tests import models
 from tests.block_heads import BLOCK_CASES, write_block
-from tests.runtime.backends.cuda.test_live_nodes import COUNTERS
 from tests.runtime.draft_cases import SIZES
 from tests.runtime.head_rig import load
-from tests.runtime.live_rig import ScriptedNodes
+from tests.runtime.live_rig import COUNTERS, ScriptedNodes
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
 # random drafters are about as sure of all that they propose

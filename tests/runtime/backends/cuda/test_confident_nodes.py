@@ -43,9 +43,8 @@ from tests.runtime.backends.cuda.confident_rig import (
     write_drafter,
     write_target,
 )
-from tests.runtime.backends.cuda.test_live_nodes import COUNTERS
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
-from tests.runtime.live_rig import SLOW, ByAcceptance
+from tests.runtime.live_rig import COUNTERS, SLOW, ByAcceptance
 from tests.tiers import checkered
 
 RULES = [None, "coupled", "delta"]

@@ -28,7 +28,7 @@ from specc.speculation.plans import SpecPlan
 from tests import engines
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.backends.cuda.test_backend import Launches
-from tests.runtime.live_rig import ScriptedNodes
+from tests.runtime.live_rig import COUNTERS, ScriptedNodes
 from tests.tiers import checkered
 
 
@@ -48,9 +48,6 @@ class ByRequest(ScriptedNodes):
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7, list(range(60, 83))]
 TREES = [SpecPlan.from_widths((3, 2, 1)), SpecPlan.from_widths((1, 1, 1))]
-COUNTERS = (
-    "num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_tokens", "accepted_at_depth",
-)  # fmt: skip
 
 
 def params(rule: str | None, **options: Any) -> list[SamplingParams]:
