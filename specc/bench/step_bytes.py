@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
 from specc.kernels import native, ops
-from specc.runtime.backends.program_files import read_json
+from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.speculation.block_drafts import CONFIDENCE_TENSORS, BlockDraft
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
@@ -121,8 +120,8 @@ def step_bytes(
     models = {}
     for model in manifest.models:
         program = read_json(directory / model.program_file)
-        keys = [k for b in plan.blocks if b.draft == model.name for k in b.bias_tensors.values()]
-        copies = _tensors_of(directory / model.weights_file, keys) if keys else {}
+        is_block = any(block.draft == model.name for block in plan.blocks)
+        copies = MappedWeights(directory / model.weights_file) if is_block else {}
         models[model.name] = ModelShape(program, model.layers, model.dtype, rows, copies)
     target = manifest.models[0]
     for draft in manifest.self_drafts:
@@ -131,13 +130,6 @@ def step_bytes(
         models[draft.name] = ModelShape(program, layers, target.dtype, rows)
     step = read_json(directory / entry.file)
     return count_step_bytes(step, models, plan, context, sequences)
-
-
-def _tensors_of(file: Path, keys: Sequence[str]) -> dict[str, Tensor]:
-    """Those of the keys that a file has."""
-    with safe_open(file, framework="pt") as weights:
-        own = set(weights.keys())
-        return {key: weights.get_tensor(key) for key in keys if key in own}
 
 
 def count_step_bytes(
