@@ -17,7 +17,7 @@ from specc.cost.latency_table import (
 )
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
-from specc.runtime.policies.goodput.host_seconds import HostSeconds
+from specc.runtime.policies.goodput.host_seconds import HostSeconds, Kind
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
 from specc.speculation.live_nodes import captured_rows, expected_rows
 from specc.speculation.plans import SpecPlan
@@ -97,7 +97,8 @@ class PredictedSeconds:
         in_parts = [shape for shape in shapes if not self.is_whole(shape.plan)]
         is_cut = any(self.is_cut(shape.plan) for shape in in_parts)
         is_together = self.shares_pass and (is_cut or len(in_parts) > 1)
-        seconds = self.host_s(is_together) + sum(map(self.alone, shapes))
+        kind = Kind.of(any(shape.plan.speculates for shape in shapes), is_together)
+        seconds = self.host_s(kind) + sum(map(self.alone, shapes))
         if self.shares_pass:
             parts = [verify_part(shape) for shape in in_parts]
             return seconds + self.passed(parts, seconds, prompts, is_cut)
@@ -262,8 +263,10 @@ class PredictedSeconds:
                 self._observe(_TARGET, part.tokens, self.table.target((part,)), seconds)
         if result.wall_s and not batch.prefill:
             is_together = len(batch.groups) > 1 or any(group.live for group in batch.groups)
+            drafts = any(group.plan.speculates for group in batch.groups)
+            kind = Kind.of(drafts, self.shares_pass and is_together)
             timed_s = sum(sum(step.stage_s.values()) for step in result.steps)
-            self.host_s.observe(self.shares_pass and is_together, result.wall_s - timed_s)
+            self.host_s.observe(kind, result.wall_s - timed_s)
         if result.pass_s and parts:
             parts += [
                 PassPart(1, span.end - span.start, (span.start + span.end) / 2)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from specc.cost.latency_table import PassPart, StepShape
 from specc.runtime.policies.goodput.allocation import GroupLoad
+from specc.runtime.policies.goodput.host_seconds import Kind
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.speculation.live_nodes import can_cut, expected_rows
 from specc.speculation.plans import SpecPlan
@@ -46,7 +47,7 @@ class StepCost:
         self._drafting_s = drafting_s
         self._plans = plans
         self._shares = seconds.shares_pass
-        self._host_s = seconds.host_s(False), seconds.host_s(True)
+        self._host_s = {kind: seconds.host_s(kind) for kind in Kind}
         # [plans] whether drafters end trees; seconds of each row of a sequence in the target's pass
         self._ends = [seconds.is_cut(plan) for plan in plans]
         nodes = [seconds.nodes_of(plan) for plan in plans]
@@ -59,11 +60,12 @@ class StepCost:
 
     def __call__(self, loads: Sequence[GroupLoad]) -> float:
         total = 0.0
-        tokens, rows_s, num_parts, is_cut = 0.0, 0.0, 0, False
+        tokens, rows_s, num_parts, is_cut, drafts = 0.0, 0.0, 0, False, False
         known = self._drafting
         for index, load in enumerate(loads):
             if not load[0]:
                 continue
+            drafts |= self._plans[index].speculates
             if self._is_whole[index]:
                 total += self._whole_s(index, load)
                 continue
@@ -78,7 +80,7 @@ class StepCost:
                 is_cut |= self._ends[index]
             else:
                 total += self._seconds.pass_s(nodes, read_s)
-        total += self._host_s[is_cut or num_parts > 1]
+        total += self._host_s[Kind.of(drafts, is_cut or num_parts > 1)]
         if not tokens:
             return total
         return total + self._seconds.pass_s(tokens, rows_s, total, is_cut=is_cut)
@@ -90,7 +92,7 @@ class StepCost:
         """
         if not self._shares:
             return self._own_cut_pass(loads)
-        total = self._host_s[True]
+        total = self._host_s[Kind.TOGETHER]
         for index, (count, _, drafts_s) in enumerate(loads):
             if count:
                 drafting_s, ratio = self._drafting_of(index, count)

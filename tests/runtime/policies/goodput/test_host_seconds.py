@@ -9,7 +9,7 @@ import pytest
 from specc.cost.latency_table import PassPart, StepShape
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.allocation import GroupLoad
-from specc.runtime.policies.goodput.host_seconds import HostSeconds
+from specc.runtime.policies.goodput.host_seconds import HostSeconds, Kind
 from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.runtime.policies.goodput.step_cost import StepCost
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
@@ -24,29 +24,29 @@ TABLE = replace(SLOW, iteration_s=0.002)
 def test_few_measurements_and_pauses_do_not_count() -> None:
     host = HostSeconds(0.5)
     for _ in range(7):
-        host.observe(False, 0.1)
-    assert host(False) == 0.5
-    host.observe(False, 0.1)
-    assert host(False) == pytest.approx(0.1)
+        host.observe(Kind.PLAIN, 0.1)
+    assert host(Kind.PLAIN) == 0.5
+    host.observe(Kind.PLAIN, 0.1)
+    assert host(Kind.PLAIN) == pytest.approx(0.1)
     # of the other kind nothing is known
-    assert host(True) == 0.5
+    assert host(Kind.TOGETHER) == 0.5
     for seconds in (30.0, 30.0):
-        host.observe(False, seconds)
-    assert host(False) == pytest.approx(0.1)
+        host.observe(Kind.PLAIN, seconds)
+    assert host(Kind.PLAIN) == pytest.approx(0.1)
     for _ in range(40):
-        host.observe(True, -0.1)
-    assert host(True) == 0.0
+        host.observe(Kind.TOGETHER, -0.1)
+    assert host(Kind.TOGETHER) == 0.0
 
 
 def test_what_was_measured_long_ago_is_forgotten() -> None:
     host = HostSeconds(0.5)
     for _ in range(8):
-        host.observe(True, 3.0)
+        host.observe(Kind.TOGETHER, 3.0)
     for _ in range(256):
-        host.observe(False, 0.1)
-    assert host(True) == 3.0
-    host.observe(False, 0.1)
-    assert (host(True), host(False)) == (0.5, pytest.approx(0.1))
+        host.observe(Kind.PLAIN, 0.1)
+    assert host(Kind.TOGETHER) == 3.0
+    host.observe(Kind.PLAIN, 0.1)
+    assert (host(Kind.TOGETHER), host(Kind.PLAIN)) == (0.5, pytest.approx(0.1))
 
 
 def observed(policy: GoodputPolicy, groups: list[StepGroup], host_s: float, count: int) -> None:
@@ -74,27 +74,32 @@ def test_seconds_of_iterations_are_those_that_were_measured() -> None:
     policy = new_policy(CHAIN, table=TABLE, adapts_verification=False)
     a, b = make_requests(2)
     alone, together = [StepGroup(CHAIN, [a, b])], [StepGroup(OFF, [a]), StepGroup(CHAIN, [b])]
+    plain = [StepGroup(OFF, [a, b])]
     seconds = policy._seconds
     shapes = {
-        False: [StepShape(CHAIN, 2, 600.0)],
-        True: [StepShape(OFF, 1, 300.0), StepShape(CHAIN, 1, 300.0)],
+        Kind.PLAIN: [StepShape(OFF, 2, 600.0)],
+        Kind.DRAFTED: [StepShape(CHAIN, 2, 600.0)],
+        Kind.TOGETHER: [StepShape(OFF, 1, 300.0), StepShape(CHAIN, 1, 300.0)],
     }
     before = {kind: seconds.iteration(own) for kind, own in shapes.items()}
     # what is not known to have come right after another says nothing
     observed(policy, alone, 0.0, 20)
-    assert seconds.iteration(shapes[False]) == pytest.approx(before[False])
-    observed(policy, alone, 0.001, 20)
-    observed(policy, together, 0.05, 20)
+    assert seconds.iteration(shapes[Kind.DRAFTED]) == pytest.approx(before[Kind.DRAFTED])
+    known = {Kind.PLAIN: 0.0005, Kind.DRAFTED: 0.001, Kind.TOGETHER: 0.05}
+    for groups, host_s in zip((plain, alone, together), known.values(), strict=True):
+        observed(policy, groups, host_s, 20)
     after = {kind: seconds.iteration(own) for kind, own in shapes.items()}
-    assert after[False] == pytest.approx(before[False] - 0.002 + 0.001)
-    assert after[True] == pytest.approx(before[True] - 0.002 + 0.05)
+    for kind, host_s in known.items():
+        assert after[kind] == pytest.approx(before[kind] - 0.002 + host_s)
     # and so the cost of a division says
     cost = StepCost(seconds, policy._plans, {})
-    assert cost([GroupLoad(), GroupLoad(2, 600.0)]) == pytest.approx(after[False])
-    assert cost([GroupLoad(1, 300.0), GroupLoad(1, 300.0)]) == pytest.approx(after[True])
+    assert cost([GroupLoad(2, 600.0), GroupLoad()]) == pytest.approx(after[Kind.PLAIN])
+    assert cost([GroupLoad(), GroupLoad(2, 600.0)]) == pytest.approx(after[Kind.DRAFTED])
+    both = [GroupLoad(1, 300.0), GroupLoad(1, 300.0)]
+    assert cost(both) == pytest.approx(after[Kind.TOGETHER])
     cut = cost.cut_pass([GroupLoad(), GroupLoad(2, 600.0)])
     assert cut is not None
-    drafting_s = SLOW.draft_s(shapes[False][0])
+    drafting_s = SLOW.draft_s(shapes[Kind.DRAFTED][0])
     assert cut.besides == pytest.approx(0.05 + drafting_s)
 
 
@@ -107,7 +112,7 @@ def test_iterations_with_prompts_say_nothing_of_the_host() -> None:
     for _ in range(20):
         batch = Batch([Span(other, 0, 4)], [group])
         policy.observe_batch(batch, RunResult([None], steps=[step], pass_s=0.1, wall_s=9.0))
-    assert policy._seconds.host_s(False) == policy._seconds.host_s(True) == 0.002
+    assert {policy._seconds.host_s(kind) for kind in Kind} == {0.002}
 
 
 def test_nothing_is_cut_where_the_host_takes_longer_than_it_saves() -> None:
