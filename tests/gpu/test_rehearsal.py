@@ -246,11 +246,15 @@ def test_drafts_that_obey_a_grammar(environment, tmp_path, device, dtype):
     [
         ("simulated", "check_policies"),
         ("simulated", "check_drafters"),
-        (rehearsal.APART, "check_drafters"),
+        (rehearsal.APART, "check_policies"),
     ],
 )
 def test_trees_that_are_cut(environment, tmp_path, device, entry):
-    """Each plan with its tokens and its times."""
+    """Each plan with its tokens and its times.
+
+    Drafters are not asked on a device that runs steps again instead of replaying them: what their
+    draft leaves for its verification would lie elsewhere each time.
+    """
     task = Task("replay", "cut", f"tests.gpu.cut_trees:{entry}", result_s=900.0)
     options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
     stages = {"B": [Stage(900.0, (task,), 1)]}
