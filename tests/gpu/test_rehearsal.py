@@ -219,6 +219,17 @@ def test_collectives_of_one_rank(environment, tmp_path):
     assert {result["state"] for result in found["results"].values()} == {"passed"}
 
 
+def passed(task: Task, environment: Any, output: Path, device: str) -> Any:
+    """A task of minutes, with kernels interpreted: its part of the report."""
+    options = check.parse(["B", "--output", str(output), "--limit-s", "1000"])
+    stages = {"B": [Stage(900.0, (task,), 1)]}
+    own = environment | {"TRITON_INTERPRET": "1"}
+    status = check.run(options, rehearsal.FACTS, own, device, stages)
+    found = json.loads(output.read_text())["parts"][task.part][task.name]
+    assert status == 0, found
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "dtype"),
@@ -227,12 +238,7 @@ def test_collectives_of_one_rank(environment, tmp_path):
 def test_drafts_that_obey_a_grammar(environment, tmp_path, device, dtype):
     """Where tensors of the device are told apart from the host's, too."""
     task = Task("replay", "grammar", "tests.gpu.grammar:check", {"dtype": dtype}, result_s=900.0)
-    options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
-    stages = {"B": [Stage(900.0, (task,), 1)]}
-    own = environment | {"TRITON_INTERPRET": "1"}
-    status = check.run(options, rehearsal.FACTS, own, device, stages)
-    found = json.loads((tmp_path / "report.json").read_text())["parts"]["replay"]["grammar"]
-    assert status == 0, found
+    found = passed(task, environment, tmp_path / "report.json", device)
     values = [result["value"] for result in found["results"].values()]
     # a chain of four, and a tree of three levels
     assert [value["graphs"] for value in values] == [6, 5]
@@ -256,12 +262,7 @@ def test_trees_that_are_cut(environment, tmp_path, device, entry):
     draft leaves for its verification would lie elsewhere each time.
     """
     task = Task("replay", "cut", f"tests.gpu.cut_trees:{entry}", result_s=900.0)
-    options = check.parse(["B", "--output", str(tmp_path / "report.json"), "--limit-s", "1000"])
-    stages = {"B": [Stage(900.0, (task,), 1)]}
-    own = environment | {"TRITON_INTERPRET": "1"}
-    status = check.run(options, rehearsal.FACTS, own, device, stages)
-    found = json.loads((tmp_path / "report.json").read_text())["parts"]["replay"]["cut"]
-    assert status == 0, found
+    found = passed(task, environment, tmp_path / "report.json", device)
     assert len(found["results"]) == {"check_policies": 4, "check_drafters": 12}[entry]
 
 

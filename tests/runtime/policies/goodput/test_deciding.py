@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from specc.cost.roofline import roofline
@@ -10,23 +12,19 @@ from specc.runtime.policies.goodput.policy import GoodputPolicy
 from tests.runtime.policies.goodput.test_policy import PLANS, Engine, make_requests
 
 ITERATIONS = 600
+TABLE = roofline()
 
 
-def counted(monkeypatch, tick_s: float) -> tuple[int, int, int]:
-    """Decisions, looks at the load, and in the end at seconds of steps.
+def ticking_policy(tick_s: float) -> GoodputPolicy:
+    """Each look at the clock finds it later by a tick."""
+    clock = itertools.count(tick_s, tick_s) if tick_s else itertools.repeat(0.0)
+    return GoodputPolicy(PLANS, TABLE, {"draft_0": [[0.8]]}, clock=lambda: next(clock))
 
-    Each look at the clock finds it later by a tick.
-    """
-    now = [0.0]
 
-    def clock() -> float:
-        now[0] += tick_s
-        return now[0]
-
-    table = roofline()
-    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.8]]}, clock=clock)
-    counts = {"_decide": 0, "_prepare": 0}
-    for name in counts:
+def count_calls(monkeypatch, policy: GoodputPolicy, *names: str) -> dict[str, int]:
+    """How often methods of a policy are called from now on."""
+    counts = dict.fromkeys(names, 0)
+    for name in names:
         real = getattr(policy, name)
 
         def count(*args, name=name, real=real):
@@ -34,6 +32,13 @@ def counted(monkeypatch, tick_s: float) -> tuple[int, int, int]:
             return real(*args)
 
         monkeypatch.setattr(policy, name, count)
+    return counts
+
+
+def counted(monkeypatch, tick_s: float) -> tuple[int, int, int]:
+    """Decisions, looks at the load, and in the end at seconds of steps."""
+    policy = ticking_policy(tick_s)
+    counts = count_calls(monkeypatch, policy, "_decide", "_prepare")
     due = []
     watch = policy._seconds.observe_prompts
 
@@ -42,7 +47,7 @@ def counted(monkeypatch, tick_s: float) -> tuple[int, int, int]:
         watch(batch, result, is_due)
 
     monkeypatch.setattr(policy._seconds, "observe_prompts", watched)
-    engine, requests = Engine(policy, table), make_requests(4)
+    engine, requests = Engine(policy, TABLE), make_requests(4)
     for _ in range(ITERATIONS):
         engine.step(requests, [0.8] * 4)
     # in the beginning each of them is looked at
@@ -73,27 +78,12 @@ def decided(tick_s: float, changed: int, monkeypatch) -> tuple[int, int]:
         changed: requests of 8 that are replaced then.
         monkeypatch: of the test.
     """
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += tick_s
-        return now[0]
-
-    table = roofline()
-    policy = GoodputPolicy(PLANS, table, {"draft_0": [[0.8]]}, clock=clock)
-    engine, requests = Engine(policy, table), make_requests(8)
+    policy = ticking_policy(tick_s)
+    engine, requests = Engine(policy, TABLE), make_requests(8)
     # holds are as long as they get
     for _ in range(ITERATIONS):
         engine.step(requests, [0.8] * 8)
-    counts = {"_decide": 0, "_prepare": 0}
-    for name in counts:
-        real = getattr(policy, name)
-
-        def count(*args, name=name, real=real):
-            counts[name] += 1
-            return real(*args)
-
-        monkeypatch.setattr(policy, name, count)
+    counts = count_calls(monkeypatch, policy, "_decide", "_prepare")
     monkeypatch.setattr(type(policy._load), "has_changed", property(lambda load: True))
     for i in range(240):
         if i % 3 == 0:

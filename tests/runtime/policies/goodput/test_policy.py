@@ -12,7 +12,6 @@ from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
 from specc.cost.roofline import roofline
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.runtime.policies.goodput.probe import Probe
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
@@ -140,98 +139,6 @@ def test_a_useless_draft_is_given_up_and_costs_no_more_than_its_probes():
     plain_s = tokens / 8 * table.iteration([StepShape(OFF, 8, 8 * 600.0)])
     assert engine.seconds < 1.03 * plain_s
     assert engine.policy.decision.plans
-
-
-@pytest.mark.parametrize("slow", [1.0, 3.0])
-def test_trials_cost_no_more_than_their_share_however_long_they_take(slow):
-    """A plan that was not in use finds caches cold: what its trial took is paid for, too."""
-    table = roofline()
-    engine = Engine(new_policy(PLANS, table), table)
-    engine.slow_trials = slow
-    requests = make_requests(4)
-    for _ in range(3000):
-        engine.step(requests, [0.3] * 4)
-    assert engine.probe_s > 0
-    # what was saved up at most comes on top of one percent
-    assert 0 < engine.lost_s < 0.012 * engine.seconds
-
-
-def test_a_pause_in_a_trial_is_paid_off_soon():
-    """As much as others can save up, not more: drafts that get better are found all the same."""
-    table = roofline()
-    engine = Engine(new_policy(PLANS, table), table)
-    engine.slow_trials = 1e4
-    requests = make_requests(4)
-    while not engine.probe_s:
-        engine.step(requests, [0.3] * 4)
-    engine.slow_trials, before = 1.0, engine.probe_s
-    for _ in range(600):
-        engine.step(requests, [0.3] * 4)
-    assert engine.probe_s > before
-
-
-def test_a_trial_that_cannot_be_queued_ahead_is_run_all_the_same():
-    """It is asked for again when results are there, and over after that."""
-    table = roofline()
-    policy = new_policy(PLANS, table, {"draft_0": [[0.02]]})
-    policy._probes._saved_s = 100.0
-    requests = make_requests(4)
-    names = policy.choose_each(requests, STATS)
-    assert policy.decision.is_probe
-    for _ in range(2):
-        policy.choose_again()
-        assert policy.choose_each(requests, STATS) == names
-        assert policy.decision.is_probe
-    assert set(policy.choose_each(requests, STATS)) == {"off"} != set(names)
-    assert not policy.decision.is_probe
-
-
-def test_a_trial_gives_back_no_more_than_was_paid_for_it():
-    """However much of its time it did not use: else each one would pay for the next."""
-    probes = new_policy(PLANS, roofline())._probes
-    probe = Probe({}, 1.0, 1.0, charged=0.01)
-    for seconds, saved in ((1.0, 0.0), (0.995, 0.005), (0.5, 0.01), (1.5, -0.5), (9.0, -2.0)):
-        probes._saved_s = 0.0
-        probes.took(probe, seconds)
-        assert probes._saved_s == pytest.approx(saved)
-
-
-def test_seconds_of_a_trial_are_without_those_of_deciding(monkeypatch):
-    """What decides in between is counted by itself; seconds of the host have none of it, either."""
-    now = [0.0]
-
-    def clock():
-        now[0] += 1.0
-        return now[0]
-
-    table = roofline()
-    policy = GoodputPolicy(PLANS, table, clock=clock)
-    engine, requests = Engine(policy, table), make_requests(4)
-    engine.counts_deciding = True
-    took, host = [], []
-    monkeypatch.setattr(policy._probes, "took", lambda probe, s: took.append(s - probe.seconds))
-    monkeypatch.setattr(policy._seconds.host_s, "observe", lambda _, seconds: host.append(seconds))
-    for _ in range(3000):
-        engine.step(requests, [0.3] * 4)
-    assert len(took) > 1
-    assert max(map(abs, took)) < 0.5
-    assert max(host) < 0.5
-
-
-def test_a_shorter_chain_than_those_in_use_is_not_tried():
-    """What it would show, they show, too."""
-    table = roofline()
-    engine = Engine(new_policy(PLANS, table), table)
-    requests = make_requests(4)
-    tried = []
-    for _ in range(2000):
-        names = engine.step(requests, [0.6] * 4)
-        used = {PLANS[name].max_depth for name in engine.policy._settled.plans if "chain" in name}
-        new = {PLANS[name].max_depth for name in names if "chain" in name} - used
-        if new and used:
-            tried.append(min(new) > max(used))
-    assert tried
-    assert all(tried)
 
 
 def test_comes_back_when_a_draft_gets_better():
