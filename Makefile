@@ -21,6 +21,9 @@ REPORT := build/test_full.xml
 # PART=2/8: the second of eight parts of `make test-full`; RESULTS holds those of one commit together
 PART ?=
 OF_PART := $(if $(PART),--part $(PART))
+# AGAIN=1: of `make test-full`, the files in which RESULTS says that a test failed
+AGAIN ?=
+FULL_RESULTS = PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.full_results
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +43,8 @@ help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
 	@echo "make test       formatting, lint, types, and all tests but the slow ones"
 	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them, PART=2/8"
-	@echo "                is the second of eight parts, whose results FILE.json brings together"
+	@echo "                is the second of eight parts, whose results FILE.json brings together;"
+	@echo "                AGAIN=1 runs again the files in which a test of FILE.json failed"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
@@ -66,9 +70,12 @@ test: $(VENV)/.dev
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
-	@rm -f $(REPORT); $(PYTEST) $(PYTEST_ARGS) $(OF_PART) --junitxml=$(REPORT); status=$$?; \
-		PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.full_results $(REPORT) $(RESULTS) \
-		--workers $(WORKERS) $(OF_PART) && exit $$status
+	@rm -f $(REPORT); files=; if [ -n "$(AGAIN)" ]; then \
+			files=$$($(FULL_RESULTS) --failed $(RESULTS)) || exit 1; \
+			[ -n "$$files" ] || { echo "specc: no test failed in $(RESULTS)"; exit 0; }; fi; \
+		$(PYTEST) $(PYTEST_ARGS) $(OF_PART) $$files --junitxml=$(REPORT); status=$$?; \
+		$(FULL_RESULTS) $(REPORT) $(RESULTS) \
+		$(if $(AGAIN),--again,--workers $(WORKERS) $(OF_PART)) && exit $$status
 
 # several minutes, the first of them for a build of its own in build/sanitize
 sanitize: $(VENV)/.dev

@@ -1,11 +1,17 @@
 """The result of a whole run of the tests as JSON: machine, versions, counts, seconds, failures.
 
     PYTHONPATH=. python -P -m tests.full_results junit.xml results.json [--workers N] [--part K/N]
+    PYTHONPATH=. python -P -m tests.full_results junit.xml results.json --again
+    PYTHONPATH=. python -P -m tests.full_results --failed results.json
 
 `make test-full` does it after pytest, whether tests have failed or not; with
 `RESULTS=docs/results/test_full.json` it writes the file that is committed. Of a run in parts
 (`make test-full PART=2/8`, tests/parts.py), results are added to those that the file holds of other
 parts of the same commit and versions; results of another run are put aside.
+
+A run of hours finds tests that fail, and their repair is another commit. `make test-full AGAIN=1`
+runs the files in which a test failed (`--failed` names them) and adds what came of that under
+`again`, with its commit, beside the failures of the run itself.
 """
 
 from __future__ import annotations
@@ -46,10 +52,7 @@ def summary(report: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no such report, or it holds no test: pytest did not come that far.
     """
-    try:
-        root = ElementTree.parse(report).getroot()
-    except (OSError, ElementTree.ParseError) as error:
-        raise ValueError(f"no report of pytest in {report}: {error}") from error
+    root = _read(report)
     outcomes: dict[str, str] = {}
     failures: list[dict[str, str]] = []
     skips: Counter[str] = Counter()
@@ -80,6 +83,13 @@ def summary(report: Path) -> dict[str, Any]:
         "skips": dict(sorted(skips.items())),
         "longest_files": {file: round(s, 1) for file, s in files.most_common(_LONGEST)},
     }
+
+
+def _read(report: Path) -> ElementTree.Element:
+    try:
+        return ElementTree.parse(report).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise ValueError(f"no report of pytest in {report}: {error}") from error
 
 
 def versions() -> dict[str, str | None]:
@@ -184,6 +194,54 @@ def earlier_parts(path: Path, head: dict[str, Any], num_parts: int) -> dict[str,
     return parts if is_same and head["commit"] is not None and not head["is_changed"] else {}
 
 
+def with_earlier(
+    path: Path, head: dict[str, Any], part: str, found: dict[str, Any]
+) -> dict[str, Any]:
+    """The summary `found` of a part with what the file holds of the same run."""
+    num_parts = parse_part(part)[1]
+    parts = earlier_parts(path, head, num_parts)
+    whole = united(parts | {part: found}, num_parts)
+    # of files in which tests of earlier parts failed
+    again = _held(path).get("again", []) if parts else []
+    return whole | ({"again": again} if again else {})
+
+
+def _held(path: Path) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        held["failures"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"no result of `make test-full` in {path}: {error!r}") from error
+    return held
+
+
+def failed_files(result: dict[str, Any]) -> list[str]:
+    """Files in which a test failed when they last ran, of a result with its later runs."""
+    failed: set[str] = set()
+    for run in (result, *result.get("again", [])):
+        failed -= set(run.get("files", ()))
+        failed |= {_file_of(failure["test"].partition("::")[0]) for failure in run["failures"]}
+    return sorted(failed)
+
+
+def run_again(report: Path, output: Path) -> dict[str, Any]:
+    """The result in `output` with a later run of files that failed in it.
+
+    Raises:
+        ValueError: `output` holds no result, or the report is not of all its failed files.
+    """
+    result = _held(output)
+    due, found = failed_files(result), summary(report)
+    cases = _read(report).iter("testcase")
+    files = sorted({_file_of(case.get("classname", "")) for case in cases})
+    if left := set(due) - set(files):
+        raise ValueError(f"{report} has no test of {', '.join(sorted(left))}, where one failed")
+    kept = ("started", "seconds", "counts", "failures")
+    again = {**commit(output), "versions": versions(), "files": files}
+    result.setdefault("again", []).append(again | {name: found[name] for name in kept})
+    return result
+
+
 def put_aside(path: Path) -> Path | None:
     """Move a file out of the way, to a name that is free; None where there is nothing in it."""
     if not path.exists() or not path.stat().st_size:
@@ -193,14 +251,30 @@ def put_aside(path: Path) -> Path | None:
     return path.rename(aside)
 
 
+def _write(result: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("report", type=Path)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("report", type=Path, nargs="?")
+    parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--workers", type=int)
     parser.add_argument("--part", metavar="K/N")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--failed", type=Path, metavar="results.json")
     options = parser.parse_args()
+    if options.failed is None and options.output is None:
+        parser.error("a report and a file of results, or --failed and one")
     try:
+        if options.failed is not None:
+            return print(*failed_files(_held(options.failed)))
+        if options.again:
+            result = run_again(options.report, options.output)
+            _write(result, options.output)
+            left = failed_files(result) or ["none"]
+            return print(f"specc: files in which a test fails: {', '.join(left)}; {options.output}")
         num_parts = parse_part(options.part)[1] if options.part else None
         found = summary(options.report)
     except ValueError as error:
@@ -211,13 +285,11 @@ def main() -> None:
     head = {"command": command, "workers": options.workers, **commit(options.output)}
     head |= {"machine": describe_machine(), "versions": versions()}
     if num_parts is not None:
-        parts = earlier_parts(options.output, head, num_parts)
-        found = united(parts | {options.part: found}, num_parts)
-        if not parts and (aside := put_aside(options.output)):
+        is_first = not earlier_parts(options.output, head, num_parts)
+        found = with_earlier(options.output, head, options.part, found)
+        if is_first and (aside := put_aside(options.output)):
             print(f"specc: begins anew: results of another run are in {aside}")
-    result = head | found
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(head | found, options.output)
     counts = ", ".join(f"{count} {name}" for name, count in found["counts"].items() if count)
     if missing := found.get("missing_parts"):
         counts += f", parts to run: {', '.join(map(str, missing))}"

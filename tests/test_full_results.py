@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.full_results import ROOT, commit, earlier_parts, summary, united
+from tests.full_results import (
+    ROOT,
+    commit,
+    earlier_parts,
+    failed_files,
+    summary,
+    united,
+    with_earlier,
+)
 
 SUITE = """
 import pytest
@@ -184,3 +192,57 @@ def test_a_file_of_results_in_the_checkout_is_no_change(tmp_path: Path) -> None:
     assert commit(tmp_path / "other.json", tmp_path)["is_changed"] is True
     (tmp_path / "code.py").write_text("2")
     assert commit(output, tmp_path)["is_changed"] is True
+
+
+def test_files_that_failed_run_again(report: Path, tmp_path: Path) -> None:
+    """A later run of them stands beside the failures; what other files did stays."""
+    output = tmp_path / "results.json"
+    again = tmp_path / "again.xml"
+    case = '<testcase classname="{}" name="test_a" time="1">{}</testcase>'
+
+    def write(path: Path, **outcomes: bool) -> None:
+        """Outcomes of tests/test_KEY.py."""
+        cases = (
+            case.format(f"tests.test_{key}", "" if is_fine else '<failure message="no"/>')
+            for key, is_fine in outcomes.items()
+        )
+        text = "".join(cases)
+        path.write_text(f'<testsuites><testsuite time="1">{text}</testsuite></testsuites>')
+
+    write(again, parts=False, kept=False, full_results=True)
+    assert _write(again, output, "--part", "1/2").returncode == 0
+    first = json.loads(output.read_text())
+    assert failed_files(first) == ["tests/test_kept.py", "tests/test_parts.py"]
+    # a run of some of them only says nothing of the others
+    write(again, parts=True)
+    done = _write(again, output, "--again")
+    assert done.returncode == 1
+    assert "no test of tests/test_kept.py" in done.stderr
+    assert json.loads(output.read_text()) == first
+    write(again, parts=True, kept=False)
+    done = _write(again, output, "--again")
+    assert done.stdout.startswith("specc: files in which a test fails: tests/test_kept.py;")
+    write(again, kept=True)
+    assert "fails: none;" in _write(again, output, "--again").stdout
+    result = json.loads(output.read_text())
+    assert {key: result[key] for key in first} == first
+    assert [run["counts"]["failed"] for run in result["again"]] == [1, 0]
+    assert failed_files(result) == []
+    # and stays when another part of the same run comes
+    output.write_text(json.dumps(result | {"commit": "c0ffee", "is_changed": False}))
+    head = json.loads(output.read_text())
+    whole = with_earlier(output, head, "2/2", _part(5, 2.0))
+    assert (whole["missing_parts"], whole["again"]) == ([], result["again"])
+    assert "again" not in with_earlier(output, head | {"commit": "beef"}, "2/2", _part(5, 2.0))
+
+
+def test_files_that_failed_of_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    for text in (None, "[]", "{}"):
+        if text is not None:
+            path.write_text(text)
+        command = [sys.executable, "-P", "-m", "tests.full_results", "--failed", str(path)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"no result of `make test-full` in {path}" in done.stderr
