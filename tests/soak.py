@@ -179,8 +179,11 @@ def _settle(
     judge: NearTies,
 ) -> list[tuple[int, _Client]]:
     """Look at those that have ended; returns the others."""
+    others = []
     for index, client in clients:
+        # once: it may end at any time, and is either counted or looked at again
         if not client.ended.is_set():
+            others.append((index, client))
             continue
         figures.ends[client.end] += 1
         figures.num_tokens += len(client.tokens)
@@ -197,7 +200,7 @@ def _settle(
             judge(client.ticket._request, wanted[index], position)
             figures.num_ties += 1
         figures.num_compared += whole
-    return [(index, client) for index, client in clients if not client.ended.is_set()]
+    return others
 
 
 def _break_now_and_then(service: Service, share: float, figures: SoakFigures) -> None:
