@@ -1,4 +1,7 @@
-"""Which cases of a product run every time, and which in the slow tier alone."""
+"""Which cases of a product run every time, and which in the slow tier alone.
+
+Of pytest, what `tests/gpu/stub_pytest.py` has too: tests of kernels run without pytest on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 
-def every(step: int, cases: Iterable[Any], first: int = 0) -> list[ParameterSet]:
+def every(step: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
     """All cases; of those that are in the default tier, every `step`-th stays there.
 
     Args:
@@ -23,13 +25,13 @@ def every(step: int, cases: Iterable[Any], first: int = 0) -> list[ParameterSet]
     for case in map(_as_set, cases):
         if not any(mark.name == "slow" for mark in case.marks):
             if number % step != first:
-                case = case._replace(marks=(*case.marks, pytest.mark.slow))
+                case = _slow(case)
             number += 1
         thinned.append(case)
     return thinned
 
 
-def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[ParameterSet]:
+def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """All cases; in the default tier are those alone that `kept` names, and the others are slow.
 
     Args:
@@ -43,14 +45,14 @@ def only(kept: Iterable[Any], cases: Iterable[Any]) -> list[ParameterSet]:
         ]
         found += names
         if not names and not any(mark.name == "slow" for mark in case.marks):
-            case = case._replace(marks=(*case.marks, pytest.mark.slow))
+            case = _slow(case)
         sets.append(case)
     if absent := [name for name in kept if not any(name is x for x in found)]:
         raise ValueError(f"only {absent}: needed cases of that name or value")
     return sets
 
 
-def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> list[ParameterSet]:
+def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> list[Any]:
     """The product of two sets of cases: in the default tier is every other one, as on a board.
 
     Every case of either set stays with about half of the other's.
@@ -72,20 +74,24 @@ def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> li
             )  # fmt: skip
             is_slow = any(mark.name == "slow" for mark in case.marks)
             if (i + j) % 2 != first and not is_slow:
-                case = case._replace(marks=(*case.marks, pytest.mark.slow))
+                case = _slow(case)
             made.append(case)
     return made
 
 
-def _name(case: ParameterSet) -> str:
+def _name(case: Any) -> str:
     """As pytest would call it."""
     if case.id is not None:
         return str(case.id)
     return "-".join(str(getattr(value, "name", value)) for value in case.values)
 
 
-def _as_set(case: Any) -> ParameterSet:
-    if isinstance(case, ParameterSet):
+def _slow(case: Any) -> Any:
+    return pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.slow))
+
+
+def _as_set(case: Any) -> Any:
+    if hasattr(case, "values") and hasattr(case, "marks"):
         return case
     return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
 

@@ -150,8 +150,7 @@ def _axis(
             label = "-".join(
                 _label(value, name, index, function) for name, value in zip(names, row, strict=True)
             )
-        marks = [] if given is None else given.marks
-        marks = list(marks) if isinstance(marks, list | tuple) else [marks]
+        marks = [] if given is None else list(given.marks)
         labels.append(label)
         axis.append((dict(zip(names, row, strict=True)), [getattr(m, "mark", m) for m in marks]))
     return [(label, *rest) for label, rest in zip(_unique(labels), axis, strict=True)]

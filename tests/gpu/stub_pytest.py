@@ -61,7 +61,13 @@ class Param:
 
     values: tuple[Any, ...]
     id: str | None = None
-    marks: Any = ()
+    marks: tuple[Mark, ...] = ()
+
+
+def _param(*values: Any, id: str | None = None, marks: Any = ()) -> Param:
+    marks = marks if isinstance(marks, list | tuple) else (marks,)
+    # what has arguments is ready to decorate a function
+    return Param(values, id, tuple(getattr(mark, "mark", mark) for mark in marks))
 
 
 class _Raises(contextlib.AbstractContextManager):
@@ -261,7 +267,7 @@ def install() -> None:
     """Make `import pytest` give what is here; call it before any test file is imported."""
     module: Any = types.ModuleType("pytest")
     module.mark = _Marks()
-    module.param = lambda *values, id=None, marks=(): Param(values, id, marks)
+    module.param = _param
     module.raises = _Raises
     module.fixture = _fixture
     module.skip = _skip
