@@ -65,10 +65,10 @@ class Lowered:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Key → tensor of each weight, tied ones once."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            weight.key: stored_rows(weight, parameters) for weight in self.flat.weights.values()
-        }
+        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        # routers of some mixtures read a bias that is a buffer
+        tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        return {weight.key: stored_rows(weight, tensors) for weight in self.flat.weights.values()}
 
     @property
     def reaches(self) -> list[Reach]:
