@@ -130,7 +130,7 @@ does in prefill. To expand a row takes R · (n + v) products and saves 2R - n - 
 the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. (A prompt that
 begins in the pass sees half of its rows in the mean, so its gain begins at twice as many.) How many
 tokens of a prompt come in a pass depends on what runs beside it, and with that which of the two
-roundings its rows have: 1e-6 of an output in float32, up to .5 % of the largest one in bfloat16,
+roundings its rows have: 1e-6 of an output in float32, up to 0.5 % of the largest one in bfloat16,
 where near ties may then fall differently. Caches of `expanded` rows have no such choice. Layers
 with a window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and
 short outputs where memory is no matter.
