@@ -71,8 +71,8 @@ class EngineArgs:
     plan: str | None = option(None, "One plan for every step, e.g. off or chain-4.")
     policy: Policy | str | None = option(
         None,
-        "What chooses plans: adaptive (learns how long a chain pays), best, profile, fixed;"
-        " without it, as compiled or tuned.",
+        "What chooses plans: goodput (by load), adaptive (learns how long a chain pays), best,"
+        " profile, fixed; without it, as compiled or tuned.",
         type=str,
     )
     adapts_verification: bool = option(
@@ -137,7 +137,8 @@ class EngineArgs:
     overlaps: bool = option(
         False,
         "On CUDA, draft for one half of a batch while the target verifies the other half, from 8"
-        " sequences on. Off by default: not measured, and a loss where passes wait for weights.",
+        " sequences on. Off by default: slower with small models and where passes wait for"
+        " weights; not measured with large ones.",
         "--overlap",
     )
     micro_batches: int | None = option(

@@ -31,17 +31,17 @@ NAMES = (*models.ARCHITECTURES, *more_models.CONFIGS)
 NUM_TOKENS = 32
 _HEAD = """# Architectures and backends
 
-Written by `python -m tests.architecture_results` from `docs/results/architectures.json`, which the
-same command with `--run` adds to. A number is how many tokens of a tiny random model were compared
-with `transformers.generate`, token for token, all equal: with off, a chain of 4 and tree 2,2,1,
-five prompts in one batch and one alone, float32. Steps of `cuda` were captured and replayed on a
-simulated device, with the oracles of its operators in place of the kernels, which are compared with
-them one by one ([the CUDA backend](cuda.md)). For `tensorrt` onnxruntime ran the files that
-TensorRT builds, at the addresses that it is given ([what was executed](onnx-tensorrt.md)).
-`refused` is said when such a model is compiled, before anything slow; an empty field was not run by
-this command (`tests/runtime/test_lossless.py`, `tests/runtime/backends/`: what the first twelve do
-on which backend). Weights in int8 and int4 (`--quantize`) are compared with off only: [quantized
-weights](quantization.md).
+This page is written by `python -m tests.architecture_results` from
+`docs/results/architectures.json`, which the same command extends with `--run`. Each number is how
+many tokens of a tiny random model were compared with `transformers.generate`, all of them equal:
+with off, a chain of 4 and tree 2,2,1, five prompts in one batch and one alone, float32. Steps of
+`cuda` were captured and replayed on a simulated device, with the oracles of its operators in place
+of the kernels, which are compared with them one by one ([the CUDA backend](cuda.md)). For
+`tensorrt` onnxruntime ran the files that TensorRT builds, at the addresses that it is given ([what
+was executed](onnx-tensorrt.md)). `refused`: compiling such a model is refused before anything slow
+starts. An empty field was not run by this command (`tests/runtime/test_lossless.py`,
+`tests/runtime/backends/`: what the first twelve do on which backend). Weights in int8 and int4
+(`--quantize`) are compared with off only: [quantized weights](quantization.md).
 
 """
 _TAIL = """
@@ -80,17 +80,18 @@ rows, and 128 rows with 64 columns on sm_80 64 (`tests/kernels/cuda/test_compile
 H200 the tests of chunks passed in the form before this one; of this one some did before time was
 over, and none failed.
 
-Layers without rotary scale queries by the logarithm of their place, which transformers counts over
-the tokens of a pass. What counts 0, 1, 2, … and becomes a float reads positions instead: of a
-sequence that begins in the pass, both are the same (`passes/rewrite/read_places.py`). In programs
-of [batch, nodes] tokens each sequence reads its own positions; arithmetic with places that does not
-become a row of each sequence is refused there (`passes/rewrite/read_padded_places.py`).
+Layers without rotary embedding scale queries by the logarithm of their place, which transformers
+counts over the tokens of a pass. specc makes such counters (0, 1, 2, … converted to float) read
+positions instead; for a sequence that begins in the pass, both are the same
+(`passes/rewrite/read_places.py`). In programs of [batch, nodes] tokens each sequence reads its own
+positions; arithmetic with places that does not become a row of each sequence is refused there
+(`passes/rewrite/read_padded_places.py`).
 
-Its mixtures weight rows before their experts, and send all rows to all experts, most of them as
-zeros. An expert of zeros is zero, which the compiler computes, so each token goes to its own
-experts alone (`passes/rewrite/route_experts.py`), with grouped products that `--quantize` rounds,
-too. A token with several experts adds them in the order of its choice. In ONNX all rows go to all
-experts, as transformers sends them.
+Its mixtures multiply rows by their weights before the experts, and send all rows to all experts,
+most of them as zeros. The compiler verifies that an expert gives zero for zeros, so each token goes
+only to its own experts (`passes/rewrite/route_experts.py`), with grouped products that `--quantize`
+rounds, too. A token with several experts adds them in the order of its choice. In ONNX all rows go
+to all experts, as transformers sends them.
 
 ONNX has no complex numbers, by which Llama 4 and DeepSeek V2 rotate. For `onnx` and `tensorrt` a
 product of two of them becomes four products of real numbers, a difference and a sum
@@ -112,47 +113,50 @@ first R columns are the values. It finds this by what a graph computes, not by n
 | MiniCPM 3 (40 heads, keys of 64 + 32, values of 64, R 256) | 6,400 | 288 |
 | GLM-4.7-Flash (20 heads, keys of 192 + 64, values of 256, R 512) | 10,240 | 576 |
 
-`--mla-cache` says what caches hold: `latent`, `expanded`, or `auto`, the default: latent where that
-takes fewer bytes a token on each rank, or where keys and values have two widths and the backend
-(`cuda`, `onnx`) knows only one. Where a [self-draft](drafts.md#self-drafts) chooses blocks, the
-target's queries vote on them, on `cuda` over rows of at most 256 columns (128 in float32): layers
-of one width that can, as those of GLM-4.7-Flash with keys and values of 256 in half precision, stay
-expanded, since latents of 576 could not. vLLM, too, caches latents unless `VLLM_MLA_DISABLE` is
-set.
-`specc inspect` shows which one an engine has.
+`--mla-cache` chooses what caches hold: `latent`, `expanded`, or `auto`, the default: latents if
+they take fewer bytes a token on each rank, or if keys and values have different widths and the
+backend (`cuda`, `onnx`) supports only one. Where a [self-draft](drafts.md#self-drafts) chooses
+blocks, the target's queries vote on them, on `cuda` over rows of at most 256 columns (128 in
+float32): layers of one width that can, as those of GLM-4.7-Flash with keys and values of 256 in
+half precision, stay expanded, since latents of 576 could not. vLLM also caches latents unless
+`VLLM_MLA_DISABLE` is set. `specc inspect` shows which one an engine has.
 
-The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products in
-place of n + r and an output R in place of v, together 3.4 times as many for DeepSeek. A pass of one
-token reads its caches and gains, the more of them there are; a prompt computes. So where a sequence
-has many tokens in a pass, their keys and values, and those of the rows before them, are expanded
-from the cache for this pass, some heads at a time (`passes/rewrite/expand_prompts.py`), as vLLM
-does in prefill. To expand a row takes R · (n + v) products and saves 2R - n - v for each token of
-the pass: more than R · (n + v) / (2R - n - v) tokens are expanded, 171 for DeepSeek. (A prompt that
-begins in the pass sees half of its rows in the mean, so its gain begins at twice as many.) How many
-tokens of a prompt come in a pass depends on what runs beside it, and with that which of the two
-roundings its rows have: 1e-6 of an output in float32, up to .5 % of the largest one in bfloat16,
-where near ties may then fall differently. Caches of `expanded` rows have no such choice. Layers
-with a window and rows of int8 stay absorbed. `--mla-cache expanded` remains for long prompts and
-short outputs where memory is no matter.
+The price is arithmetic: with keys of n + r columns and values of v, a score takes R + r products
+instead of n + r and an output R instead of v, together 3.4 times as many for DeepSeek. A pass of
+one token is bound by reading its cache, and gains more with longer contexts; a prompt is bound by
+arithmetic. So if a sequence has many tokens in a pass, their keys and values, and those of the rows
+before them, are expanded from the cache for this pass, some heads at a time
+(`passes/rewrite/expand_prompts.py`), as vLLM does in prefill. Expanding a row takes R · (n + v)
+products and saves 2R - n - v for each token of the pass, so rows are expanded if a pass has more
+tokens than R · (n + v) / (2R - n - v), which is 171 for DeepSeek. (A prompt that begins in the pass
+sees half of its rows on average, so there it pays from twice as many.) How many tokens of a prompt
+are in one pass depends on the other requests, and so does which of the two roundings its rows have:
+they differ by 1e-6 of an output in float32, and by up to 0.5 % of the largest one in bfloat16,
+where near ties may then fall differently. `expanded` caches have no such choice. Layers with a
+window and int8 caches stay absorbed. `--mla-cache expanded` is for long prompts and short outputs
+if memory is not a concern.
 
 On `cuda` attention over latents is a kernel of its own (`kernels/cuda/attend_latent.py`): the rows
 of its tiles are the tokens of a sequence × all heads, 16 or 32 of them, a latent is read once as
 key and value, and values of more than 256 columns are summed in two halves. Chunks of prompts are
 absorbed as well, 3.4 times the products of expanded ones for DeepSeek; they are not expanded there
 yet. Tiles of 64 rows, which the matrix units of sm_90 take at their full rate, are not built: they
-need more registers than a thread has. An H200 has run it, on a tiny model (the oracles' tokens);
-its speed is not measured. Expanded keys and values are for models that have them of one width;
-where the widths differ, `auto` takes latents of any size.
+need more registers than a thread has. An H200 has run it: on a tiny model, with the oracles'
+tokens, and a step of DeepSeek V2 Lite's shapes takes 3.92 ms, in which attention takes 0.74
+([benchmarks](benchmarks.md#drafts-that-read-hidden-states-quantized-weights-mixtures-latent-attention)).
+Expanded keys and values need models in which both have the same width; if the widths differ, `auto`
+takes latents of any size.
 
 In ONNX a layer has one cache [B, 1, L, R + r], which its Attention reads as keys and as values;
 the last r columns of what it returns are dropped, so that no row is copied
 (`passes/rewrite/cached_latent.py`). Prompts stay absorbed there. Expanded keys and values are for
 models that have them of one width.
 
-Milliseconds of what differs in one layer of DeepSeek V2 Lite's sizes: the projection to keys and
-values and attention; or products with Wk and Wv and attention; or latents as engines compute them
-(one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12 on two cores: ratios of a row
-say more than its times; in turns, medians of 5; `docs/results/latent_attention.json`):
+Milliseconds for the parts that differ in one layer of DeepSeek V2 Lite's sizes: the projection to
+keys and values, and attention ("expanded"); products with Wk and Wv, and attention ("absorbed"); or
+latents as engines compute them (one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12
+on two cores, so compare ratios within a row; alternating, medians of 5;
+`docs/results/latent_attention.json`):
 
 | rows, a pass | float32: expanded | absorbed | latent | bfloat16: expanded | absorbed | latent |
 |---|---|---|---|---|---|---|
@@ -186,13 +190,13 @@ not.
 ## Slopes
 
 BLOOM, MPT and Falcon-RW add slope · position of the key to their scores (ALiBi, arXiv:2108.12409),
-each written in its own way. The compiler evaluates what a mask adds, reads a slope of each head off
-it, and accepts it where nothing else is added at any place. `specc::tree_attention` adds
-slope · (position of the key - position of the token): a row of scores is shifted as a whole, which
-a softmax does not see. A node of a tree stands at the position of its depth, not of its slot; it
-follows from the path that the token sees, so levels of a draft need no further input. In ONNX a key
-is as far from a token as the token sees keys after it, which the network counts in the mask that it
-is given (`CumSum`), once for all layers with the same slopes; its Attention adds what comes of it.
+each in code of its own. The compiler evaluates what a mask adds, derives a slope for each head, and
+accepts the mask if nothing else is added anywhere. `specc::tree_attention` adds slope · (position
+of the key - position of the token): that shifts a row of scores as a whole, which does not change
+its softmax. A node of a tree has the position of its depth, not of its slot; it follows from the
+path that the token sees, so levels of a draft need no further input. In ONNX a key is as far from a
+token as the token sees keys after it, which the network counts in the mask that it is given
+(`CumSum`), once for all layers with the same slopes; its Attention adds what comes of it.
 
 The distance is an integer and exact, so what is added has one rounding, 2^-24 of itself (2^-11 in
 networks of float16), and is exact next to the token. Where models add slope · position, sums round
@@ -201,13 +205,13 @@ are transformers', and in
 near ties may decide. Falcon-RW rounds positions and products to bfloat16 (8 bits: 257 counts as
 256), which its weights were trained with: attention does the same there, and in no other model.
 
-A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a
-model, and chosen blocks are refused. Ranks have the slopes of their heads. A mask that has both a
-bias and numbers of tokens beyond 2,048, a bias that is no multiple of the distance, and a table of
-biases that is a buffer are refused by name; so are `tensorrt`, and networks of several ranks.
+A view of a self-draft (`--draft self:window=W`) is a window over the whole table with such a model,
+and chosen blocks are refused. Ranks have the slopes of their heads. Refused by name are a mask that
+has both a bias and numbers of tokens beyond 2,048, a bias that is not a multiple of the distance, a
+table of biases that is a buffer, `tensorrt`, and networks of several ranks.
 
-On `cuda` a call with slopes takes the general kernel whatever its shapes, since those for few and
-for wide rows have none (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
+On `cuda` a call with slopes always uses the general kernel, since those for few and for wide rows
+do not support slopes (`kernels/cuda/attend_slopes.py`); calls without slopes are compiled to what
 they were. Triton's interpreter has compared it with the oracle, and in captured steps, prompts in
 pieces and trees, with the tokens of transformers (`tests/runtime/backends/cuda/test_slopes.py`);
 ptxas of sm_80 and sm_90 keeps its registers, and on an H200 it agrees with the oracle.

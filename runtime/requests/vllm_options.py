@@ -8,7 +8,11 @@ from typing import Any
 from specc.errors import ConfigError
 from specc.sampling.vllm_names import Unsupported, answer_names
 
-_ONE_DEVICE = Unsupported("1: an engine runs on one device", "leave it out", (None, 1))
+_CUT = Unsupported(
+    "nothing: the engine says how many ranks and stages it has",
+    "leave it out, or cut the engine otherwise: specc reshard",
+    (None, 1),
+)
 _LOADED = Unsupported(
     "an engine directory, which holds all that was read at compile",
     "leave it out; pass it to specc compile, where it applies",
@@ -17,12 +21,20 @@ _AT_COMPILE = "compile the engine again with --{}"
 _NO_CHANGE = Unsupported("", "", (...,))
 # options that need no loaded engine to be answered
 _ANSWERS: Mapping[str, Unsupported] = {
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "enable_expert_parallel": Unsupported("one device", "leave it out", (None, False)),
-    "distributed_executor_backend": Unsupported("one device", "leave it out", (None, "uni")),
-    "worker_use_ray": Unsupported("one device", "leave it out", (None, False)),
+    "tensor_parallel_size": _CUT,
+    "pipeline_parallel_size": _CUT,
+    "data_parallel_size": Unsupported(
+        "1: replicas are processes of their own", "leave it out, and start several", (None, 1)
+    ),
+    "enable_expert_parallel": Unsupported(
+        "experts as the engine was compiled", "leave it out", (None, False)
+    ),
+    "distributed_executor_backend": Unsupported(
+        "ranks that the engine starts by itself", "leave it out", (None, "uni")
+    ),
+    "worker_use_ray": Unsupported(
+        "ranks that the engine starts by itself", "leave it out", (None, False)
+    ),
     "gpu_memory_utilization": Unsupported(
         "caches of max_num_seqs sequences, or of kv_cache_tokens rows in all",
         "leave it out, or pass kv_cache_tokens",
@@ -31,9 +43,13 @@ _ANSWERS: Mapping[str, Unsupported] = {
         "the rows of the cache", "pass kv_cache_tokens, which counts tokens"
     ),
     "swap_space": Unsupported("rows that are computed again", "leave it out", (None, 0)),
-    "cpu_offload_gb": Unsupported("weights on one device", "leave it out", (None, 0)),
+    "cpu_offload_gb": Unsupported(
+        "offload_weights, which says what may stay", "pass offload_weights", (None, 0)
+    ),
     "kv_cache_dtype": Unsupported(
-        "a cache of the models' dtype", _AT_COMPILE.format("dtype"), (None, "auto")
+        "a cache as the engine was compiled for",
+        _AT_COMPILE.format("kv-cache-dtype"),
+        (None, "auto"),
     ),
     "block_size": Unsupported(
         "blocks as the engine was compiled for", _AT_COMPILE.format("block-size")
@@ -45,8 +61,8 @@ _ANSWERS: Mapping[str, Unsupported] = {
         "prompts in chunks, which is how all are read", "leave it out", (None, True)
     ),
     "quantization": Unsupported(
-        "weights of the dtype that they were compiled with",
-        "leave it out, or compile a checkpoint of another dtype: --dtype",
+        "weights as the engine was compiled with",
+        "leave it out, or compile the engine again with --quantize",
     ),
     "load_format": Unsupported("an engine directory", "leave it out", (None, "auto")),
     "tokenizer": Unsupported(

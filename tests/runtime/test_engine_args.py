@@ -63,6 +63,22 @@ def test_what_there_is_not_is_answered(given, found):
         EngineArgs.from_names(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "needed", "do"),
+    [
+        ({"tensor_parallel_size": 2}, "how many ranks and stages", "specc reshard"),
+        ({"cpu_offload_gb": 4}, "offload_weights", "pass offload_weights"),
+        ({"kv_cache_dtype": "int8"}, "compiled for", "--kv-cache-dtype"),
+        ({"quantization": "awq"}, "compiled with", "--quantize"),
+    ],
+)
+def test_what_there_is_by_another_name_is_said(given, needed, do):
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs.from_names(engine="a", **given)
+    assert needed in caught.value.needed
+    assert do in caught.value.do
+
+
 def test_a_checkpoint_is_no_engine(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineError, match="compile it first"):

@@ -55,7 +55,8 @@ def reshard(
 
     Weights and graphs are those that specc compile would write for so many ranks, with the same
     options; drafts, plans and tokenizer stay. The engine is left as it is, and the files of all of
-    its ranks have to be there. For the backends cpu and eager.
+    its ranks have to be there. For the backends cpu and eager, and for cuda engines of several
+    ranks or stages.
 
     \b
     Examples:

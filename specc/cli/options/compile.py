@@ -51,9 +51,9 @@ class DraftOptions:
     )
     speculative_config: str | None = option(
         None,
-        "The same as vLLM has it, as JSON: method (draft_model, eagle3, mtp, ngram or suffix),"
-        " model, num_speculative_tokens and a few more; instead of --draft, --tree, --combine and"
-        " --num-speculative-tokens.",
+        "The same in vLLM's form, as JSON: method (draft_model, eagle3, dflash, dspark, medusa,"
+        " mtp, ngram or suffix), model, num_speculative_tokens and a few more; instead of --draft,"
+        " --tree, --combine and --num-speculative-tokens.",
         "--speculative-config",
         "-sc",
         metavar="JSON",
@@ -97,7 +97,7 @@ class CompileOptions:
     )
     quantize: str | None = option(
         None,
-        "Store the weights of projections in 8 or 4 bits, which a step reads that much faster:"
+        "Store the weights of projections in 8 or 4 bits, which saves memory, and on CPUs time:"
         " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
         " columns."
         " Outputs are those of the rounded weights. onnx has no fp8.",
