@@ -60,7 +60,7 @@ def values_of(message: Message) -> list[Any]:
 
 
 def checksum(slabs: Sequence[Tensor]) -> bytes:
-    """[32] sha256 of all rows of the slabs of a model, whoever owns them: caches need not be sent."""
+    """[32] sha256 of all rows of the slabs of a model, whoever owns them: no cache is sent."""
     digest = hashlib.sha256()
     for part in slabs:
         if part.nbytes:

@@ -1,4 +1,4 @@
-"""A step for one batch size: its parts, and functions without arguments, which a graph can capture."""
+"""A step for one batch size: its parts, and as functions without arguments, for graphs."""
 
 from __future__ import annotations
 
