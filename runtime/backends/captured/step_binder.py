@@ -34,7 +34,14 @@ class StepBinder:
     """Binds the stages, for each number of rows and each kind.
 
     Args:
-        program, models, slabs, buffers, graphs, adapt, side: as of `CapturedStep`.
+        program: content of `steps/<plan>.json`.
+        models: name → program on the device.
+        slabs: the caches under their names in the environment.
+        buffers: inputs and results; common to the steps of an engine.
+        graphs: the device.
+        adapt: called with each stage's graph, which it may change; see `Adapt`.
+        side: steps draft there for half of their sequences while they verify the other half, see
+            `OverlappedStep`; None: never.
     Raises:
         EngineError: a malformed program.
     """
@@ -50,7 +57,7 @@ class StepBinder:
         side: SideStream | None = None,
     ) -> None:
         self.plan = plan_of(program)
-        self._buffers, self._graphs, self._slabs = buffers, graphs, slabs
+        self.buffers, self.graphs, self.slabs = buffers, graphs, slabs
         self._side = None if whole_reason(self.plan) else side
         constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
         self._constants = {name: value.to(graphs.device) for name, value in constants.items()}
@@ -76,9 +83,9 @@ class StepBinder:
         """
         if kind and kind.threshold:
             asked = self._of_rows(0, bucket)._replace(stages=self.stages)
-            return ConfidentStep(kind, self._graphs, self.plan, asked)
+            return ConfidentStep(kind, self.graphs, self.plan, asked)
         if kind and kind != UNFILTERED:
-            return ExtendedStep(kind, self._graphs, self.plan, self._of_rows(0, bucket))
+            return ExtendedStep(kind, self.graphs, self.plan, self._of_rows(0, bucket))
         side = None if is_split else self._side
         halves = halves_of(bucket) if side else None
         parts = [
@@ -93,9 +100,9 @@ class StepBinder:
         widths = {
             "proposals": self.plan.max_depth,
             "vote_weights": len(self.plan.drafts),
-            "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
+            "chosen_blocks": self.plan.num_chosen(self.slabs["history"].shape[1]),
         }
-        inputs = {**self._slabs, **self._buffers.rows(first, last, widths)}
-        results = self._buffers.results[first:last]
+        inputs = {**self.slabs, **self.buffers.rows(first, last, widths)}
+        results = self.buffers.results[first:last]
         lens = tuple(self.plan.draft_lens.values())
         return StepParts(self._unasked, self._constants, inputs, results, lens)
