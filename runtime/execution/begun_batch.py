@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
+
+from torch import Tensor
 
 from specc.runtime.backends.step import BegunStep, FinishStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs
@@ -19,7 +21,6 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.execution.batch_rows import BatchRows
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
 from specc.runtime.execution.can_draw import drawn_step, drawn_steps
-from specc.runtime.execution.confident_nodes import cut_unlikely
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import DrawnPrograms, Draws, joined, prompt_draws, tree_draws
 from specc.runtime.execution.hooked_step import hooked, logprobs_after
@@ -34,7 +35,11 @@ from specc.runtime.execution.shared_pass import (
 )
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.speculation.confidence import ConfidentNodes
 from specc.speculation.live_nodes import says_confidence
+
+# plans and thresholds that are known at a time
+_known = functools.lru_cache(maxsize=64)(ConfidentNodes)
 
 
 class _Begun(NamedTuple):
@@ -210,3 +215,15 @@ class BegunBatches:
 def _length(batch: Batch) -> int:
     """Tokens of its prompts."""
     return sum(span.end - span.start for span in batch.prefill)
+
+
+def cut_unlikely(group: StepGroup, confidence: Tensor, threshold: float) -> StepGroup:
+    """The group with as many live nodes as are likely, and no more than it had.
+
+    Args:
+        group: that has drafted.
+        confidence: [B, F] of its nodes with children, on the host.
+        threshold: see `ConfidentNodes`.
+    """
+    found: Sequence[int] = _known(group.plan, threshold)(confidence).tolist()
+    return group.ended(found)

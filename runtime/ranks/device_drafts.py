@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.runtime.ranks.answers import values_of
 from specc.runtime.ranks.device_work import (
     DraftWork,
     PassWork,
@@ -24,7 +25,6 @@ from specc.runtime.ranks.device_work import (
     num_bytes_of,
     parted,
 )
-from specc.runtime.ranks.draft_values import values_of
 from specc.runtime.ranks.led_device import DeviceLeader
 from specc.runtime.ranks.orders import refused
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from specc.kernels.cuda.launch import even_tokens
 from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
-from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.answers import checksum, values_message
 from specc.runtime.ranks.device_drafts import described, gathered, logit_bytes
 from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.device_work import DraftWork, PassWork, TakeWork, Work, take, works_of
-from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
 from specc.runtime.ranks.orders import Kind, Message, refused
 from specc.runtime.ranks.rank_group import (

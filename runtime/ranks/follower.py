@@ -34,10 +34,9 @@ from specc.runtime.backends.captured.device_models import DeviceRanks
 from specc.runtime.backends.offload_budget import least_of, offload_bytes
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of
+from specc.runtime.ranks.answers import checksum, values_message
 from specc.runtime.ranks.channel import Channel
-from specc.runtime.ranks.checksum import checksum
 from specc.runtime.ranks.device_stages import DeviceStages
-from specc.runtime.ranks.draft_values import values_message
 from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
 from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
 from specc.runtime.ranks.followed_drafts import FollowedDrafts

@@ -30,15 +30,13 @@ from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.draws import DrawnPrograms
 from specc.runtime.processes.fork_server import interpreter
 from specc.runtime.ranks.channel import Channel
-from specc.runtime.ranks.drawn_step import DrawnStep
 from specc.runtime.ranks.follower import facts_about, follow
 from specc.runtime.ranks.job import Follower, Job
 from specc.runtime.ranks.leader import Leader, end_job
 from specc.runtime.ranks.led_drafts import led_drafts, led_plans
-from specc.runtime.ranks.led_model import LedModel
+from specc.runtime.ranks.led_model import LedModel, LoneDraft
 from specc.runtime.ranks.led_models import LedDevice
-from specc.runtime.ranks.led_step import LedStep
-from specc.runtime.ranks.lone_draft import LoneDraft
+from specc.runtime.ranks.led_step import DrawnStep, LedStep
 from specc.runtime.ranks.open_group import make_group
 from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from specc.runtime.execution.draws import Draws
-from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.answers import checksum
 from specc.runtime.ranks.job import Job
 from specc.runtime.ranks.orders import Commit, Kind, Message
 from specc.runtime.ranks.rank_group import (
@@ -24,7 +26,6 @@ from specc.runtime.ranks.rank_group import (
     whole_votes,
 )
 from specc.runtime.ranks.stage_passes import StagePasses
-from specc.runtime.ranks.uninterrupted import uninterrupted
 from specc.runtime.ranks.watch import Watch
 
 # more than `Watch` takes for ranks that do not end
@@ -239,3 +240,30 @@ def end_job(job: Job, watch: Watch) -> None:
     """Tell all ranks to end, and wait until they have."""
     if job.end() and threading.current_thread() is not watch:
         watch.join(_JOIN_S)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, SIGINT waits: an order that only some ranks have got would part them.
+
+    A second one does not wait.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # handlers run in the main thread alone; one that was not set from Python cannot be put back
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if caught:
+            before(number, frame)
+        caught.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        before(*caught[0])

@@ -20,8 +20,8 @@ from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import Model
 from specc.runtime.backends.step_constants import step_constants
+from specc.runtime.ranks.answers import values_of
 from specc.runtime.ranks.draft_parts import asked_of, leave_parts, leave_rows, parts_of
-from specc.runtime.ranks.draft_values import values_of
 from specc.runtime.ranks.leader import Leader
 from specc.runtime.ranks.led_model import LedModel
 from specc.runtime.ranks.orders import Kind

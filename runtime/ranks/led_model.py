@@ -1,14 +1,17 @@
-"""A model that all ranks run."""
+"""Models as rank 0 calls them: what all ranks run, and drafts that one other rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from specc.runtime.backends.step import Model
 from specc.runtime.execution.draws import Draws
+from specc.runtime.ranks.answers import values_of
 from specc.runtime.ranks.leader import Leader
+from specc.runtime.ranks.orders import Kind
 
 
 class LedModel:
@@ -57,3 +60,35 @@ class LedModel:
     def begin_draw(self, draws: Draws, *inputs: Tensor | None) -> Callable[[], Tensor]:
         """See `StagedModel.begin_draw`."""
         return self.leader.begin_staged(inputs, self.program, draws)
+
+
+class LoneDraft:
+    """A `Model` whose passes one other rank runs.
+
+    A pass without logits is not waited for: that rank does what it is told in order.
+
+    Args:
+        leader: gives the orders.
+        number: of the model, see `Manifest.ordered_programs`.
+        rank: that has it.
+        vocab_size: columns of its logits.
+    """
+
+    def __init__(self, leader: Leader, number: int, rank: int, vocab_size: int) -> None:
+        self.leader = leader
+        self.number = number
+        self._rank = rank
+        self._vocab_size = vocab_size
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """Inputs and result as of `ModelProgram.forward`.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        order = self.leader.ask(Kind.PASS, inputs, self.number)
+        rows = inputs[-1]
+        if rows is None or len(rows) == 0:
+            return torch.empty(0, self._vocab_size)
+        (logits,) = values_of(self.leader.answer(self._rank, order))
+        return logits

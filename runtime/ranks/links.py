@@ -2,14 +2,19 @@
 
 On one host they go through shared memory, between hosts over gloo, as those of a group do. Both
 sides say dtype and shape, so a receiver that expects something else gets an error. A value is
-passed on when the other side is there: a sender waits for that.
+passed on when the other side is there: a sender waits for that, and rank 0 has a thread that waits
+for the results of the last stage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +22,8 @@ from torch import Tensor
 from specc.errors import RankError
 from specc.kernels import ranks
 from specc.runtime.ranks.group import SLOT_BYTES
+
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Link:
@@ -102,3 +109,57 @@ class Link:
         ranks.close_link(self._number)
         if self._descriptor is not None:
             os.close(self._descriptor)
+
+
+class _Expected(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    found: Future[Tensor]
+
+
+class StageResults:
+    """What the last stage gives to rank 0: taken in a thread, in the order of passes.
+
+    If rank 0 came for the results of a pass only when it needs them, the last stage would wait for
+    that, and rank 0, which hands on the next pass meanwhile, for the last stage: with more than one
+    pass in flight nobody would go on.
+
+    Args:
+        take: waits for the next value of the last stage, given its shape and dtype.
+    """
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._expected: SimpleQueue[_Expected | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Future[Tensor]:
+        """Have the result of the pass that was begun last taken when it comes; see `Future`.
+
+        Args:
+            shape: of it.
+            dtype: of it.
+        Returns:
+            the result, or the RankError of a rank that is lost.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run, args=(self._take, self._expected), name="specc-results", daemon=True
+            )
+            self._thread.start()
+        found: Future[Tensor] = Future()
+        self._expected.put(_Expected(shape, dtype, found))
+        return found
+
+    def close(self) -> None:
+        """End the thread, once nothing is to come; whoever closes the link wakes it before."""
+        self._expected.put(None)
+
+
+def _run(take: Take, expected: SimpleQueue[_Expected | None]) -> None:
+    while (one := expected.get()) is not None:
+        try:
+            one.found.set_result(take(one.shape, one.dtype))
+        except BaseException as error:
+            # of a link that has failed, every further value fails likewise
+            one.found.set_exception(error)

@@ -19,9 +19,8 @@ from torch import Tensor
 from specc.artifact.manifest import Manifest
 from specc.errors import RankError
 from specc.runtime.ranks.group import SharedGroup
-from specc.runtime.ranks.links import Link
+from specc.runtime.ranks.links import Link, StageResults
 from specc.runtime.ranks.rank_group import Copies, RankGroup
-from specc.runtime.ranks.stage_results import StageResults
 
 # in a ticket, and as that of rank 0 in what the others load
 GLOO, STAGED = "gloo", "stages"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from specc.errors import RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
-from specc.runtime.policies.base import Policy, check_policy, live_nodes_of
+from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
@@ -18,6 +17,7 @@ from specc.runtime.scheduling.prompt_spans import PromptSpans
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
+from specc.runtime.scheduling.step_groups import StepGroups
 from specc.speculation.feature_drafts import heads_of
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
@@ -82,8 +82,8 @@ class Scheduler:
         self._position_limit = position_limit
         most_scored = self._max_num_seqs * cache.shape.max_nodes
         self._prompts = PromptSpans(prefill_chunk, most_scored, shares_pass, window)
-        self._shares_pass = shares_pass
-        self._cuts_trees = shares_pass if cuts_trees is None else cuts_trees
+        cuts_trees = shares_pass if cuts_trees is None else cuts_trees
+        self._groups = StepGroups(self.host_drafts, position_limit, shares_pass, cuts_trees)
         self._looks_ahead = looks_ahead
         self._clock = clock
         self._has_deadlines = False
@@ -180,7 +180,9 @@ class Scheduler:
             return None
         num_step_tokens = sum([g.num_nodes for g in groups])
         self.last_plans = {g.plan.name: len(g.requests) for g in groups}
-        spans = self._prompts.spans(own, num_step_tokens, ahead, lambda s: self._readers(s, plan))
+        spans = self._prompts.spans(
+            own, num_step_tokens, ahead, lambda s: self._groups.readers(s, plan)
+        )
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
     def _is_worth_it(self, ready: list[Request], ahead: LookAhead) -> bool:
@@ -209,7 +211,7 @@ class Scheduler:
             plans = [self._plans[name] for name in names]
         wishes = {}
         for request, chosen in zip(ready, plans, strict=True):
-            wish = self._wish(request, chosen, ahead)
+            wish = self._groups.wish(request, chosen, ahead)
             if wish is None:
                 return None
             wishes[id(request)] = wish
@@ -220,48 +222,7 @@ class Scheduler:
             return None
         if self._looks_ahead and self.may_look_ahead:
             self._blocks.take_ahead(ready, granted)
-        members: dict[str, list[Request]] = {}
-        for request in ready:
-            if (own := granted.get(id(request))) is not None:
-                members.setdefault(own.name, []).append(request)
-        plain = members.pop(OFF.name, [])
-        groups = [self._group(self._plans[name], own, ahead) for name, own in members.items()]
-        return self._cut([*groups, self._group(OFF, plain, ahead)] if plain else groups)
-
-    def _cut(self, groups: list[StepGroup]) -> list[StepGroup]:
-        """Leave to the target what the policy has it verify.
-
-        Where a pass takes all groups, plans in tiles have passes of their own, and so have all
-        others beside them: of whole trees.
-        """
-        if not self._cuts_trees:
-            return groups
-        if self._shares_pass and any(group.plan.tile is not None for group in groups):
-            return groups
-        return [
-            replace(group, live=live) if (live := live_nodes_of(self.policy, group)) else group
-            for group in groups
-        ]
-
-    def _group(self, plan: SpecPlan, requests: list[Request], ahead: LookAhead) -> StepGroup:
-        extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
-        tokens = tuple(map(ahead.most, requests)) if ahead.is_queued else ()
-        lags = bool(plan.models) and any(ahead.lags(request, plan) for request in requests)
-        return StepGroup(plan, requests, extra, tokens, lags)
-
-    def _wish(self, request: Request, plan: SpecPlan, ahead: LookAhead) -> SpecPlan | None:
-        """What a request runs of what the policy chose; None where results in flight decide."""
-        if not ahead.is_queued:
-            return plan if self._speculates(request, plan) else OFF
-        least, most = ahead.least(request), ahead.most(request)
-        does = self._speculates(request, plan, request.cache_len + most)
-        if not most:
-            return plan if does else OFF
-        if self._speculates(request, plan, request.cache_len + least) != does:
-            return None
-        if does and (ahead.lags(request, plan) or self.host_drafts.brings(plan)):
-            return None
-        return plan if does else OFF
+        return self._groups.of(ready, granted, ahead, self.policy)
 
     def _grant(
         self, ready: list[Request], wishes: Mapping[int, SpecPlan], beside: Beside
@@ -402,17 +363,6 @@ class Scheduler:
         self._release_finished()
         everyone = (*self.running, *self.waiting)
         self._has_deadlines = any(s.deadline_s is not None for s in everyone)
-
-    def _readers(self, request: Request, plan: SpecPlan) -> tuple[int, ...]:
-        """Drafts that read a prompt along with the target."""
-        speculates = self._speculates(request, plan, request.prefill_end)
-        return tuple(plan.draft_lens) if speculates else ()
-
-    def _speculates(self, request: Request, plan: SpecPlan, cache_len: int | None = None) -> bool:
-        """The plan drafts, the request can take part, and the deepest node has a position."""
-        cache_len = request.cache_len if cache_len is None else cache_len
-        fits = cache_len + plan.max_depth < self._position_limit
-        return plan.speculates and fits and plan.suits(request.params)
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)

@@ -27,7 +27,7 @@ def prepare(kind: str) -> None:
         told_apart.prepare()
     from specc.bench import device as bench_device
     from specc.runtime.backends.captured import backend as captured_backend
-    from specc.runtime.backends.cuda import choose_launches, kept_products
+    from specc.runtime.backends.cuda import choose_launches, kept_measurements
     from tests.gpu import benchmark, collectives, cut_trees, grammar, kinds, replay, sampling
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
@@ -42,8 +42,8 @@ def prepare(kind: str) -> None:
 
     replace(bench_device, "open_device", lambda: (device, "cuda"))
     replace(captured_backend, "cuda_device", lambda: device)
-    conditions = kept_products.Conditions("simulated", torch.__version__, "", "")
-    replace(kept_products.Conditions, "of", lambda device: conditions)
+    conditions = kept_measurements.Conditions("simulated", torch.__version__, "", "")
+    replace(kept_measurements.Conditions, "of", lambda device: conditions)
     # engines for CUDA are not loaded where there is none
     replace(torch.cuda, "is_available", lambda: True)
     # as on a GPU that has them; kernels are not compiled here

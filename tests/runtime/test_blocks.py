@@ -19,7 +19,7 @@ from specc.errors import ConfigError, EngineError, RequestError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.execution import begun_batch
-from specc.runtime.execution.confident_nodes import cut_unlikely
+from specc.runtime.execution.begun_batch import cut_unlikely
 from specc.sampling.params import SamplingParams
 from specc.speculation.block_drafts import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.speculation.plans import SpecPlan

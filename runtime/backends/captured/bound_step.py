@@ -1,15 +1,14 @@
-"""A step for one batch size, as functions without arguments: what a graph can capture."""
+"""A step for one batch size: its parts, and as functions without arguments, for graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from specc.kernels.cuda.launch import even_tokens, unfiltered
-from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import last_used
 
@@ -17,6 +16,26 @@ _SIZE = torch.ops.aten.sym_size.int
 _STARTS = torch.ops.aten.arange.start_step
 # place of `q_start` among the inputs of a model
 _Q_START = 2
+
+
+class StepParts(NamedTuple):
+    """Stages, and static tensors for B sequences.
+
+    Args:
+        stages: name → graph, on the device.
+        constants: name → tensor of the plan's tree.
+        inputs: name → static tensor: last_tokens, cache_len and block_table of B rows, slabs; where
+            parts of trees are verified, `live` [B] int32, how many nodes a sequence may have.
+        results: [B, 2 + P + drafts] int64, written by the last stage: num_accepted,
+            output_tokens, next_cache_len, then the length of each draft.
+        draft_lens: names of these lengths.
+    """
+
+    stages: Mapping[str, fx.GraphModule]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    results: Tensor
+    draft_lens: tuple[str, ...] = ()
 
 
 class BoundStep:

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.captures import LoneGraph, capture_parts, warm_up
 from specc.runtime.backends.captured.confident_step import ConfidentStep
-from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
-from specc.runtime.backends.captured.graph_device import Event, Graph, GraphDevice, SideStream
+from specc.runtime.backends.captured.graph_device import Event, Graph
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
 from specc.runtime.backends.captured.step_binder import Bound, StepBinder, calls_of
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
@@ -41,46 +40,29 @@ class CapturedStep:
     `skips_filters` is set.
 
     Args:
-        program: content of `steps/<plan>.json`.
-        models: name → program on the device.
-        slabs: the caches under their names in the environment.
-        buffers: inputs and results; common to the steps of an engine.
-        graphs: the device.
+        binder: of its stages.
         buckets: sizes, ascending; the last is the largest batch.
         by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
-        adapt: called with each stage's graph, which it may change; see `Adapt`.
         skips_filters: capture a second graph of each bucket, for batches without filters.
-        side: steps draft there for half of their sequences while they verify the other half, see
-            `OverlappedStep`; None: never.
-    Raises:
-        EngineError: a malformed program.
     """
 
     def __init__(
         self,
-        program: Mapping[str, Any],
-        models: Mapping[str, nn.Module],
-        slabs: Mapping[str, Tensor],
-        buffers: StepBuffers,
-        graphs: GraphDevice,
+        binder: StepBinder,
         buckets: Sequence[int],
         by_block: bool = False,
-        adapt: Adapt = leave_alone,
         skips_filters: bool = False,
-        side: SideStream | None = None,
     ) -> None:
         self.skips_filters = skips_filters
         # kernels of graphs that are captured from now on may start early, see `dependent_launches`
         self.launches_dependent = False
-        self._binder = StepBinder(program, models, slabs, buffers, graphs, adapt, side)
-        self.plan = self._binder.plan
+        self._binder = binder
+        self.plan = binder.plan
         self.before_accept: BeforeAccept | None = None
         self.buckets = tuple(buckets)
         self.by_block = by_block
-        self._buffers = buffers
-        self._graphs = graphs
-        self._slabs = slabs
+        self._buffers, self._graphs, self._slabs = binder.buffers, binder.graphs, binder.slabs
         self._drafts = self.plan.draft_lens
         # a capture's results stay where it put them, so each way of capturing has its own: whole,
         # in stages, or of some kind

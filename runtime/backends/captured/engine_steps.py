@@ -12,6 +12,7 @@ from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED
 from specc.runtime.backends.program_files import read_json
@@ -56,16 +57,18 @@ def load_steps(
     side = graphs.side_stream() if overlaps else None
     steps = {
         entry.name: CapturedStep(
-            read_json(path / entry.file),
-            models,
-            cache.environment,
-            buffers,
-            graphs,
+            StepBinder(
+                read_json(path / entry.file),
+                models,
+                cache.environment,
+                buffers,
+                graphs,
+                adapt,
+                side,
+            ),
             limits.buckets(cache.shape.max_num_seqs),
             by_block=cache.rows is not None,
-            adapt=adapt,
             skips_filters=skips_filters,
-            side=side,
         )
         for entry in manifest.plans
     }

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
-from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.bound_step import BoundStep, StepParts
 from specc.runtime.backends.captured.confident_step import CONFIDENCE, ConfidentStep
 from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
@@ -16,7 +16,6 @@ from specc.runtime.backends.captured.graph_device import GraphDevice, SideStream
 from specc.runtime.backends.captured.live_pass import without_output
 from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
@@ -35,7 +34,14 @@ class StepBinder:
     """Binds the stages, for each number of rows and each kind.
 
     Args:
-        program, models, slabs, buffers, graphs, adapt, side: as of `CapturedStep`.
+        program: content of `steps/<plan>.json`.
+        models: name → program on the device.
+        slabs: the caches under their names in the environment.
+        buffers: inputs and results; common to the steps of an engine.
+        graphs: the device.
+        adapt: called with each stage's graph, which it may change; see `Adapt`.
+        side: steps draft there for half of their sequences while they verify the other half, see
+            `OverlappedStep`; None: never.
     Raises:
         EngineError: a malformed program.
     """
@@ -51,7 +57,7 @@ class StepBinder:
         side: SideStream | None = None,
     ) -> None:
         self.plan = plan_of(program)
-        self._buffers, self._graphs, self._slabs = buffers, graphs, slabs
+        self.buffers, self.graphs, self.slabs = buffers, graphs, slabs
         self._side = None if whole_reason(self.plan) else side
         constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
         self._constants = {name: value.to(graphs.device) for name, value in constants.items()}
@@ -77,9 +83,9 @@ class StepBinder:
         """
         if kind and kind.threshold:
             asked = self._of_rows(0, bucket)._replace(stages=self.stages)
-            return ConfidentStep(kind, self._graphs, self.plan, asked)
+            return ConfidentStep(kind, self.graphs, self.plan, asked)
         if kind and kind != UNFILTERED:
-            return ExtendedStep(kind, self._graphs, self.plan, self._of_rows(0, bucket))
+            return ExtendedStep(kind, self.graphs, self.plan, self._of_rows(0, bucket))
         side = None if is_split else self._side
         halves = halves_of(bucket) if side else None
         parts = [
@@ -94,9 +100,9 @@ class StepBinder:
         widths = {
             "proposals": self.plan.max_depth,
             "vote_weights": len(self.plan.drafts),
-            "chosen_blocks": self.plan.num_chosen(self._slabs["history"].shape[1]),
+            "chosen_blocks": self.plan.num_chosen(self.slabs["history"].shape[1]),
         }
-        inputs = {**self._slabs, **self._buffers.rows(first, last, widths)}
-        results = self._buffers.results[first:last]
+        inputs = {**self.slabs, **self.buffers.rows(first, last, widths)}
+        results = self.buffers.results[first:last]
         lens = tuple(self.plan.draft_lens.values())
         return StepParts(self._unasked, self._constants, inputs, results, lens)

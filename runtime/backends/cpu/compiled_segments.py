@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from specc.runtime.backends.cpu.compiled_program import (
     unpacked_package,
     with_ancestors,
 )
-from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import takes_mass
 
 _log = logging.getLogger(__name__)
+# the sentences of kernels/cpu/weight_stream.cpp
+_FAILED = re.compile(
+    r".*(?: cannot be read at byte \d+: | ends at byte \d+, within the weights: "
+    r"|: no byte of the weights was read for ).*"
+)
 
 
 class CompiledSegments:
@@ -152,3 +157,15 @@ def _copied(
             ) from error
         found |= _views(stream.piece(0), piece, weights)
     return found
+
+
+def stream_error(error: BaseException) -> EngineError | None:
+    """Why a file of weights could not be read, where that is what failed; None: something else."""
+    match = _FAILED.search(str(error))
+    if match is None:
+        return None
+    return EngineError(
+        match.group(),
+        "a file of weights that can be read, unchanged, while the engine runs",
+        "see what the system says of the disk, or copy the engine again; the next pass reads anew",
+    )

@@ -11,9 +11,8 @@ from torch import Tensor
 from specc.artifact.graph_io import graph_from_json
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
+from specc.runtime.backends.cpu.compiled_segments import CompiledSegments, stream_error
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
-from specc.runtime.backends.cpu.stream_error import stream_error
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import RepeatedStep, StagedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants

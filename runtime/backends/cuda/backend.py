@@ -20,8 +20,7 @@ from specc.runtime.backends.captured.device_models import DeviceModels
 from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, choose_products
-from specc.runtime.backends.cuda.kept_launches import KeptLaunches
-from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts
+from specc.runtime.backends.cuda.kept_measurements import Conditions, KeptLaunches, KeptProducts
 from specc.runtime.backends.cuda.product_candidates import Timer
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
-from specc.runtime.backends.eager.program import ModelProgram
+from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
-from specc.runtime.backends.segmented_program import SegmentedProgram
 
 
 class EagerBackend(RuntimeBackend):

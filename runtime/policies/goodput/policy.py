@@ -26,9 +26,9 @@ from specc.runtime.policies.goodput.allocation import (
     allocate,
 )
 from specc.runtime.policies.goodput.constants import TUNED
-from specc.runtime.policies.goodput.draft_lag import lag
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds, ShownLevels
 from specc.runtime.policies.goodput.live_nodes import LiveNodes
+from specc.runtime.policies.goodput.plan_options import PlanOptions, lag
 from specc.runtime.policies.goodput.plan_prior import PlanPrior
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.runtime.policies.goodput.probe import Probe, Probes
@@ -92,9 +92,8 @@ class GoodputPolicy(Policy):
             table = LatencyTable.neutral(sorted(models))
         self._ends = DrafterEnds(speculative)
         self._seconds = PredictedSeconds(table, shares_pass, graph_sizes, self._ends)
-        # [plans] what a sequence's rows add to the seconds of its drafts
-        self._draft_rows = [table.draft_rows(plan) for plan in self._plans]
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}), self._ends)
+        self._options = PlanOptions(self._plans, self._seconds, self._acceptance)
         self._probes = Probes(self._plans, self._seconds, self._acceptance)
         self._load = QueueingModel(self._seconds, max_num_seqs)
         self._live_nodes: LiveNodes | None = None
@@ -278,7 +277,7 @@ class GoodputPolicy(Policy):
         self._num_decided, self._left = len(requests), max(TUNED.hold, len(requests) // 4)
         if not requests:
             return
-        options = [self._options_of(request) for request in requests]
+        options = [self._options.of(request) for request in requests]
         context = Contexts([s.cache_len for s in requests])
         is_paid = self._num_iterations >= self._load_paid
         if self._num_iterations >= self._next_load or (is_paid and self._load.has_changed):
@@ -290,7 +289,8 @@ class GoodputPolicy(Policy):
             self._served = {}
         in_step = options
         options = [
-            self._with_lags(request, own) for request, own in zip(requests, options, strict=True)
+            self._options.with_lags(request, own, reads_prompts=bool(self._prepared))
+            for request, own in zip(requests, options, strict=True)
         ]
         cost = StepCost(self._seconds, self._plans, self._drafting_s)
         mixes = self._seconds.shares_pass
@@ -358,44 +358,6 @@ class GoodputPolicy(Policy):
         ]
         margin = 1.0 if self._prepared else TUNED.margin_of_off
         return self._load.drafting(self._plans, tokens, context, margin)
-
-    def _options_of(self, request: Request) -> list[PlanOption | None]:
-        """What every plan would yield if drafts were in step."""
-        left, context = max(1, request.num_tokens_left), request.cache_len
-        return [
-            PlanOption(
-                self._acceptance.tokens(plan, request.request_id, left),
-                context=context,
-                drafting_s=sum(min(context, most) * row_s for most, row_s in rows),
-            )
-            # what the scheduler would decode plainly is load, and no more
-            if not plan.speculates or plan.suits(request.params)
-            else None
-            for plan, rows in zip(self._plans, self._draft_rows, strict=True)
-        ]
-
-    def _with_lags(
-        self, request: Request, options: Sequence[PlanOption | None]
-    ) -> list[PlanOption | None]:
-        """The same with the seconds in which drafts catch up, if they are to be kept in step.
-
-        Args:
-            request: whose drafts may lag.
-            options: of each plan.
-        """
-        found = list(options)
-        for index, option in enumerate(options):
-            if not index or option is None:
-                continue
-            missed = max(lag(request, self._plans[index]).values(), default=0)
-            if missed and not self._prepared:
-                found[index] = None
-            elif missed:
-                # whatever a draft catches up serves the steps that the request still takes
-                steps = max(1.0, min(TUNED.paid_off, request.num_tokens_left / option.tokens))
-                token_s = self._seconds.draft_token_s(self._plans[index], request.cache_len)
-                found[index] = option._replace(seconds=missed * token_s / steps)
-        return found
 
     @property
     def _nodes(self) -> list[int]:

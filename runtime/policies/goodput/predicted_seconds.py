@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from specc.cost.latency_table import (
     LatencyTable,
@@ -19,6 +19,7 @@ from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
 from specc.runtime.policies.goodput.host_seconds import HostSeconds, Kind
 from specc.runtime.policies.goodput.latency_correction import LatencyCorrection
+from specc.runtime.policies.goodput.prompt_shares import NO_PROMPTS, PromptShare, PromptShares
 from specc.speculation.live_nodes import captured_rows, expected_rows
 from specc.speculation.plans import SpecPlan
 
@@ -33,25 +34,12 @@ _CUT = "cut target"
 _MOST_SIZES = 4096
 
 
-class PromptShare(NamedTuple):
-    """Prompts that share the target's passes with steps.
-
-    Args:
-        share: of the iterations that take prompts along.
-        tokens: of prompts in each of those.
-    """
-
-    share: float
-    tokens: float
-
-
 class PredictedSeconds:
     """Seconds by groups, learned while steps run.
 
-    Prompts in the target's pass take the room that reading its weights would leave for nodes. How
-    often they come is averaged over many iterations, so that single ones do not change a choice:
-    the seconds of decoding are those of its pass alone, and what it adds to a pass of prompts,
-    each as often as it happens. Longer iterations meet prompts more often: they come by the clock.
+    Prompts in the target's pass take the room that reading its weights would leave for nodes: the
+    seconds of decoding are those of its pass alone, and what it adds to a pass of prompts, each as
+    often as it happens, see `PromptShares`.
 
     Where stages are timed apart, target and drafts are corrected each by its own ratio, by tokens
     and by requests; where a step runs as a whole, every plan is, by requests, and apart where it
@@ -82,9 +70,7 @@ class PredictedSeconds:
         self._wholes: dict[tuple[str, bool], LatencyCorrection] = {}
         # tokens → seconds of a pass by the table, and their ratio, until that changes
         self._sizes: dict[tuple[float, bool], tuple[float, float]] = {}
-        self._prompts, self._num_passes = PromptShare(0.0, 0.0), 0
-        # of those iterations, prompts not counted
-        self._mean_s = 0.0
+        self._prompts = PromptShares()
 
     def iteration(self, shapes: Sequence[StepShape], prompts: PromptShare | None = None) -> float:
         """Seconds that these groups take in an iteration, those of prompts not counted.
@@ -291,27 +277,8 @@ class PredictedSeconds:
         """
         if not self.shares_pass:
             return
-        if is_due:
-            alone_s = self.iteration(self._shapes(batch, result), PromptShare(0.0, 0.0))
-            self._mean_s += (
-                TUNED.prompt_news * (alone_s - self._mean_s) if self._mean_s else alone_s
-            )
-        tokens = sum(span.end - span.start for span in batch.prefill)
-        self._num_passes += 1
-        news = max(TUNED.prompt_news, 1 / self._num_passes)
-        share, known = self._prompts
-        share += news * (bool(tokens) - share)
-        if tokens:
-            known = known + TUNED.prompt_news * (tokens - known) if known else tokens
-        self._prompts = PromptShare(share, known)
-
-    def _lately(self, seconds: float) -> PromptShare:
-        """Prompts that come along with an iteration that takes so long without them."""
-        share, tokens = self._prompts
-        if not (share and self._mean_s):
-            return self._prompts
-        a_second = -math.log(1 - min(share, TUNED.always)) / self._mean_s
-        return PromptShare(1 - math.exp(-a_second * seconds), tokens)
+        alone_s = self.iteration(self._shapes(batch, result), NO_PROMPTS) if is_due else None
+        self._prompts.observe(sum(span.end - span.start for span in batch.prefill), alone_s)
 
     def pass_s(
         self,
@@ -334,7 +301,7 @@ class PredictedSeconds:
         alone = (tokens_s + rows_s) * ratio
         if not self.shares_pass:
             return alone
-        prompts = self._lately(besides + alone) if prompts is None else prompts
+        prompts = self._prompts.beside(besides + alone) if prompts is None else prompts
         if not prompts.share:
             return alone
         more_s, ratio = self._sized(tokens + prompts.tokens, is_cut)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specc.runtime.policies.goodput.allocation import Allocation, Cost, GroupLoad, PlanOption
 from specc.runtime.policies.goodput.constants import TUNED
-from specc.runtime.policies.goodput.draft_lag import lag
+from specc.runtime.policies.goodput.plan_options import lag
 from specc.runtime.policies.goodput.plan_prior import is_chain
 from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance

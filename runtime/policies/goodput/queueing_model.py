@@ -17,7 +17,8 @@ from specc.cost.contexts import Contexts
 from specc.cost.latency_table import StepShape
 from specc.runtime.policies.goodput.arrival_statistics import ArrivalStatistics, Demand
 from specc.runtime.policies.goodput.constants import TUNED
-from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds, PromptShare
+from specc.runtime.policies.goodput.predicted_seconds import PredictedSeconds
+from specc.runtime.policies.goodput.prompt_shares import NO_PROMPTS, PromptShare
 from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class QueueingModel:
 
     def _now(self) -> Demand:
         alone = [StepShape(OFF, 1.0, 0.0)]
-        return self._demand.now(self._seconds.iteration(alone, PromptShare(0.0, 0.0)))
+        return self._demand.now(self._seconds.iteration(alone, NO_PROMPTS))
 
     def _raised(self, demand: Demand, ways: Sequence[Parts], context: Contexts) -> Demand:
         """The demand at which as many run as there are now, if that is more than chance explains.
@@ -157,7 +158,7 @@ class QueueingModel:
             shapes = [
                 StepShape(p, size * s, size * s * context.mean, context) for p, s, _ in parts if s
             ]
-            alone = seconds.iteration(shapes, PromptShare(0.0, 0.0))
+            alone = seconds.iteration(shapes, NO_PROMPTS)
             mean_s = alone / max(0.05, 1 - busy)
             # in the long run no more prompts come in than requests leave: what is more waits
             admitted = min(demand.rate * mean_s, size * tokens / demand.output)

@@ -14,6 +14,7 @@ from specc.errors import EngineError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.backend import choose_on_gpu
@@ -93,7 +94,9 @@ def make_engine(
     buckets = (limits.max_batch_size,)
     steps = {
         name: CapturedStep(
-            step, models, cache.environment, buffers, graphs, buckets, skips_filters=True
+            StepBinder(step, models, cache.environment, buffers, graphs),
+            buckets,
+            skips_filters=True,
         )
         for name, step in programs.steps.items()
     }

@@ -22,10 +22,9 @@ from specc.artifact.in_memory import BenchPrograms
 from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
-from specc.runtime.backends.captured.bound_step import BoundStep
+from specc.runtime.backends.captured.bound_step import BoundStep, StepParts
 from specc.runtime.backends.captured.confident_step import CONFIDENCE
 from specc.runtime.backends.captured.live_pass import without_output
-from specc.runtime.backends.captured.step_parts import StepParts
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of, slab_shapes
 from specc.runtime.backends.program_files import place

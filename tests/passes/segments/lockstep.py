@@ -15,8 +15,7 @@ from specc.passes.program import Program, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.segments.cut_segments import Segment, cut_segments, segments_to_json
 from specc.passes.segments.places import CutPlace, layer_places
-from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.segmented_program import SegmentedProgram
+from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from tests import models
 from tests.passes.shard.lockstep import Inputs, make_caches, whole_weights
 from tests.traces import trace_once

@@ -20,6 +20,7 @@ from transformers import (
 
 from specc.errors import RequestError
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
@@ -300,11 +301,13 @@ def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
     models = {"target": other.target, "draft_0": other.drafts[0]}
     other.steps = {
         plan.name: CapturedStep(
-            read_json(tiny_engine / plan.file),
-            models, other.cache.environment, buffers, device, (1, 2, 4),
+            StepBinder(
+                read_json(tiny_engine / plan.file), models, other.cache.environment, buffers, device
+            ),
+            (1, 2, 4),
         )
         for plan in other.manifest.plans
-    }  # fmt: skip
+    }
     options: list[dict[str, Any]] = [
         {"logit_bias": {66: 3.0}, "bad_words": ["ab", "c"]},
         {"min_tokens": 9, "stop_token_ids": [*range(60, 120)]},

@@ -14,6 +14,7 @@ import torch
 from specc.errors import RequestError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
@@ -277,11 +278,13 @@ def test_captured_steps_run_with_the_masks(tiny_engine, engine) -> None:
     models = {"target": other.target, "draft_0": other.drafts[0]}
     other.steps = {
         plan.name: CapturedStep(
-            read_json(tiny_engine / plan.file),
-            models, other.cache.environment, buffers, device, (1, 2, 4),
+            StepBinder(
+                read_json(tiny_engine / plan.file), models, other.cache.environment, buffers, device
+            ),
+            (1, 2, 4),
         )
         for plan in other.manifest.plans
-    }  # fmt: skip
+    }
     for _ in range(2):
         for plan in ("tree-2-1", "off"):
             assert generate(other, plan) == generate(engine, plan)

@@ -22,7 +22,7 @@ from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.ranks import followed_device, nccl
-from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.answers import checksum
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams

@@ -11,6 +11,7 @@ from specc.errors import ConfigError, FaultError
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.reference.ranks import LockstepGroup, use_group
 from specc.runtime.backends.cuda.graphs import choose_gpu
+from specc.runtime.ranks.answers import values_message, values_of
 from specc.runtime.ranks.device_drafts import described, found_of
 from specc.runtime.ranks.device_work import (
     CommitWork,
@@ -26,7 +27,6 @@ from specc.runtime.ranks.device_work import (
     works_of,
 )
 from specc.runtime.ranks.draft_parts import SENT
-from specc.runtime.ranks.draft_values import values_message, values_of
 from specc.runtime.ranks.orders import MOST_BYTES, encode
 from tests.runtime.ranks.test_orders import INPUTS, received, same
 

@@ -17,9 +17,9 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError, FaultError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.runtime.ranks.answers import values_message, values_of
 from specc.runtime.ranks.draft_parts import asked_of, leave_parts, parts_of
-from specc.runtime.ranks.draft_values import values_message, values_of
-from specc.runtime.ranks.lone_draft import LoneDraft
+from specc.runtime.ranks.led_model import LoneDraft
 from specc.runtime.ranks.orders import Kind, Message, encode
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan

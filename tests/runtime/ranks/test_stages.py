@@ -13,7 +13,7 @@ from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.ranks.checksum import checksum
+from specc.runtime.ranks.answers import checksum
 from specc.sampling.params import SamplingParams
 from tests import engines, models
 from tests.lossless import Zoo

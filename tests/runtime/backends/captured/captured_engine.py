@@ -11,6 +11,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.backend import DeviceModel, DeviceOperators
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.engine_steps import make_buffers
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
@@ -36,7 +37,7 @@ def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPla
     buffers = make_buffers(device, cache, [*known, *plans], len(models))
     sizes = tuple(range(1, cache.shape.max_num_seqs + 1))
     engine.steps = {
-        name: CapturedStep(program, models, cache.environment, buffers, device, sizes)
+        name: CapturedStep(StepBinder(program, models, cache.environment, buffers, device), sizes)
         for name, program in programs.items()
     }
     engine.target, *engine.drafts = [DeviceModel(model, device) for model in models.values()]

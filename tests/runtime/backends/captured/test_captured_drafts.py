@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
@@ -130,11 +131,13 @@ class Steps(dict[str, CapturedStep]):
         slabs = dict.fromkeys(self._models, 1)
         program = fuse_step(BY_NAME[plan], slabs, block_size=size).to_json()
         self[plan] = CapturedStep(
-            json.loads(json.dumps(program)),
-            self._models,
-            self._engine.cache.environment,
-            self._buffers,
-            self._device,
+            StepBinder(
+                json.loads(json.dumps(program)),
+                self._models,
+                self._engine.cache.environment,
+                self._buffers,
+                self._device,
+            ),
             BUCKETS,
         )
         return self[plan]

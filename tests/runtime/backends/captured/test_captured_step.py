@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from specc.errors import EngineError
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.captures import CaptureWarning
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import PADDING, StepBuffers
 from specc.runtime.backends.failed_operator import OperatorError
 from specc.runtime.backends.program_files import read_json
@@ -88,7 +89,7 @@ def make_rig(tiny_engine: Path, device: SimulatedDevice) -> Rig:
     for plan in other.manifest.plans:
         program = read_json(tiny_engine / plan.file)
         steps[plan.name] = CapturedStep(
-            program, models, other.cache.environment, buffers, device, BUCKETS
+            StepBinder(program, models, other.cache.environment, buffers, device), BUCKETS
         )
     return Rig(eager, other, device, buffers, steps)
 

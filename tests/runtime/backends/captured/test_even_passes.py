@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from specc.kernels.cuda.launch import even_tokens, is_even
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.captured.bound_step import BoundStep, is_even_pass
-from specc.runtime.backends.captured.step_parts import StepParts
+from specc.runtime.backends.captured.bound_step import BoundStep, StepParts, is_even_pass
 from tests.runtime.backends.test_step_constants import PLANS
 
 

@@ -19,6 +19,7 @@ from specc.runtime.backends.captured.overlapped_step import (
     halves_of,
     whole_reason,
 )
+from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.step_io import StepInputs
@@ -122,13 +123,15 @@ def make_rig(engines: list[Engine]) -> Rig:
     for plan in PLANS:
         program = fuse_step(plan, dict.fromkeys(models, 1), block_size=size).to_json()
         steps[plan.name] = CapturedStep(
-            json.loads(json.dumps(program)),
-            models,
-            other.cache.environment,
-            buffers,
-            device,
+            StepBinder(
+                json.loads(json.dumps(program)),
+                models,
+                other.cache.environment,
+                buffers,
+                device,
+                side=side,
+            ),
             BUCKETS,
-            side=side,
         )
     return Rig(eager, other, device, steps)
 

@@ -12,11 +12,11 @@ import torch
 
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.core import EngineCore
+from specc.runtime.in_flight import StepPace
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput
 from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.scheduling.batch import Batch, RunResult
-from specc.runtime.scheduling.step_pace import StepPace
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from tests import models

@@ -16,9 +16,8 @@ import torch
 from specc.artifact.offload import PAGE, Piece
 from specc.errors import RankError
 from specc.kernels import native
-from specc.runtime.backends.cpu.compiled_segments import CompiledSegments, open_stream
+from specc.runtime.backends.cpu.compiled_segments import CompiledSegments, open_stream, stream_error
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
-from specc.runtime.backends.cpu.stream_error import stream_error
 from tests.mapping_flags import mapping_flags
 
 # offsets that are no pages, sizes from a part of a page to several reads

@@ -22,8 +22,7 @@ from specc.runtime.backends.cuda.choose_launches import (
     can_launch_dependent,
     choose_launches,
 )
-from specc.runtime.backends.cuda.kept_launches import KeptLaunches
-from specc.runtime.backends.cuda.kept_products import Conditions
+from specc.runtime.backends.cuda.kept_measurements import Conditions, KeptLaunches
 from specc.system.file_cache import FileCache
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.runtime.backends.captured.test_captured_step import Rig, make_rig, same

@@ -1,7 +1,9 @@
-"""What a rank answers: tensors of any of an engine's types, and sizes, as tensors of a message."""
+"""What ranks answer: tensors of an engine's types, sizes, and checksums that stand for caches."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,3 +57,13 @@ def values_of(message: Message) -> list[Any]:
         else:
             raise refused(f"an answer with a value of type {code}")
     return found
+
+
+def checksum(slabs: Sequence[Tensor]) -> bytes:
+    """[32] sha256 of all rows of the slabs of a model, whoever owns them: no cache is sent."""
+    digest = hashlib.sha256()
+    for part in slabs:
+        if part.nbytes:
+            slab = part.cpu()
+            digest.update((ctypes.c_char * slab.nbytes).from_address(slab.data_ptr()))
+    return digest.digest()

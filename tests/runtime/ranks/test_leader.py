@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from specc.runtime.ranks.uninterrupted import uninterrupted
+from specc.runtime.ranks.leader import uninterrupted
 
 
 def interrupt() -> None:

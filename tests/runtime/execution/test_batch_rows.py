@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specc.runtime.scheduling.block_rows import BlockRows
+from specc.runtime.execution.batch_rows import BlockRows
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks

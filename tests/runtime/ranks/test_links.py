@@ -15,7 +15,7 @@ from torch import Tensor
 from specc.errors import RankError
 from specc.runtime.backends.step_io import Drafted, StepInputs, StepResult
 from specc.runtime.ranks.led_step import LedStep
-from specc.runtime.ranks.stage_results import StageResults
+from specc.runtime.ranks.links import StageResults
 from specc.speculation.plans import SpecPlan
 
 

@@ -1,9 +1,10 @@
-"""What was measured of products stays on the machine: the next load of an engine reads it.
+"""What was measured on a GPU stays on the machine: the next load of an engine reads it.
 
 Measuring takes seconds of every load, and gives the same for the same GPU, software and shapes. So
 results lie in specc's cache, under the name of the GPU: an engine's directory may be read-only, and
 may be used on several machines. What the cache does not have, or has from another version of
-torch, of Triton or of the kernels, is measured.
+torch, of Triton or of the kernels, is measured. A cache that cannot be read or written is a
+warning: an engine loads all the same, and measures.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -19,12 +21,18 @@ from typing import Any
 
 import torch
 
+from specc.errors import SpeccError
 from specc.runtime.backends.cuda.choose_products import choice_of
-from specc.runtime.backends.cuda.kept_file import KeptFile
-from specc.runtime.backends.cuda.product_candidates import Candidate, early_candidates
+from specc.runtime.backends.cuda.product_candidates import (
+    Candidate,
+    ProductWarning,
+    early_candidates,
+)
 from specc.system.file_cache import FileCache
 
 SCHEMA_VERSION = 2
+# of a cache that is not there for this user (RuntimeError: no home)
+_FAILURES = (SpeccError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,48 @@ def kernel_digest() -> str:
     for path in sorted(Path(spec.origin).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+class KeptFile:
+    """A file of specc's cache, as JSON.
+
+    Args:
+        name: in the cache.
+        subject: what it is about, for warnings: "products".
+        cache: None is that of the user.
+    """
+
+    def __init__(self, name: str, subject: str, cache: FileCache | None = None) -> None:
+        self._name = name
+        self._subject = subject
+        self._cache = cache
+
+    def read(self) -> Any:
+        """What was written last; None where nothing was, or it cannot be read."""
+        try:
+            data = self._open().read(self._name)
+        except _FAILURES as error:
+            self._warn("earlier is not read", error)
+            return None
+        # its hash was right: what is in it, this version of specc has written
+        return None if data is None else json.loads(data)
+
+    def write(self, content: Any) -> None:
+        """Replace all of it."""
+        try:
+            self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
+        except _FAILURES as error:
+            self._warn("is not kept", error)
+
+    def _open(self) -> FileCache:
+        """The cache; where it lies may be unknown."""
+        if self._cache is None:
+            self._cache = FileCache()
+        return self._cache
+
+    def _warn(self, what: str, error: Exception) -> None:
+        text = f"what was measured of {self._subject} {what}: {error}"
+        warnings.warn(text, ProductWarning, stacklevel=5)
 
 
 class KeptProducts:
@@ -129,6 +179,35 @@ class KeptProducts:
             numbers = [candidate.number for candidate in (best, dependent) if candidate]
             if all(number is None or number < len(product.tiles) for number in numbers):
                 yield product, choice_of(product, best, dependent)
+
+
+class KeptLaunches:
+    """Results of `choose_launches` in specc's cache, for one GPU and one engine.
+
+    Args:
+        conditions: under which they hold.
+        engine: digest of its programs; products and steps of another may gain from other launches.
+        cache: None is that of the user.
+    """
+
+    def __init__(self, conditions: Conditions, engine: str, cache: FileCache | None = None) -> None:
+        name = conditions.file_name.replace("products/", "launches/", 1)
+        self._file = KeptFile(name, "dependent launches", cache)
+        self._engine = engine
+
+    def get(self, plan: str) -> dict[str, Any] | None:
+        """What was found of a plan; None where that is not known."""
+        found = self._read().get(self._engine, {}).get(plan)
+        return None if found is None else dict(found)
+
+    def add(self, plan: str, item: dict[str, Any]) -> None:
+        """Keep what was found; a cache that cannot be written is a warning."""
+        kept = self._read()
+        kept.setdefault(self._engine, {})[plan] = item
+        self._file.write(kept)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        return dict(self._file.read() or {})
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:

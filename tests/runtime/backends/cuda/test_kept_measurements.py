@@ -11,10 +11,10 @@ import torch
 
 from specc.kernels.cuda import few_rows
 from specc.kernels.cuda.few_rows import Choice
-from specc.runtime.backends.cuda import kept_products
+from specc.runtime.backends.cuda import kept_measurements
 from specc.runtime.backends.cuda.backend import choose_and_keep
 from specc.runtime.backends.cuda.choose_products import ROWS, DeviceLostError
-from specc.runtime.backends.cuda.kept_products import Conditions, KeptProducts, kernel_digest
+from specc.runtime.backends.cuda.kept_measurements import Conditions, KeptProducts, kernel_digest
 from specc.runtime.backends.cuda.product_candidates import ProductWarning
 from specc.system import file_cache
 from specc.system.file_cache import FileCache
@@ -243,7 +243,7 @@ def test_the_digest_follows_the_source(tmp_path, monkeypatch):
         origin = str(tmp_path / "__init__.py")
 
     assert len(kernel_digest()) == 64
-    monkeypatch.setattr(kept_products.importlib.util, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(kept_measurements.importlib.util, "find_spec", lambda name: Spec)
     before = kernel_digest()
     assert before == kernel_digest()
     (tmp_path / "a.py").write_text("x = 2\n")
