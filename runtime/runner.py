@@ -37,9 +37,8 @@ from specc.runtime.scheduling.batch import (
     StepGroup,
 )
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.speculation.feature_drafts import blocks_of, heads_of
 from specc.speculation.live_nodes import says_confidence
-from specc.speculation.plans import SpecPlan
+from specc.speculation.plans import SpecPlan, blocks_of, heads_of
 
 
 class Runner:

@@ -80,7 +80,7 @@ def attend(
     chunk: int = 0,
 ) -> Tensor:
     """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
-    # refused when a model is compiled: passes/rewrite/require_attention.py
+    # refused when a model is compiled: passes/rewrite/require_supported.py
     assert sink_logits is None, "no sinks on this device"
     places = q_start, position, slot, cache_len, ancestors, block_table
     if values_in_keys:

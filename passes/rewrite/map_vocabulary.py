@@ -1,4 +1,7 @@
-"""Let a draft of another vocabulary take the target's token ids, and give logits for them."""
+"""Let a draft take the target's token ids and give logits for them: of another vocabulary, or size.
+
+The two may have the same tokens, and be padded to different numbers of ids.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from torch import Tensor, fx
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import logits_are_selected
 from specc.passes.program import Program, add_placeholder, emit_call
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
 from specc.speculation.vocabulary_map import INPUTS, LACKING, OUTPUTS, VocabularyMap
 
 aten = torch.ops.aten
@@ -58,6 +60,43 @@ class MapVocabulary(Pass):
             found = emit_call(graph, aten.masked_fill.Scalar, best, mask, -torch.inf)
         program.logits = found
         result.rewrites += 2
+        return result
+
+
+class FitVocabulary(Pass):
+    """Cut logits of ids that the target does not have; read ids that the draft lacks as its last.
+
+    Both keep greedy output unchanged: a draft only proposes. Without them a padded draft could
+    propose an id past the target's embedding, or the target emit one past the draft's.
+
+    Args:
+        num_ids: rows of the target's vocabulary projection.
+    """
+
+    requires = (logits_are_selected,)
+
+    def __init__(self, num_ids: int) -> None:
+        self.num_ids = num_ids
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        graph = program.graph
+        (output,) = graph.find_nodes(op="output")
+        own = int(program.logits.meta["val"].shape[-1])
+        if own > self.num_ids:
+            with graph.inserting_before(output):
+                cut = emit_call(graph, aten.slice.Tensor, program.logits, 1, 0, self.num_ids)
+            program.logits = cut
+            result.rewrites += 1
+        elif own < self.num_ids:
+            tokens = program.placeholder("tokens")
+            first = next(node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(first):
+                known = emit_call(graph, aten.clamp.default, tokens, 0, own - 1)
+            tokens.replace_all_uses_with(known, delete_user_cb=lambda user: user is not known)
+            result.rewrites += 1
+        else:
+            result.decline("tokens", "both models have the same number of ids")
         return result
 
 

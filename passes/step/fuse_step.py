@@ -28,6 +28,7 @@ from specc.passes.step.step_graph import (
     slab_name,
     slots_name,
 )
+from specc.speculation.plan_json import plan_to_json
 from specc.speculation.plans import MERGE, SpecPlan
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class StepProgram:
         ]
         return {
             "schema_version": SCHEMA_VERSION,
-            "plan": self.plan.to_json(),
+            "plan": plan_to_json(self.plan),
             "constants": constants,
             "stages": stages,
         }

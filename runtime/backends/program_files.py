@@ -16,6 +16,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import SelfDraftEntry
 from specc.errors import EngineError
 from specc.kernels import native
+from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
 
@@ -61,7 +62,7 @@ def plan_of(program: Mapping[str, Any]) -> SpecPlan:
         EngineError: a step program of another schema, or a malformed one.
     """
     check_schema(program, "a step program", STEP_SCHEMA_VERSIONS)
-    return SpecPlan.from_json(program.get("plan", {}))
+    return plan_from_json(program.get("plan", {}))
 
 
 def check_program(program: Mapping[str, Any], num_layers: int) -> None:

@@ -18,9 +18,8 @@ from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.runtime.scheduling.step_groups import StepGroups
-from specc.speculation.feature_drafts import heads_of
 from specc.speculation.metrics import SpecStats
-from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.plans import OFF, SpecPlan, heads_of
 
 # nothing is in flight
 _ALONE = Beside()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from specc.artifact.cache_rows import CacheRows
 from specc.artifact.model_entry import MAY_BE_ABSENT
 from specc.speculation.block_drafts import BlockDraft
+from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
 
 
@@ -130,7 +131,7 @@ class PlanEntry:
     @property
     def plan(self) -> SpecPlan:
         """Raises SpeccError: no such plan can be."""
-        return SpecPlan.from_json(dataclasses.asdict(self))
+        return plan_from_json(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)

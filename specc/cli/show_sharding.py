@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import typer
 from rich.table import Table
 
 from specc.artifact.directory import read_manifest
+from specc.artifact.manifest import Manifest
+from specc.artifact.manifest_entries import StageEntry
 from specc.cli.render import heading, make_console, make_table
-from specc.cli.show_stages import stages_table, stages_to_json
 from specc.errors import ConfigError, EngineError
 from specc.sharding.shard_plan import ShardPlan, WeightCut
 from specc.sharding.words import NUMBER, short_name, words_of
@@ -55,7 +59,7 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
     if as_json:
         data = {name: plan.to_json() for name, plan in plans.items()}
         if manifest.stages:
-            data.setdefault(cut[0].name, {})["stages"] = stages_to_json(manifest)
+            data.setdefault(cut[0].name, {})["stages"] = _stages_to_json(manifest)
         typer.echo(json.dumps(data, indent=1))
         return
     console = make_console()
@@ -79,7 +83,7 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
         return
     if manifest.stages:
         console.print(heading(f"{cut[0].name}: {len(manifest.stages)} stages"))
-        console.print(stages_table(manifest))
+        console.print(_stages_table(manifest))
         console.print()
     for name, plan in plans.items():
         console.print(heading(f"{name}: {plan.num_ranks} ranks"))
@@ -89,6 +93,55 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
         console.print()
         for line in _totals(plan):
             console.print(line)
+
+
+def _stages_to_json(manifest: Manifest) -> list[dict[str, Any]]:
+    """Stages of an engine; bytes of weights and caches are those of each of their ranks."""
+    return [
+        {
+            "ranks": list(_ranks(manifest, number)),
+            "layers": list(stage.layers),
+            "weights": stage.memory.weights,
+            "cache": stage.memory.cache,
+            "bytes_per_token": None if number == last else _bytes_per_token(stage),
+        }
+        for last in [len(manifest.stages) - 1]
+        for number, stage in enumerate(manifest.stages)
+    ]
+
+
+def _stages_table(manifest: Manifest) -> Table:
+    """A line for each stage: layers, bytes, and what goes from one to the next."""
+    columns = ("stage", "ranks", "layers", "weights a rank", "caches a rank", "hands on a token")
+    table = make_table(columns, columns[3:])
+    last = len(manifest.stages) - 1
+    for number, stage in enumerate(manifest.stages):
+        ranks = _ranks(manifest, number)
+        table.add_row(
+            str(number),
+            _span(ranks[0], ranks[-1]),
+            _span(stage.layers[0], stage.layers[-1]),
+            format_bytes(stage.memory.weights),
+            format_bytes(stage.memory.cache),
+            "logits or tokens" if number == last else f"{_bytes_per_token(stage)} bytes",
+        )
+    return table
+
+
+def _bytes_per_token(stage: StageEntry) -> int:
+    """Of the value that a rank of a stage gives to one of the next."""
+    sizes = [size for size in stage.shape if size is not None]
+    return math.prod(sizes) * getattr(torch, stage.dtype).itemsize
+
+
+def _ranks(manifest: Manifest, number: int) -> range:
+    assert manifest.parallel is not None
+    size = manifest.parallel.tensor_parallel_size
+    return range(number * size, (number + 1) * size)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} … {last}"
 
 
 def _weights_table(plan: ShardPlan) -> Table:

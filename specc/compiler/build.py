@@ -69,8 +69,7 @@ from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord, Phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
-from specc.passes.rewrite.require_attention import RequireAttention
-from specc.passes.rewrite.require_layouts import RequireLayouts
+from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent

@@ -27,9 +27,8 @@ from specc.passes.lower.cpu.experts import unpack_experts
 from specc.passes.program import Program, Weight, constant_key
 from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.progress import PhaseTimer
-from specc.sharding.rank_reader import RankReader
+from specc.sharding.rank_reader import RankReader, StagesReader
 from specc.sharding.shard_plan import ShardPlan
-from specc.sharding.stages_reader import StagesReader
 from specc.speculation.self_drafts import SelfDraft
 from specc.system.json_file import read_json
 

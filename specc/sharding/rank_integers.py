@@ -18,8 +18,15 @@ from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout, unpack
 from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.weight_layout import BLOCK
-from specc.sharding.ranges import Run, runs_of, within
-from specc.sharding.shard_plan import Cut, Interval, WeightCut, local_size
+from specc.sharding.shard_plan import (
+    Cut,
+    Interval,
+    Run,
+    WeightCut,
+    local_size,
+    runs_of,
+    within,
+)
 
 
 @dataclass(frozen=True)

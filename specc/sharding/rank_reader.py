@@ -1,4 +1,4 @@
-"""Whole weights, read from the files of the ranks that hold parts of them.
+"""Whole weights, read from the files of the ranks and stages that hold parts of them.
 
 A part of a weight is read from the ranks that hold it, and of those that hold copies from the first
 one: every byte that is asked for is read once, but for borders of blocks, and none is held longer
@@ -15,14 +15,20 @@ import torch
 from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.forwarding_reader import ForwardingReader
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, SafetensorsReader, tensor_bytes
+from specc.artifact.safetensors_io import (
+    CHUNK_BYTES,
+    Buffer,
+    SafetensorsReader,
+    TensorReader,
+    tensor_bytes,
+)
 from specc.artifact.tensor_part import Range, TensorPart, new_buffer
 from specc.artifact.weight_layout import BLOCK, blocks_shape
-from specc.errors import EngineError
-from specc.sharding.ranges import Run, runs_of, within
+from specc.errors import EngineError, WeightError
 from specc.sharding.rank_integers import RankIntegers
-from specc.sharding.shard_plan import WeightCut
+from specc.sharding.shard_plan import Run, WeightCut, runs_of, within
 
 
 class RankReader:
@@ -246,3 +252,58 @@ def _other_file(file: Path, found: str, needed: str) -> EngineError:
         f"{needed}, as the plan of the cut says",
         "compile or copy the engine again",
     )
+
+
+class StagesReader(ForwardingReader):
+    """The weights of a model of an engine as a `TensorReader`, of all of its stages.
+
+    A weight that two stages read is in the files of both, and is taken from the first one. Weights
+    of engines are not transposed.
+
+    Args:
+        stages: what reads the files of each; they belong to this one.
+    """
+
+    def __init__(self, stages: Sequence[RankReader]) -> None:
+        self._stages = list(stages)
+        self._by_key: dict[str, RankReader] = {}
+        for stage in self._stages:
+            self._by_key = dict.fromkeys(stage.keys(), stage) | self._by_key
+
+    def close(self) -> None:
+        for stage in self._stages:
+            stage.close()
+
+    def keys(self) -> Iterable[str]:
+        return self._by_key.keys()
+
+    @property
+    def stored(self) -> StagesReader:
+        return self
+
+    def decoded(self, key: str) -> DecodedWeight | None:
+        """The integers of a quantized weight; None of one that is held in floats."""
+        return self._of(key).decoded(key)
+
+    def location(self, key: str | None = None) -> str:
+        return (self._stages[0] if key is None else self._of(key)).location(key)
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, in memory: for small ones.
+
+        Raises:
+            WeightError: there is none of this name.
+        """
+        return self._of(key).tensor(key)
+
+    def source_of(self, key: str) -> tuple[TensorReader, str]:
+        return self._of(key), key
+
+    def _of(self, key: str) -> RankReader:
+        if (found := self._by_key.get(key)) is None:
+            raise WeightError(
+                f"{self._stages[0].location()}: no stage has {key}",
+                "every weight in the files of a stage",
+                "compile or copy the engine again",
+            )
+        return found

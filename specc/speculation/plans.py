@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specc.errors import ConfigError, EngineError, TreeError
+from specc.errors import ConfigError, TreeError
 from specc.sampling.rows import Rule
 from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth, flat_drafts
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
@@ -277,7 +277,7 @@ class SpecPlan:
     def draft_lens(self) -> dict[int, str]:
         """Draft model that has a cache → environment name of its committed rows after a step."""
         models = [model for model in self.models if model not in flat_drafts(self.blocks)]
-        return {int(model.removeprefix("draft_")): f"{model}_len" for model in models}
+        return {_number(model): f"{model}_len" for model in models}
 
     @cached_property
     def self_drafts(self) -> tuple[SelfDraft, ...]:
@@ -369,35 +369,19 @@ class SpecPlan:
         """Shape of one draft's proposals."""
         return TokenTree.chain(self.max_depth) if is_lookup(draft) else self.shape
 
-    def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
-        data["dynamic"] = asdict(self.dynamic) if self.dynamic else None
-        for name in ("heads", "sharpness", "blocks"):
-            if not data[name]:
-                # plans without them are as they were before there were any
-                del data[name]
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SpecPlan:
-        """Raises EngineError: no plan."""
-        try:
-            return cls(
-                name=data["name"],
-                widths=tuple(data["widths"]),
-                parents=tuple(data["parents"]),
-                dynamic=DynamicTree(**data["dynamic"]) if data["dynamic"] else None,
-                drafts=tuple(data["drafts"]),
-                combine=data["combine"],
-                tile=data["tile"],
-                heads=tuple(data.get("heads", ())),
-                sharpness=tuple(map(tuple, data.get("sharpness", ()))),
-                blocks=tuple(map(BlockDraft.from_json, data.get("blocks", ()))),
-            )
-        except (KeyError, TypeError, AssertionError) as error:
-            raise EngineError(
-                f"a plan {data}", "name, shape, drafts", "compile the engine again"
-            ) from error
-
 
 OFF = SpecPlan("off")
+
+
+def heads_of(plans: Iterable[SpecPlan]) -> set[int]:
+    """Numbers of the heads of some plans: what they hand on stands for hidden states."""
+    return {_number(name) for plan in plans for name in plan.heads}
+
+
+def blocks_of(plans: Iterable[SpecPlan]) -> set[int]:
+    """Numbers of the block drafters of some plans."""
+    return {_number(block.draft) for plan in plans for block in plan.blocks}
+
+
+def _number(draft: str) -> int:
+    return int(draft.removeprefix("draft_"))

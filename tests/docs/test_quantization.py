@@ -13,7 +13,7 @@ from specc.artifact.quantized_layout import GROUPS, QuantizedLayout
 from specc.errors import ConfigError
 from specc.kernels.cuda.few_rows_tiles import QUANTIZED
 from specc.passes.program import Weight
-from specc.passes.rewrite.require_layouts import RequireLayouts
+from specc.passes.rewrite.require_supported import RequireLayouts
 from tests.passes.lower.tensorrt.test_dequantized import FLOATS, READ
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"

@@ -27,7 +27,7 @@ from specc.compiler.quantized_models import check_cut_integers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.program import Weight
-from specc.passes.rewrite.require_layouts import RequireLayouts
+from specc.passes.rewrite.require_supported import RequireLayouts
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

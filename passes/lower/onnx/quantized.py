@@ -105,7 +105,7 @@ def parts_of(stored: Tensor, weight: Weight, name: str, rows: torch.dtype = torc
     """
     layout = weight.quantized
     assert layout is not None, "it is quantized"
-    assert layout.kind != "mxfp4", "refused before: specc.passes.rewrite.require_layouts"
+    assert layout.kind != "mxfp4", "refused before: specc.passes.rewrite.require_supported"
     levels, scales, zeros = unpack(stored, weight.shape, layout)
     largest = float(scales.abs().max()) * (FP8_MOST if layout.is_float else layout.middle)
     if largest > torch.finfo(rows).max:

@@ -1,1 +1,1 @@
-"""Options and help of each subcommand; what it does is imported when it runs."""
+"""Options and help of each subcommand; what takes long to load is imported when it runs."""

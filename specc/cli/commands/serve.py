@@ -1,16 +1,23 @@
-"""`specc serve`: its options and help."""
+"""`specc serve`: its options and help, and from there to the server."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specc.cli.app import Debug, EngineArgument
 from specc.cli.options.with_options import Fields
+from specc.errors import ConfigError
 from specc.runtime.engine_args import AsyncEngineArgs
 from specc.server.config import ConnectionLimits, Origins, Place, ServeConfig, Tls
+
+if TYPE_CHECKING:
+    from specc.runtime.engine import Engine
+
+# seconds after which no further round of passes begins
+_MEASURE_S = 8.0
 
 
 def serve(
@@ -73,12 +80,45 @@ def serve(
       curl localhost:8000/v1/completions -H 'Content-Type: application/json'
         -d '{"prompt": "def f(x):", "max_tokens": 32}'
     """  # noqa: D301
-    from specc.cli.serve import run_serve
-
-    code = run_serve(
+    code = _run(
         replace(args, engine=engine),
         replace(place, limits=limits, tls=tls),
         replace(config, origins=origins),
         measures=measure,
     )
     raise typer.Exit(code)
+
+
+def _run(args: AsyncEngineArgs, place: Place, config: ServeConfig, *, measures: bool) -> int:
+    """Serve until a signal; returns the exit code.
+
+    Args:
+        args: the engine's directory, and how it is opened and run.
+        place: where to listen.
+        config: names, keys and limits.
+        measures: time the passes of an engine that has no latency table, where goodput wants one.
+    Raises:
+        ConfigError: the server's packages are not installed.
+        SpeccError: of the engine, the port or an option.
+    """
+    try:
+        from specc.server import run as server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("specc"):
+            raise
+        from specc.system.extras import install_command
+
+        raise ConfigError(
+            f"no package {error.name}", "the packages of the server", install_command("serve")
+        ) from error
+    return server.serve(args, place, config, _measure if measures else None)
+
+
+def _measure(engine: Engine) -> dict[str, Any]:
+    """An engine's latency table as JSON, and a line that tells what takes so long."""
+    from specc.cli.progress import make_listener
+    from specc.progress import PhaseTimer
+    from specc.tune.latency import measure_latency
+
+    with make_listener() as listen, PhaseTimer(listen).phase("measure latency") as progress:
+        return measure_latency(engine, progress, budget_s=_MEASURE_S).to_json()

@@ -12,7 +12,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import RUNTIME_INPUTS, RowInput
 from specc.passes.program_json import program_to_json
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.rewrite.map_vocabulary import FitVocabulary
 from tests.passes.modules import TOLERANCE, Tiny, aten, flat_logits, random_tokens
 
 ROWS = (RowInput("memo", 6, torch.float32), RowInput("is_new", 1, torch.bool))

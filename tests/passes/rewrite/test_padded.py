@@ -18,7 +18,7 @@ from specc.errors import SpeccError, UnsupportedAttentionError, UnsupportedGraph
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import PADDED_INPUTS, Weight
-from specc.passes.rewrite.fit_vocabulary import FitVocabulary
+from specc.passes.rewrite.map_vocabulary import FitVocabulary
 from specc.passes.rewrite.padded import (
     _require_same_weights,
     logits_width,

@@ -16,7 +16,7 @@ from specc.artifact.cache_rows import CacheRows, Reach
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.program import bind_args
-from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.rewrite.require_supported import RequireAttention
 from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
 from tests.more_models import CHUNK
 from tests.onnx_models import BothPrograms, lowered, write_onnx

@@ -15,7 +15,7 @@ from specc.kernels import ops
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import bind_args
 from specc.passes.rewrite.padded import padded_program
-from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.rewrite.require_supported import RequireAttention
 from tests import models
 from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
 from tests.onnx_models import BothPrograms, latent_phases, lowered, write_onnx

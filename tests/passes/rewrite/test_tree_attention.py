@@ -12,7 +12,7 @@ from specc.errors import UnsupportedAttentionError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.normalize import Normalize
-from specc.passes.rewrite.require_attention import RequireAttention
+from specc.passes.rewrite.require_supported import RequireAttention
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
 from tests.passes.modules import (

@@ -6,9 +6,9 @@ import pytest
 
 from specc.cli.bench.serve_table import block_of
 from specc.errors import ConfigError
-from specc.load.acceptance import measured_acceptance
 from specc.load.figures import figures_of, is_good, parse_objectives
 from specc.load.result import Chunk, LoadRun, RequestResult
+from specc.load.simulated import measured_acceptance
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 

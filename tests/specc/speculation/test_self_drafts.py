@@ -6,6 +6,7 @@ import pytest
 
 from specc.errors import ConfigError
 from specc.speculation.choose_plans import choose_plans, split_drafts
+from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import Layers, SelfDraft, is_self_draft
 from specc.speculation.views import View
@@ -117,7 +118,7 @@ def test_plans():
     assert [merged.first_level(draft) for draft in merged.asked] == [3, 1]
     assert merged.views == ()
     for plan in (chain, merged):
-        assert SpecPlan.from_json(plan.to_json()) == plan
+        assert plan_from_json(plan_to_json(plan)) == plan
 
 
 def test_plans_of_different_layers_have_different_names():

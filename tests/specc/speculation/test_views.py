@@ -7,6 +7,7 @@ import torch
 
 from specc.errors import ConfigError
 from specc.speculation.choose_plans import choose_plans, split_drafts
+from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import is_self_draft
 from specc.speculation.views import View
@@ -89,7 +90,7 @@ def test_plans():
     ]
     assert SpecPlan("off", drafts=("self_w64_s4",)).views == ()
     for plan in (chain, merged):
-        assert SpecPlan.from_json(plan.to_json()) == plan
+        assert plan_from_json(plan_to_json(plan)) == plan
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.decoders.integer_rows import integer_rows
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.packed_stream import packed_stream
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.quantized_weights import integer_rows
 from specc.artifact.safetensors_io import CHUNK_BYTES
 from tests import quantized_checkpoints as made
 from tests.quantized_checkpoints import Format

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
-from specc.artifact.decoders.integer_rows import integer_rows
 from specc.artifact.quantized_layout import dequantize
+from specc.artifact.quantized_weights import integer_rows
 from specc.errors import WeightError
 from tests.quantized_checkpoints import FILE, write_mxfp4
 from tests.specc.artifact.decoders.test_decoders import Config, blocks_of, values_of

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
 from specc.artifact.decoders.decoded_reader import DecodedReader
-from specc.artifact.decoders.integer_rows import integer_rows
+from specc.artifact.quantized_weights import integer_rows
 from specc.errors import WeightError
 from tests import quantized_checkpoints as made
 from tests.quantized_checkpoints import FILE

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specc.bench.questions import MT_BENCH, Question, by_category, groups_of
-from specc.cli.dataset import read_dataset
+from specc.cli.bench.dataset import read_dataset
 from specc.errors import InputFileError, RequestError
 
 # a line of each, with the keys that the files have
