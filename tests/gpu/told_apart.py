@@ -121,7 +121,8 @@ class Machine(TorchFunctionMode):
         if name == "pin_memory":
             return args[0]
         kwargs.pop("pin_memory", None)
-        if name in _GUARDED and is_here:
+        # by the name of torch's function, or of the operator that a graph calls
+        if name.partition(".")[0] in _GUARDED and is_here:
             _refuse_mixtures(name, args, kwargs)
             return _wrapped(args, func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if name == "copy_":
