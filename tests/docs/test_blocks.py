@@ -41,6 +41,24 @@ def options_of(words: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_row_of_a_table_is_a_line(page: Path) -> None:
+    """With as many cells as its header: a row that was wrapped is drawn as text."""
+    inside = {
+        n for block in blocks_of(page) for n in range(block.line, block.line + len(block.lines))
+    }
+    cells, broken = None, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").split("\n")):
+        if number in inside or not line.strip() or not (line.startswith("|") or cells):
+            cells = None
+            continue
+        found = len(re.findall(r"(?<!\\)\|", line))
+        cells = cells or found
+        if not (line.startswith("|") and line.endswith("|") and found == cells):
+            broken.append(f"{page.name}:{number + 1}: {line}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_says_what_it_is(page: Path) -> None:
     """So that no command hides in a block without a language, or in an indented one."""
     lines = page.read_text(encoding="utf-8").split("\n")
