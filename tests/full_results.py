@@ -68,7 +68,7 @@ def summary(report: Path) -> dict[str, Any]:
             assert found is not None
             message = (found.get("message") or found.text or "").strip().splitlines()
             failures.append({"test": test, "outcome": outcome, "message": (message or [""])[0]})
-        elif outcome == "skipped":
+        elif outcome == SKIPPED:
             assert found is not None
             skips[found.get("message", "")] += 1
     if not outcomes:
@@ -126,7 +126,8 @@ def commit(output: Path, root: Path = ROOT) -> dict[str, Any]:
 
 
 # from the least to the most that can come of a test
-_SEVERITY = ("passed", "xfailed", "skipped", "errors", "failed")
+SKIPPED = "skipped"
+_SEVERITY = ("passed", "xfailed", SKIPPED, "errors", "failed")
 
 
 def _outcome(case: ElementTree.Element) -> tuple[str, ElementTree.Element | None]:
@@ -201,8 +202,8 @@ def with_earlier(
     num_parts = parse_part(part)[1]
     parts = earlier_parts(path, head, num_parts)
     whole = united(parts | {part: found}, num_parts)
-    # of files in which tests of earlier parts failed
-    again = _held(path).get("again", []) if parts else []
+    # of files in which tests of earlier parts failed; of this part, they are of a run before it
+    again = _held(path).get("again", []) if parts and part not in parts else []
     return whole | ({"again": again} if again else {})
 
 
@@ -216,26 +217,49 @@ def _held(path: Path) -> dict[str, Any]:
 
 
 def failed_files(result: dict[str, Any]) -> list[str]:
-    """Files in which a test failed when they last ran, of a result with its later runs."""
+    """Files in which a test failed when they last ran, of a result with its later runs.
+
+    Raises:
+        ValueError: such a file is no more.
+    """
     failed: set[str] = set()
-    for run in (result, *result.get("again", [])):
+    for run in _runs(result):
         failed -= set(run.get("files", ()))
-        failed |= {_file_of(failure["test"].partition("::")[0]) for failure in run["failures"]}
+        failed |= {_file_of_test(failure["test"]) for failure in run["failures"]}
+    if gone := [file for file in failed if not (ROOT / file).is_file()]:
+        raise ValueError(f"tests failed in {', '.join(sorted(gone))}: there are no such files")
     return sorted(failed)
+
+
+def _runs(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [result, *result.get("again", [])]
+
+
+def _file_of_test(test: str) -> str:
+    """What could not be collected has no class, and its module for a name."""
+    module, _, name = test.partition("::")
+    return _file_of(module or name)
 
 
 def run_again(report: Path, output: Path) -> dict[str, Any]:
     """The result in `output` with a later run of files that failed in it.
 
     Raises:
-        ValueError: `output` holds no result, or the report is not of all its failed files.
+        ValueError: `output` holds no result; the report is not of all its failed files, or of a
+            choice of their tests, or what failed was skipped.
     """
+    if os.environ.get("PYTEST_ARGS"):
+        raise ValueError("PYTEST_ARGS may choose tests: files run again whole, without it")
     result = _held(output)
     due, found = failed_files(result), summary(report)
-    cases = _read(report).iter("testcase")
+    cases = list(_read(report).iter("testcase"))
     files = sorted({_file_of(case.get("classname", "")) for case in cases})
     if left := set(due) - set(files):
         raise ValueError(f"{report} has no test of {', '.join(sorted(left))}, where one failed")
+    # by now a test that failed may have another name, or be no more
+    skipped = {f"{c.get('classname')}::{c.get('name')}" for c in cases if _outcome(c)[0] == SKIPPED}
+    if left := skipped & {x["test"] for run in _runs(result) for x in run["failures"]}:
+        raise ValueError(f"skipped in {report}, and failed before: {', '.join(sorted(left))}")
     kept = ("started", "seconds", "counts", "failures")
     again = {**commit(output), "versions": versions(), "files": files}
     result.setdefault("again", []).append(again | {name: found[name] for name in kept})
@@ -267,6 +291,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.failed is None and options.output is None:
         parser.error("a report and a file of results, or --failed and one")
+    if options.again and options.part is not None:
+        parser.error("--again is of files, whatever their part")
     try:
         if options.failed is not None:
             return print(*failed_files(_held(options.failed)))

@@ -228,12 +228,35 @@ def test_files_that_failed_run_again(report: Path, tmp_path: Path) -> None:
     assert {key: result[key] for key in first} == first
     assert [run["counts"]["failed"] for run in result["again"]] == [1, 0]
     assert failed_files(result) == []
+    # what failed has to run: it is not skipped, nor left out
+    write(again, kept=False)
+    _write(again, output, "--again")
+    again.write_text(
+        '<testsuites><testsuite time="1"><testcase classname="tests.test_kept" name="test_a"'
+        ' time="0"><skipped message="no GPU"/></testcase></testsuite></testsuites>'
+    )
+    done = _write(again, output, "--again")
+    assert "failed before: tests.test_kept::test_a" in done.stderr
+    write(again, kept=True)
+    assert "PYTEST_ARGS may choose" in _write(again, output, "--again", PYTEST_ARGS="-x").stderr
+    assert json.loads(output.read_text())["again"][:2] == result["again"]
     # and stays when another part of the same run comes
     output.write_text(json.dumps(result | {"commit": "c0ffee", "is_changed": False}))
     head = json.loads(output.read_text())
     whole = with_earlier(output, head, "2/2", _part(5, 2.0))
     assert (whole["missing_parts"], whole["again"]) == ([], result["again"])
     assert "again" not in with_earlier(output, head | {"commit": "beef"}, "2/2", _part(5, 2.0))
+    # a part that runs anew has results of its own
+    assert "again" not in with_earlier(output, head, "1/2", _part(5, 2.0))
+
+
+def test_what_could_not_be_collected_has_a_file() -> None:
+    def result(test: str) -> dict[str, Any]:
+        return {"failures": [{"test": test, "outcome": "errors", "message": ""}]}
+
+    assert failed_files(result("::tests.test_kept")) == ["tests/test_kept.py"]
+    with pytest.raises(ValueError, match="there are no such files"):
+        failed_files(result("tests.test_gone::test_a"))
 
 
 def test_files_that_failed_of_no_result(tmp_path: Path) -> None:
