@@ -61,6 +61,8 @@ class EngineArgs:
             how to load may come beside.
         capture: what capturing CUDA graphs may cost here; None is the default.
         dtype: of the target; anything else than the engine's is refused.
+        tensor_parallel_size: ranks that have a part of each weight; likewise.
+        pipeline_parallel_size: stages; likewise.
         enforce_eager: capture nothing, which is so on every host.
         max_logprobs: at most 20 in any case.
     Raises:
@@ -167,6 +169,8 @@ class EngineArgs:
     seed: int | None = None
     capture: CaptureLimits | None = None
     dtype: Any = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     enforce_eager: bool | None = None
     max_logprobs: int | None = None
 
@@ -318,6 +322,7 @@ class EngineArgs:
                 f"{own}, or auto",
                 "leave dtype out, or compile the engine again with --dtype",
             )
+        self._check_cut(engine)
         most = engine.max_seq_len
         length = self.max_model_len
         if length is not None and (type(length) is not int or not 2 <= length <= most):
@@ -332,6 +337,20 @@ class EngineArgs:
                 "steps that are captured: there is no other way to run them on a GPU here",
                 'leave it out; backend="eager" runs any engine without compiled code, on the host',
             )
+
+    def _check_cut(self, engine: Engine) -> None:
+        """Raises ConfigError: the engine has other ranks or stages than these options ask for."""
+        cut = engine.manifest
+        for name, own in (
+            ("tensor_parallel_size", cut.tensor_parallel_size if cut else 1),
+            ("pipeline_parallel_size", (len(cut.stages) if cut else 0) or 1),
+        ):
+            if (given := getattr(self, name)) not in (None, own):
+                raise ConfigError(
+                    f"{name}={given!r}, and an engine that was cut for {own}",
+                    f"{own}, or None",
+                    "leave it out, or cut the engine otherwise: specc reshard",
+                )
 
 
 @dataclass(frozen=True)

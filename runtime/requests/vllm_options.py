@@ -8,21 +8,14 @@ from typing import Any
 from specc.errors import ConfigError
 from specc.sampling.vllm_names import Unsupported, answer_names
 
-_CUT = Unsupported(
-    "nothing: the engine says how many ranks and stages it has",
-    "leave it out, or cut the engine otherwise: specc reshard",
-    (None, 1),
-)
 _LOADED = Unsupported(
     "an engine directory, which holds all that was read at compile",
     "leave it out; pass it to specc compile, where it applies",
 )
-_AT_COMPILE = "compile the engine again with --{}"
+_AT_COMPILE = "leave it out, or compile the engine again with --{}"
 _NO_CHANGE = Unsupported("", "", (...,))
 # options that need no loaded engine to be answered
 _ANSWERS: Mapping[str, Unsupported] = {
-    "tensor_parallel_size": _CUT,
-    "pipeline_parallel_size": _CUT,
     "data_parallel_size": Unsupported(
         "1: replicas are processes of their own", "leave it out, and start several", (None, 1)
     ),
@@ -47,7 +40,7 @@ _ANSWERS: Mapping[str, Unsupported] = {
         "offload_weights, which says what may stay", "pass offload_weights", (None, 0)
     ),
     "kv_cache_dtype": Unsupported(
-        "a cache as the engine was compiled for",
+        "a cache as the engine was compiled for (auto or int8)",
         _AT_COMPILE.format("kv-cache-dtype"),
         (None, "auto"),
     ),
@@ -61,8 +54,7 @@ _ANSWERS: Mapping[str, Unsupported] = {
         "prompts in chunks, which is how all are read", "leave it out", (None, True)
     ),
     "quantization": Unsupported(
-        "weights as the engine was compiled with",
-        "leave it out, or compile the engine again with --quantize",
+        "weights as the engine was compiled with", _AT_COMPILE.format("quantize")
     ),
     "load_format": Unsupported("an engine directory", "leave it out", (None, "auto")),
     "tokenizer": Unsupported(
@@ -116,7 +108,9 @@ _ANSWERS: Mapping[str, Unsupported] = {
     "n_gpu_layers": Unsupported("the device that the engine was compiled for", "pass backend"),
     "n_ctx": Unsupported("max_model_len, as it is called here", "pass max_model_len", ()),
     "torch_dtype": Unsupported("dtype, as it is called here", "pass dtype", ()),
-    "device_map": Unsupported("one device", "leave it out", (None, "auto")),
+    "device_map": Unsupported(
+        "devices as the engine was compiled for", "leave it out", (None, "auto")
+    ),
 }
 # fields of `EngineArgs` that vLLM has not got, and vLLM's names of two others
 _INTERNAL = ("capture",)

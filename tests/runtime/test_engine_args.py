@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_vllms_names_are_taken():
     [
         ({}, "neither engine nor model"),
         ({"engine": "a", "model": "b"}, "engine=a, model=b"),
-        ({"engine": "a", "tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"engine": "a", "data_parallel_size": 2}, "data_parallel_size=2"),
         ({"engine": "a", "max_waiting": 5}, "max_waiting=5"),
         ({"engine": "a", "capture": 5}, "capture=5"),
     ],
@@ -66,7 +67,6 @@ def test_what_there_is_not_is_answered(given, found):
 @pytest.mark.parametrize(
     ("given", "needed", "do"),
     [
-        ({"tensor_parallel_size": 2}, "how many ranks and stages", "specc reshard"),
         ({"cpu_offload_gb": 4}, "offload_weights", "pass offload_weights"),
         ({"kv_cache_dtype": "int8"}, "compiled for", "--kv-cache-dtype"),
         ({"quantization": "awq"}, "compiled with", "--quantize"),
@@ -77,6 +77,21 @@ def test_what_there_is_by_another_name_is_said(given, needed, do):
         EngineArgs.from_names(engine="a", **given)
     assert needed in caught.value.needed
     assert do in caught.value.do
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_number_of_ranks_and_stages_is_the_engines(name):
+    manifest = SimpleNamespace(dtype="float32", tensor_parallel_size=2, stages=("a", "b"))
+    engine = SimpleNamespace(manifest=manifest, max_seq_len=64)
+    for given in (None, 2):
+        EngineArgs.from_names(engine="a", **{name: given})._check(engine)
+    for given in (1, 4):
+        with pytest.raises(ConfigError, match=f"{name}={given}, and an engine that was cut for 2"):
+            EngineArgs.from_names(engine="a", **{name: given})._check(engine)
+    manifest.tensor_parallel_size, manifest.stages = 1, ()
+    EngineArgs.from_names(engine="a", **{name: 1})._check(engine)
+    with pytest.raises(ConfigError, match=f"{name}=2, and an engine that was cut for 1"):
+        EngineArgs.from_names(engine="a", **{name: 2})._check(engine)
 
 
 def test_a_checkpoint_is_no_engine(tmp_path):

@@ -251,7 +251,7 @@ def test_options_of_vllm(make_engine, options) -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2, and an engine that was cut for 1"),
         ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9"),
         ({"quantization": "awq"}, "quantization='awq'"),
         ({"max_model_len": 97}, "max_model_len=97"),
