@@ -12,8 +12,8 @@ from specc.runtime.scheduling.batch import Batch, PendingBatch
 from specc.runtime.scheduling.beside import Beside
 from specc.runtime.scheduling.scheduler import Scheduler
 
-# steps in a row: what comes once for all of them is an eighth of a step's share by then, and more
-# would gain nothing
+# steps in a row: of what is paid once for all of them, each has an eighth by then, and more would
+# gain nothing
 _MOST = 8
 
 

@@ -1,6 +1,6 @@
 """Which cases of a product run every time, and which in the slow tier alone.
 
-Of pytest, what `tests/gpu/stub_pytest.py` has too: tests of kernels run without pytest on GPUs.
+It uses only what `tests/gpu/stub_pytest.py` has of pytest: on GPUs tests of kernels run without it.
 """
 
 from __future__ import annotations

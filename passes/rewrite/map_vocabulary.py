@@ -1,4 +1,4 @@
-"""Let a draft take the target's token ids and give logits for them: of another vocabulary, or size.
+"""Let a draft of another vocabulary, or of another number of ids, speak the target's token ids.
 
 The two may have the same tokens, and be padded to different numbers of ids.
 """

@@ -13,12 +13,12 @@ from specc.speculation.plans import SpecPlan
 
 
 def plan_to_json(plan: SpecPlan) -> dict[str, Any]:
-    """What `plan_from_json` reads: a value for each of the plan's arguments."""
+    """What `plan_from_json` reads; heads, sharpness and blocks only where there are some."""
     data = asdict(plan)
     data["dynamic"] = asdict(plan.dynamic) if plan.dynamic else None
     for name in ("heads", "sharpness", "blocks"):
         if not data[name]:
-            # plans without them are as they were before there were any
+            # as plans were before there were any
             del data[name]
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 

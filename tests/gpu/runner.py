@@ -150,9 +150,9 @@ def _axis(
             label = "-".join(
                 _label(value, name, index, function) for name, value in zip(names, row, strict=True)
             )
-        marks = [] if given is None else list(given.marks)
         labels.append(label)
-        axis.append((dict(zip(names, row, strict=True)), [getattr(m, "mark", m) for m in marks]))
+        marks = [] if given is None else list(given.marks)
+        axis.append((dict(zip(names, row, strict=True)), marks))
     return [(label, *rest) for label, rest in zip(_unique(labels), axis, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What every plan would yield for a request, and how long its drafts would catch up before."""
+"""What every plan would yield for a request, and how long its drafts have to catch up before."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class PromptShares:
 
         Args:
             tokens: of prompts in it.
-            alone_s: predicted seconds of the same without prompts; None: nobody has predicted them.
+            alone_s: predicted seconds of the same without prompts; None: they were not predicted.
         """
         if alone_s is not None:
             self._mean_s += (

@@ -1,4 +1,4 @@
-"""Thinking: text between two markers, before the answer, around which may be marks, too.
+"""Thinking: text between two markers, before an answer that may have marks around it.
 
 Whether an output begins in the middle of its thinking is read off the end of the prompt: templates
 put the opening marker there, or both markers where thinking is off. So `enable_thinking` and the

@@ -86,9 +86,8 @@ class Pair:
     def __init__(self, zoo: Zoo, backend: str) -> None:
         self.whole = Engine.load(path_of(zoo, backend, 1))
         # mapped files are counted, and huge pages would take their place where Linux gives them
-        self.cut = Engine.load(
-            path_of(zoo, backend, 2), ranks=OPTIONS, mmap=backend == "cpu" or None
-        )
+        mmap = True if backend == "cpu" else None
+        self.cut = Engine.load(path_of(zoo, backend, 2), ranks=OPTIONS, mmap=mmap)
 
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
