@@ -16,6 +16,7 @@ from specc.errors import EngineError
 from specc.runtime.backends.eager.program import ModelProgram, weights_in_rows
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import MappedWeights, read_json
+from specc.speculation.plan_json import plan_to_json
 from specc.speculation.plans import SpecPlan
 
 
@@ -137,7 +138,7 @@ def test_step_runs_its_stages_in_order() -> None:
     inputs = [{"name": name, "op": "placeholder"} for name in ("one", "doubled")]
     program = {
         "schema_version": 2,
-        "plan": SpecPlan.from_widths((1,)).to_json(),
+        "plan": plan_to_json(SpecPlan.from_widths((1,))),
         "constants": {"one": {"dtype": "int32", "values": [1]}},
         "stages": [
             {"name": "draft", "graph": {
