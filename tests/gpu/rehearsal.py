@@ -1,6 +1,7 @@
 """The GPU check on a machine without a GPU, with faults put into it: `make gpu-rehearsal`.
 
     python -P tests/gpu/rehearsal.py [A] [B] [C] [--device apart] [--output FILE] [--limit-s S]
+                                     [--scale X]
 
 Commands, processes, time plan and report are those of the check; the device is simulated, models
 are tiny, and Triton interprets. With `--device apart` steps are not captured; instead, tensors of
@@ -158,6 +159,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["simulated", APART], default="simulated")
     parser.add_argument("--output", type=Path, default=Path("build/gpu-check/rehearsal.json"))
     parser.add_argument("--limit-s", type=float, default=480.0)
+    # a GPU runs in seconds what two cores interpret in minutes
+    parser.add_argument("--scale", type=float, default=1.0, help="of all times that tasks may take")
     given = parser.parse_args()
     given.commands = given.commands or ["A", "B", "C"]
     check = _load("check")
@@ -172,7 +175,7 @@ def main() -> int:
             if given.device == APART:
                 stages = without(stages, (*OF_TRANSFORMERS, *OF_REPLAYS))
             begin = time.monotonic()
-            check.run(options, FACTS, environment, given.device, stages)
+            check.run(options, FACTS, environment, given.device, stages, given.scale)
             seconds = time.monotonic() - begin
     return judge(json.loads(given.output.read_text(encoding="utf-8")), given.commands, seconds)
 

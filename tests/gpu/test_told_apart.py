@@ -166,7 +166,7 @@ def test_parts_of_the_check_tell_the_device_from_the_host(tmp_path):
     command = [sys.executable, "-P", str(ROOT / "tests/gpu/rehearsal.py"), "A"]
     command += ["--device", "apart", "--output", str(tmp_path / "report.json")]
     # two cores take longer over interpreted kernels than a GPU over compiled ones
-    command += ["--limit-s", "2400"]
+    command += ["--scale", "5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     parts = json.loads((tmp_path / "report.json").read_text())["parts"]
