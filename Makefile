@@ -71,7 +71,10 @@ test: $(VENV)/.dev
 
 test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@rm -f $(REPORT); files=; if [ -n "$(AGAIN)" ]; then \
-			[ -z "$(PART)$(PYTEST_ARGS)" ] || { echo "AGAIN takes no PART or PYTEST_ARGS"; exit 2; }; \
+			[ -z "$(PART)$(PYTEST_ARGS)" ] || { printf '%s\n' \
+				"found:  AGAIN=1 with PART or PYTEST_ARGS, which choose tests" \
+				"needed: files in which a test failed, whole" \
+				"do:     make test-full AGAIN=1 RESULTS=$(RESULTS)" >&2; exit 2; }; \
 			files=$$($(FULL_RESULTS) --failed $(RESULTS)) || exit 1; \
 			[ -n "$$files" ] || { echo "specc: no test failed in $(RESULTS)"; exit 0; }; fi; \
 		$(PYTEST) $(PYTEST_ARGS) $(OF_PART) $$files --junitxml=$(REPORT); status=$$?; \
