@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import io
@@ -176,11 +177,35 @@ def table_path(folder: Path, version: str, capability: int) -> Path:
     return folder / f"triton-{version}-sm_{capability}.json"
 
 
-def write_table(path: Path, version: str, capability: int, found: Mapping[str, Usage]) -> None:
+def digests(shipped: Mapping[str, Any]) -> dict[str, str]:
+    """File with kernels → digest of its configurations, which say what is compiled of a source.
+
+    Args:
+        shipped: "rows/tree_rows" → `Shipped`.
+    """
+    found: dict[str, list[str]] = {}
+    for name, item in sorted(shipped.items()):
+        said = [name, item.kernel.__name__, dict(item.signature), dict(item.constexprs)]
+        said += [item.options, sorted(item.divisible), sorted(item.early)]
+        found.setdefault(name.split("/")[0], []).append(json.dumps(said, default=str))
+    return {
+        file: hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+        for file, said in found.items()
+    }
+
+
+def write_table(
+    path: Path,
+    version: str,
+    capability: int,
+    shipped: Mapping[str, Any],
+    found: Mapping[str, Usage],
+) -> None:
     """Write a budget table: one line a configuration, sorted."""
     head = {
         "triton": version,
         "capability": capability,
+        "configurations": digests(shipped),
         "columns": [field.name for field in fields(Usage)],
     }
     rows = [f"  {json.dumps(name)}: {list(astuple(found[name]))}" for name in sorted(found)]
@@ -226,8 +251,9 @@ def main() -> int:
         return 1
     for capability in options.capabilities if options.tables else ():
         found = {x["name"]: usage_of(x) for x in lines if x["capability"] == capability}
+        shipped = {name: item for c, name, item in work if c == capability}
         path = table_path(options.tables, __version__, capability)
-        write_table(path, __version__, capability, found)
+        write_table(path, __version__, capability, shipped, found)
     return 0
 
 
