@@ -7,6 +7,7 @@ become part of the code that AOTInductor generates.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -21,7 +22,27 @@ _wrap: ContextVar[Wrap | None] = ContextVar("specc_wrap", default=None)
 def launcher(kernel: Any) -> Any:
     """What launches a kernel with `[grid](*args)`: the kernel itself, except while `inlined`."""
     wrap = _wrap.get()
-    return kernel if wrap is None else wrap(kernel)
+    return kernel if wrap is None else _WithDefaults(kernel, wrap(kernel))
+
+
+class _WithDefaults:
+    """Launches with every argument of a kernel, those too that a call leaves at their defaults.
+
+    torch reads from a kernel's code which tensors it writes only where all arguments are given.
+    Otherwise it takes all of them for written, and Inductor copies caches onto themselves.
+    """
+
+    def __init__(self, kernel: Any, wrapped: Any) -> None:
+        self._arguments = inspect.signature(kernel.fn).parameters.values()
+        self._wrapped = wrapped
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            left = [x for x in list(self._arguments)[len(args) :] if x.name not in options]
+            defaults = {x.name: x.default for x in left if x.default is not x.empty}
+            return self._wrapped[grid](*args, **defaults, **options)
+
+        return launch
 
 
 def is_inlined() -> bool:
