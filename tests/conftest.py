@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -117,6 +118,28 @@ def _traces_of_few_layers() -> Iterator[None]:
 
     settings: Any = torch._dynamo.config
     with settings.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _bounds_solved_once() -> Iterator[None]:
+    """Solve the bounds of a dimension once: those of tokens, sequences and rows recur in traces.
+
+    torch.export asks sympy for each again, which takes an eighth of the time of a small trace.
+    """
+    import sympy.solvers.inequalities
+
+    solve = sympy.solvers.inequalities.reduce_inequalities
+    known = functools.cache(solve)
+
+    def solve_once(bounds: Any, symbols: Any = ()) -> Any:
+        # as torch calls it
+        if isinstance(bounds, set) and isinstance(symbols, sympy.Symbol):
+            return known(frozenset(bounds), symbols)
+        return solve(bounds, symbols)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sympy.solvers.inequalities, "reduce_inequalities", solve_once)
         yield
 
 

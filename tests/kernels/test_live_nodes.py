@@ -25,6 +25,7 @@ from tests.kernels.test_distribution import (
     few_and_many,
     seed_of,
 )
+from tests.tiers import checkered
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ class Trees:
         temperature: likewise.
     """
 
-    batch = 48
+    batch = 32
     parents = torch.tensor([-1, 0, 0, 0, 1, 1, 4], dtype=torch.int32)
     q_rows = torch.tensor([-1, 0, 0, 0, -1, -1, -1], dtype=torch.int32)
 
@@ -113,8 +114,10 @@ def cut_at(shape: str, choose: Callable[[Part, State], Tensor]) -> Propose:
 
 
 @few_and_many
-@pytest.mark.parametrize("shape", ["chain-3", "tree-3-2"])
-@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    checkered([pytest.param(rule, id=rule.name.lower()) for rule in Rule], ["tree-3-2", "chain-3"]),
+)
 def test_live_nodes_that_do_not_look_at_draws(operators, rule, shape, num_draws):
     """What a step shows may say how many of the next step's nodes are verified: any number."""
     count = SHAPES[shape].num_nodes

@@ -18,7 +18,7 @@ from specc.kernels import native
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
 from tests.native_library import load_wrapper
-from tests.tiers import every, only
+from tests.tiers import checkered, every, only
 
 WRAPPER = """
 #include "kernels.h"
@@ -238,7 +238,10 @@ def test_bits_of_the_oracle(
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for kind in OWN_BITS for layout in LAYOUTS]
+    checkered(
+        [pytest.param(kind, id=EVERY_ROW["ids"](kind)) for kind in OWN_BITS],
+        [pytest.param(layout, id=layout.name) for layout in LAYOUTS],
+    )
     + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12)],
     ids=lambda item: item.name if isinstance(item, QuantizedLayout) else EVERY_ROW["ids"](item),
 )

@@ -145,7 +145,7 @@ def test_refuses_large_heads(device: torch.device) -> None:
 # one group of splits, two levels of groups, and splits that the device chooses, with padding
 SPLIT_CASES = {
     "one-group": Case(((3, 300), (2, 40)), heads=(4, 2), sizes=(16, 16), splits=6),
-    "groups": Case(((3, 600), (2, 300)), heads=(4, 2), sizes=(16, 16), splits=19),
+    "groups": Case(((3, 600), (2, 300)), heads=(2, 1), sizes=(16, 16), splits=19),
     "groups-of-groups": Case(((1, 1100),), False, F16, (2, 1), (16, 16), 64, splits=9),
     "chosen": Case(((2, 900), (2, 30), (2, 70)), heads=(2, 1), sizes=(16, 16), splits=None),
 }

@@ -39,7 +39,7 @@ PASSES = (
     ("name", "is_written"),
     [
         ("llama4_text", True),
-        ("deepseek_v2", False),
+        pytest.param("deepseek_v2", False, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", True, marks=pytest.mark.slow),
     ],
 )

@@ -212,20 +212,19 @@ class TestCompile:
         assert "--backend eager" in caught.value.do
         assert files_in(tmp_path / "cache") == []
 
-    def test_a_compiler_that_fails_at_a_program(
-        self, tiny_models, tmp_path, fake_compiler, monkeypatch
-    ):
+    def test_a_compiler_that_fails_at_a_program(self, tmp_path, fake_compiler, monkeypatch):
         """It makes the library; nothing is left of the engine, and no program in the cache."""
         script = f'case "$*" in */inductor/*) {FAIL};; esac\n{fakes.FAKE_BUILD}'
         monkeypatch.setenv("CXX", str(fake_compiler("g++ (x) 12.1.0", script)))
         monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
         place = tmp_path / "place"
         place.mkdir()
+        target = save_tiny("opt", tmp_path / "target", num_hidden_layers=1)
         config = CompileConfig(max_seq_len=64, backend="cpu", probe=False)
         with pytest.raises(
             CompilerError, match=r"compiling target failed: (.|\n)*no such"
         ) as caught:
-            compiler.build(tiny_models.target, None, place / "engine", config)
+            compiler.build(target, None, place / "engine", config)
         assert "--backend eager" in caught.value.do
         assert list(place.iterdir()) == files_in(tmp_path / "cache" / "programs") == []
 

@@ -105,6 +105,7 @@ def test_every_plan_gives_what_expanded_keys_do(built: Path, wanted: list[list[i
         assert generate(engine, plan) == wanted, plan
 
 
+@pytest.mark.slow  # programs of networks are compared by test_padded_latent.py of passes
 def test_networks_give_what_expanded_keys_do(
     models: Path, tmp_path: Path, wanted: list[list[int]]
 ) -> None:

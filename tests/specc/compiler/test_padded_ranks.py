@@ -50,14 +50,17 @@ def onnx_engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     return engines.build(*models, path, config)
 
 
+TENSORRT: dict[str, Any] = LIMITS | {
+    "backend": "tensorrt", "dtype": "float16", "compute_capability": "8.9",
+    "tensor_parallel_size": 2,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def tensorrt_engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the target alone: each network takes seconds to build."""
     path = tmp_path_factory.mktemp("engines") / "tensorrt"
-    config = CompileConfig(
-        **LIMITS, backend="tensorrt", dtype="float16", compute_capability="8.9",
-        tensor_parallel_size=2,
-    )  # fmt: skip
-    return engines.build(*models, path, config)
+    return engines.build(models[0], [], path, CompileConfig(**TENSORRT | {"plans": ()}))
 
 
 def test_each_rank_of_a_cut_model_has_its_own_onnx_file(onnx_engine: Path) -> None:
@@ -110,8 +113,11 @@ def test_its_graphs_run_on_as_many_ranks(
 
 
 @pytest.mark.slow  # builds networks for two ranks
-def test_a_tensorrt_engine_is_built_for_each_rank(tensorrt_engine: Path) -> None:
-    manifest = read_manifest(tensorrt_engine)
+def test_a_tensorrt_engine_is_built_for_each_rank(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    engine = engines.build(*models, tmp_path / "engine", CompileConfig(**TENSORRT))
+    manifest = read_manifest(engine)
     required = set(manifest.required_files)
     names = ("model.plan", "model.onnx", "build.json", "layers.json", "builder.log")
     # the draft is whole, and on rank 0
@@ -122,9 +128,9 @@ def test_a_tensorrt_engine_is_built_for_each_rank(tensorrt_engine: Path) -> None
         files = [f"target/rank-{rank}.{name}" for name in names]
         assert set(files) <= manifest.files.keys()
         plans.append(manifest.files[files[0]].sha256)
-        build = json.loads((tensorrt_engine / files[2]).read_text())
+        build = json.loads((engine / files[2]).read_text())
         assert build["num_sums"] == NUM_SUMS
-        layers = json.loads((tensorrt_engine / files[3]).read_text())
+        layers = json.loads((engine / files[3]).read_text())
         assert len(layers["attentions"]) == len(build["profiles"])
         assert all(entry["is_fused"] for entry in layers["attentions"])
     assert plans[0] != plans[1], "ranks have other weights"

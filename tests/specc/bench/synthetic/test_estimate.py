@@ -54,7 +54,7 @@ LIBRARY_LAYER = [
 def compiled(
     backend: str = "cuda", batch_size: int = 1, quantization: str | None = None
 ) -> BenchPrograms:
-    configs = [tiny_config("llama", num_hidden_layers=4), tiny_config("llama", num_hidden_layers=3)]
+    configs = [tiny_config("llama", num_hidden_layers=3), tiny_config("llama", num_hidden_layers=2)]
     has_draft = backend == "cuda"
     if not has_draft:
         del configs[1:]
@@ -116,8 +116,8 @@ def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
     names = [node.name for node in of_model(nodes, "target")]
     ends = [i for i, name in enumerate(names) if name == "attend_kernel"]
     layers = [names[end + 1 : following + 1] for end, following in itertools.pairwise(ends)]
-    assert layers == [layer] * 3
-    assert nodes_per_layer(nodes, "target") == [len(layer)] * 3
+    assert layers == [layer] * 2
+    assert nodes_per_layer(nodes, "target") == [len(layer)] * 2
 
 
 @pytest.mark.parametrize("is_filtered", [False, True], ids=["unfiltered", "filtered"])
@@ -140,10 +140,10 @@ def test_nodes_of_a_step_besides_layers(is_filtered: bool) -> None:
         return collections.Counter({name: number * count for name, count in found.items()})
 
     found = collections.Counter(node.name for node in count(OFF, is_filtered))
-    assert found == off + passes(1, 4)
+    assert found == off + passes(1, 3)
     level = filters + collections.Counter(("draft_parts_kernel", "draft_merge_kernel"))
     level["tree_rows_kernel"] += 1
-    chain = off + passes(1, 4) + passes(4, 3) + filters
+    chain = off + passes(1, 3) + passes(4, 2) + filters
     for _ in range(4):
         chain += level
     # rows of the draft, and tokens of the levels side by side
@@ -156,11 +156,11 @@ def test_nodes_of_a_step_besides_layers(is_filtered: bool) -> None:
 
 def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None:
     nodes = count()
-    assert nodes_per_layer(nodes, "draft_0") == [len(LLAMA_LAYER)] * 2 * 4
-    assert nodes_per_layer(count(TREE), "draft_0") == [len(LLAMA_LAYER)] * 2 * 3
+    assert nodes_per_layer(nodes, "draft_0") == [len(LLAMA_LAYER)] * 4
+    assert nodes_per_layer(count(TREE), "draft_0") == [len(LLAMA_LAYER)] * 3
     assert nodes_per_layer(count(OFF), "draft_0") == []
     attends = [node.name for node in nodes if node.model == "draft_0"].count("attend_kernel")
-    assert attends == 3 * 4
+    assert attends == 2 * 4
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
@@ -168,7 +168,7 @@ def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None
 def test_attention_is_one_node_whatever_its_splits(batch_size: int, num_sms: int) -> None:
     launches = Launches(functools.partial(recorded, machine=Machine(90, num_sms)), KERNELS)
     nodes = step_nodes(compiled(batch_size=batch_size), OFF, CONTEXT, launches)
-    assert nodes_per_layer(nodes, "target") == [5] * 3
+    assert nodes_per_layer(nodes, "target") == [5] * 2
 
 
 def test_unfused_graphs_have_more_nodes() -> None:
@@ -198,7 +198,7 @@ def test_kernels_and_allocations_within_an_operator() -> None:
     assert not names & {"new_empty", "empty", "view", "reshape", "expand", "slice", "unsqueeze"}
     without = {name: kernel for name, kernel in KERNELS.items() if name != "add_norm_gate_up"}
     plain = step_nodes(mode, OFF, CONTEXT, Launches(recorded, without))
-    assert [node.name for node in plain].count("add_norm_gate_up") == 4
+    assert [node.name for node in plain].count("add_norm_gate_up") == 3
 
 
 def test_launches_are_noted_while_recorded_only() -> None:
@@ -245,7 +245,7 @@ def test_an_estimate_is_the_sum_of_its_nodes() -> None:
 def compiled_with_heads() -> BenchPrograms:
     """Of the sizes that attention has dependent launches for."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    configs = [tiny_config("llama", num_hidden_layers=n, head_dim=64, **sizes) for n in (3, 2)]
+    configs = [tiny_config("llama", num_hidden_layers=n, head_dim=64, **sizes) for n in (2, 1)]
     options = ShapeOptions((CHAIN,), "bfloat16", 1, CONTEXT, 24, "cuda")
     return compile_shapes("TD", configs, options, PhaseTimer())
 
@@ -256,7 +256,7 @@ def test_gaps_that_dependent_launches_may_close() -> None:
     report = make_estimate(compiled_with_heads(), CONTEXT, {}, costs)
     # all nodes of a layer, and the head of a pass: from the embedding's on, each after another;
     # then from the walk on what ends a step, with rows of each model to commit
-    for name, per_pass, ends in (("off", [3], 5), ("chain-4", [3, *4 * [2]], 6)):
+    for name, per_pass, ends in (("off", [2], 5), ("chain-4", [2, *4 * [1]], 6)):
         plan = report["plans"][name]
         found = plan["dependent"]
         assert found["nodes"] == sum(5 * layers + 1 for layers in per_pass) + ends
@@ -364,7 +364,7 @@ def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
         for item in programs.models[0].program["inputs"]
         if "quantized_of" in item
     ]
-    assert len(products) == len(stored) == 4 * 4 + 1
+    assert len(products) == len(stored) == 4 * 3 + 1
     assert not {node.operator for node in nodes} & {"linear", "skinny_linear"}
     assert not [node for node in nodes if "decode" in node.name]
     # rows and results besides
