@@ -82,12 +82,15 @@ def test_compiled_and_eager_engines_say_the_same(make) -> None:
     assert tokens[0] == tokens[1]
 
 
+# the default tier has their bits in tests/passes/lower/cpu/test_row_integers.py, and products by
+# integers of mixtures in test_quantized_mixtures.py
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("mixtral", INT4),
-        pytest.param("llama", {"dtype": "bfloat16", "quantize": "int8"}, marks=pytest.mark.slow),
-        pytest.param("llama", {"segments": True, **INT4}, marks=pytest.mark.slow),
+        ("llama", {"dtype": "bfloat16", "quantize": "int8"}),
+        ("llama", {"segments": True, **INT4}),
     ],
 )
 def test_other_products(make, name: str, options: dict[str, Any]) -> None:

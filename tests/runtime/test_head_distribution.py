@@ -240,18 +240,14 @@ def check(
     return row_of({"case": name}, outcome, found)
 
 
-# the first is of the default tier; of the others, what a mutant changes is seen
+# of all but the first, what a mutant changes is seen
 FEW = [("eagle3", 64), *((kind, 640) for kind in (FITTED, *KINDS))]
 
 
+# the default tier has what children are drawn from (test_heads.py), and draws of operators
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "num"),
-    [
-        pytest.param(
-            *case, marks=() if case is FEW[0] else pytest.mark.slow, id=f"{case[0]}-{case[1]}"
-        )
-        for case in FEW
-    ],
+    ("kind", "num"), [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in FEW]
 )
 def test_trees_in_an_interpreted_engine(
     engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact], kind: str, num: int

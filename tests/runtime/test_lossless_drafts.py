@@ -20,7 +20,7 @@ from specc.speculation.plans import SpecPlan
 from tests import drafts, models
 from tests.drafts import PLAN_IDS, PLANS
 from tests.lossless import Zoo, check_join_and_leave, collect_figures, run_case
-from tests.tiers import every
+from tests.tiers import every, only
 
 COMPILED = (
     "qwen3",
@@ -78,7 +78,8 @@ def check(
     return rows
 
 
-@pytest.mark.parametrize(("name", "plan"), every(4, EAGER, 2), ids=str)
+# dynamic trees of the default tier are compiled, below
+@pytest.mark.parametrize(("name", "plan"), only(["qwen3", "gpt2"], every(4, EAGER, 2)), ids=str)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: str) -> None:
     check(zoo, name, PLANS[PLAN_IDS.index(plan)], "eager", FEWER_TOKENS)
 

@@ -29,12 +29,16 @@ BLOCKS = "self_w16_s0_b16"
 
 @dataclass(frozen=True)
 class Case:
-    """A target, its plans, and what its draft model sees of its own rows, if there is one."""
+    """A target, its plans, and what its draft model sees of its own rows, if there is one.
+
+    `beside` names a case of the same target in whose engine the plans are, too.
+    """
 
     model: str
     plans: tuple[SpecPlan, ...]
     draft_kv: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 3})
+    beside: str = ""
 
 
 CASES = {
@@ -70,6 +74,7 @@ CASES = {
             SpecPlan.from_widths((2, 1), (BLOCKS, "lookup-2"), MERGE),
             replace(SpecPlan.from_widths((3, 1, 1), (BLOCKS,)), name="tiles-blocks", tile=2),
         ),
+        beside="layers",
     ),
 }
 # greedy rows and coupled ones are drawn on all ranks, the others on rank 0
@@ -77,13 +82,15 @@ KINDS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "mss": MSS, "coupled": COU
 
 
 def path_of(zoo: Zoo, name: str, backend: str, num_ranks: int) -> Path:
+    name = CASES[name].beside or name
     case = CASES[name]
+    plans = [plan for key, own in CASES.items() if name in (key, own.beside) for plan in own.plans]
 
     def make(path: Path) -> Path:
         target = zoo.checkpoint(case.model, **case.changes)
         drafts = [zoo.checkpoint("llama", draft="noisy")] if case.draft_kv else []
         config = CompileConfig(
-            plans=case.plans,
+            plans=tuple(plans),
             max_batch_size=4,
             max_seq_len=models.MAX_SEQ_LEN,
             prefill_chunk=24,
@@ -107,6 +114,7 @@ class Pairs:
         self._open: tuple[str, Engine, Engine] | None = None
 
     def __call__(self, name: str) -> tuple[Engine, Engine]:
+        name = CASES[name].beside or name
         if self._open is None or self._open[0] != name:
             self.close()
             whole = Engine.load(path_of(self._zoo, name, self._backend, 1))

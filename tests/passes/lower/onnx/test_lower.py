@@ -36,7 +36,7 @@ ELEMENT_TYPES = {
 # constants of a graph: rotary frequencies, scales, shapes
 SMALL_BYTES = 1024
 # files that tests/runtime/backends/onnx run
-DEFAULT = ("gemma3", "gpt2")
+DEFAULT = ("gemma3",)
 FULL_PRECISION = [
     pytest.param((name, torch.float32), marks=() if name in DEFAULT else pytest.mark.slow)
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")

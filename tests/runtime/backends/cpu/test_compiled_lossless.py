@@ -8,7 +8,8 @@ and leaves its figures in build/lossless_compiled.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
 from specc.runtime.llm import LLM
+from specc.runtime.outputs.request_output import CompletionOutput
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import models
@@ -35,17 +37,12 @@ from tests.lossless import (
     run_case,
 )
 from tests.runtime.live_rig import EveryNode, ScriptedNodes
+from tests.tiers import only
 
 NAMES = ("qwen3", "gemma3-tied", "opt")
 # and those whose projections are written in another way, and experts: in rows, and of a checkpoint
 # that has them transposed, with biases and without
-EXACT = (
-    *NAMES,
-    "gpt2",
-    "mixtral",
-    pytest.param("gpt_oss", marks=pytest.mark.slow),
-    pytest.param("llama4_text", marks=pytest.mark.slow),
-)
+OTHERS = ("gpt2", "mixtral", "gpt_oss", "llama4_text")
 CPU = {"backend": "cpu"}
 
 
@@ -111,10 +108,11 @@ def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
 
 
+# the default tier has passes of that width on two threads (test_compiled_program.py), and whole
+# outputs below
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(
-    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_threads(zoo: Zoo, name: str) -> None:
     """A chunk of 64 tokens of each of five prompts is wider than what runs on one thread."""
     engine = zoo.engine(name, "noisy", block_size=16, prefill_chunk=512, **CPU)
@@ -163,24 +161,45 @@ def test_trees_with_dead_nodes(zoo: Zoo, rule: str | None) -> None:
             assert any(len(set(live)) > 1 for live in policy.asked)
 
 
+SCORED = SamplingParams(max_tokens=70, temperature=0, logprobs=4)
+
+
+@pytest.fixture(scope="module")
+def alone(zoo: Zoo) -> Callable[[str], list[CompletionOutput]]:
+    """What plain decoding makes of each prompt by itself, on one thread; once for all plans."""
+
+    @functools.cache
+    def decode(name: str) -> list[CompletionOutput]:
+        torch.set_num_threads(1)
+        plain = LLM(zoo.engine(name, "noisy", **layout_of(name), **CPU), plan="off")
+        return [plain.generate([prompt], SCORED)[0].outputs[0] for prompt in models.prompts()]
+
+    return decode
+
+
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *(pytest.param(n, p, id=f"{n}-{p.name}") for n in NAMES for p in PLANS[1:]),
+        # whose projections take rows of any plan alike: the widest one shows it
+        *only(
+            [f"{n}-{PLANS[-1].name}" for n in ("gpt2", "mixtral")],
+            [pytest.param(n, p, id=f"{n}-{p.name}") for n in OTHERS for p in PLANS[1:]],
+        ),
+    ],
+)
 def test_log_probabilities_have_the_bits_of_plain_decoding(
-    zoo: Zoo, name: str, plan: SpecPlan
+    zoo: Zoo, alone: Callable[[str], list[CompletionOutput]], name: str, plan: SpecPlan
 ) -> None:
     """A tree in a batch sums as plain decoding of one request does, not only to rounding.
 
     On one thread and on two.
     """
-    engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
-    params = SamplingParams(max_tokens=70, temperature=0, logprobs=4)
-    prompts = models.prompts()
-    plain = LLM(engine, plan="off")
-    torch.set_num_threads(1)
-    alone = [plain.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    wanted = alone(name)
     torch.set_num_threads(2)
-    together = [r.outputs[0] for r in LLM(engine, plan=plan.name).generate(prompts, params)]
-    for one, other in zip(alone, together, strict=True):
+    engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
+    outputs = LLM(engine, plan=plan.name).generate(models.prompts(), SCORED)
+    for one, other in zip(wanted, (output.outputs[0] for output in outputs), strict=True):
         assert len(one.logprobs) == 70
         assert one.logprobs == other.logprobs

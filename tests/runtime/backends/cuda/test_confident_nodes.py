@@ -45,7 +45,7 @@ from tests.runtime.backends.cuda.confident_rig import (
 )
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
 from tests.runtime.live_rig import COUNTERS, SLOW, ByAcceptance
-from tests.tiers import checkered
+from tests.tiers import checkered, only
 
 RULES = [None, "coupled", "delta"]
 
@@ -117,7 +117,10 @@ def test_no_more_is_verified_than_the_policy_says(
     assert {live < most for live, most in pairs} == {True, False}
 
 
-@pytest.mark.parametrize(("plan", "rule"), checkered([CHAIN, TREE], RULES))
+# other rules and plans: test_outputs_steps_and_counters_are_those_of_eager, test_both_options
+@pytest.mark.parametrize(
+    ("plan", "rule"), only([f"{TREE.name}-coupled"], checkered([CHAIN, TREE], RULES))
+)
 def test_goodput_learns_as_on_eager(
     engine_of: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
 ) -> None:
@@ -173,7 +176,8 @@ def test_both_options(engine_of: Any, device: SimulatedDevice) -> None:
     assert any(most < group.plan.num_nodes for group in groups for most in group.allowed)
 
 
-@pytest.mark.parametrize("late", [False, True])
+# a late device: test_engines_that_serve_several
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_are_drafted_ahead_of_results(
     engine_of: Any, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
@@ -249,7 +253,10 @@ def test_engines_that_serve_several(
     assert completed.count(False) > 5
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
+# of trees: test_live_nodes.py
+@pytest.mark.parametrize(
+    "plan", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=lambda plan: plan.name
+)
 def test_masks_and_log_probabilities_beside_unsure_drafts(
     engine_of: Any, device: SimulatedDevice, plan: SpecPlan
 ) -> None:
@@ -275,6 +282,9 @@ def test_masks_and_log_probabilities_beside_unsure_drafts(
             assert entry.logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
+# the default tier has drafters of requests that give way in test_blocks.py, and captured steps of
+# such requests in test_in_flight_mixed.py
+@pytest.mark.slow
 def test_requests_that_had_to_give_way(engine_of: Any, device: SimulatedDevice) -> None:
     path, own = engine_of(), params("coupled", min_tokens=8)
     own = [replace(one, max_tokens=20) for one in own]

@@ -118,7 +118,7 @@ def test_steps_ahead_verify_what_was_decided_for_them(
     assert len({tuple(levels) for levels, _ in policy.seen}) > 4
 
 
-@pytest.mark.parametrize("rule", [None, "coupled"])
+@pytest.mark.parametrize("rule", [None, pytest.param("coupled", marks=pytest.mark.slow)])
 def test_steps_are_queued_ahead(
     cuda_engine: Path, device: SimulatedDevice, rule: str | None
 ) -> None:

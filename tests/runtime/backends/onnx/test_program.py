@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper
 
 from specc.errors import EngineError
+from specc.passes.lower.onnx.operators import OPSET
 from specc.runtime.backends.onnx import program as onnx_program
 from specc.runtime.backends.onnx.program import OnnxProgram, load_onnx
 from specc.speculation.tree import TokenTree
@@ -21,6 +24,7 @@ from tests.flat_passes import PADDING, Inputs, causal_pass, first_level, random_
 from tests.onnx_models import ROWS, BothPrograms, Lowered, lowered, model_entry, write_onnx
 
 BLOCKS = 6
+PRODUCT = ("a", "b", "logits")
 TOLERANCE = 1e-5
 LEVELS = TokenTree((-1, 0, 0, 0, 1, 1, 3, 3, 4, 6))
 CHOOSER = random.Random(3)
@@ -60,9 +64,10 @@ PASSES: dict[str, list[Inputs]] = {
     # 252 rows leave no room to be filled up to 90 tokens
     "near-the-end": [causal_pass([252, 2], [4, 90], [1, 2]), causal_pass([255], [1], [3])],
 }
-# what differs from one architecture to another; the others run in the slow tier
+# layers with windows and without; learned positions and biases are in test_engine.py, beside the
+# eager graphs, too, and all others in the slow tier
 NAMES = [
-    pytest.param(name, marks=() if name in ("gemma3", "gpt2") else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
     for name in (*models.ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
 ]
 
@@ -140,7 +145,21 @@ def test_words_of_no_ancestors_are_causal(small: tuple[Lowered, Path]) -> None:
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
+def test_what_fills_up_has_the_position_of_the_last_token(
+    small: tuple[Lowered, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have none after it: 253 + 64 is beyond its positions."""
+    both, given, last = BothPrograms(*small, BLOCKS), [], models.POSITIONS - 3
+    run = both.onnx.run
+    monkeypatch.setattr(both.onnx, "run", lambda *a: given.append(a[2]) or run(*a))
+    both.onnx(**causal_pass([0, last], [64, 3], [0, 1]))
+    (padded,) = given
+    assert padded.positions.tolist() == [[*range(64)], [last, last + 1, *[last + 2] * 62]]
+
+
+# beside the eager graphs, with learned positions
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_filling_up_stays_within_the_learned_positions(programs: Programs, name: str) -> None:
     """A short span at the last positions beside a long one: 253 + 64 is beyond the table."""
     both = programs.both(name)
@@ -249,9 +268,25 @@ def test_files_of_other_inputs_are_refused(small: tuple[Lowered, Path]) -> None:
 
 
 def test_bfloat16_is_refused_at_load(tmp_path: Path, small: tuple[Lowered, Path]) -> None:
-    pair = lowered("llama", ROWS, torch.bfloat16, num_hidden_layers=1)
-    write_onnx(pair, tmp_path)
-    with pytest.raises(EngineError) as caught:
-        BothPrograms(pair, tmp_path, 1)
-    assert "does not compute in bfloat16" in caught.value.needed
-    assert "--backend eager" in caught.value.do
+    """On CPUs onnxruntime has no product of it; whole engines: test_engine.py."""
+    pair, _ = small
+    entry, caches = model_entry(pair), BothPrograms(*small, 1).onnx_caches
+
+    def refusal(dtype: str, kind: int) -> EngineError:
+        a, b, logits = (helper.make_tensor_value_info(name, kind, [2, 2]) for name in PRODUCT)
+        graph = helper.make_graph(
+            [helper.make_node("MatMul", PRODUCT[:2], PRODUCT[2:])], "product", [a, b], [logits]
+        )
+        opset = helper.make_opsetid("", OPSET)
+        made = helper.make_model(graph, opset_imports=[opset], ir_version=10)
+        onnx.save(made, tmp_path / entry.onnx_file)
+        with pytest.raises(EngineError) as caught:
+            load_onnx(tmp_path, replace(entry, dtype=dtype), caches, ROWS)
+        return caught.value
+
+    refused = refusal("bfloat16", TensorProto.BFLOAT16)
+    assert "cannot run" in refused.found
+    assert "does not compute in bfloat16" in refused.needed
+    assert "--backend eager" in refused.do
+    # the same in a type that it has
+    assert "with inputs" in refusal("float32", TensorProto.FLOAT).found

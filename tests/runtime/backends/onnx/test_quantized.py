@@ -29,12 +29,14 @@ from tests.runtime.test_quantized_checkpoints import reference
 
 PLANS = tuple(SpecPlan.from_widths(widths) for widths in ((), (1, 1, 1), (2, 1)))
 NUM_TOKENS = 24
+NUM_LAYERS = 1
 
 
 def make(root: Path, quantize: str, group: int | None) -> tuple[Path, Path]:
     """(checkpoint, engine) of a tiny model with its noisy draft."""
-    target = models.save_tiny("llama", root / "target")
-    draft = models.save_tiny("llama", root / "draft", 0, models.DRAFT_NOISE["llama"])
+    sizes = {"num_hidden_layers": NUM_LAYERS}
+    target = models.save_tiny("llama", root / "target", **sizes)
+    draft = models.save_tiny("llama", root / "draft", 0, models.DRAFT_NOISE["llama"], **sizes)
     config = CompileConfig(
         max_seq_len=models.MAX_SEQ_LEN, quantize=quantize, quantize_group=group,
         backend="onnx", probe=False, plans=PLANS,
@@ -128,7 +130,7 @@ def check_fused(file: Path) -> None:
     nodes = fused.graph.node
     products = [node for node in nodes if node.op_type == "MatMulNBits"]
     levels = [{a.name: a.i for a in node.attribute}["accuracy_level"] for node in products]
-    assert len(levels) == 2 * 4 + 1
+    assert len(levels) == NUM_LAYERS * 4 + 1
     assert set(levels) == {1}
     assert "DequantizeLinear" not in {node.op_type for node in nodes}
 

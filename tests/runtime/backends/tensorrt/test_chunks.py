@@ -1,8 +1,13 @@
-"""Models with chunks (Llama 4) for TensorRT, on the recorder: their tokens are transformers'."""
+"""Models with chunks (Llama 4) for TensorRT, on the recorder: their tokens are transformers'.
+
+The default tier has their passes, by onnxruntime: tests/passes/rewrite/test_padded_chunks.py.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from specc.speculation.plans import SpecPlan
 from tests import models
@@ -18,6 +23,7 @@ NAME, NUM_TOKENS = "llama4_text", 20
 TREE = SpecPlan.from_widths((2, 2, 1))
 
 
+@pytest.mark.slow
 def test_greedy_equals_generate(zoo: Zoo, tmp_path: Path) -> None:
     """Prompts within a chunk and beyond it, in pieces of 7; steps cross its end."""
     path = compile_recorded(
