@@ -29,7 +29,8 @@ class _WithDefaults:
     """Launches with every argument of a kernel, those too that a call leaves at their defaults.
 
     torch reads from a kernel's code which tensors it writes only where all arguments are given.
-    Otherwise it takes all of them for written, and Inductor copies caches onto themselves.
+    Otherwise it takes all of them for written, and Inductor copies caches onto themselves. It is
+    for kernels without autotuning, whose configurations would set defaults a second time.
     """
 
     def __init__(self, kernel: Any, wrapped: Any) -> None:

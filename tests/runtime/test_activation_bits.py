@@ -82,8 +82,8 @@ def test_compiled_and_eager_engines_say_the_same(make) -> None:
     assert tokens[0] == tokens[1]
 
 
-# the default tier has their bits in tests/passes/lower/cpu/test_row_integers.py, and products by
-# integers of mixtures in test_quantized_mixtures.py
+# the default tier has their bits, those of experts among them, in
+# tests/passes/lower/cpu/test_row_integers.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -201,7 +201,7 @@ OF_KINDS = [
 ]
 
 
-# rows and logits of the other kinds: test_logits_of_every_node
+# rows and logits of the other kinds: where test_logits_of_every_node says
 @pytest.mark.parametrize("name", only([NAME, "dspark-rnn"], OF_KINDS))
 @pytest.mark.parametrize("plan", every(3, [CHAIN, TREE, DYNAMIC], 1), ids=lambda plan: plan.name)
 def test_outputs_are_those_without_drafts(
@@ -215,7 +215,9 @@ def test_outputs_are_those_without_drafts(
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "speculators-mixed" else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("speculators-mixed", "dspark-gated")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in BLOCK_CASES
         if name != NAME
     ],

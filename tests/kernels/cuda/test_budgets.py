@@ -312,7 +312,10 @@ def compile_kernels(
 def compile_changed(
     folder: Path, names: Sequence[str], version: str, **environment: str
 ) -> dict[tuple[int, str], Usage]:
-    """Likewise for `names`; of the same names only what has changed since is compiled."""
+    """Likewise for `names`; of the same names only what has changed since is compiled.
+
+    What is kept holds for a kernel's source, its options and the checks of `aot.py`.
+    """
     key = hashlib.sha256(" ".join([version, *names]).encode()).hexdigest()[:32]
     cache, kept = FileCache(), f"usage/{key}.jsonl"
     (folder / USAGE).write_bytes(cache.read(kept) or b"")

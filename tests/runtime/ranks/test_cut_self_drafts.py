@@ -54,6 +54,17 @@ CASES = {
         ),
         ("window=16,sink=4",),
     ),
+    # on the engines of the case before, as votes are compared on them, too
+    "blocks": Case(
+        "llama",
+        (
+            SpecPlan.from_widths((1, 1, 1), (BLOCKS,)),
+            SpecPlan.from_widths((3, 2, 1), (BLOCKS,)),
+            SpecPlan.from_widths((2, 1), (BLOCKS, "lookup-2"), MERGE),
+            replace(SpecPlan.from_widths((3, 1, 1), (BLOCKS,)), name="tiles-blocks", tile=2),
+        ),
+        beside="layers",
+    ),
     # the second layer sees all rows, the others 16
     "windows": Case(
         "gemma3",
@@ -65,17 +76,6 @@ CASES = {
     ),
     # tables of tokens and of positions are cut by rows, of which each rank has a first one
     "tables": Case("gpt2", (SpecPlan.from_widths((1, 1, 1), ("self_l0to1",)),)),
-    # last: votes are compared on its engines, too
-    "blocks": Case(
-        "llama",
-        (
-            SpecPlan.from_widths((1, 1, 1), (BLOCKS,)),
-            SpecPlan.from_widths((3, 2, 1), (BLOCKS,)),
-            SpecPlan.from_widths((2, 1), (BLOCKS, "lookup-2"), MERGE),
-            replace(SpecPlan.from_widths((3, 1, 1), (BLOCKS,)), name="tiles-blocks", tile=2),
-        ),
-        beside="layers",
-    ),
 }
 # greedy rows and coupled ones are drawn on all ranks, the others on rank 0
 KINDS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "mss": MSS, "coupled": COUPLED}

@@ -19,10 +19,11 @@ ALIKE = "test_captured_stages_generate_what_one_device_does"
 # requests that join others, and give way to them: a cache in which not all have room
 FEW = {"kv_cache_tokens": 160}
 JOINS = ("tree-3-2-1", "joins")
-# the default tier has stages whose steps are not captured (test_stages.py), and captured ranks
-# without stages (test_draft_ranks.py)
-pytestmark = pytest.mark.slow
-CASES = [pytest.param(*case, id="-".join(case)) for case in [JOINS, *ALL]]
+# what is drawn on captured ranks, dynamic trees too, is in test_draft_ranks
+CASES = [
+    pytest.param(*case, id="-".join(case), marks=[] if case == JOINS else [pytest.mark.slow])
+    for case in [JOINS, *ALL]
+]
 
 
 def job_of(plan: str, kind: str) -> dict[str, Any]:
@@ -93,6 +94,7 @@ def test_batches_beside_each_other_are_refused(said: Said) -> None:
     assert "an engine without stages" in said.beside[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"), [("gemma3", (1, 3)), ("llama", (2, 2))], ids=["pp-3", "tp-2-pp-2"]
 )
@@ -115,6 +117,7 @@ def test_more_ranks(zoo: Zoo, name: str, shape: tuple[int, int]) -> None:
         assert len({*one["sums"]}) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told", "code"),
     [

@@ -90,6 +90,34 @@ class Pair:
         self.cut = Engine.load(path_of(zoo, backend, 2), ranks=OPTIONS, mmap=mmap)
 
 
+# before the tests that keep a pair of engines: a process has one that is cut
+@pytest.mark.slow
+def test_a_draft_beside_one_that_obeys_a_grammar_is_taken_in_a_later_graph(
+    zoo: Zoo, request: pytest.FixtureRequest
+) -> None:
+    """Rank 0 drafts in pieces, and what rank 1 has drafted for the first is there for the others.
+
+    Before and after, other plans and requests without grammars replay graphs of the same memory.
+    """
+    names = [CAPTURED[0].name, CAPTURED[2].name]
+    jobs = [job(name, kind) for kind in ("grammar", "greedy", "grammar") for name in names]
+    options = {"jobs": jobs, "capture": [4], "max_seconds": -1}
+    with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, options) as launch:
+        said = launch.said()
+        assert launch.codes == [0, 0], launch.errors
+    cut = Engine.load(path_of(zoo, "eager", 2, CAPTURED), ranks=OPTIONS)
+    request.addfinalizer(cut.close)
+    for job_, found in zip(jobs, said, strict=True):
+        llm = LLM(cut, plan=job_["plan"])
+        params = [params_of(dict(one)) for one in job_["params"]]
+        outputs = llm.generate(job_["prompts"], params)
+        assert "error" not in found, found
+        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
+        # as many of them, or they are not what was drafted
+        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
+        assert found["warnings"] == 0
+
+
 @pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def pair(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair(zoo, request.param)
@@ -148,30 +176,6 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
         assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
         # with filters and without
         assert found["captured"] == [2 * (len(CAPTURED) + 1)] * 2
-        assert found["warnings"] == 0
-
-
-@pytest.mark.slow
-def test_a_draft_beside_one_that_obeys_a_grammar_is_taken_in_a_later_graph(zoo: Zoo) -> None:
-    """Rank 0 drafts in pieces, and what rank 1 has drafted for the first is there for the others.
-
-    Before and after, other plans and requests without grammars replay graphs of the same memory.
-    """
-    names = [CAPTURED[0].name, CAPTURED[2].name]
-    jobs = [job(name, kind) for kind in ("grammar", "greedy", "grammar") for name in names]
-    options = {"jobs": jobs, "capture": [4], "max_seconds": -1}
-    with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, options) as launch:
-        said = launch.said()
-        assert launch.codes == [0, 0], launch.errors
-    cut = Engine.load(path_of(zoo, "eager", 2, CAPTURED), ranks=OPTIONS)
-    for job_, found in zip(jobs, said, strict=True):
-        llm = LLM(cut, plan=job_["plan"])
-        params = [params_of(dict(one)) for one in job_["params"]]
-        outputs = llm.generate(job_["prompts"], params)
-        assert "error" not in found, found
-        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
-        # as many of them, or they are not what was drafted
-        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
         assert found["warnings"] == 0
 
 

@@ -35,7 +35,7 @@ ELEMENT_TYPES = {
 }
 # constants of a graph: rotary frequencies, scales, shapes
 SMALL_BYTES = 1024
-# files that tests/runtime/backends/onnx run
+# windows; what gpt2 has besides is run in tests/runtime/backends/onnx/test_engine.py
 DEFAULT = ("gemma3",)
 FULL_PRECISION = [
     pytest.param((name, torch.float32), marks=() if name in DEFAULT else pytest.mark.slow)

@@ -8,6 +8,7 @@ and leaves its figures in build/lossless_compiled.json.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from specc.runtime.backends.cpu.compiled_program import CompiledProgram
 from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput
 from specc.sampling.params import SamplingParams
@@ -109,7 +111,7 @@ def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
 
 
 # the default tier has passes of that width on two threads (test_compiled_program.py), and whole
-# outputs below
+# outputs of narrow ones below
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", NAMES)
@@ -170,14 +172,26 @@ def alone(zoo: Zoo) -> Callable[[str], list[CompletionOutput]]:
 
     @functools.cache
     def decode(name: str) -> list[CompletionOutput]:
-        torch.set_num_threads(1)
-        plain = LLM(zoo.engine(name, "noisy", **layout_of(name), **CPU), plan="off")
-        return [plain.generate([prompt], SCORED)[0].outputs[0] for prompt in models.prompts()]
+        engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
+        plain = LLM(engine, plan="off")
+        with threads_of(engine, 1):
+            return [plain.generate([prompt], SCORED)[0].outputs[0] for prompt in models.prompts()]
 
     return decode
 
 
-@pytest.mark.usefixtures("two_threads")
+@contextlib.contextmanager
+def threads_of(engine: Engine, num_threads: int) -> Iterator[None]:
+    """Programs have as many threads as torch had when they were made, unless they are told."""
+    programs = [model.native for model in (engine.target, *engine.drafts)]
+    before = [program.num_threads() for program in programs]
+    for program in programs:
+        program.set_num_threads(num_threads)
+    yield
+    for program, number in zip(programs, before, strict=True):
+        program.set_num_threads(number)
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -194,12 +208,13 @@ def test_log_probabilities_have_the_bits_of_plain_decoding(
 ) -> None:
     """A tree in a batch sums as plain decoding of one request does, not only to rounding.
 
-    On one thread and on two.
+    One on one thread, the other on two.
     """
     wanted = alone(name)
-    torch.set_num_threads(2)
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
-    outputs = LLM(engine, plan=plan.name).generate(models.prompts(), SCORED)
+    with threads_of(engine, 2):
+        outputs = LLM(engine, plan=plan.name).generate(models.prompts(), SCORED)
+        assert engine.target.native.num_threads() == 2
     for one, other in zip(wanted, (output.outputs[0] for output in outputs), strict=True):
         assert len(one.logprobs) == 70
         assert one.logprobs == other.logprobs

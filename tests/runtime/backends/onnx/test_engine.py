@@ -224,7 +224,7 @@ def mixed_path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
         **ONNX,
     )
     path = tmp_path_factory.mktemp("mixed") / "engine"
-    other = zoo.checkpoint("mistral", draft="random", num_hidden_layers=1)
+    other = zoo.checkpoint("gemma3", draft="random")
     return engines.build(
         zoo.checkpoint("gpt2"), [zoo.checkpoint("gpt2", draft="noisy"), other], path, config
     )
@@ -243,6 +243,16 @@ def test_trees_and_combinations_of_every_kind(zoo: Zoo, mixed: Engine, plan: str
     prompts = models.prompts()
     for batch in (prompts[:4], prompts[4:]):
         run_case(zoo, "gpt2", mixed, plan, batch, NUM_TOKENS)
+
+
+@pytest.mark.slow
+def test_trees_and_combinations_under_a_window(zoo: Zoo) -> None:
+    """Of a target whose layers have one; the default tier has static trees of such a target."""
+    engine = drafts.engine(zoo, "mistral", "onnx")
+    prompts = models.prompts()
+    for plan in drafts.PLANS:
+        for batch in (prompts[:4], prompts[4:]):
+            run_case(zoo, "mistral", engine, plan.name, batch, NUM_TOKENS)
 
 
 def test_every_kind_of_plan_has_proposals_accepted(mixed: Engine) -> None:
@@ -306,7 +316,7 @@ def slots_of(slab: Tensor, rows: CacheRows) -> Tensor:
 @pytest.mark.parametrize("plan", [plan.name for plan in MIXED])
 def test_a_draft_of_another_architecture(zoo: Zoo, mixed: Engine, plan: str) -> None:
     own = [model.model_type for model in mixed.manifest.models]
-    assert own == ["gpt2", "gpt2", "mistral"]
+    assert own == ["gpt2", "gpt2", "gemma3_text"]
     run_case(zoo, "gpt2", mixed, plan, models.prompts()[:4], NUM_TOKENS)
 
 
