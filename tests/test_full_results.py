@@ -64,7 +64,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(report: Path, output: Path, *args: str, **environ: str) -> CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "tests.full_results", str(report), str(output), *args]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    # what chooses tests of this run says nothing of the report
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTEST_ARGS"}
+    env = {**inherited, "PYTHONPATH": str(ROOT), **environ}
     return subprocess.run(command, env=env, cwd=output.parent, capture_output=True, text=True)
 
 
