@@ -187,9 +187,11 @@ def threads_of(engine: Engine, num_threads: int) -> Iterator[None]:
     before = [program.num_threads() for program in programs]
     for program in programs:
         program.set_num_threads(num_threads)
-    yield
-    for program, number in zip(programs, before, strict=True):
-        program.set_num_threads(number)
+    try:
+        yield
+    finally:
+        for program, number in zip(programs, before, strict=True):
+            program.set_num_threads(number)
 
 
 @pytest.mark.parametrize(
