@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "programs.h"
+#include "compiled_program.h"
 #include "weight_stream.h"
 
 namespace specc {

@@ -214,7 +214,7 @@ class CompiledStep:
         )
 
     def _step(self, *arguments: Any) -> Any:
-        """Run some stages; see `StepRunner.step` of kernels/cpu/programs.h."""
+        """Run some stages; see `StepRunner.step` of kernels/cpu/step_runner.h."""
         return self._native_call(self._native.step, *arguments)
 
     def _native_call(self, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -60,7 +60,7 @@ def test_comments_are_no_part_of_the_interface(tmp_path, monkeypatch):
     known = native.interface_hash()
     sources = shutil.copytree(native.SOURCE_DIR, tmp_path / "sources")
     monkeypatch.setattr(native, "SOURCE_DIR", sources)
-    header = sources / "programs.h"
+    header = sources / "step_runner.h"
     text = header.read_text()
     header.write_text(f"// of a new line\n{text}".replace(";\n", ";  // at an end\n", 1))
     assert native.interface_hash() == known
@@ -73,7 +73,7 @@ def test_sources_that_changed_since(native_operators, tmp_path, monkeypatch):
     native.load(native.build())
     library = native.build()
     sources = shutil.copytree(native.SOURCE_DIR, tmp_path / "sources")
-    (sources / "programs.h").write_text("struct Another;\n")
+    (sources / "step_runner.h").write_text("struct Another;\n")
     monkeypatch.setattr(native, "SOURCE_DIR", sources)
     with pytest.raises(EngineError, match="another version of specc"):
         native.load(library)
