@@ -83,8 +83,8 @@ class CompileConfig:
             depend on length and it is longer than the model's own; None serves that at most.
         kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
             `max_batch_size` sequences.
-        quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models;
-            None keeps them in `dtype`.
+        quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models but
+            drafts that read hidden states; None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4 and int8: 32, 64 or 128; None is 64,
             with int8 all of an output.
         activation_bits: of the integers that rows become before weights of int8 or int4 multiply

@@ -204,7 +204,9 @@ def _compile(
     check_cut_integers(config, backend.facts, plans, keeps_integers)
     check_activation_bits(config, plans, keeps_integers)
     integers = backend.facts.quantizes_experts, config.activation_bits
-    rounded = quantize_phases(config.quantization, keeps_integers, *integers)
+    rounded, kept = (
+        quantize_phases(name, keeps_integers, *integers) for name in (config.quantization, None)
+    )
     lowered_for = reached_positions(plans, limits.max_seq_len)
     lowering: Phases = (
         *required_phases(backend.facts),
@@ -224,6 +226,7 @@ def _compile(
         backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
         taps,
         backend.facts.expands_prompts,
+        lowering_of_heads=(*kept, *lowering),
     )
     # of modules without a configuration it is not known earlier
     widest = max(models[0].entry.layers, key=lambda layer: layer.head_dim, default=None)

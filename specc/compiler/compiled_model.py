@@ -113,6 +113,7 @@ def compile_models(
     stages_before: str | None = None,
     taps: Taps | None = None,
     expands_prompts: bool = True,
+    lowering_of_heads: Phases | None = None,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -131,6 +132,7 @@ def compile_models(
         stages_before: see `CompilerBackend.phase_of_stages`.
         taps: hidden states that the target keeps for drafts.
         expands_prompts: where caches hold latents, long prompts may expand them for their own pass.
+        lowering_of_heads: that of drafts that read hidden states; None is `lowering`.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -173,8 +175,9 @@ def compile_models(
             layout = (*layout, (PROMPTS, (ExpandPrompts,)))
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
+        own = lowering if source.head is None or lowering_of_heads is None else lowering_of_heads
         # an uncut draft stays as it is, whatever the target becomes
-        is_rounded = any(phase == QUANTIZE for phase, _ in lowering)
+        is_rounded = any(phase == QUANTIZE for phase, _ in own)
         firsts = (CUT, *((QUANTIZE,) if source.name == TARGET else ()))
         last: Phases = ()
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
@@ -184,7 +187,7 @@ def compile_models(
         places = (FUSE if drafts else None, stages_before if is_target else None)
         kept = KeptGraphs(program, firsts, is_rounded, *places)
         with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *lowering, *last), dump, kept.keep).run(program)
+            records += Pipeline((*layout, *own, *last), dump, kept.keep).run(program)
         entry = describe_model(source, program, max_seq_len)
         model = CompiledModel(source, program, entry)
         if isinstance(source.head, BlockSpec):

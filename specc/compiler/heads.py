@@ -59,12 +59,6 @@ def check_heads(
                 "a draft model of its own: this one sees what its layers were trained to see",
                 "leave out --draft-kv",
             )
-    if config.quantization is not None:
-        raise ConfigError(
-            f"--quantize {config.quantization}, and {_called(first)}",
-            "a target and heads in one floating-point type",
-            "leave out --quantize, or choose another draft",
-        )
 
 
 def with_confidence(

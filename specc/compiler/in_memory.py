@@ -167,12 +167,12 @@ def compile_shapes(
         assert isinstance(candidate.head, OwnSpec)
         sources.append(shape_of_head(candidate.head, sources[0], dtype, candidate.name))
     check_budgets(plans, limits.block_size, limits.max_seq_len)
-    experts = backend.facts.quantizes_experts
-    rounded = quantize_phases(options.quantization, experts=experts)
     required = required_phases(backend.facts)
     positions = reached_positions(plans, limits.max_seq_len)
     tokens = tokens_of_passes(plans, limits.prefill_chunk)
-    lowering = (*rounded, *required, *backend.phases(positions, tokens))
+    of_heads = (*required, *backend.phases(positions, tokens))
+    experts = backend.facts.quantizes_experts
+    lowering = (*quantize_phases(options.quantization, experts=experts), *of_heads)
     compiled, _ = compile_models(
         sources,
         plans,
@@ -182,6 +182,7 @@ def compile_shapes(
         taps=taps,
         latent=latent_pass(CompileConfig(), plans, backend.facts),
         expands_prompts=backend.facts.expands_prompts,
+        lowering_of_heads=of_heads,
     )
     for source in sources:
         _check_rows(source, limits.max_seq_len)

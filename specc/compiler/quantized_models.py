@@ -48,7 +48,7 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
 
     Args:
         model: after its last pass.
-        asked: what `--quantize` says, or None.
+        asked: what `--quantize` says, or None; it says nothing of drafts that read hidden states.
     """
     counts: Counter[str] = Counter()
     for weight in model.program.weights.values():
@@ -56,7 +56,8 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
             counts[weight.quantized.name] += math.prod(weight.shape)
     names = [name for name, _ in counts.most_common()]
     scheme = model.source.scheme
-    stored = asked if scheme is None else " and ".join(names) or None
+    is_asked = scheme is None and model.source.head is None
+    stored = asked if is_asked else " and ".join(names) or None
     return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
 
 

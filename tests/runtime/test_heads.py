@@ -265,7 +265,6 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the head"),
         ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
-        ({"quantize": "int8", "backend": "cpu"}, "--quantize int8, and the head"),
     ],
 )
 def test_what_heads_do_not_go_with(

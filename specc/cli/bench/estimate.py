@@ -67,6 +67,7 @@ def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -
 def print_estimate(report: dict[str, Any]) -> None:
     """Print the plans, then what the estimate assumes."""
     from specc.cli import render
+    from specc.cli.bench.synthetic_table import layout_words
     from specc.cli.print_table import cell, print_lines, print_table
 
     console = render.make_console()
@@ -81,7 +82,7 @@ def print_estimate(report: dict[str, Any]) -> None:
     lines.append(
         f"estimated for {report['device']}, nothing was measured; {settings['dtype']}, batch size"
         f" {settings['batch_size']}, context {settings['context']}"
-        + (f"; projections in {settings['quantize']}" if settings["quantize"] else "")
+        + (f"; {layout_words(settings)}" if settings["quantize"] else "")
     )
     print_lines(console, lines)
     console.print()

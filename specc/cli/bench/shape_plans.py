@@ -77,7 +77,7 @@ def head_of(options: ShapesOptions, has_draft: bool) -> str | None:
     """Name of the head that --draft asks for; None where it asks for none.
 
     Raises:
-        ConfigError: a head, and a draft of another shape or weights that are quantized.
+        ConfigError: a head, and a draft of another shape.
     """
     from specc.bench.synthetic.heads import HEADS
 
@@ -88,12 +88,6 @@ def head_of(options: ShapesOptions, has_draft: bool) -> str | None:
             f"--synthetic {options.synthetic} and --draft {options.draft}",
             "one draft: another shape, or a head of the target's",
             "name the target's shape alone in --synthetic, or leave out --draft",
-        )
-    if options.quantize is not None:
-        raise ConfigError(
-            f"--quantize {options.quantize} and --draft {options.draft}",
-            "a target and a head in one floating-point type, as specc compile has them",
-            "leave out --quantize, or choose another draft",
         )
     return options.draft
 

@@ -35,7 +35,7 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
         f"{m['source']} ({render.format_count(m['num_parameters'])} parameters)"
         for m in engine["models"]
     )
-    layout = f", projections in {settings['quantize']}" if settings["quantize"] else ""
+    layout = f", {layout_words(settings)}" if settings["quantize"] else ""
     return [
         f"{device}, copy bandwidth {bandwidth['gb_s']:.1f} GB/s"
         f" ({format_bytes(bandwidth['buffer_bytes'])} read and written)",
@@ -44,6 +44,14 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
         f" {settings['tokens']} output tokens; medians of {settings['rounds']} interleaved rounds"
         f" after {settings['warmup']} of warm-up; prefill is included in tokens/s",
     ]
+
+
+def layout_words(settings: dict[str, Any]) -> str:
+    """Which weights are quantized, and how; of settings that say how."""
+    from specc.bench.synthetic.heads import HEADS
+
+    whose = "projections of the target" if settings["draft"] in HEADS else "projections"
+    return f"{whose} in {settings['quantize']}"
 
 
 def _step_table(report: dict[str, Any]) -> Table:

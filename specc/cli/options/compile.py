@@ -99,7 +99,7 @@ class CompileOptions:
         None,
         "Store the weights of projections in 8 or 4 bits, which saves memory, and on CPUs time:"
         " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
-        " columns."
+        " columns. Drafts that read hidden states (heads) stay as they are."
         " Outputs are those of the rounded weights. onnx has no fp8.",
         metavar="int8|int4|fp8",
     )

@@ -195,6 +195,27 @@ def test_a_device_that_captures_says_the_same(head, target, plan):
     assert engine.steps[plan.name].is_captured(2)
 
 
+@pytest.mark.parametrize("head", only(["medusa"], HEADS))
+def test_a_head_of_a_quantized_target_stays_as_it_is(head):
+    programs = compile_tiny(head, backend="cuda", quantization="int8")
+    target, draft = (
+        [item for item in model.program["inputs"] if "quantized_of" in item]
+        for model in programs.models
+    )
+    assert target
+    assert not draft
+    engine = make_engine(programs, draw(programs), SimulatedDevice(), "cuda")
+    outputs, stats = generate(engine, TREE.name)
+    assert outputs == generate(engine, "off")[0]
+    assert stats.num_step_passes > 0
+    plain, own = (
+        make_estimate(compile_tiny(head, backend="cuda", **kind), 5, {})["plans"][CHAIN.name]
+        for kind in ({}, {"quantization": "int8"})
+    )
+    assert own["models"]["draft"] == plain["models"]["draft"]
+    assert own["bytes"] < plain["bytes"]
+
+
 @pytest.mark.parametrize("target", only(("llama",), ["llama", "qwen3"]))
 def test_an_eagle_head_proposes_what_its_module_finds(target):
     """Hidden states, weights and the map of ids, from prompt to proposal, against the modules."""

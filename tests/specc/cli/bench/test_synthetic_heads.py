@@ -98,8 +98,9 @@ def test_plans_without_a_tree(acceptance, plan):
 def test_an_estimate():
     pytest.importorskip("triton")
     args = ("--synthetic", "target", "--draft", "eagle3", "--tree", "dynamic:8,3,3", *QUICK)
-    result = invoke(*args, "--estimate", "--json", "out.json")
+    result = invoke(*args, "--quantize", "int8", "--estimate", "--json", "out.json")
     assert result.exit_code == 0, result.output
+    assert "; projections of the target in int8" in " ".join(result.stdout.split())
     report = json.loads(Path("out.json").read_text())
     assert report["settings"]["draft"] == "eagle3"
     assert report["plans"]["dynamic-8-3-3"]["models"]["draft"]["passes"] == 3
@@ -111,7 +112,6 @@ def test_an_estimate():
     [
         ("llama-3.1-8b/llama-3.2-1b", ("--draft", "eagle3"), "one draft: another shape, or a head"),
         ("target", ("--draft", "eagle2"), "self:window=W,sink=S, eagle3, dflash, dspark, medusa"),
-        ("target", ("--draft", "eagle3", "--quantize", "int8", "--estimate"), "--quantize int8"),
         (
             "target",
             ("--draft", "eagle3", "--tree", "dynamic:8,3,3", "--synthetic-acceptance", ".8"),
