@@ -365,6 +365,12 @@ def _rms_norm(found: Relations, node: fx.Node) -> None:
     found.block_all(weight, "a norm goes over it")
 
 
+def _write_rows(found: Relations, node: fx.Node) -> None:
+    """Rows [T, W] for a slab [blocks, rows, W] that one rank alone reads."""
+    for item in node.all_input_nodes:
+        found.block_all(item, "hidden states are kept whole, for drafts that one rank has")
+
+
 def _nothing(found: Relations, node: fx.Node) -> None:
     """Its parts are looked at one by one, see `_getitem`."""
 
@@ -395,4 +401,5 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "cache_write": _cache_write,
     "masked_attention": _masked_attention,
     "rms_norm": _rms_norm,
+    "write_rows": _write_rows,
 }

@@ -60,6 +60,8 @@ VOTES = "votes"
 # what lets a target keep hidden states for drafts, and drafts read them
 TAPS = "taps"
 HIDDEN = "hidden states"
+# those, beside the ones of every engine, that come before a model is cut for ranks
+BEFORE_CUT = (MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS)
 
 
 @dataclass

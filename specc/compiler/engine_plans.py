@@ -95,7 +95,6 @@ def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) 
         )
     parts = {
         "--segments": config.segments,
-        f"--tensor-parallel-size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         f"--pipeline-parallel-size {config.pipeline_parallel_size}": (
             config.pipeline_parallel_size > 1
         ),

@@ -51,6 +51,16 @@ def check_heads(
                 "drafts that read the same hidden states: the target keeps one row a token",
                 "pass one of the two",
             )
+    for option, size in {
+        "--draft-tensor-parallel-size": config.draft_tensor_parallel_size,
+        "--draft-ranks": config.draft_ranks,
+    }.items():
+        if size > 1:
+            raise ConfigError(
+                f"{option} {size}, and {_called(first)}",
+                "drafts that rank 0 has, whole: it reads the hidden states there",
+                f"leave out {option}",
+            )
     windows = config.kv_windows_of(len(candidates) - 1)
     for candidate, window in zip(candidates, windows, strict=True):
         if candidate.head is not None and window is not None:

@@ -23,16 +23,7 @@ from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, ranks_of
-from specc.compiler.compiled_model import (
-    CACHE,
-    CUT,
-    MLA,
-    PROMPTS,
-    VOCABULARY,
-    VOTES,
-    WINDOW,
-    CompiledModel,
-)
+from specc.compiler.compiled_model import BEFORE_CUT, CUT, VOTES, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import check_taps, check_views, tile_plans
 from specc.compiler.model_entries import cache_layout
@@ -126,6 +117,10 @@ def reshard_engine(
             sizes = (plans, old.limits, config, phases)
             new = UnfinishedEngine(writer, models, *sizes, self_drafts=own)
             memory, parallel = plan_engine_memory(new, backend), ranks_of(new, backend.facts)
+            for name in (model.name for model in models if model not in cut):
+                # its file is taken over, with what steps alone read of it
+                weights = old.memory_plan[name].weights
+                memory[name] = dataclasses.replace(memory[name], weights=weights)
             with phases.phase("check files") as advance:
                 # altered graphs have been met by now, what is left is long
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
@@ -360,5 +355,5 @@ def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
     if not (engine / _REPORT).is_file():
         return []
     report = read_stored(engine / _REPORT)
-    before = {name for name, _ in PHASES} | {MLA, CACHE, VOCABULARY, WINDOW, PROMPTS, DERIVE}
+    before = {name for name, _ in PHASES} | {*BEFORE_CUT, DERIVE}
     return [record for record in report.get("passes", ()) if record.get("phase") in before]

@@ -260,7 +260,6 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
     ("changes", "found"),
     [
         ({"backend": "onnx", "block_size": 0}, "the backend onnx"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the head"),
