@@ -74,11 +74,12 @@ takes the general kernel whatever its shapes, compiled for that chunk
 (`kernels/cuda/attend_chunks.py`); key blocks before the chunk of a tile's first row are not
 visited. Calls without chunks are compiled to the PTX that they had. Triton's interpreter has
 compared it with the oracle. Compiled for sm_80, 90, 100 and 120, as many key blocks are in flight
-as without chunks. With heads of 128 columns, Llama 4's, nothing spills; of the others two tiles of
-trees do, in half precision: 64 rows with 256 columns on sm_90 68 bytes, or 28 with pages of 16
-rows, and 128 rows with 64 columns on sm_80 64 (`tests/kernels/cuda/test_compiled_chunks.py`). On an
-H200 the tests of chunks passed in the form before this one; of this one some did before time was
-over, and none failed.
+as without chunks, and a multiprocessor holds as many programs as tiles are split for: two, or one
+with wide heads and in float32. With heads of 128 columns, Llama 4's, nothing spills; of the others
+two tiles of trees do, in half precision: 64 rows with 256 columns on sm_90 68 bytes, or 28 with
+pages of 16 rows, and 128 rows with 64 columns on sm_80 64
+(`tests/kernels/cuda/test_compiled_chunks.py`). On an H200 the tests of chunks passed in the form
+before this one; of this one some did before time was over, and none failed.
 
 Layers without rotary embedding scale queries by the logarithm of their place, which transformers
 counts over the tokens of a pass. specc makes such counters (0, 1, 2, … converted to float) read

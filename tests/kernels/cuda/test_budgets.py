@@ -100,6 +100,15 @@ def resident(usage: Usage, num_warps: int, capability: int) -> int:
     return min(*most, TENSOR_MEMORY // usage.tensor_memory if usage.tensor_memory else most[0])
 
 
+def config_of(item: Shipped, capability: int) -> attend_config.AttendConfig:
+    """Launch parameters that a configuration of `attend` was made of."""
+    dtype = next(d for d in launches.FLOATS if _type_of(item) == launches.TYPE_NAMES[d])
+    sizes = item.constexprs
+    c = attend_config.config(dtype, sizes["D"], sizes["BM"], capability)
+    assert (c.block_m, c.block_n, c.num_warps) == (sizes["BM"], sizes["BN"], item.num_warps)
+    return c
+
+
 def differences(found: Mapping[str, Usage], table: Mapping[str, Usage]) -> list[str]:
     """What moved, a line for each number."""
     return [
@@ -203,11 +212,8 @@ def test_as_many_programs_are_resident_as_splits_are_made_for(
     for name, item in shipped(capability).items():
         if item.kernel.__name__ != "attend_kernel":
             continue
-        dtype = next(d for d in launches.FLOATS if _type_of(item) == launches.TYPE_NAMES[d])
-        sizes = item.constexprs
-        c = attend_config.config(dtype, sizes["D"], sizes["BM"], capability)
-        assert (c.block_m, c.block_n, c.num_warps) == (sizes["BM"], sizes["BN"], item.num_warps)
-        assert resident(table[name], item.num_warps, capability) >= c.programs_per_sm, name
+        programs = config_of(item, capability).programs_per_sm
+        assert resident(table[name], item.num_warps, capability) >= programs, name
 
 
 @every_table
