@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, ranks_of
 from specc.compiler.compiled_model import BEFORE_CUT, CUT, VOTES, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
-from specc.compiler.engine_plans import check_taps, check_views, tile_plans
+from specc.compiler.engine_plans import (
+    check_taps,
+    check_views,
+    reached_positions,
+    tile_plans,
+)
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.self_drafts import (
     DERIVE,
@@ -90,15 +95,16 @@ def reshard_engine(
         config = _config_of(old, backend, num_ranks, num_stages)
         check_views(config.plans, config, backend.facts)
         check_taps(old.models[0].kept_taps, config, backend.facts)
+        positions = reached_positions(config.plans, old.limits.max_seq_len)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
             records = []
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
-                    records += _cut_anew(model, backend, config, old.limits.max_seq_len)
+                    records += _cut_anew(model, backend, config, positions)
             if num_stages > 1:
-                own_phases = backend.phases(old.limits.max_seq_len)
+                own_phases = backend.phases(positions)
                 records += make_stages(models[0], num_stages, own_phases)
             if config.segments:
                 program = models[0].program
@@ -107,9 +113,7 @@ def reshard_engine(
             for stored in old.self_drafts:
                 with phases.phase(f"rewrite {stored.name}"):
                     draft = read_self_draft(engine, old, stored, models[0])
-                    lowering = _lowering(
-                        draft.program, backend, old.limits.max_seq_len, old.activation_bits
-                    )
+                    lowering = _lowering(draft.program, backend, positions, old.activation_bits)
                     records += cut_and_lower(draft, models[0], (), lowering)
                 own.append(draft)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
@@ -117,7 +121,8 @@ def reshard_engine(
             sizes = (plans, old.limits, config, phases)
             new = UnfinishedEngine(writer, models, *sizes, self_drafts=own)
             memory, parallel = plan_engine_memory(new, backend), ranks_of(new, backend.facts)
-            for name in (model.name for model in models if model not in cut):
+            kept = [model.name for model in models if model not in cut]
+            for name in kept:
                 # its file is taken over, with what steps alone read of it
                 weights = old.memory_plan[name].weights
                 memory[name] = dataclasses.replace(memory[name], weights=weights)
@@ -137,8 +142,9 @@ def reshard_engine(
                 with phases.phase(f"write {model.name} weights") as advance:
                     warnings += write_model_weights(writer, model, config, advance)
         emitted = backend.emit(new)
-        earlier = _earlier_passes(engine)
-        write_report(writer, [*records, *emitted.records], phases.seconds, earlier)
+        records += emitted.records
+        anew = {(record.program, record.phase) for record in records}
+        write_report(writer, records, phases.seconds, _earlier_passes(engine, kept, anew))
         for model, entry in zip(models, old.models, strict=True):
             model.entry = dataclasses.replace(model.entry, unread_tensors=entry.unread_tensors)
         manifest = dataclasses.replace(
@@ -292,15 +298,15 @@ def _draft_ranks(old: Manifest, num_ranks: int) -> int:
 
 
 def _cut_anew(
-    model: CompiledModel, backend: CompilerBackend, config: CompileConfig, max_seq_len: int
+    model: CompiledModel, backend: CompilerBackend, config: CompileConfig, positions: int
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
     program = in_rows(model.program)
-    layout = _lowering(program, backend, max_seq_len, config.activation_bits)
+    layout = _lowering(program, backend, positions, config.activation_bits)
     is_rounded = bool(program.integers)
     staged_at = None
     if model.name == TARGET:
-        staged_at = backend.phase_of_stages(config.pipeline_parallel_size, max_seq_len)
+        staged_at = backend.phase_of_stages(config.pipeline_parallel_size, positions)
     is_cut = config.tensor_parallel_size > 1 or staged_at is not None
     keeps_whole = is_cut or (is_rounded and model.name == TARGET)
     whole = WholeGraph(program, is_rounded)
@@ -318,12 +324,12 @@ def _cut_anew(
 
 
 def _lowering(
-    program: Program, backend: CompilerBackend, max_seq_len: int, activation_bits: int | None
+    program: Program, backend: CompilerBackend, positions: int, activation_bits: int | None
 ) -> Phases:
     """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
     kept = bool(program.integers)
     rounded = quantize_phases(None, keeps_integers=kept, activation_bits=activation_bits)
-    return (*rounded, *backend.phases(max_seq_len))
+    return (*rounded, *backend.phases(positions))
 
 
 def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
@@ -350,10 +356,23 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
             writer.link_file(engine / name, name, entry)
 
 
-def _earlier_passes(engine: Path) -> list[dict[str, Any]]:
-    """What was done to the models before they were cut; nothing, where no report is."""
+def _earlier_passes(
+    engine: Path, kept: Container[str], anew: Container[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """What was done to the models before they were cut, and to those that are not.
+
+    Args:
+        engine: the directory; of one without a report nothing is known.
+        kept: names of models that are taken over.
+        anew: programs and phases of them that a backend runs again all the same.
+    """
     if not (engine / _REPORT).is_file():
         return []
-    report = read_stored(engine / _REPORT)
+    passes = read_stored(engine / _REPORT).get("passes", ())
     before = {name for name, _ in PHASES} | {*BEFORE_CUT, DERIVE}
-    return [record for record in report.get("passes", ()) if record.get("phase") in before]
+
+    def stays(record: Mapping[str, Any]) -> bool:
+        program, phase = record.get("program", ""), record.get("phase", "")
+        return phase in before or (program in kept and (program, phase) not in anew)
+
+    return list(filter(stays, passes))

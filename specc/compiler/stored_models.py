@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.artifact.backends import facts_of
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.manifest import Manifest
-from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry, SelfDraftEntry
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import tensor_bytes
 from specc.artifact.weight_spec import Source, WeightSpec
@@ -24,7 +25,7 @@ from specc.errors import EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.cpu.experts import unpack_experts
-from specc.passes.program import Program, Weight, constant_key
+from specc.passes.program import AttentionLayer, Program, Weight, constant_key
 from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader, StagesReader
@@ -123,16 +124,28 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     constants = _constants(whole_json, reader)
     order = whole_json.get("keys", program_json.get("keys", ()))
     keys = [*order, *(plan.by_key if plan else ()), *reader.keys(), *constants]
-    program = read_program(
-        whole_json,
-        constants,
-        [(layer.name, layer.window) for layer in entry.layers],
-        list(dict.fromkeys(keys)),
-    )
+    # a whole draft, which is taken over: kernels for a GPU have the place of its attention
+    is_lowered = whole_json is program_json and facts_of(manifest.backend).is_on_gpu
+    layers = [] if is_lowered else [(layer.name, layer.window) for layer in entry.layers]
+    program = read_program(whole_json, constants, layers, list(dict.fromkeys(keys)))
+    if is_lowered:
+        program.layers += map(_layer_of, entry.layers)
     program.integers = integers_of(program_json, reader)
     dtype = getattr(torch, entry.dtype)
     source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
     return CompiledModel(source, program, entry)
+
+
+def _layer_of(entry: LayerEntry) -> AttentionLayer:
+    """As far as caches are planned for it."""
+    sizes = (entry.num_heads, entry.num_kv_heads, entry.head_dim, entry.window, entry.sink)
+    return AttentionLayer(
+        entry.name,
+        *sizes,
+        entry.value_dim,
+        chunk=entry.chunk,
+        values_in_keys=entry.values_in_keys,
+    )
 
 
 def quantized_inputs(program: Mapping[str, Any]) -> dict[str, Held]:

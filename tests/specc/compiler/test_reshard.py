@@ -114,6 +114,10 @@ def config_for(num_ranks: int, **options: Any) -> CompileConfig:
 
 @pytest.fixture
 def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_nothing(monkeypatch)
+
+
+def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of compiled code, engines for the CPU hold the program that it is compiled of."""
 
     def write(program: Mapping[str, Any], package: Path, children: object) -> None:
@@ -274,6 +278,17 @@ def test_drafts_that_are_cut_are_cut_anew(pair: Pair, tmp_path: Path) -> None:
     compare(tmp_path / "four", tmp_path / "both-4")
     specc.reshard(tmp_path / "both-2", tmp_path / "one", 1, probe=False)
     compare(tmp_path / "one", pair.one)
+
+
+@pytest.mark.slow
+def test_whole_drafts_of_engines_for_gpus_are_taken_over(pair: Pair, tmp_path: Path) -> None:
+    """Their graphs hold kernels, and are not read as models are."""
+    for num_ranks in (4, 2):
+        config = config_for(num_ranks, plans=(CHAIN,), backend="cuda", dtype="bfloat16")
+        with shared_traces():
+            build(pair.target, pair.draft, tmp_path / f"fresh-{num_ranks}", config)
+    specc.reshard(tmp_path / "fresh-4", tmp_path / "two", 2, probe=False)
+    compare(tmp_path / "two", tmp_path / "fresh-2")
 
 
 def test_tiles_are_those_of_the_new_number_of_ranks(tmp_path: Path) -> None:
