@@ -178,8 +178,8 @@ def _check_threshold(
     if not cuts_trees or (engine.manifest is not None and engine.manifest.num_ranks > 1):
         raise ConfigError(
             f"{option}, and an engine whose steps ask no drafter how much to verify",
-            "an engine of the backends cpu, cuda or eager, in one process",
-            "leave it out, or compile with one of these",
+            "an engine of the backends cpu, cuda or eager, of one rank",
+            "leave it out, or compile for one of these and one rank",
         )
     if any(map(says_confidence, in_use)):
         return

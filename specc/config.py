@@ -266,7 +266,7 @@ class CompileConfig:
             raise ConfigError(
                 f"--draft-ranks {self.draft_ranks}, and {num_drafts} draft models",
                 "a draft model for each of these ranks: one alone is on rank 0",
-                f"pass --draft-ranks {max(1, num_drafts)}, or cut the draft:"
+                f"pass --draft-ranks {max(1, num_drafts)}, or cut a draft model:"
                 " --draft-tensor-parallel-size",
             )
 

@@ -19,10 +19,7 @@ from specc.passes.shard.relations import Relations, is_tensor
 from specc.passes.shard.view_rules import VIEW_RULES, Rule
 
 # element by element, beside those that torch tags so
-_POINTWISE = (POINTWISE | CONVERSIONS | {"empty_like", "expand"}) - {
-    "repeat",
-    "stack",
-}
+_POINTWISE = (POINTWISE | CONVERSIONS | {"empty_like", "expand"}) - {"repeat", "stack"}
 
 
 def relations_of(program: Program) -> Relations:
@@ -60,7 +57,12 @@ def _call(found: Relations, node: fx.Node) -> None:
     if node.target is operator.getitem:
         _getitem(found, node)
         return
-    if not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
+    value = node.meta.get("val")
+    if value is None:
+        # it writes: hidden states are kept whole, for drafts that one rank has
+        for item in node.all_input_nodes:
+            found.block_all(item, f"{node.target} takes it as it is")
+    if not isinstance(value, torch.Tensor | tuple | list):
         return
     name = name_of(node)
     if name in _RULES:
@@ -365,12 +367,6 @@ def _rms_norm(found: Relations, node: fx.Node) -> None:
     found.block_all(weight, "a norm goes over it")
 
 
-def _write_rows(found: Relations, node: fx.Node) -> None:
-    """Rows [T, W] for a slab [blocks, rows, W] that one rank alone reads."""
-    for item in node.all_input_nodes:
-        found.block_all(item, "hidden states are kept whole, for drafts that one rank has")
-
-
 def _nothing(found: Relations, node: fx.Node) -> None:
     """Its parts are looked at one by one, see `_getitem`."""
 
@@ -401,5 +397,4 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "cache_write": _cache_write,
     "masked_attention": _masked_attention,
     "rms_norm": _rms_norm,
-    "write_rows": _write_rows,
 }

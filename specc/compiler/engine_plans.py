@@ -81,7 +81,7 @@ def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) 
     """Whether the target can keep hidden states, where drafts read some.
 
     Raises:
-        ConfigError: programs take padded batches, or a target is cut into parts.
+        ConfigError: programs take padded batches, or a target's layers are several programs.
     """
     if taps is None:
         return
@@ -103,7 +103,7 @@ def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) 
         if is_given:
             raise ConfigError(
                 f"a draft that reads hidden states, and {option}",
-                "a target in one piece, which keeps them",
+                "a target whose layers are one program, which keeps them",
                 f"leave out {option.split()[0]}, or choose another draft",
             )
 

@@ -65,7 +65,8 @@ class ShapeOptions:
         acceptance: probabilities by sibling rank, drawn inside of steps; None is real acceptance.
         block_size: rows of a KV cache block.
         prefill_chunk: prompt tokens of a pass; None is the default of the backend.
-        quantization: name of the layout of projections' weights; None leaves them in `dtype`.
+        quantization: name of the layout of projections' weights, but a head's; None leaves them in
+            `dtype`.
     """
 
     plans: tuple[SpecPlan, ...]

@@ -265,6 +265,7 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
 
 def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
     """A head, a block drafter or Medusa heads, which the files of its directory say that it is."""
+    _check_no_ranks(values, f"method {method}")
     model = text_of(values, "model")
     if not model or model.startswith("self:") or not split_drafts([model])[0]:
         raise refused(

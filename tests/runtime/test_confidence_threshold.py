@@ -89,7 +89,7 @@ def test_a_threshold_where_whole_trees_are_verified(compiled: Callable[..., Path
     for other in (replace(engine, backend="tensorrt"), replace(engine, manifest=two)):
         with pytest.raises(ConfigError, match="ask no drafter how much to verify") as caught:
             EngineCore(other, TREE.name, confidence_threshold=0.5)
-        assert caught.value.needed == "an engine of the backends cpu, cuda or eager, in one process"
+        assert caught.value.needed == "an engine of the backends cpu, cuda or eager, of one rank"
 
 
 def test_a_threshold_and_trees_in_tiles(compiled: Callable[..., Path]) -> None:

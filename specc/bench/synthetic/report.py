@@ -37,7 +37,7 @@ class ShapesSettings:
         batch_size: prompts, which are decoded together.
         synthetic_acceptance: probabilities by sibling rank; None is real acceptance.
         against: `transformers`, or None.
-        quantize: name of the layout of projections' weights; None is none.
+        quantize: name of the layout of projections' weights, but a head's; None is none.
     """
 
     synthetic: str

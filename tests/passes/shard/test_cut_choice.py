@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from specc.kernels import ops
+from specc.passes.shard.dimension_rules import relations_of
 from specc.sharding.shard_plan import ShardPlan
 from tests.passes.modules import VOCAB, Tiny, random_tokens
 from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs
@@ -279,3 +283,20 @@ def cut_weights(plan: ShardPlan) -> set[str]:
     """Weights that ranks hold pieces of."""
     # the key of what is fused has the names of its parts
     return {name for item in plan.weights if item.is_cut for name in item.key.split("+")}
+
+
+def test_what_is_written_stays_whole() -> None:
+    """Rows of hidden states: an operator that returns nothing has no dimension of its own."""
+    graph = fx.Graph()
+    shapes = {"x": (7, 24), "slab": (3, 4, 24), "q_start": (2,), "slot": (7,), "table": (1, 3)}
+    inputs = {name: graph.placeholder(name) for name in shapes}
+    for name, shape in shapes.items():
+        inputs[name].meta["val"] = torch.empty(shape)
+    row = graph.call_function(torch.ops.aten.relu.default, (inputs["x"],))
+    row.meta["val"] = torch.empty(7, 24)
+    written = graph.call_function(ops.write_rows, (row, *list(inputs.values())[1:]))
+    written.meta["val"] = None
+    program: Any = SimpleNamespace(graph=graph, weights={}, caches=("x", "slab"), constants={})
+    blocks = {element for element, _ in relations_of(program).blocks}
+    assert {(row, 1), (inputs["slab"], 2)} <= blocks
+    assert (inputs["x"], 1) not in blocks
