@@ -322,7 +322,7 @@ def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:
     if (size := integer_of(values, "draft_tensor_parallel_size")) not in (None, 1):
         raise refused(
             f"{what} and draft_tensor_parallel_size {size}",
-            "a draft model, whose weights ranks can share",
+            "a draft model, whose weights ranks can share: no head, and nothing that is looked up",
             "leave out draft_tensor_parallel_size",
         )
 

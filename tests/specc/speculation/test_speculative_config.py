@@ -143,6 +143,11 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"method": "ngram", "model": "D/"}, "ngram and model D/", "leave out"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "parallel_size 2", "leave out"),
         ({"model": "lookup:3", "draft_tensor_parallel_size": 2}, "lookup:3 and", "leave out"),
+        (
+            {"method": "eagle3", "model": "H/", "draft_tensor_parallel_size": 2},
+            "method eagle3 and draft_tensor_parallel_size 2",
+            "leave out",
+        ),
         ({"model": "D/", "prompt_lookup_max": 4}, "prompt_lookup_max 4", "leave out"),
         ({"method": "suffix", "model": "D/"}, "suffix and model D/", "leave out"),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max 4", "leave out"),
