@@ -105,9 +105,10 @@ C_SHIMS = {
 _INTERFACE = (
     "attend_expanded.cpp", "attention_tensors.h", "compiled_program.cpp", "compiled_program.h",
     "quantized_operators.cpp", "ranks_functions.cpp", "ranks_links.cpp", "ranks_operators.cpp",
-    "ranks_segment.h", "register.cpp", "sampling_operators.cpp", "segments.cpp", "segments.h",
-    "shims.h", "slab_row_operators.cpp", "step_operators.cpp", "step_runner.cpp", "step_runner.h",
-    "tensors.h", "torch_classes.cpp", "tree_operators.cpp", "weight_stream.cpp", "weight_stream.h",
+    "ranks_segment.h", "register.cpp", "register_classes.cpp", "sampling_operators.cpp",
+    "segments.cpp", "segments.h", "shims.h", "slab_row_operators.cpp", "step_operators.cpp",
+    "step_runner.cpp", "step_runner.h", "tensors.h", "tree_operators.cpp", "weight_stream.cpp",
+    "weight_stream.h",
 )  # fmt: skip
 _INTERFACE_MARK = b"specc-interface:"
 # a source that another one includes has no object of its own

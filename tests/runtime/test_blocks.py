@@ -351,11 +351,9 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
     [
         ({"plans": (SpecPlan.from_widths((1,) * 5),)}, "chain-5 of depth 5, and draft_0, which"),
         ({"backend": "onnx", "block_size": 0}, "a block drafter .draft_0., and the backend onnx"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the block drafter"),
         ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
-        ({"quantize": "int8", "backend": "cpu"}, "--quantize int8, and the block drafter"),
     ],
 )
 def test_what_block_drafters_do_not_go_with(
