@@ -132,8 +132,7 @@ def compile(
             `tap_convention=entering,is_last_normed=true`, or `files`, once for all of them or once
             for each draft; see `specc compile --help`.
         quantize: `int8`, `int4` or `fp8`: how weights of projections are rounded, of all models but
-            drafts that read hidden states;
-            None keeps them in `dtype`.
+            drafts that read hidden states; None keeps them in `dtype`.
         quantize_group: columns that share a scale, with int4 and int8: 32, 64 or 128; None is 64,
             with int8 all of an output.
         activation_bits: of the integers that rows become before weights in int8 or int4 multiply
