@@ -1,11 +1,13 @@
 """The real scheduler and a real policy on simulated seconds: a load, served without a model.
 
 A latency table says how long an iteration takes, dice say what the target accepts. So a day of
-serving takes seconds, on any machine, and the same seed gives the same figures to the last bit.
+serving takes seconds, on any machine, and the same seed gives the same figures to the last bit, if
+the policy does not look at the clock of the host.
 
     table = roofline()
     load = make_load(20, 500, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(256), Lengths(128))
-    report = simulate(load, table, plans, GoodputPolicy(plans, table), Limits(max_num_seqs=256))
+    policy = GoodputPolicy(plans, table, clock=lambda: 0.0)
+    report = simulate(load, table, plans, policy, Limits(max_num_seqs=256))
     report.to_json()["mean_latency_s"]
 """
 
