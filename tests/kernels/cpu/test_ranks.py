@@ -192,7 +192,7 @@ def wait_with_a_thread(group: SharedGroup) -> tuple[float, int, list[float]]:
     if group.rank == 0:
         thread.start()
     else:
-        time.sleep(0.4 * group.rank)
+        time.sleep(0.7 * group.rank)
     begin = time.monotonic()
     total = specc_cpu().all_reduce(torch.full((3,), float(group.rank)))
     seconds = time.monotonic() - begin

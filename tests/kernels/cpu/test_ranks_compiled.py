@@ -119,13 +119,13 @@ def lose_a_rank(group: SharedGroup, path: Path) -> str:
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         program.run(inputs)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     return str(caught.value)
 
 
 def test_what_a_program_says_when_a_rank_is_lost(compiled):
     """The text comes through code that passes on a number."""
-    with rank_processes(2, lose_a_rank, compiled, time_limit=1.0) as ranks:
+    with rank_processes(2, lose_a_rank, compiled, time_limit=4.0) as ranks:
         error = rank_error(RuntimeError(ranks.result(0)))
     assert error is not None
     assert "rank 1 (pid" in error.found

@@ -230,9 +230,13 @@ def test_an_interrupted_job_leaves_no_answer_for_the_next(pool):
     """Ctrl-C in the thread that waits: the child would still answer."""
     assert pool.run(["echo", 1]) == 1
     timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def sleep() -> None:
+        timer.start()
         pool.run(["sleep", 10.0])
+
+    with pytest.raises(KeyboardInterrupt):
+        sleep()
     assert pool.run(["echo", 2]) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from specc.runtime.ranks.group import SharedGroup
 from tests.rank_processes import rank_processes, run_ranks, timed_error
 
 TRANSPORTS = ("shared", "gloo")
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,9 +36,10 @@ def add(*values: float) -> Any:
     return torch.ops.specc_cpu.all_reduce(torch.tensor(values))
 
 
-def wait_for_one_that_never_comes(group: SharedGroup) -> tuple[str, float, str]:
+def wait_for_one_that_never_comes(group: SharedGroup, met: Any) -> tuple[str, float, str]:
     """Rank 2 sleeps after the first collective; what the others are told, and when."""
     add(1.0)
+    met.release()
     if group.rank == 2:
         time.sleep(60)
     text, seconds = timed_error(add, 2.0)
@@ -56,9 +59,11 @@ def wait_for_one_that_never_comes(group: SharedGroup) -> tuple[str, float, str]:
 )
 def test_a_rank_that_is_gone_or_hangs(number, transport):
     """The time limit ends the wait and names the rank; gloo sees at once that one has died."""
-    options = {"transport": transport, "time_limit": 1.5}
-    with rank_processes(3, wait_for_one_that_never_comes, **options) as ranks:
-        time.sleep(0.7)
+    options = {"transport": transport, "time_limit": 3.0}
+    met = FORK.Semaphore(0)
+    with rank_processes(3, wait_for_one_that_never_comes, met, **options) as ranks:
+        for _ in range(3):
+            assert met.acquire(timeout=20)
         ranks.signal(2, number)
         answers = [ranks.result(rank, 20) for rank in (0, 1)]
         pid = ranks.processes[2].pid
@@ -70,11 +75,10 @@ def test_a_rank_that_is_gone_or_hangs(number, transport):
         assert "all_reduce of float32 [1, 1] (collective 2)" in error.found
         assert "last collective 1" in error.found
         assert f"pid {pid}" in error.found
-        assert "1.5 s" in error.needed
+        assert "3.0 s" in error.needed
         assert again == text
-        assert seconds < 3.5
         if number == signal.SIGSTOP:
-            assert seconds > 1.0
+            assert seconds > 2.0
     if transport == "shared":
         # the heart of a process that is stopped or dead does not beat
         ages = [
@@ -97,18 +101,19 @@ def wait_for_a_watcher(group: SharedGroup) -> tuple[str, float]:
 
 def test_an_abort_wakes_all():
     with rank_processes(3, wait_for_a_watcher, time_limit=50.0) as ranks:
-        answers = [ranks.result(rank, 10) for rank in (0, 2)]
-    for text, seconds in answers:
+        answers = [ranks.result(rank, 20) for rank in (0, 2)]
+    for text, _ in answers:
         assert text.startswith("found:  rank 1 (pid 4711) was killed by signal 9\nneeded: ")
-        assert 0.4 < seconds < 1.5
+    # rank 2 may have come later than the rank whose timer it is
+    assert answers[0][1] > 0.4
 
 
 @pytest.mark.slow
 def test_an_abort_wakes_this_rank_and_is_told_over_gloo():
     with rank_processes(2, wait_for_a_watcher, transport="gloo", time_limit=50.0) as ranks:
-        text, seconds = ranks.result(0, 10)
+        text, seconds = ranks.result(0, 20)
     assert "rank 1 (pid 4711) was killed by signal 9" in text
-    assert 0.4 < seconds < 1.5
+    assert seconds > 0.4
 
 
 def leave_early(group: SharedGroup) -> str | None:
@@ -170,19 +175,23 @@ def test_ranks_that_disagree(kind, transport):
         assert len({text for text, _ in answers}) == 1
 
 
-def count_calls(group: SharedGroup) -> list[Any]:
+def count_calls(group: SharedGroup, looked: Any) -> list[Any]:
     for _ in range(5):
         add(1.0)
-    time.sleep(0.5)
-    return group.states()
+    time.sleep(1.5)
+    states = group.states()
+    # nobody leaves before the other has looked
+    looked.wait(20)
+    return states
 
 
 def test_what_ranks_know_of_each_other():
-    for states in run_ranks(2, count_calls):
+    for states in run_ranks(2, count_calls, FORK.Barrier(2)):
         assert [state.rank for state in states] == [0, 1]
         assert [state.num_collectives for state in states] == [5, 5]
         assert len({state.pid for state in states}) == 2
-        assert all(state.heartbeat_age_s < 0.45 for state in states)
+        # hearts beat every 0.2 s
+        assert all(state.heartbeat_age_s < 1.2 for state in states)
 
 
 @pytest.fixture
@@ -289,15 +298,25 @@ def test_who_may_open_it(alone, tmp_path):
 
 
 def test_nothing_is_left_of_killed_ranks():
-    places = (Path("/dev/shm"), Path("/tmp"))
-    before = {path for place in places for path in place.glob("*specc-ranks*")}
+    def files() -> set[Path]:
+        places = (Path("/dev/shm"), Path("/tmp"))
+        return {path for place in places for path in place.glob("*specc-ranks*")}
+
+    before = files()
     with rank_processes(2, wait_for_a_watcher, time_limit=30.0) as ranks:
-        time.sleep(0.3)
-        maps = Path(f"/proc/{ranks.processes[0].pid}/maps").read_text(encoding="utf-8")
-        assert "memfd:specc-ranks (deleted)" in maps
+        maps = Path(f"/proc/{ranks.processes[0].pid}/maps")
+        end = time.monotonic() + 20
+        while "memfd:specc-ranks (deleted)" not in maps.read_text(encoding="utf-8"):
+            assert time.monotonic() < end, "no shared memory"
+            time.sleep(0.02)
         for rank in (0, 1):
             ranks.signal(rank, signal.SIGKILL)
-    assert {path for place in places for path in place.glob("*specc-ranks*")} == before
+    # another worker's file of that name is there for a moment, where memory has no descriptor
+    left, end = files() - before, time.monotonic() + 20
+    while left and time.monotonic() < end:
+        time.sleep(0.1)
+        left &= files()
+    assert not left
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.watch import Watch
 
 FACTS = {"specc": "1", "torch": "2", "engine": "abc"}
-LIMIT_S = 0.6
+LIMIT_S = 1.0
 
 
 class Player:

@@ -53,15 +53,23 @@ class Reader:
 
 
 class Gate:
-    """Holds iterations back until a test opens it; may let them fail."""
+    """Holds iterations back until a test opens it, from the first one or a later one.
+
+    It may let them fail.
+    """
 
     def __init__(self, service: Service) -> None:
         self.opened = threading.Event()
         self.reached = threading.Event()
         self.num_failures = 0
+        # iterations that it does not hold back
+        self.num_free = 0
         run = service.core.runner.run
 
         def gated(batch: Any) -> Any:
+            if self.num_free:
+                self.num_free -= 1
+                return run(batch)
             self.reached.set()
             assert self.opened.wait(30)
             if self.num_failures:
@@ -240,6 +248,8 @@ def test_closed_it_ends_everything(engine: Engine) -> None:
     assert gate.reached.wait(10)
     closing = threading.Thread(target=service.close)
     closing.start()
+    while not service._is_closed:
+        assert closing.is_alive()
     gate.opened.set()
     closing.join(10)
     assert reader.wait().finish_reason == "abort"
@@ -248,9 +258,12 @@ def test_closed_it_ends_everything(engine: Engine) -> None:
 
 def test_deadlines(service: Service, gate: Gate) -> None:
     reader = Reader()
-    service.submit(PROMPT, LONG, reader, timeout_s=0.01)
+    service.submit(PROMPT, LONG, reader, timeout_s=60)
     assert gate.reached.wait(10)
-    threading.Event().wait(0.02)
+    # a limit short enough to wait for might end it before it runs
+    (request,) = service.core.scheduler.running
+    assert request.deadline_s is not None
+    request.deadline_s -= 60
     gate.opened.set()
     assert reader.wait().finish_reason == "timeout"
     assert len(reader.tokens) < 40
@@ -309,11 +322,14 @@ def test_a_stream_that_is_closed_cancels(service: Service, gate: Gate) -> None:
     async def main() -> None:
         stream = UpdateStream(service, PROMPT, LONG)
         updates = stream.__aiter__()
-        gate.opened.set()
         await anext(updates)
+        await asyncio.to_thread(gate.reached.wait, 10)
         await updates.aclose()  # type: ignore[attr-defined]
 
+    gate.num_free = 2
     asyncio.run(main())
+    assert gate.reached.is_set()
+    gate.opened.set()
     assert service.drain(10)
     pool = service.engine.cache.allocator
     assert pool.num_free == pool.num_blocks

@@ -82,6 +82,18 @@ class Server:
     def wait_until_idle(self) -> None:
         wait_for(lambda: self.is_idle, "requests or blocks are left")
 
+    def wait_until_published(self) -> None:
+        """Idle, and `/metrics` says so: it comes shortly after the last update of a request."""
+        self.wait_until_idle()
+        stats = self.service.core.scheduler.stats
+
+        def is_published() -> bool:
+            state = self.service.state()
+            running = state.num_running + state.num_waiting
+            return not running and state.stats.num_requests == stats.num_requests
+
+        wait_for(is_published, "the last state is not published")
+
 
 def wait_for(is_so: Callable[[], bool], otherwise: str, seconds: float = 10.0) -> None:
     end_s = time.monotonic() + seconds

@@ -46,7 +46,7 @@ def samples(server: Server) -> dict[tuple[str, str], float]:
 def test_metrics_are_the_engines_counters(server) -> None:
     server.complete(**BODY)
     server.complete(**BODY | {"stream": False, "n": 2, "seed": 1, "temperature": 0.7})
-    server.wait_until_idle()
+    server.wait_until_published()
     stats = server.service.core.scheduler.stats
     found = samples(server)
     for name, value in (

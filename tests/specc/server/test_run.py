@@ -98,7 +98,7 @@ def texts(lines: Any) -> str:
 
 
 def test_draining_lets_open_requests_end_and_refuses_others() -> None:
-    run = Run(advance_s=0.02)
+    run = Run(advance_s=0.1)
     with streaming(run) as lines:
         run.signal()
         wait_for(lambda: run.http.get(f"{run.base}/health").status_code == 503, "it does not drain")
