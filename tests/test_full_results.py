@@ -23,6 +23,7 @@ from tests.full_results import (
 )
 
 SUITE = """
+import time
 import pytest
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def left_open():
     yield
     raise OSError("still open")
 
-def test_fine(): pass
+# more than a tenth of a second, of which the seconds are told
+def test_fine(): time.sleep(0.2)
 class TestMore:
     @pytest.mark.parametrize("x", [1, 2, 3])
     def test_some(self, x): assert x != 2, "two is wrong"
@@ -88,7 +90,7 @@ def test_every_test_has_one_outcome(report: Path) -> None:
     assert "two is wrong" in messages[0]
     assert "no such disk" in messages[1]
     assert found["skips"] == {"no GPU": 2}
-    assert 0 < found["seconds"] < 60
+    assert 0.2 <= found["seconds"] < 60
     assert found["started"][:2] == "20"
 
 
