@@ -247,7 +247,8 @@ def test_an_engine_serves_a_load(idle, policy):
         total = run.stats.num_output_tokens
         assert total - len(requests) <= sum(line["tokens"] for line in lines) < total
         assert all(line["predicted_s"] > 0 and line["iterations"] > 0 for line in lines)
-        assert all(sum(line["plans"].values()) <= line["running"] for line in lines)
+        # after a trial, a decision may name a request that has ended in it
+        assert all(0 < sum(line["plans"].values()) <= len(requests) for line in lines)
         seen = {line["observed_s"] or line["observed_with_prompts_s"] for line in lines}
         assert min(seen) > 0
         assert {line["rate"] for line in lines} == {200}
