@@ -34,6 +34,8 @@ def test_what_is_no_part(text: str) -> None:
         parse_part(text)
 
 
+# it collects all tests twice
+@pytest.mark.slow
 def test_pytest_takes_a_part() -> None:
     files = ["tests/test_parts.py", "tests/test_longest_first.py"]
     lists = []

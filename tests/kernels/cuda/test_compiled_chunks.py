@@ -73,6 +73,7 @@ def check_compiled(names: Iterable[str], folder: Path, version: str, **environme
         assert resident(usage, item.num_warps, capability) >= programs, label
 
 
+@pytest.mark.slow
 def test_a_sample_spills_nothing(tmp_path: Path) -> None:
     check_compiled(FEW, tmp_path, PINNED)
 

@@ -35,13 +35,9 @@ PASSES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "is_written"),
-    [
-        ("llama4_text", True),
-        pytest.param("deepseek_v2", False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v2", True, marks=pytest.mark.slow),
-    ],
+    ("name", "is_written"), [("llama4_text", True), ("deepseek_v2", False), ("deepseek_v2", True)]
 )
 def test_passes_equal_those_of_the_flat_program(
     name: str, is_written: bool, tmp_path: Path

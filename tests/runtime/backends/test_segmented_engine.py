@@ -87,6 +87,7 @@ def whole_of(path: Path, root: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_weights_in_memory_and_weights_in_the_mapped_file_give_the_same_tokens(
     compiled: Path,
 ) -> None:

@@ -212,6 +212,7 @@ class TestCompile:
         assert "--backend eager" in caught.value.do
         assert files_in(tmp_path / "cache") == []
 
+    @pytest.mark.slow
     def test_a_compiler_that_fails_at_a_program(self, tmp_path, fake_compiler, monkeypatch):
         """It makes the library; nothing is left of the engine, and no program in the cache."""
         script = f'case "$*" in */inductor/*) {FAIL};; esac\n{fakes.FAKE_BUILD}'

@@ -137,6 +137,7 @@ def test_a_tensorrt_engine_is_built_for_each_rank(
     assert not {f"target/{name}" for name in names} & manifest.files.keys()
 
 
+@pytest.mark.slow
 def test_inspect_shows_the_engine_of_each_rank(tensorrt_engine: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(tensorrt_engine)])
     assert done.exit_code == 0, done.output
@@ -148,6 +149,7 @@ def test_inspect_shows_the_engine_of_each_rank(tensorrt_engine: Path) -> None:
     assert f"{NUM_SUMS} collectives" in " ".join(shown.output.split())
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nobody_loads_it(tensorrt_engine: Path) -> None:
     with pytest.raises(EngineError, match="device cuda"):
         Engine.load(tensorrt_engine)

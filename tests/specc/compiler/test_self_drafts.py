@@ -91,6 +91,7 @@ def test_only_engines_that_choose_blocks_ask_for_votes(models, tmp_path):
     assert before == after
 
 
+@pytest.mark.slow
 def test_an_engine_that_chooses_blocks(models, tmp_path):
     """Compiled and as graphs: the same tokens as without, from the same drafts."""
     config = options(BLOCKS, max_seq_len=64, block_size=4, backend="cpu")

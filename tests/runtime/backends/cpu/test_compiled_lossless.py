@@ -1,9 +1,9 @@
 """Greedy output of compiled code equals `transformers.generate`, token for token.
 
 The same harness as test_lossless.py, with the backend cpu. Compiling a pair takes half a minute of
-a core, so the default tier takes three architectures that differ in what compiled code sees: norms
-of heads; sliding windows and a tied head; biases and learned positions. The slow tier takes all,
-and leaves its figures in build/lossless_compiled.json.
+a core, so the default tier takes two architectures that differ in what compiled code sees: norms of
+heads; sliding windows and a tied head; and of a third the bits alone: biases and learned positions.
+The slow tier takes all, and leaves its figures in build/lossless_compiled.json.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ NAMES = ("qwen3", "gemma3-tied", "opt")
 # and those whose projections are written in another way, and experts: in rows, and of a checkpoint
 # that has them transposed, with biases and without
 OTHERS = ("gpt2", "mixtral", "gpt_oss", "llama4_text")
+BY_NAME = pytest.mark.parametrize("name", only(("qwen3", "gemma3-tied"), NAMES))
 CPU = {"backend": "cpu"}
 
 
@@ -62,7 +63,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@BY_NAME
 def test_the_engine_runs_compiled_code(zoo: Zoo, name: str) -> None:
     """Else the tests below would say nothing."""
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
@@ -73,7 +74,7 @@ def test_the_engine_runs_compiled_code(zoo: Zoo, name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
-@pytest.mark.parametrize("name", NAMES)
+@BY_NAME
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
     outcome, _ = check_matrix(zoo, name, plan, "noisy", **layout_of(name), **CPU)
     if plan.tree.max_depth > 1:
@@ -83,20 +84,21 @@ def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
-@pytest.mark.parametrize("name", NAMES)
+@BY_NAME
 def test_a_draft_equal_to_the_target_is_always_accepted(
     zoo: Zoo, name: str, plan: SpecPlan
 ) -> None:
     check_full_acceptance(zoo, name, plan, **layout_of(name, other=True), **CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS[2:], ids=PLAN_IDS[2:])
 def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
     outcome, _ = check_matrix(zoo, "opt", plan, "random", **layout_of("opt"), **CPU)
     assert outcome.stats.mean_acceptance_length < 1.3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@BY_NAME
 def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
     for prompt in models.prompts():
@@ -197,10 +199,13 @@ def threads_of(engine: Engine, num_threads: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        *(pytest.param(n, p, id=f"{n}-{p.name}") for n in NAMES for p in PLANS[1:]),
+        *only(
+            ("qwen3", "gemma3-tied"),
+            [pytest.param(n, p, id=f"{n}-{p.name}") for n in NAMES for p in PLANS[1:]],
+        ),
         # whose projections take rows of any plan alike: the widest one shows it
         *only(
-            [f"{n}-{PLANS[-1].name}" for n in ("gpt2", "mixtral")],
+            [f"gpt2-{PLANS[-1].name}"],
             [pytest.param(n, p, id=f"{n}-{p.name}") for n in OTHERS for p in PLANS[1:]],
         ),
     ],
