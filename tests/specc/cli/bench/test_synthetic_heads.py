@@ -34,8 +34,8 @@ def target(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(bench_device.COPY_BYTES, "cpu", 1 << 20)
 
 
-# a head that drafts level by level, and one of blocks; of the other blocks test_heads.py of shapes
-# counts passes and bytes, and replays steps
+# a head that drafts level by level; of blocks test_heads.py of shapes counts passes and bytes, and
+# replays steps
 @pytest.mark.parametrize("head", only(("eagle3",), HEADS))
 def test_the_whole_report(head, monkeypatch):
     """Dice, drawn tokens, stages and rounds; transformers has no draft like it."""
