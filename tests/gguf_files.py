@@ -142,6 +142,33 @@ def write_file(
     path.write_bytes(head + bytes(-len(head) % alignment) + data)
 
 
+def write_parts(
+    stem: Path,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, tuple[str, Sequence[int], bytes]],
+    sizes: Sequence[int],
+) -> list[Path]:
+    """Write a file in parts, as llama-gguf-split does: the first one has the fields.
+
+    Args:
+        stem: of their names.
+        fields: of the whole; those of parts are put beside them.
+        tensors: as of `write_file`.
+        sizes: tensors of each part.
+    """
+    names, files = list(tensors), []
+    for number, size in enumerate(sizes):
+        own = {name: tensors[name] for name in names[:size]}
+        names = names[size:]
+        file = stem.with_name(f"{stem.name}-{number + 1:05}-of-{len(sizes):05}.gguf")
+        split = {
+            "split.no": number, "split.count": len(sizes), "split.tensors.count": len(tensors),
+        }  # fmt: skip
+        write_file(file, split if number else {**fields, **split}, own)
+        files.append(file)
+    return files
+
+
 def model_fields(architecture: str, config: Any) -> dict[str, Any]:
     """What a converter writes of a configuration of transformers."""
     own = {

@@ -9,17 +9,15 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; llama.cpp, co
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.decoders.stored_tensors import read_tensor
 from specc.errors import WeightError
+from specc.passes.frontend.gguf_ends import end_token_ids
+from specc.passes.frontend.gguf_tensors import FREQUENCIES, are_factors_of
 
 # general.architecture → model type, class, and what its configuration says besides
 _MODELS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
@@ -42,11 +40,14 @@ _OTHERS = {
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "vocab_size",
 }  # fmt: skip
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# one factor for each rotary frequency, of Llama 3.1 and later
-_FREQUENCIES = "rope_freqs.weight"
-# Llama 3.1's: wavelengths above original / low are stretched, those below original / high are not
-_LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
-_TOLERANCE = 1e-4
+# of Llama 3.1 and later: wavelengths above original / low are stretched, those below original /
+# high are not
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _DO = "put the file in a directory with config.json and tokenizer.json of the model, and pass that"
 
 
@@ -99,8 +100,9 @@ def config_of(reader: GGUFReader) -> dict[str, Any]:
     config["vocab_size"] = reader.tensors[_EMBEDDING].shape[0]
     config["tie_word_embeddings"] = _HEAD not in reader.tensors
     config["rope_parameters"] = _rotary(reader, own, head_dim, kind)
-    for part, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+    for part, name in (("bos", "bos"), ("pad", "padding")):
         config[f"{part}_token_id"] = fields.get(f"tokenizer.ggml.{name}_token_id")
+    config["eos_token_id"] = end_token_ids(fields) or None
     return config
 
 
@@ -131,44 +133,24 @@ def _rotary(reader: GGUFReader, own: Mapping[str, Any], head_dim: int, kind: str
         found |= {"rope_type": "linear", "factor": _number(own, "rope.scaling.factor", kind, where)}
     elif scaling != "none":
         raise WeightError(f"{where} has {kind}.rope.scaling.type {scaling}", "none, or linear", _DO)
-    if _FREQUENCIES not in reader.tensors:
+    if FREQUENCIES not in reader.tensors:
         return found
-    factors = read_tensor(reader, _FREQUENCIES).float()
+    factors = read_tensor(reader, FREQUENCIES).float()
     factor = float(factors.max()) if factors.numel() else 0.0
-    known = _llama3_factors(base, head_dim, factor)
-    if (
-        scaling != "none"
-        or factors.shape != known.shape
-        or not bool(((factors - known).abs() <= _TOLERANCE * known).all())
-    ):
+    stretched = found | _LLAMA3 | {"factor": factor}
+    if scaling != "none" or factor < 1 or not are_factors_of(factors, _llama(head_dim, stretched)):
         raise WeightError(
-            f"{where} has factors of rotary frequencies ({_FREQUENCIES}) that are not those of"
-            f" Llama 3.1, stretched {factor:g}-fold from {_ORIGINAL} positions",
+            f"{where} has factors of rotary frequencies ({FREQUENCIES}) that are not those of"
+            f" Llama 3.1, stretched {factor:g}-fold from"
+            f" {_LLAMA3['original_max_position_embeddings']} positions",
             "no such factors, or these",
             _DO,
         )
-    return found | {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LOW,
-        "high_freq_factor": _HIGH,
-        "original_max_position_embeddings": _ORIGINAL,
-    }
+    return stretched
 
 
-def _llama3_factors(base: float, head_dim: int, factor: float) -> Tensor:
-    """[head_dim / 2] float32: what each frequency is divided by.
+def _llama(head_dim: int, rope: dict[str, Any]) -> Any:
+    """A configuration of transformers that has a rotary scaling and heads of this width."""
+    from transformers import LlamaConfig
 
-    Source: transformers/modeling_rope_utils.py, `_compute_llama3_parameters`.
-    """
-    found = []
-    for pair in range(head_dim // 2):
-        wavelength = 2 * math.pi * base ** (2 * pair / head_dim)
-        if wavelength < _ORIGINAL / _HIGH:
-            found.append(1.0)
-        elif wavelength > _ORIGINAL / _LOW:
-            found.append(factor)
-        else:
-            share = (_ORIGINAL / wavelength - _LOW) / (_HIGH - _LOW)
-            found.append(1 / ((1 - share) / factor + share) if factor else 0.0)
-    return torch.tensor(found)
+    return LlamaConfig(head_dim=head_dim, rope_parameters=rope)

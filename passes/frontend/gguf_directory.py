@@ -1,43 +1,46 @@
 """A GGUF file alone as a directory of a model: what lies beside it is made from its own fields.
 
 The directory is in the user's cache, named after the file's place, size and time, and holds
-config.json, tokenizer.json, tokenizer_config.json and a link to the file.
+config.json, tokenizer.json, tokenizer_config.json and a link to the file, or to each of its parts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.decoders.gguf import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError
-from specc.passes.frontend.gguf_config import config_of
-from specc.passes.frontend.gguf_tokenizer import tokenizer_of
+from specc.passes.frontend import gguf_config, gguf_ends, gguf_tokenizer
 from specc.system.file_cache import FileCache
-from specc.version import __version__
 
 
 def directory_of(file: Path) -> Path:
     """The directory of a GGUF file's model; made where the cache has none.
 
+    Args:
+        file: of the model, or any of its parts.
     Raises:
         WeightError: the file is malformed, or its fields say something that is not read.
         VocabMismatchError: its tokenizer is not read.
         ModelNotFoundError: the cache cannot hold a link.
         CompilerError: the cache cannot be written.
     """
-    file = file.resolve()
-    state, cache = file.stat(), FileCache()
-    key = f"{__version__}\0{file}\0{state.st_size}\0{state.st_mtime_ns}"
-    name = f"gguf/{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    # found by their names, which files of a cache of downloads have as links alone
+    named, cache = _files(file.absolute()), FileCache()
+    files = [part.resolve() for part in named]
+    name = f"gguf/{_key(files)}"
     contents: dict[str, bytes] = {}
 
     def content(part: str) -> bytes:
         if not contents:
-            contents.update(_contents(file))
+            contents.update(_contents(named[0]))
         return contents[part]
 
     for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -49,7 +52,31 @@ def directory_of(file: Path) -> Path:
 
         cache.obtain(f"{name}/{part}", make)
     directory = cache.path(name)
-    link = directory / "model.gguf"
+    for number, part in enumerate(files):
+        own = part_name("model", number, len(files)) if len(files) > 1 else "model.gguf"
+        _link(directory / own, part)
+    return directory
+
+
+def _files(file: Path) -> list[Path]:
+    """The file, or all parts of it."""
+    reader = GGUFReader(file)
+    reader.close()
+    return reader.files
+
+
+def _key(files: Sequence[Path]) -> str:
+    """Of the files, and of the code that reads them."""
+    key = hashlib.sha256()
+    for module in (gguf_config, gguf_ends, gguf_tokenizer, sys.modules[__name__]):
+        key.update(Path(str(module.__file__)).read_bytes())
+    for part in files:
+        state = part.stat()
+        key.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}".encode())
+    return key.hexdigest()[:24]
+
+
+def _link(link: Path, file: Path) -> None:
     try:
         link.symlink_to(file)
     except FileExistsError:
@@ -60,14 +87,13 @@ def directory_of(file: Path) -> Path:
             "a cache that can hold a link to a GGUF file",
             "put the file in a directory with config.json and tokenizer.json, and pass that",
         ) from error
-    return directory
 
 
 def _contents(file: Path) -> dict[str, bytes]:
     reader = GGUFReader(file, model_name, reads_lists=True)
     try:
-        config = config_of(reader)
-        tokenizer = tokenizer_of(reader.fields, reader.location())
+        config = gguf_config.config_of(reader)
+        tokenizer = gguf_tokenizer.tokenizer_of(reader.fields, reader.location())
     finally:
         reader.close()
     return {

@@ -26,10 +26,11 @@ from tokenizers import (
 )
 
 from specc.errors import VocabMismatchError
+from specc.passes.frontend.gguf_ends import control_token_ids
 
 _PREFIX = "tokenizer.ggml."
 # token_type
-_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,11 +73,15 @@ def tokenizer_of(fields: Mapping[str, Any], where: str) -> bytes:
     if len(set(tokens)) < len(tokens):
         twice = next(token for token in tokens if tokens.count(token) > 1)
         raise VocabMismatchError(f"{where} has the token {twice!r} twice", "each token once", _DO)
+    if types or kind == "gpt2":
+        control = control_token_ids(fields)
+        given = types or [_NORMAL] * len(tokens)
+        types = [_CONTROL if i in control else own for i, own in enumerate(given)]
     build = _by_bytes if kind == "gpt2" else _by_scores
     tokenizer = build(fields, tokens, types, where)
     added = [
         AddedToken(token, normalized=False, special=own == _CONTROL)
-        for token, own in zip(tokens, types, strict=False)
+        for token, own in zip(tokens, types, strict=True)
         if own in (_CONTROL, _USER)
     ]
     # in this order, so that none of them gets another number

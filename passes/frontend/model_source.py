@@ -22,6 +22,7 @@ from specc.errors import ConfigError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
+from specc.passes.frontend.gguf_tensors import check_tensors
 from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader, language_parameters, whole_config
@@ -121,6 +122,8 @@ class ModelSource:
                 f" taken, and {text.num_others} tensors are not read"
             ]
         _check_embedding(module, reader, str(model))
+        if isinstance(reader, DecodedReader):
+            check_tensors(reader, module, config)
         source = cls(name, str(model), dtype, module, directory, config, reader, warnings)
         source.rope_length = frozen_length(config, rope_length)
         return source

@@ -123,10 +123,21 @@ class SafetensorsReader:
         if weight_map is None:
             self._entries = _read_header(_single_file(self.path))
             return
+        # of what several shards hold, the index says which is meant: one may overlay others
         for file in dict.fromkeys(weight_map.values()):
-            self._entries |= _read_header(file)
+            for key, entry in _read_header(file).items():
+                if weight_map.get(key, file) != file:
+                    continue
+                if key in self._entries:
+                    raise WeightError(
+                        f"{self._entries[key].file} and {file.name} both hold {key}, and"
+                        f" {INDEX_FILE} does not say which is meant",
+                        "an index that names the tensors of its shards",
+                        "add it to weight_map of the index, or download the checkpoint again",
+                    )
+                self._entries[key] = entry
         for key, file in weight_map.items():
-            if key not in self._entries or self._entries[key].file != file:
+            if key not in self._entries:
                 raise WeightError(
                     f"{self.path / INDEX_FILE} places {key} in {file.name}, which does not hold it",
                     "an index that matches its shards",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.gguf_file import BLOCKS, PLAIN, GGUFReader
+from specc.artifact.decoders.gguf_parts import first_part
 from specc.artifact.decoders.stored_tensors import read_rows
 from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
@@ -150,19 +151,21 @@ def model_name(name: str) -> str:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory without safetensors; None where there is none.
+    """The GGUF file of a directory without safetensors, or its first part; None if there is none.
 
     Raises:
-        WeightError: there are several.
+        WeightError: there are several models.
     """
     found = sorted(directory.glob("*.gguf"))
     if not found or any(directory.glob("*.safetensors")):
         return None
+    if len(found) > 1 and (first := first_part(found)) is not None:
+        return first
     if len(found) > 1:
         raise WeightError(
-            f"{directory} holds {found[0].name}, {found[1].name} and no safetensors",
-            "one GGUF file of a whole model",
-            "leave one of them there; parts of a model are joined by llama-gguf-split --merge",
+            f"{directory} holds {found[0].name}, {found[-1].name} and no safetensors",
+            "one GGUF file, or the parts of one",
+            "leave one model there, or pass the file",
         )
     return found[0]
 

@@ -1,8 +1,11 @@
 """GGUF files read in chunks, as `SafetensorsReader` reads safetensors.
 
 A file is a header (magic, version, numbers of tensors and of fields), fields, the table of tensors,
-and data at aligned offsets. Rows of block types are bytes here: [N, bytes of a row].
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+and data at aligned offsets. Rows of block types are bytes here: [N, bytes of a row]. A model may be
+in several files (`split.count` and `NAME-00001-of-00003.gguf`): the first has the fields, and each
+its own table.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; llama.cpp,
+src/llama-model-loader.cpp.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from specc.artifact.decoders.gguf_parts import check_part, check_whole, part_count, parts_of
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, missing_tensor, read_exactly
 from specc.artifact.tensor_part import TensorPart, read_part
 from specc.errors import WeightError
@@ -44,8 +48,14 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor: its own shape, dim 0 first, and where its bytes are."""
+    """One tensor: its own shape, dim 0 first, and where its bytes are.
 
+    Args:
+        name: in the file.
+    """
+
+    name: str
+    file: Path
     shape: tuple[int, ...]
     kind: int
     begin: int
@@ -68,33 +78,33 @@ class GGUFTensor:
 
 
 class GGUFReader:
-    """A GGUF file as a reader of tensors.
+    """A GGUF file, or all parts of one that is split, as a reader of tensors.
 
     Args:
-        path: of the file. Fields and the table of tensors are read here.
+        path: of the file, or of any of its parts. Fields and tables of tensors are read here.
         rename: names of tensors as they are to be called.
         reads_lists: of fields that are arrays, read the items, not just how many there are.
     Raises:
-        WeightError: it is malformed or truncated, or holds tensors of a type that is not read.
+        WeightError: it is malformed or truncated, holds tensors of a type that is not read, or
+            lacks a part.
     """
 
     def __init__(
         self, path: Path, rename: Callable[[str], str] = str, reads_lists: bool = False
     ) -> None:
         self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        try:
-            self.fields, tensors = _read_header(path, reads_lists)
-        except (struct.error, ValueError, IndexError, OverflowError) as error:
-            self.close()
-            raise _malformed(path, str(error)) from error
-        except WeightError:
-            self.close()
-            raise
+        self._files: dict[Path, BinaryIO] = {}
+        self.fields, tensors = _read_header(path, reads_lists)
+        self.files = [path]
+        if (count := part_count(path, self.fields)) > 1:
+            self.files = parts_of(path, count)
+            self.fields, tensors = _read_parts(self.files, reads_lists)
         self.tensors = {rename(name): tensor for name, tensor in tensors.items()}
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def keys(self) -> Iterable[str]:
         return self.tensors.keys()
@@ -106,7 +116,7 @@ class GGUFReader:
         return self._tensor(key).stored_shape
 
     def location(self, key: str | None = None) -> str:
-        return str(self.path)
+        return str(self.path if key is None else self._tensor(key).file)
 
     def read_chunks(
         self,
@@ -127,9 +137,10 @@ class GGUFReader:
     ) -> Iterator[Buffer]:
         tensor = self._tensor(key)
         width = tensor.stored_shape[-1] if tensor.shape else 1
+        file = self._open(tensor.file)
 
         def read(offset: int, target: memoryview) -> None:
-            read_exactly(self._file, target, tensor.begin + offset, partial(_malformed, self.path))
+            read_exactly(file, target, tensor.begin + offset, partial(_malformed, tensor.file))
 
         yield from read_part(read, width, tensor.dtype.itemsize, part, transpose, chunk_bytes)
 
@@ -137,6 +148,11 @@ class GGUFReader:
         if key not in self.tensors:
             raise missing_tensor(key, self)
         return self.tensors[key]
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            self._files[path] = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        return self._files[path]
 
 
 class _Cursor:
@@ -186,7 +202,34 @@ class _Cursor:
         return count
 
 
+def _read_parts(
+    parts: Sequence[Path], reads_lists: bool
+) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Fields of the first part, and the tensors of all."""
+    fields: dict[str, Any] = {}
+    tensors: dict[str, GGUFTensor] = {}
+    for number, part in enumerate(parts):
+        own, table = _read_header(part, reads_lists)
+        check_part(part, number, len(parts), own)
+        fields = fields or own
+        if twice := table.keys() & tensors.keys():
+            name = min(twice)
+            raise _malformed(part, f"it holds {name}, which {tensors[name].file.name} holds, too")
+        tensors |= table
+    check_whole(parts[0], fields, len(tensors))
+    return fields, tensors
+
+
 def _read_header(path: Path, reads_lists: bool) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    try:
+        return _parse_header(path, reads_lists)
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
+        raise _malformed(path, str(error)) from error
+    except OSError as error:
+        raise _malformed(path, f"it cannot be read: {error.strerror or error}") from error
+
+
+def _parse_header(path: Path, reads_lists: bool) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     size = path.stat().st_size
     if size < len(_MAGIC) + 20:
         raise ValueError(f"it has {size} bytes")
@@ -221,7 +264,7 @@ def _read_header(path: Path, reads_lists: bool) -> tuple[dict[str, Any], dict[st
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in table:
         _check_kind(path, name, shape, kind)
-        tensor = GGUFTensor(shape, kind, begin + offset)
+        tensor = GGUFTensor(name, path, shape, kind, begin + offset)
         if tensor.begin + tensor.num_bytes > size:
             raise ValueError(f"it ends inside of {name}")
         if tensors.setdefault(name, tensor) is not tensor:

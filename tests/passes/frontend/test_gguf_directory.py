@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from specc.errors import SpeccError, VocabMismatchError
+from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.errors import SpeccError, VocabMismatchError, WeightError
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.checkpoint import CheckpointMap
+from specc.passes.frontend.gguf_config import config_of
 from specc.passes.frontend.gguf_tokenizer import tokenizer_of
+from specc.passes.frontend.model_source import ModelSource
 from tests import gguf_files
-from tests.models import ROTARY_VARIANTS, build_model, save_tiny, tiny_config
+from tests.models import build_model, save_tiny, tiny_config
 
 TEXTS = (
     "", "a", "Hello, world!", " leading and trailing ", "two  spaces,\ttabs\n\nand lines\r\n",
@@ -44,6 +50,17 @@ def plain_file(root: Path, name: str = "llama", **fields: Any) -> Path:
     return file
 
 
+def described(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields and tensors of a file in floats, as `write_file` takes them."""
+    reader = GGUFReader(file, reads_lists=True)
+    tensors = {
+        name: ("F32", own.shape, b"".join(map(bytes, reader.read_chunks(name))))
+        for name, own in reader.tensors.items()
+    }
+    reader.close()
+    return reader.fields, tensors
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_configuration_makes_the_same_model(tmp_path, name) -> None:
     file = plain_file(tmp_path, name)
@@ -63,47 +80,130 @@ def test_a_configuration_makes_the_same_model(tmp_path, name) -> None:
     assert hf_model.resolve_directory(file) != directory
 
 
-def test_rotary_scalings() -> None:
-    """Of Llama 3.1 a tensor of factors says what its configuration says in four numbers."""
+def factors_of(config: Any) -> torch.Tensor:
+    """What a converter writes of Llama 3.1's scaling, from transformers' own frequencies."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from specc.passes.frontend.gguf_config import _llama3_factors
-
-    assert "llama-llama3" in ROTARY_VARIANTS
-    rope = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    config = tiny_config("llama", head_dim=64, rope_parameters=rope)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    plain = 1.0 / 500000.0 ** (torch.arange(0, 64, 2).float() / 64)
-    torch.testing.assert_close(_llama3_factors(500000.0, 64, 32.0), plain / scaled)
+    base = config.rope_parameters["rope_theta"]
+    plain = 1.0 / base ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    return plain / scaled
 
 
-def factors(values: torch.Tensor) -> dict[str, Any]:
-    return {"rope_freqs.weight": ("F32", tuple(values.shape), values.numpy().tobytes())}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def tensor(values: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    return "F32", tuple(values.shape), values.numpy().tobytes()
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_factors_of_frequencies(tmp_path, is_known) -> None:
-    from specc.artifact.decoders.gguf import model_name
-    from specc.artifact.decoders.gguf_file import GGUFReader
-    from specc.errors import WeightError
-    from specc.passes.frontend.gguf_config import _llama3_factors, config_of
-
-    values = _llama3_factors(500000.0, 64, 8.0)
-    values = values if is_known else values * 1.01
-    config = tiny_config("llama", head_dim=64)
+    """Of Llama 3.1 a tensor of factors says what its configuration says in four numbers."""
+    config = tiny_config("llama", head_dim=64, rope_parameters=LLAMA3)
+    values = factors_of(config) * (1.0 if is_known else 1.01)
     fields = gguf_files.model_fields("llama", config) | {"llama.rope.freq_base": 500000.0}
-    tensors = {"token_embd.weight": ("F32", (3, 2), bytes(24))} | factors(values)
+    tensors = {"token_embd.weight": ("F32", (3, 2), bytes(24))}
+    tensors["rope_freqs.weight"] = tensor(values)
     gguf_files.write_file(tmp_path / "a.gguf", fields, tensors)
     reader = GGUFReader(tmp_path / "a.gguf", model_name, reads_lists=True)
     if not is_known:
         with pytest.raises(WeightError, match=r"not those of Llama 3\.1"):
             config_of(reader)
         return
-    rope = config_of(reader)["rope_parameters"]
-    assert (rope["rope_type"], rope["factor"]) == ("llama3", 8.0)
+    assert config_of(reader)["rope_parameters"] == LLAMA3
+
+
+def test_parts_are_one_model(tmp_path) -> None:
+    """Any of them, the directory, and links of a cache of downloads: the same, with its head."""
+    whole = plain_file(tmp_path, "llama")
+    fields, tensors = described(whole)
+    stem = tmp_path / "parts" / "m"
+    stem.parent.mkdir()
+    files = gguf_files.write_parts(stem, fields, tensors, [1, len(tensors) - 2, 1])
+    directory = hf_model.resolve_directory(files[0])
+    for given in (files[1], files[2], stem.parent):
+        assert hf_model.resolve_directory(given) == directory
+    names = [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    assert [(directory / name).resolve() for name in names] == files
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] is False
+    source = ModelSource.load("target", files[1], torch.float32)
+    alone = ModelSource.load("target", whole, torch.float32)
+    for key in alone.reader.keys():  # noqa: SIM118 - a reader is no mapping
+        chunks = [b"".join(map(bytes, s.reader.read_chunks(key))) for s in (source, alone)]
+        assert chunks[0] == chunks[1], key
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for number, file in enumerate(files):
+        blob = file.rename(tmp_path / f"blob-{number}")
+        (snapshot / file.name).symlink_to(blob)
+    linked = hf_model.resolve_directory(snapshot / files[2].name)
+    assert [(linked / name).resolve().name for name in names] == ["blob-0", "blob-1", "blob-2"]
+    (snapshot / files[2].name).unlink()
+    with pytest.raises(WeightError, match=r"m-00003-of-00003\.gguf is not beside it"):
+        hf_model.resolve_directory(snapshot / files[0].name)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "found"),
+    [
+        ("llama", {"blk.0.attn_output.bias": (64,)}, "blk.0.attn_output.bias"),
+        ("llama", {"blk.1.ffn_down.bias": (64,)}, "blk.1.ffn_down.bias"),
+        ("qwen2", {"output.bias": (128,)}, "output.bias"),
+        ("qwen3", {"blk.0.attn_q.bias": (64,)}, "blk.0.attn_q.bias"),
+        ("llama", {"blk.9.attn_norm.weight": (64,)}, "blk.9.attn_norm.weight"),
+        ("llama", {"rope_factors_long.weight": (8,)}, "rope_factors_long.weight"),
+        ("llama", {"output_norm.bias": (64,)}, "output_norm.bias"),
+    ],
+)
+def test_tensors_that_no_model_reads(tmp_path, name, more, found) -> None:
+    fields, tensors = described(plain_file(tmp_path, name))
+    tensors |= {key: tensor(torch.ones(shape)) for key, shape in more.items()}
+    gguf_files.write_file(tmp_path / "more.gguf", fields, tensors)
+    with pytest.raises(WeightError) as caught:
+        ModelSource.load("target", tmp_path / "more.gguf", torch.float32)
+    assert f"more.gguf holds {found}, which is no part of" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("llama", "blk.0.ffn_norm.weight"),
+        ("llama", "output_norm.weight"),
+        ("qwen2", "blk.1.attn_k.bias"),
+        ("qwen3", "blk.1.attn_q_norm.weight"),
+    ],
+)
+def test_tensors_that_a_model_lacks(tmp_path, name, lost) -> None:
+    """What llama.cpp calls optional, too: a bias that is not there is no bias of zeros."""
+    fields, tensors = described(plain_file(tmp_path, name))
+    del tensors[lost]
+    gguf_files.write_file(tmp_path / "fewer.gguf", fields, tensors)
+    source = ModelSource.load("target", tmp_path / "fewer.gguf", torch.float32)
+    checkpoint = CheckpointMap(source.module, source.reader)
+    with pytest.raises(WeightError, match=f"holds no tensor {re.escape(model_name(lost))}"):
+        checkpoint.sources(model_name(lost))
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_frequencies_of_a_configuration_beside(tmp_path, is_said) -> None:
+    """A scaling that config.json leaves out would be passed over."""
+    rope = LLAMA3 if is_said else {"rope_type": "default", "rope_theta": 500000.0}
+    config = tiny_config("llama", head_dim=16, rope_parameters=LLAMA3)
+    fields, tensors = described(plain_file(tmp_path, "llama"))
+    tensors["rope_freqs.weight"] = tensor(factors_of(config))
+    directory = tmp_path / "beside"
+    tiny_config("llama", rope_parameters=rope).save_pretrained(directory)
+    fields["llama.rope.freq_base"] = 500000.0
+    gguf_files.write_file(directory / "model.gguf", fields, tensors)
+    if is_said:
+        ModelSource.load("target", directory, torch.float32)
+        return
+    with pytest.raises(WeightError, match=r"that config\.json does not say"):
+        ModelSource.load("target", directory, torch.float32)
 
 
 def trained(split: pre_tokenizers.PreTokenizer, special: list[str]) -> Tokenizer:

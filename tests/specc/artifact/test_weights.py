@@ -189,6 +189,34 @@ class TestMalformed:
             with pytest.raises(WeightError, match=reason):
                 SafetensorsReader(tmp_path)
 
+    @pytest.mark.parametrize("first", ["base", "overlay"])
+    def test_older_copies(self, tmp_path, first):
+        """The index decides which shard a tensor is of, in whatever order it names them."""
+        save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "base.safetensors")
+        save_file({"a": torch.ones(2)}, tmp_path / "overlay.safetensors")
+        places = {"a": "overlay.safetensors", "b": "base.safetensors"}
+        keys = sorted(places, reverse=first == "base")
+        weight_map = {key: places[key] for key in keys}
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+        with SafetensorsReader(tmp_path) as reader:
+            assert read_all(reader, "a") == raw(torch.ones(2))
+            assert read_all(reader, "b") == raw(torch.zeros(2))
+            assert reader.location("a") == str(tmp_path / "overlay.safetensors")
+
+    def test_copies_that_no_index_places(self, tmp_path):
+        for name, more in (("base", "b"), ("overlay", "c")):
+            held = {"a": torch.zeros(2), more: torch.zeros(2)}
+            save_file(held, tmp_path / f"{name}.safetensors")
+        weight_map = {"b": "base.safetensors", "c": "overlay.safetensors"}
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(WeightError, match="does not say which is meant") as error:
+            SafetensorsReader(tmp_path)
+        assert all(word in error.value.found for word in ("base", "overlay", " a,"))
+        # what one shard alone holds is read, as transformers does
+        save_file({"c": torch.zeros(2)}, tmp_path / "overlay.safetensors")
+        with SafetensorsReader(tmp_path) as reader:
+            assert sorted(reader.keys()) == ["a", "b", "c"]
+
     def test_dtype_of_quantized_checkpoints(self, tmp_path):
         save_file({"a": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / SINGLE_FILE)
         with SafetensorsReader(tmp_path) as reader, pytest.raises(WeightError, match="unquantized"):

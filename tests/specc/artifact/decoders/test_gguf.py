@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
+from specc.artifact.decoders.gguf import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.errors import WeightError
-from tests.gguf_files import FILE, draw, paired, write_file
+from tests.gguf_files import FILE, draw, paired, write_file, write_parts
 from tests.specc.artifact.decoders.test_decoders import blocks_of, values_of
 
 CONFIG = SimpleNamespace(model_type="llama", num_attention_heads=2, num_key_value_heads=2)
@@ -122,7 +124,100 @@ def test_damaged_files(tmp_path) -> None:
     GGUFReader(tmp_path / FILE).close()
 
 
+PARTS = {
+    "token_embd.weight": ("F32", (2, 2), bytes(16)),
+    "blk.0.ffn_up.weight": ("F32", (1, 2), torch.tensor([3.0, 4.0]).numpy().tobytes()),
+    "output.weight": ("F32", (2, 2), torch.arange(4.0).numpy().tobytes()),
+}
+
+
+def test_parts(tmp_path) -> None:
+    """Any of them stands for all, and a directory of them for one file."""
+    files = write_parts(tmp_path / "m", FIELDS, PARTS, [1, 0, 1, 1])
+    head, up = "lm_head.weight", "model.layers.0.mlp.up_proj.weight"
+    for path in files:
+        reader = GGUFReader(path, model_name)
+        assert sorted(reader.keys()) == [head, "model.embed_tokens.weight", up]
+        assert reader.fields["general.architecture"] == "llama"
+        assert reader.files == files
+        assert reader.location(head) == str(files[3])
+        assert torch.equal(values_of(reader, head), torch.arange(4.0).view(2, 2))
+        assert torch.equal(values_of(reader, up), torch.tensor([[3.0, 4.0]]))
+        reader.close()
+    with open_checkpoint(tmp_path, CONFIG) as reader:
+        assert head in list(reader.keys())
+        assert reader.location(head) == str(files[3])
+
+
+def lose_one(files: list[Path]) -> None:
+    files[1].unlink()
+
+
+def swap_two(files: list[Path]) -> None:
+    first, second = (file.read_bytes() for file in files[1:3])
+    files[1].write_bytes(second)
+    files[2].write_bytes(first)
+
+
+def of_another_model(files: list[Path]) -> None:
+    fields = {"split.no": 2, "split.count": 3, "split.tensors.count": 4}
+    write_file(files[2], fields, PARTS | ONE)
+
+
+def of_fewer_tensors(files: list[Path]) -> None:
+    write_file(files[2], {"split.no": 2, "split.count": 3, "split.tensors.count": 3}, {})
+
+
+def of_a_smaller_split(files: list[Path]) -> None:
+    write_file(files[2], {"split.no": 2, "split.count": 2, "split.tensors.count": 3}, {})
+
+
+def without_numbers(files: list[Path]) -> None:
+    write_file(files[2], {}, {"output.weight": PARTS["output.weight"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lose_one, "m-00002-of-00003.gguf is not beside it"),
+        (swap_two, "m-00002-of-00003.gguf has split.no 2"),
+        (of_another_model, "which m-00002-of-00003.gguf holds, too"),
+        (of_fewer_tensors, "hold 2 tensors, and split.tensors.count says 3"),
+        (of_a_smaller_split, "has split.count 2"),
+        (without_numbers, "has split.no None"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path, change, found) -> None:
+    files = write_parts(tmp_path / "m", FIELDS, PARTS, [1, 1, 1])
+    change(files)
+    assert found in refused(tmp_path).found
+
+
+def test_parts_under_other_names(tmp_path) -> None:
+    """A part alone looks like a whole model, in which whatever is optional is absent."""
+    first, second = write_parts(tmp_path / "m", FIELDS, PARTS, [2, 1])
+    second.unlink()
+    with pytest.raises(WeightError, match=r"m-00002-of-00002\.gguf is not beside it"):
+        GGUFReader(first)
+    renamed = first.rename(tmp_path / "model.gguf")
+    with pytest.raises(WeightError, match=r"one of 2 parts of a model \(split.count\)"):
+        GGUFReader(renamed)
+    # a name that says more than its fields
+    write_file(renamed, FIELDS, PARTS)
+    named = renamed.rename(first)
+    with pytest.raises(WeightError, match=r"has split.count None"):
+        GGUFReader(named)
+    # what is merged keeps the field, and is whole
+    write_file(named, FIELDS | {"split.count": 0}, PARTS)
+    assert len(GGUFReader(named).tensors) == 3
+
+
 def test_several_files(tmp_path) -> None:
     write_file(tmp_path / FILE, FIELDS, ONE)
     write_file(tmp_path / "other.gguf", FIELDS, ONE)
     assert "other.gguf" in refused(tmp_path).found
+    for name in (FILE, "other.gguf"):
+        (tmp_path / name).unlink()
+    for name in ("a", "b"):
+        write_parts(tmp_path / name, FIELDS, PARTS, [2, 1])
+    assert "b-00002-of-00002.gguf" in refused(tmp_path).found

@@ -1,0 +1,81 @@
+"""Whether a model reads every tensor of its GGUF file, as llama.cpp asks of the files it takes.
+
+What a configuration leaves out is no part of the model that is built: a bias would be passed over,
+or factors of rotary frequencies, and the model would say something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.artifact.decoders.decoded_reader import DecodedReader
+from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.artifact.decoders.stored_tensors import read_tensor
+from specc.errors import WeightError
+
+# one factor for each rotary frequency, of Llama 3.1 and later
+FREQUENCIES = "rope_freqs.weight"
+_TOLERANCE = 1e-4
+
+
+def check_tensors(reader: DecodedReader, module: nn.Module, config: Any) -> None:
+    """See that the model is made of all tensors, where the checkpoint is a GGUF file.
+
+    Args:
+        reader: of the checkpoint.
+        module: the model, of which names are read.
+        config: of the model.
+    Raises:
+        WeightError: a tensor that the model has no use for, or factors of rotary frequencies that
+            are not those of the configuration.
+    """
+    stored = reader.stored
+    if not isinstance(stored, GGUFReader):
+        return
+    own = module.state_dict().keys()
+    for key, tensor in stored.tensors.items():
+        if key in own:
+            continue
+        if key == FREQUENCIES:
+            if are_factors_of(read_tensor(stored, key).float(), config):
+                continue
+            raise WeightError(
+                f"{tensor.file.resolve()} has factors of rotary frequencies ({key}) that config.json does not"
+                " say",
+                "the same rotary scaling",
+                "pass the config.json of the same model, or the file alone",
+            )
+        raise WeightError(
+            f"{tensor.file.resolve()} holds {tensor.name}, which is no part of {type(module).__name__} as its"
+            " configuration says",
+            "a file all of whose tensors are read",
+            "pass the checkpoint in safetensors",
+        )
+
+
+def are_factors_of(found: Tensor, config: Any) -> bool:
+    """Whether these are what a configuration divides its rotary frequencies by.
+
+    Args:
+        found: [head_dim / 2].
+        config: of transformers.
+    """
+    wanted = _factors(config)
+    is_close = found.shape == wanted.shape and (found - wanted).abs() <= _TOLERANCE * wanted
+    return bool(torch.as_tensor(is_close).all())
+
+
+def _factors(config: Any) -> Tensor:
+    """[head_dim / 2] float32, of which only Llama 3.1's scaling has others than 1."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return torch.ones(width // 2)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    return plain / scaled
