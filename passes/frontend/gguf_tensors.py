@@ -39,17 +39,17 @@ def check_tensors(reader: DecodedReader, module: nn.Module, config: Any) -> None
     for key, tensor in stored.tensors.items():
         if key in own:
             continue
+        file = tensor.file.resolve()  # the cache has links
         if key == FREQUENCIES:
             if are_factors_of(read_tensor(stored, key).float(), config):
                 continue
             raise WeightError(
-                f"{tensor.file.resolve()} has factors of rotary frequencies ({key}) that config.json does not"
-                " say",
+                f"{file} has factors of rotary frequencies ({key}) that config.json does not say",
                 "the same rotary scaling",
                 "pass the config.json of the same model, or the file alone",
             )
         raise WeightError(
-            f"{tensor.file.resolve()} holds {tensor.name}, which is no part of {type(module).__name__} as its"
+            f"{file} holds {tensor.name}, which is no part of {type(module).__name__} as its"
             " configuration says",
             "a file all of whose tensors are read",
             "pass the checkpoint in safetensors",

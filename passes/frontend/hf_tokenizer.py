@@ -10,6 +10,8 @@ from specc.passes.frontend.hf_model import quiet_transformers
 
 # what tells transformers which class to load
 _NAMES = ("tokenizer_config.json", "config.json")
+# what states special tokens: the first has the last word
+_STATING = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class HfTokenizer:
@@ -54,10 +56,34 @@ class HfTokenizer:
             raise ValueError(_first_line(error)) from error
 
     @property
+    def eos_token_id(self) -> int | None:
+        """Token that ends a sequence, by its files or its class; None where neither says."""
+        found = self._tokenizer.eos_token_id
+        return found if type(found) is int else None
+
+    @property
     def post_processor(self) -> Any:
         """What adds special tokens, in the form of tokenizer.json; None where it is Python code."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else json.loads(backend.to_str()).get("post_processor")
+
+
+def stated_token(directory: Path, role: str) -> str | None:
+    """Text of a special token, as the files of a checkpoint state it; transformers knows more.
+
+    Args:
+        directory: of the checkpoint.
+        role: `eos_token`, ….
+    """
+    for name in _STATING:
+        try:
+            stated = json.loads((directory / name).read_bytes())[role]
+            text = stated["content"] if isinstance(stated, dict) else stated
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(text, str):
+            return text
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -54,6 +54,10 @@ def text_config(config: Any, architecture: str) -> Any | None:
     tied = getattr(config, "tie_word_embeddings", None)
     if isinstance(tied, bool):
         own.tie_word_embeddings = tied
+    # and what begins and ends an output, where it says that: transformers asks it first
+    for name in ("bos_token_id", "eos_token_id"):
+        if (token := getattr(config, name, None)) is not None:
+            setattr(own, name, token)
     # and how the whole checkpoint is quantized
     for name in QUANTIZATION_FIELDS:
         if getattr(own, name, None) is None and hasattr(config, name):

@@ -145,6 +145,8 @@ class Manifest:
             for name in ("heads", "sharpness", "blocks"):
                 if not plan[name]:
                     del plan[name]
+        if not self.tokenizer.tokenizer_eos:
+            del data["tokenizer"]["tokenizer_eos"]
         if self.parallel is None:
             # engines of one rank are as they were before there were others
             del data["parallel"]

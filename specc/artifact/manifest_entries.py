@@ -174,13 +174,19 @@ class LimitsEntry:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """The tokenizer; file None where the engine takes token ids only."""
+    """The tokenizer; file None where the engine takes token ids only.
+
+    Args:
+        eos_token_ids: end an output.
+        tokenizer_eos: those of them that the tokenizer alone names, and no configuration.
+    """
 
     file: str | None
     map_sha256: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool
+    tokenizer_eos: tuple[int, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,11 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     console.print(render.layers_table(manifest.models))
     tokenizer = manifest.tokenizer
     eos = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
-    console.print(f"\ntokenizer: {tokenizer.file or 'none, token ids only'}; EOS ids: {eos}")
+    if tokenizer.tokenizer_eos:
+        alone = ", ".join(map(str, tokenizer.tokenizer_eos))
+        eos += f" ({alone} by the tokenizer alone: not in generation_config.json or config.json)"
+    file = tokenizer.file or "none, token ids only"
+    console.print(f"\ntokenizer: {file}; EOS ids: {eos}", soft_wrap=True)
     for plan in manifest.plans:
         default = " (default)" if plan.name == manifest.default_plan else ""
         console.print(render.heading(f"\nplan {plan.name}{default}"))

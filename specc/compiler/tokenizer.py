@@ -2,7 +2,8 @@
 
 An engine tokenizes with tokenizer.json alone. Transformers may add other special tokens than that
 file says, for example because tokenizer_config.json has `add_bos_token`; so both are asked, and
-where they differ in the special tokens, the engine gets those of transformers.
+where they differ in the special tokens, the engine gets those of transformers. An output ends at
+the tokens of generation_config.json or config.json, and, as in vLLM, at the tokenizer's own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from specc.compiler.candidate import Candidate
 from specc.compiler.vocabulary import Vocabulary, match
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.hf_tokenizer import HfTokenizer
+from specc.passes.frontend.hf_tokenizer import HfTokenizer, stated_token
 from specc.speculation.vocabulary_map import VocabularyMap
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -92,35 +93,75 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
             own = Vocabulary.read(file, target.config)
             maps[model.name], told = match(own, Vocabulary.read(draft_file, model.config))
             warnings += told
-    data, said = follow_transformers(file)
+    data, said, own_eos = follow_transformers(file)
+    if own_eos is None and (text := stated_token(file.parent, "eos_token")) is not None:
+        own_eos = target_map.id_of(text)
+    more = () if own_eos in eos or own_eos not in target_map.tokens else (own_eos,)
+    said += _about_ends(eos, more, target_map)
     bos = getattr(target.config, "bos_token_id", None)
     # an empty text becomes what the tokenizer puts around every text
     begins = Tokenizer.from_buffer(data).encode("").ids[:1]
     entry = TokenizerEntry(
-        file.name, target_map.sha256(), eos, bos, bos is not None and begins == [bos]
+        file.name,
+        target_map.sha256(),
+        (*eos, *more),
+        bos,
+        bos is not None and begins == [bos],
+        more,
     )
     return TokenizerFiles(entry, file, data, warnings + said, maps)
 
 
-def follow_transformers(file: Path) -> tuple[bytes, list[str]]:
+def follow_transformers(file: Path) -> tuple[bytes, list[str], int | None]:
     """A tokenizer.json that gives the ids of transformers, where post-processing is all it takes.
 
     Args:
         file: tokenizer.json, with the checkpoint's other files beside it.
     Returns:
-        its content, changed where need be, and warnings.
+        its content, changed where need be, warnings, and the token that ends a sequence, where
+        transformers knows one.
     """
-    data = file.read_bytes()
+    data, eos = file.read_bytes(), None
     if file.name != TOKENIZER_FILE:
-        return data, []
+        return data, [], None
     try:
         reference = HfTokenizer.load(file.parent)
-        return (data, []) if reference is None else _follow(reference, file, data)
+        if reference is None:
+            return data, [], None
+        eos = reference.eos_token_id
+        return *_follow(reference, file, data), eos
     except ValueError as error:
-        return data, [
-            f"transformers cannot use the tokenizer of {file.parent} ({error}); the engine takes"
-            f" {file.name}, and its ids were compared with nothing"
+        return (
+            data,
+            [
+                f"transformers cannot use the tokenizer of {file.parent} ({error}); the engine"
+                f" takes {file.name}, and its ids were compared with nothing"
+            ],
+            eos,
+        )
+
+
+def _about_ends(eos: Sequence[int], more: Sequence[int], tokens: TokenMap) -> list[str]:
+    """What a user should know of where outputs end.
+
+    Args:
+        eos: tokens that generation_config.json or config.json names.
+        more: those that the tokenizer alone names.
+        tokens: the tokenizer's.
+    """
+    if more:
+        named = ", ".join(f"{i} ({tokens.tokens.get(i)!r})" for i in eos) or "none"
+        return [
+            f"the tokenizer ends texts with token {more[0]} ({tokens.tokens[more[0]]!r}), which"
+            " generation_config.json and config.json do not name (they name"
+            f" {named}): outputs end there, too, as in vLLM; transformers' generate goes on"
         ]
+    if not eos:
+        return [
+            "nothing ends an output before its max_tokens: neither generation_config.json, nor"
+            " config.json, nor the tokenizer names an end-of-sequence token"
+        ]
+    return []
 
 
 def _follow(reference: HfTokenizer, file: Path, data: bytes) -> tuple[bytes, list[str]]:
@@ -222,6 +263,10 @@ class TokenMap:
         """The first id that means different tokens in two maps; None where none does."""
         common = sorted(self.tokens.keys() & other.tokens.keys())
         return next((i for i in common if self.tokens[i] != other.tokens[i]), None)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; None where there is none of this text."""
+        return next((index for index, text in self.tokens.items() if text == token), None)
 
     def require_same(self, draft: TokenMap) -> list[str]:
         """Compare with a draft's map; returns warnings.

@@ -19,6 +19,7 @@ from typing import Any
 
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.hf_tokenizer import stated_token
 from specc.speculation.vocabulary_map import VocabularyMap
 from specc.system.json_file import read_json
 
@@ -259,15 +260,10 @@ def _roles(
     file: Path, config: Any, model: Mapping[str, Any], names: Mapping[int, str]
 ) -> dict[str, tuple[int, ...]]:
     """What the checkpoint's files say that special tokens are for; a role may have no token."""
-    own = file.parent / "tokenizer_config.json"
-    settings = {}
-    if own.is_file():
-        settings = read_json(own, VocabMismatchError, "an object", "save the tokenizer again")
     ids = {name: index for index, name in names.items()}
 
     def named(key: str) -> list[int]:
-        value = settings.get(key)
-        name = value.get("content") if isinstance(value, dict) else value
+        name = stated_token(file.parent, key)
         return [ids[name]] if name in ids else []
 
     bos = getattr(config, "bos_token_id", None)

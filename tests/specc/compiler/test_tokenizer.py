@@ -136,12 +136,14 @@ def test_another_splitting_is_said(tmp_path, monkeypatch):
     from specc.passes.frontend import hf_tokenizer
 
     class Other:
+        eos_token_id = None
+
         def encode(self, text, add_special_tokens=True):
             return [1] * len(text)
 
     monkeypatch.setattr(hf_tokenizer.HfTokenizer, "load", lambda directory: Other())
     path = make(tmp_path / "model")
-    data, (warning,) = follow_transformers(path / "tokenizer.json")
+    data, (warning,), _ = follow_transformers(path / "tokenizer.json")
     assert data == (path / "tokenizer.json").read_bytes()
     assert "transformers splits 'a' ([1], not [64])" in warning
     assert "save_pretrained" in warning
@@ -177,3 +179,53 @@ def test_a_file_alone_is_taken_as_it_is(tmp_path):
     found = check_tokenizers([model], path / "tokenizer.json")
     assert found.warnings == []
     assert found.entry.add_bos
+
+
+def ends(path: Path, eos: object = None, generation: object = None) -> tuple[list[int], list[str]]:
+    """Tokens that end an output of a checkpoint, and what is said of them."""
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    config = Config()
+    config.eos_token_id = eos
+    found = check_tokenizers([Candidate("target", path, path, config, "float32")], None)
+    entry = found.entry
+    assert set(entry.tokenizer_eos) <= set(entry.eos_token_ids)
+    return list(entry.eos_token_ids), [text for text in found.warnings if " ends " in text]
+
+
+@pytest.mark.parametrize("stated", ["tokenizer_config", "map", "object", "no-class"])
+def test_an_end_that_the_tokenizer_alone_knows(tmp_path, stated):
+    """Outputs end there as in vLLM, and the user is told."""
+    kind = "gpt2"
+    if stated == "tokenizer_config":
+        path = make(tmp_path / "model", kind, eos_token="</s>")
+    elif stated == "object":
+        path = make(tmp_path / "model", kind, eos_token={"content": "</s>"})
+    else:
+        path = make(tmp_path / "model", kind)
+        content = {"eos_token": {"content": "</s>", "lstrip": False}}
+        (path / "special_tokens_map.json").write_text(json.dumps(content))
+    if stated == "no-class":
+        (path / "config.json").unlink()
+    found, (warning,) = ends(path, eos=7)
+    assert found == [7, EOS]
+    assert f"ends texts with token {EOS} ('</s>')" in warning
+    assert "as in vLLM" in warning
+    # one of several that the configurations name, or the only one, is no news
+    assert ends(path, eos=EOS) == ([EOS], [])
+    assert ends(path, generation={"eos_token_id": [3, EOS]}) == ([3, EOS], [])
+    found, (warning,) = ends(path, eos=EOS, generation={"eos_token_id": 3})
+    assert found == [3, EOS]
+    assert "(they name 3 (" in warning
+    found, (warning,) = ends(path, eos=EOS, generation={"eos_token_id": None})
+    assert found == [EOS]
+    assert "(they name none)" in warning
+
+
+def test_that_nothing_ends_an_output_is_said(tmp_path):
+    found, (warning,) = ends(make(tmp_path / "model", "gpt2"))
+    assert found == []
+    assert "before its max_tokens" in warning
+    # of which the vocabulary has no token
+    found, (_,) = ends(make(tmp_path / "other", "gpt2", eos_token="<|nowhere|>"))
+    assert found == []
