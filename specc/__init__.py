@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# in a checkout, passes, runtime and kernels lie beside this folder: imported from its root, it has
+# those, whatever is installed
+if __name__ == "specc" and not os.path.isdir(os.path.join(__path__[0], "runtime")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 from specc.version import __version__ as __version__
 
