@@ -21,6 +21,7 @@ from specc.system.files import (
 )
 from specc.system.json_file import read_json
 from specc.system.machine import cpu_model, isa_flags
+from specc.version import __version__
 
 
 def torch_version() -> str:
@@ -164,6 +165,13 @@ def available_memory_bytes() -> int | None:
 
 def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) -> None:
     again = "compile the engine again on this installation"
+    if manifest.specc_version != __version__:
+        # a graph calls operators by name, and what they mean is that version's
+        raise EngineError(
+            f"an engine of specc {manifest.specc_version}, and specc {__version__}",
+            "the same version",
+            f"install specc-llm {manifest.specc_version}, or {again}",
+        )
     if manifest.torch_version != torch_version():
         raise EngineError(
             f"an engine for torch {manifest.torch_version}, and torch {torch_version()}",

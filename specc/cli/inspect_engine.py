@@ -17,6 +17,7 @@ from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
 from specc.system.files import format_bytes, hash_file
 from specc.system.json_file import read_json
+from specc.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,6 +111,8 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         f"specc {manifest.specc_version}, torch {manifest.torch_version}, backend"
         f" {manifest.backend} on {manifest.device}, {manifest.dtype}, created {manifest.created}"
     )
+    if manifest.specc_version != __version__:
+        console.print(f"specc run refuses it: this is specc {__version__}")
     if manifest.torch_version != torch_version():
         console.print(f"specc run refuses it: this installation has torch {torch_version()}")
     console.print()

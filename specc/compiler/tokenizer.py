@@ -149,19 +149,14 @@ def _about_ends(eos: Sequence[int], more: Sequence[int], tokens: TokenMap) -> li
         more: those that the tokenizer alone names.
         tokens: the tokenizer's.
     """
-    if more:
-        named = ", ".join(f"{i} ({tokens.tokens.get(i)!r})" for i in eos) or "none"
-        return [
-            f"the tokenizer ends texts with token {more[0]} ({tokens.tokens[more[0]]!r}), which"
-            " generation_config.json and config.json do not name (they name"
-            f" {named}): outputs end there, too, as in vLLM; transformers' generate goes on"
-        ]
-    if not eos:
-        return [
-            "nothing ends an output before its max_tokens: neither generation_config.json, nor"
-            " config.json, nor the tokenizer names an end-of-sequence token"
-        ]
-    return []
+    if not more:
+        return []
+    named = ", ".join(f"{i} ({tokens.tokens.get(i)!r})" for i in eos) or "none"
+    return [
+        f"the tokenizer ends texts with token {more[0]} ({tokens.tokens[more[0]]!r}), which"
+        f" generation_config.json and config.json do not name (they name {named}): outputs end"
+        " there, too, as in vLLM; transformers' generate goes on"
+    ]
 
 
 def _follow(reference: HfTokenizer, file: Path, data: bytes) -> tuple[bytes, list[str]]:

@@ -45,6 +45,15 @@ class FileCache:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or default_cache_dir()
 
+    def check(self) -> None:
+        """See, before long work, that files can be kept here.
+
+        Raises:
+            CompilerError: the cache cannot be written, or others may write to it.
+        """
+        with self.scratch():
+            pass
+
     def path(self, name: str) -> Path:
         """Where a file is, once `obtain` has returned."""
         return self.root / name

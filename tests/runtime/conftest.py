@@ -28,6 +28,7 @@ from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan
+from specc.version import __version__
 from tests.lossless import Zoo, shared_zoo
 
 aten = torch.ops.aten
@@ -301,7 +302,7 @@ def save_engine(path: Path, draft_dtype: str = "float32", **changes: Any) -> Sav
         writer.write_bytes("tokenizer.json", text_tokenizer().to_str().encode())
         memory = {name: MemoryEntry(0, 0, 0, 0) for name in ("target", "draft_0")}
         manifest = Manifest(
-            specc_version="0.1.0", torch_version=torch_version(), created="2026-01-01",
+            specc_version=__version__, torch_version=torch_version(), created="2026-01-01",
             backend="eager", device="cpu", models=tuple(models),
             plans=tuple(PlanEntry.of(p, f"steps/{p.name}.json") for p in plans),
             default_plan="chain-4",

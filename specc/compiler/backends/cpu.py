@@ -9,9 +9,11 @@ from specc.artifact.manifest_entries import NativeEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.stages import staged
+from specc.config import CompileConfig
 from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program
+from specc.system.file_cache import FileCache
 
 
 class CpuCompiler(CompilerBackend):
@@ -26,6 +28,11 @@ class CpuCompiler(CompilerBackend):
     def check_machine(self) -> None:
         if (missing := lower_cpu.missing_compiler()) is not None:
             raise missing
+
+    def adapt(self, config: CompileConfig) -> CompileConfig:
+        # the library and the programs are made there, minutes after the models are read
+        FileCache().check()
+        return config
 
     def ahead(self) -> AbstractContextManager[None]:
         return lower_cpu.library_ahead()

@@ -1,5 +1,7 @@
-"""Where outputs of GGUF files end; every right value is what `llama_vocab_is_eog` of llama.cpp says
-of a file with these tokens (llama-cpp-python 0.3.36).
+"""Where outputs of GGUF files end.
+
+Right values are what llama.cpp's `llama_vocab_is_eog` said of files with these tokens (of
+llama-cpp-python 0.3.36), but where a file names no eos: llama.cpp takes a number, and so commas.
 """
 
 from __future__ import annotations

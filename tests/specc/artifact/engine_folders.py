@@ -12,6 +12,7 @@ from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry, PlanEntry,
 from specc.artifact.model_entry import LayerEntry, ModelEntry, SlabEntry
 from specc.errors import EngineError
 from specc.speculation.plans import OFF, SpecPlan
+from specc.version import __version__
 
 FILES = {
     "target/program.json": b'{"name": "target"}',
@@ -35,7 +36,7 @@ def make_model(name, directory):
 
 def make_manifest(**changes):
     values = {
-        "specc_version": "0.1.0",
+        "specc_version": __version__,
         "torch_version": torch_version(),
         "created": "2025-01-01T00:00:00+00:00",
         "backend": "eager",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from specc.artifact import directory as artifact
 from specc.artifact.directory import open_engine, torch_version
 from specc.artifact.manifest import SCHEMA_VERSION
+from specc.version import __version__
 from tests.specc.artifact.engine_folders import FILES, edit, refused, write_engine
 
 
@@ -45,7 +47,11 @@ class TestOpen:
         refused(engine, "older specc")
 
     def test_other_runtime(self, engine):
-        edit(engine, torch_version="2.12.1")
+        for version in ("0.0.9", f"{__version__}.post1", ""):
+            edit(engine, specc_version=version)
+            error = refused(engine, re.escape(f"an engine of specc {version}, and specc"))
+            assert f"install specc-llm {version}, or compile" in error.do
+        edit(engine, specc_version=__version__, torch_version="2.12.1")
         assert "install torch 2.12.1" in refused(engine, r"torch 2\.12\.1").do
         edit(engine, torch_version=torch_version(), backend="cuda")
         refused(engine, "backend cuda", backends=("eager",))

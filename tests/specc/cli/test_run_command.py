@@ -196,6 +196,22 @@ def test_other_torch(engine):
     assert "specc run refuses it" in result.stdout
 
 
+def test_other_specc(engine):
+    edit_manifest(engine, specc_version="0.0.9")
+    assert_refused(invoke("run", engine, "a"), "an engine of specc 0.0.9, and specc")
+    result = invoke("inspect", engine)
+    assert result.exit_code == 0
+    assert "specc run refuses it: this is specc" in result.stdout
+
+
+def test_an_end_of_the_tokenizer_alone(engine):
+    """What no configuration names is marked."""
+    ends = {"eos_token_ids": [1, 2], "tokenizer_eos": [2]}
+    tokenizer = json.loads((engine / "manifest.json").read_text())["tokenizer"]
+    edit_manifest(engine, tokenizer=tokenizer | ends)
+    assert "EOS ids: 1, 2 (2 by the tokenizer alone" in invoke("inspect", engine).stdout
+
+
 def test_no_engine(tmp_path):
     for command in (("run", tmp_path, "a"), ("inspect", tmp_path), ("inspect", tmp_path / "no")):
         assert_refused(invoke(*command), "specc compile")

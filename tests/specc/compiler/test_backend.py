@@ -21,6 +21,7 @@ from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError
 from specc.kernels import native
+from specc.progress import ProgressEvent
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -245,12 +246,23 @@ class TestCompile:
         found = generate(built)
         assert found == generate(built, backend="eager") == generate(built, backend="cpu")
 
-    def test_an_unwritable_cache_is_named(self, tiny_models, tmp_path, monkeypatch):
-        (tmp_path / "file").write_bytes(b"")
-        monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "file" / "cache"))
-        with pytest.raises(Exception, match=r"file/cache") as caught:
-            compile_pair(tiny_models, tmp_path / "engine", "cpu")
+    @pytest.mark.parametrize("fault", ["a file", "of others"])
+    def test_a_cache_that_cannot_be_used(self, fault, tiny_models, tmp_path, monkeypatch):
+        """That is said before any work, not minutes later, when programs are to be kept there."""
+        cache = tmp_path / "cache"
+        if fault == "a file":
+            cache.write_bytes(b"")
+        else:
+            cache.mkdir()
+            cache.chmod(0o777)
+        monkeypatch.setenv("SPECC_CACHE_DIR", str(cache))
+        begun: list[ProgressEvent] = []
+        config = CompileConfig(max_seq_len=64, backend="cpu")
+        with pytest.raises(CompilerError) as caught:
+            compiler.build(tiny_models.target, None, tmp_path / "e", config, listen=begun.append)
+        assert str(cache) in caught.value.found
         assert_complete(caught.value)
+        assert begun == []
 
 
 class TestOpen:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
 from specc.compiler.backends.cuda import CudaCompiler
+from specc.config import CompileConfig
 from specc.passes.lower.experimental import aot_inductor
+from specc.system.file_cache import FileCache
 
 
 class AotInductorCompiler(CudaCompiler):
@@ -21,6 +23,10 @@ class AotInductorCompiler(CudaCompiler):
 
     def check_machine(self) -> None:
         aot_inductor.check_machine()
+
+    def adapt(self, config: CompileConfig) -> CompileConfig:
+        FileCache().check()
+        return super().adapt(config)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         with engine.phases.phase("compile packages"):
