@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specc.artifact.decoders.gguf_file import GGUFReader
 from tests.models import byte_tokenizer
 from tests.quantized_checkpoints import Written
 
@@ -140,6 +141,17 @@ def write_file(
         head += struct.pack("<IQ", number, len(data))
         data += stored
     path.write_bytes(head + bytes(-len(head) % alignment) + data)
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, Sequence[int], bytes]]]:
+    """Fields and tensors of a file, as `write_file` takes them."""
+    reader, kinds = GGUFReader(path, reads_lists=True), {n: name for name, n in TYPES.items()}
+    tensors = {
+        name: (kinds[own.kind], own.shape, b"".join(map(bytes, reader.read_chunks(name))))
+        for name, own in reader.tensors.items()
+    }
+    reader.close()
+    return reader.fields, tensors
 
 
 def write_parts(

@@ -49,25 +49,32 @@ def test_mixed_types(tmp_path) -> None:
     assert found.manifest.models[0].checkpoint_scheme == "gguf, Q4_K; and 2 others"
 
 
-def test_a_file_alone(tmp_path) -> None:
-    """Configuration and tokenizer are the file's own: the engine of the directory."""
+def test_parts_alone(tmp_path) -> None:
+    """Configuration, tokenizer and ends are the file's own, weights those of all of its parts."""
     changes = {"num_hidden_layers": 1}
     written = write(tmp_path, "llama", "llama", lambda name: "Q4_0", **changes)
     options = {"backend": "eager", "probe": False, "max_seq_len": 64}
     specc.compile(written.quantized, None, tmp_path / "beside", **options)
-    file = (written.quantized / gguf_files.FILE).rename(tmp_path / "alone.gguf")
-    found = specc.compile(file, None, tmp_path / "alone", **options)
+    params = specc.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    plain = specc.LLM(tmp_path / "beside").generate(["hello"], params)[0].outputs[0].token_ids
+    # an end of turns that comes after two tokens or more
+    end = next(token for i, token in enumerate(plain) if i > 1 and token not in plain[:i])
+    fields, tensors = gguf_files.read_file(written.quantized / gguf_files.FILE)
+    fields |= {"tokenizer.ggml.eos_token_id": 127, "tokenizer.ggml.eot_token_id": end}
+    head = list(tensors).index("output.weight")
+    sizes = [head, 1, len(tensors) - head - 1]
+    parts = gguf_files.write_parts(tmp_path / "alone", fields, tensors, sizes)
+    found = specc.compile(parts[0], None, tmp_path / "alone", **options)
     weights = [
         (tmp_path / name / "target" / "weights.safetensors").read_bytes()
         for name in ("alone", "beside")
     ]
     assert weights[0] == weights[1]
-    assert found.manifest.models[0].location == str(file)
-    llms = [specc.LLM(tmp_path / name) for name in ("alone", "beside")]
-    params = specc.SamplingParams(max_tokens=8, ignore_eos=True)
-    outputs = [llm.generate(["hello"], params)[0].outputs[0] for llm in llms]
-    assert outputs[0].token_ids == outputs[1].token_ids
-    assert outputs[0].text == outputs[1].text
+    assert found.manifest.models[0].location == str(parts[0])
+    params = specc.SamplingParams(max_tokens=8, temperature=0.0)
+    output = specc.LLM(tmp_path / "alone").generate(["hello"], params)[0].outputs[0]
+    assert list(output.token_ids) == list(plain[: plain.index(end) + 1])
+    assert output.finish_reason == "stop"
 
 
 @pytest.mark.slow

@@ -50,17 +50,6 @@ def plain_file(root: Path, name: str = "llama", **fields: Any) -> Path:
     return file
 
 
-def described(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields and tensors of a file in floats, as `write_file` takes them."""
-    reader = GGUFReader(file, reads_lists=True)
-    tensors = {
-        name: ("F32", own.shape, b"".join(map(bytes, reader.read_chunks(name))))
-        for name, own in reader.tensors.items()
-    }
-    reader.close()
-    return reader.fields, tensors
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_configuration_makes_the_same_model(tmp_path, name) -> None:
     file = plain_file(tmp_path, name)
@@ -120,7 +109,7 @@ def test_factors_of_frequencies(tmp_path, is_known) -> None:
 def test_parts_are_one_model(tmp_path) -> None:
     """Any of them, the directory, and links of a cache of downloads: the same, with its head."""
     whole = plain_file(tmp_path, "llama")
-    fields, tensors = described(whole)
+    fields, tensors = gguf_files.read_file(whole)
     stem = tmp_path / "parts" / "m"
     stem.parent.mkdir()
     files = gguf_files.write_parts(stem, fields, tensors, [1, len(tensors) - 2, 1])
@@ -160,7 +149,7 @@ def test_parts_are_one_model(tmp_path) -> None:
     ],
 )
 def test_tensors_that_no_model_reads(tmp_path, name, more, found) -> None:
-    fields, tensors = described(plain_file(tmp_path, name))
+    fields, tensors = gguf_files.read_file(plain_file(tmp_path, name))
     tensors |= {key: tensor(torch.ones(shape)) for key, shape in more.items()}
     gguf_files.write_file(tmp_path / "more.gguf", fields, tensors)
     with pytest.raises(WeightError) as caught:
@@ -179,7 +168,7 @@ def test_tensors_that_no_model_reads(tmp_path, name, more, found) -> None:
 )
 def test_tensors_that_a_model_lacks(tmp_path, name, lost) -> None:
     """What llama.cpp calls optional, too: a bias that is not there is no bias of zeros."""
-    fields, tensors = described(plain_file(tmp_path, name))
+    fields, tensors = gguf_files.read_file(plain_file(tmp_path, name))
     del tensors[lost]
     gguf_files.write_file(tmp_path / "fewer.gguf", fields, tensors)
     source = ModelSource.load("target", tmp_path / "fewer.gguf", torch.float32)
@@ -193,7 +182,7 @@ def test_frequencies_of_a_configuration_beside(tmp_path, is_said) -> None:
     """A scaling that config.json leaves out would be passed over."""
     rope = LLAMA3 if is_said else {"rope_type": "default", "rope_theta": 500000.0}
     config = tiny_config("llama", head_dim=16, rope_parameters=LLAMA3)
-    fields, tensors = described(plain_file(tmp_path, "llama"))
+    fields, tensors = gguf_files.read_file(plain_file(tmp_path, "llama"))
     tensors["rope_freqs.weight"] = tensor(factors_of(config))
     directory = tmp_path / "beside"
     tiny_config("llama", rope_parameters=rope).save_pretrained(directory)
