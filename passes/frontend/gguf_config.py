@@ -62,6 +62,12 @@ def config_of(reader: GGUFReader) -> dict[str, Any]:
     """
     where, fields = reader.location(), reader.fields
     kind = str(fields.get("general.architecture"))
+    if (what := fields.get("general.type", "model")) != "model":
+        raise WeightError(
+            f"{where} is of the type {what} (general.type)",
+            "a model",
+            "merge an adapter into its model first; other parts of a model are not read",
+        )
     if kind not in _MODELS:
         raise WeightError(
             f"{where} is of the architecture {kind}", f"one of {', '.join(_MODELS)}", _DO

@@ -19,6 +19,8 @@ from specc.passes.frontend.text_part import is_wrapper, text_config, whole_confi
 from specc.system.json_file import read_json
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+# of PEFT, beside the weights of an adapter
+ADAPTER = "adapter_config.json"
 _MOST_TEXT = 300  # of somebody else's error
 
 
@@ -61,6 +63,12 @@ def resolve_directory(source: str | Path) -> Path:
             "check the path, or download the model first (hf download NAME)",
         )
     if not (path / "config.json").is_file():
+        if (path / ADAPTER).is_file():
+            raise ModelNotFoundError(
+                f"{source} holds {ADAPTER} and no config.json: an adapter",
+                "a model: the adapter is added to another one's weights",
+                "merge them: PeftModel.from_pretrained(…).merge_and_unload().save_pretrained(…)",
+            )
         raise ModelNotFoundError(
             f"{source}: no config.json",
             "a directory with config.json, model.safetensors and tokenizer.json",

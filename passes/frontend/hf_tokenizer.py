@@ -56,10 +56,10 @@ class HfTokenizer:
             raise ValueError(_first_line(error)) from error
 
     @property
-    def eos_token_id(self) -> int | None:
-        """Token that ends a sequence, by its files or its class; None where neither says."""
-        found = self._tokenizer.eos_token_id
-        return found if type(found) is int else None
+    def special_tokens(self) -> dict[str, str]:
+        """Name → text, as chat templates get them: `bos_token`, `image_token`, …"""
+        given = self._tokenizer.special_tokens_map
+        return {name: text for name, text in given.items() if isinstance(text, str)}
 
     @property
     def post_processor(self) -> Any:
@@ -68,22 +68,19 @@ class HfTokenizer:
         return None if backend is None else json.loads(backend.to_str()).get("post_processor")
 
 
-def stated_token(directory: Path, role: str) -> str | None:
-    """Text of a special token, as the files of a checkpoint state it; transformers knows more.
-
-    Args:
-        directory: of the checkpoint.
-        role: `eos_token`, ….
-    """
-    for name in _STATING:
+def stated_tokens(directory: Path) -> dict[str, str]:
+    """Special tokens, name → text, as the files of a checkpoint state them; classes know more."""
+    found: dict[str, str] = {}
+    for file in _STATING:
         try:
-            stated = json.loads((directory / name).read_bytes())[role]
-            text = stated["content"] if isinstance(stated, dict) else stated
-        except (OSError, ValueError, KeyError, TypeError):
+            stated = json.loads((directory / file).read_bytes())
+        except (OSError, ValueError):
             continue
-        if isinstance(text, str):
-            return text
-    return None
+        for name, value in stated.items() if isinstance(stated, dict) else ():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found.setdefault(name, text)
+    return found
 
 
 def _first_line(error: Exception) -> str:

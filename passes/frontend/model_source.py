@@ -124,6 +124,12 @@ class ModelSource:
         _check_embedding(module, reader, str(model))
         if isinstance(reader, DecodedReader):
             check_tensors(reader, module, config)
+        if (directory / hf_model.ADAPTER).is_file():
+            warnings.append(
+                f"{name.replace('_', ' ')}: {model} holds {hf_model.ADAPTER}: an adapter, which"
+                " transformers adds to the weights where peft is installed; specc takes the"
+                " weights without it"
+            )
         source = cls(name, str(model), dtype, module, directory, config, reader, warnings)
         source.rope_length = frozen_length(config, rope_length)
         return source

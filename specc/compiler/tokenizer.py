@@ -22,7 +22,7 @@ from specc.compiler.candidate import Candidate
 from specc.compiler.vocabulary import Vocabulary, match
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.hf_tokenizer import HfTokenizer, stated_token
+from specc.passes.frontend.hf_tokenizer import HfTokenizer, stated_tokens
 from specc.speculation.vocabulary_map import VocabularyMap
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -93,10 +93,9 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
             own = Vocabulary.read(file, target.config)
             maps[model.name], told = match(own, Vocabulary.read(draft_file, model.config))
             warnings += told
-    data, said, own_eos = follow_transformers(file)
-    if own_eos is None and (text := stated_token(file.parent, "eos_token")) is not None:
-        own_eos = target_map.id_of(text)
-    more = () if own_eos in eos or own_eos not in target_map.tokens else (own_eos,)
+    data, said, special = follow_transformers(file)
+    own_eos = target_map.id_of(special.get("eos_token"))
+    more = () if own_eos is None or own_eos in eos else (own_eos,)
     said += _about_ends(eos, more, target_map)
     bos = getattr(target.config, "bos_token_id", None)
     # an empty text becomes what the tokenizer puts around every text
@@ -112,33 +111,29 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
     return TokenizerFiles(entry, file, data, warnings + said, maps)
 
 
-def follow_transformers(file: Path) -> tuple[bytes, list[str], int | None]:
+def follow_transformers(file: Path) -> tuple[bytes, list[str], dict[str, str]]:
     """A tokenizer.json that gives the ids of transformers, where post-processing is all it takes.
 
     Args:
         file: tokenizer.json, with the checkpoint's other files beside it.
     Returns:
-        its content, changed where need be, warnings, and the token that ends a sequence, where
-        transformers knows one.
+        its content, changed where need be, warnings, and special tokens by name.
     """
-    data, eos = file.read_bytes(), None
+    data, special = file.read_bytes(), stated_tokens(file.parent)
     if file.name != TOKENIZER_FILE:
-        return data, [], None
+        return data, [], special
     try:
         reference = HfTokenizer.load(file.parent)
         if reference is None:
-            return data, [], None
-        eos = reference.eos_token_id
-        return *_follow(reference, file, data), eos
+            return data, [], special
+        special = reference.special_tokens
+        return *_follow(reference, file, data), special
     except ValueError as error:
-        return (
-            data,
-            [
-                f"transformers cannot use the tokenizer of {file.parent} ({error}); the engine"
-                f" takes {file.name}, and its ids were compared with nothing"
-            ],
-            eos,
+        said = (
+            f"transformers cannot use the tokenizer of {file.parent} ({error}); the engine takes"
+            f" {file.name}, and its ids were compared with nothing"
         )
+        return data, [said], special
 
 
 def _about_ends(eos: Sequence[int], more: Sequence[int], tokens: TokenMap) -> list[str]:
@@ -259,7 +254,7 @@ class TokenMap:
         common = sorted(self.tokens.keys() & other.tokens.keys())
         return next((i for i in common if self.tokens[i] != other.tokens[i]), None)
 
-    def id_of(self, token: str) -> int | None:
+    def id_of(self, token: str | None) -> int | None:
         """Id of a token; None where there is none of this text."""
         return next((index for index, text in self.tokens.items() if text == token), None)
 

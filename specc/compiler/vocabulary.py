@@ -19,7 +19,7 @@ from typing import Any
 
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.hf_tokenizer import stated_token
+from specc.passes.frontend.hf_tokenizer import stated_tokens
 from specc.speculation.vocabulary_map import VocabularyMap
 from specc.system.json_file import read_json
 
@@ -262,9 +262,10 @@ def _roles(
     """What the checkpoint's files say that special tokens are for; a role may have no token."""
     ids = {name: index for index, name in names.items()}
 
+    special = stated_tokens(file.parent)
+
     def named(key: str) -> list[int]:
-        name = stated_token(file.parent, key)
-        return [ids[name]] if name in ids else []
+        return [ids[special[key]]] if special.get(key) in ids else []
 
     bos = getattr(config, "bos_token_id", None)
     unk = model.get("unk_id") if model.get("unk_token") is None else ids.get(model["unk_token"])

@@ -312,6 +312,7 @@ def test_tokenizers_by_score() -> None:
     ("changes", "found"),
     [
         ({"general.architecture": "gemma2"}, "of the architecture gemma2"),
+        ({"general.type": "adapter"}, "of the type adapter"),
         ({"llama.expert_count": 8}, "the field llama.expert_count"),
         ({"llama.attention.sliding_window": 4096}, "the field llama.attention.sliding_window"),
         ({"llama.context_length": None}, "no llama.context_length"),

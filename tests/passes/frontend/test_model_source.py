@@ -63,6 +63,21 @@ def test_readable_weights(directory, monkeypatch):
     assert sorted(source.reader.keys()) == ["x", "y"]
 
 
+def test_an_adapter(directory, monkeypatch):
+    """Weights beside one are taken without it, which is said; without a model, it is none."""
+    save_file({name: torch.zeros(3) for name in "xy"}, str(directory / "model.safetensors"))
+    monkeypatch.setattr(hf_model, "build_on_meta", lambda config, dtype: torch.nn.Identity())
+    assert ModelSource.load("target", directory, torch.float32).warnings == []
+    (directory / "adapter_config.json").write_text("{}")
+    (said,) = ModelSource.load("draft_0", directory, torch.float32).warnings
+    assert said.startswith("draft 0: ")
+    assert "weights without it" in said
+    (directory / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match="an adapter") as caught:
+        hf_model.resolve_directory(directory)
+    assert "merge_and_unload" in caught.value.do
+
+
 def columns_of(*names: str) -> list[WeightSpec]:
     """Of a weight [4, 6] that a checkpoint has as columns of these tensors."""
     reader, module = MemoryReader({}), torch.nn.Module()

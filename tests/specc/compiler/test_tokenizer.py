@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -136,7 +137,7 @@ def test_another_splitting_is_said(tmp_path, monkeypatch):
     from specc.passes.frontend import hf_tokenizer
 
     class Other:
-        eos_token_id = None
+        special_tokens: ClassVar[dict[str, str]] = {}
 
         def encode(self, text, add_special_tokens=True):
             return [1] * len(text)
