@@ -129,7 +129,7 @@ $(VENV)/.dev: $(VENV)/.compile
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	@touch $@
 
-$(VENV)/.compile: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.compile: $(VENV)/.torch pyproject.toml constraints.txt editable_build.py
 	@echo "specc: installing transformers, tokenizers and specc"
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[compile]"
 	@touch $@
