@@ -44,7 +44,7 @@ def end_token_ids(fields: Mapping[str, Any]) -> list[int]:
     Args:
         fields: of the file, lists included; without tokens, nothing ends an output.
     """
-    tokens: Sequence[str] = fields.get(f"{_PREFIX}tokens", ())
+    tokens = _tokens(fields)
     numbers = {token: number for number, token in enumerate(tokens)}
     eos = _eos(fields, tokens)
     found = {number for token, number in numbers.items() if token in _BY_TEXT}
@@ -63,8 +63,14 @@ def end_token_ids(fields: Mapping[str, Any]) -> list[int]:
 
 def control_token_ids(fields: Mapping[str, Any]) -> set[int]:
     """Ids of the ends that are control tokens for their text, whatever the file calls them."""
-    tokens: Sequence[str] = fields.get(f"{_PREFIX}tokens", ())
+    tokens = _tokens(fields)
     return {number for number in end_token_ids(fields) if tokens[number] in _BY_TEXT}
+
+
+def _tokens(fields: Mapping[str, Any]) -> list[str]:
+    """The tokens; none of a file whose field is no list, which is refused with its tokenizer."""
+    found = fields.get(f"{_PREFIX}tokens")
+    return found if isinstance(found, list) else []
 
 
 def _eos(fields: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:

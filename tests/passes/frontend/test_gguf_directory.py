@@ -321,6 +321,8 @@ def test_tokenizers_by_score() -> None:
         ({"tokenizer.ggml.model": "t5"}, "of the kind t5"),
         ({"tokenizer.ggml.pre": "tekken"}, "in the way tekken"),
         ({"tokenizer.ggml.merges": None}, "no list tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": 7}, "no list tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "types of 2"),
         ({"tokenizer.ggml.add_bos_token": True}, "a token bos around texts, which is number None"),
