@@ -312,7 +312,6 @@ def test_tokenizers_by_score() -> None:
     ("changes", "found"),
     [
         ({"general.architecture": "gemma2"}, "of the architecture gemma2"),
-        ({"general.type": "adapter"}, "of the type adapter"),
         ({"llama.expert_count": 8}, "the field llama.expert_count"),
         ({"llama.attention.sliding_window": 4096}, "the field llama.attention.sliding_window"),
         ({"llama.context_length": None}, "no llama.context_length"),
@@ -321,12 +320,13 @@ def test_tokenizers_by_score() -> None:
         ({"tokenizer.ggml.model": "t5"}, "of the kind t5"),
         ({"tokenizer.ggml.pre": "tekken"}, "in the way tekken"),
         ({"tokenizer.ggml.merges": None}, "no list tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.tokens": 7}, "no list tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "types of 2"),
         ({"tokenizer.ggml.add_bos_token": True}, "a token bos around texts, which is number None"),
         ({"tokenizer.ggml.tokens": ["a", "b", "a"], "tokenizer.ggml.token_type": [1] * 3}, "twice"),
+        ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": 7}, "no list tokenizer.ggml.tokens"),
+        ({"general.type": "adapter"}, "of the type adapter"),
     ],
 )
 def test_what_is_refused(tmp_path, changes, found) -> None:
