@@ -199,3 +199,19 @@ def test_eos_token_ids(tmp_path):
     GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
     assert hf_model.eos_token_ids(tmp_path, config) == [3, 4]
     assert hf_model.eos_token_ids(None, tiny_config("llama")) == []
+
+
+@pytest.mark.parametrize(
+    ("around", "within", "ends"), [([1, 106], 1, [1, 106]), (None, 7, [7]), (3, None, [3])]
+)
+def test_ends_of_a_wrapper(tmp_path, around, within, ends):
+    """What is around a language model is asked first, as in transformers' generate."""
+    from transformers import Gemma3Config
+
+    text = {"eos_token_id": within, "num_hidden_layers": 1}
+    config = Gemma3Config(text_config=text, architectures=["Gemma3ForConditionalGeneration"])
+    config.eos_token_id = around
+    config.save_pretrained(tmp_path)
+    found = hf_model.eos_token_ids(tmp_path, hf_model.load_config(tmp_path))
+    wanted = GenerationConfig.from_model_config(config).eos_token_id
+    assert found == ends == (wanted if isinstance(wanted, list) else [wanted])
