@@ -85,7 +85,7 @@ def generate(prompts: list[str], num_tokens: int) -> tuple[dict, bool]:
 
     engine = Engine.load(ENGINE, max_num_seqs=1)
     speculative, plain = LLM(engine), LLM(engine, plan="off")
-    params = SamplingParams(max_tokens=num_tokens)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens)
     outputs, expected = [], []
     for number, prompt in enumerate(prompts):
         is_shown = number < NUM_STREAMED

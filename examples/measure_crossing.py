@@ -68,7 +68,7 @@ class Context:
         generator = torch.Generator().manual_seed(length)
         for _ in range(batch):
             ids = torch.randint(3, engine.vocab_size, (length,), generator=generator).tolist()
-            params = SamplingParams(max_tokens=room, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
             self.core.scheduler.add(self.core.requests.make(ids, params))
         while self.core.scheduler.waiting or not all(
             request.has_output for request in self.core.scheduler.running

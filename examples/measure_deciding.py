@@ -53,7 +53,7 @@ def make_requests(count: int, dice: random.Random) -> list[Request]:
     """Requests that decode, of 100 to 30,000 rows."""
     made = []
     for number in range(count):
-        params = SamplingParams(max_tokens=1_000_000)
+        params = SamplingParams(temperature=0, max_tokens=1_000_000)
         request = Request(str(number), [0] * 8, params, max_seq_len=2_000_000, num_drafts=1)
         request.cache_len = int(100 * 300 ** dice.random())
         request.draft_lens = [request.cache_len]

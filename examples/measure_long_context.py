@@ -131,7 +131,7 @@ class Runs:
         order = torch.randperm(width, generator=torch.Generator().manual_seed(1))
         first = torch.arange(batch)[:, None] * width
         self._table = (first + order).int()
-        request = Request("0", [0], SamplingParams(), max_seq_len=2)
+        request = Request("0", [0], SamplingParams(temperature=0), max_seq_len=2)
         self._sampling = sampling_rows([request] * batch)
 
     def steps(self, plan: str, count: int, acceptance: float, seed: int) -> tuple[float, int]:

@@ -74,7 +74,7 @@ def run(
     llm = LLM(engine, plan=plan, micro_batches=micro_batches, shares_prefixes=False)
     count = engine.cache.shape.max_num_seqs
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     begin_s = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - begin_s

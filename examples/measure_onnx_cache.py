@@ -225,7 +225,7 @@ def main(
     tokens = [engine.tokenizer.encode(text).ids for text in texts]
     if prompt_tokens is not None:
         tokens = [(ids * (prompt_tokens // len(ids) + 1))[:prompt_tokens] for ids in tokens]
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     report: dict[str, Any] = {"plans": {}}
     for plan in engine.plans:
         llms = dict.fromkeys(ways, LLM(engine, plan=plan))

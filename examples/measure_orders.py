@@ -114,7 +114,7 @@ def measure(engine: Engine, clock: Clock, plan: str, tokens: int) -> dict[str, f
     before = llm.get_metrics()
     clock.reset()
     begin_s = time.perf_counter()
-    llm.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
     took_s = time.perf_counter() - begin_s
     now = llm.get_metrics()
     steps = now.num_step_passes - before.num_step_passes

@@ -103,7 +103,7 @@ def run(args: Any, way: str, plans: list[str], prompt: str) -> dict[str, tuple[f
     found = {}
     for plan in plans:
         llm, step = LLM(engine, plan=plan), engine.steps[plan]
-        llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         seconds: list[float] = []
         advance: Any = step.advance
 
@@ -114,7 +114,7 @@ def run(args: Any, way: str, plans: list[str], prompt: str) -> dict[str, tuple[f
             return result
 
         step.advance = timed  # type: ignore[method-assign]
-        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
         text = llm.generate(prompt, sampling)[0].outputs[0].text
         del step.advance
         found[plan] = statistics.median(seconds), text

@@ -67,7 +67,7 @@ def profile(engine: Any, plan: str, prompts: list[str], num_tokens: int) -> dict
     from specc import LLM, SamplingParams
 
     llm = LLM(engine, plan=plan)
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     llm.generate(prompts[0], params)
     step = engine.steps[plan]
     rows: list[tuple[float, float, float, float]] = []

@@ -118,7 +118,7 @@ def draw_params(dice: random.Random, max_tokens: int, vocab_size: int) -> Sampli
     options["speculative"] = dice.random() < 0.85
     if dice.random() < 0.2:
         options["stop_token_ids"] = [dice.randrange(vocab_size)]
-    return SamplingParams(**options)
+    return SamplingParams(**{"temperature": 0, **options})
 
 
 def _check_tables(core: EngineCore, figures: Figures) -> None:

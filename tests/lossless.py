@@ -277,7 +277,9 @@ def check_join_and_leave(zoo: Zoo, name: str, engine: Engine, plan: str, plain: 
     llm = LLM(engine, plan=plan)
     prompts = models.prompts()
     params = [
-        SamplingParams(max_tokens=length, ignore_eos=True, speculative=index != plain)
+        SamplingParams(
+            temperature=0, max_tokens=length, ignore_eos=True, speculative=index != plain
+        )
         for index, length in enumerate(lengths)
     ]
     outputs = llm.generate(prompts, params)

@@ -118,4 +118,4 @@ def forgive_near_ties(
 
 def greedy_params(num_tokens: int) -> SamplingParams:
     """So many tokens, whatever they are."""
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -78,7 +78,7 @@ def check_walk(
     )
     build(root / "target", draft, root / "engine", config)
     engine, found = Engine.load(root / "engine"), {}
-    params = SamplingParams(max_tokens=wanted.shape[1], ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=wanted.shape[1], ignore_eos=True)
     for name in ("off", plan.name):
         llm = LLM(engine, plan=name)
         found[name] = [

@@ -89,7 +89,7 @@ class TestDecode:
     @pytest.mark.slow
     def test_tokens_of_llm(self, engine, moved, decode):
         llm = LLM(engine, plan="off")
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         for prompt in PROMPTS:
             (output,) = llm.generate([prompt], params)
             result = decode(moved, NUM_TOKENS, *prompt)

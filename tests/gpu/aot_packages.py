@@ -44,7 +44,7 @@ def compare(
     os.environ["SPECC_EXPERIMENTAL"] = BACKEND
     # the process that compiles finds specc where this one did
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     found: dict[str, Any] = {}
     outputs = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -115,7 +115,8 @@ def generate(
 
     llm = LLM(engine, policy=policy)
     params = [
-        SamplingParams(max_tokens=NUM_TOKENS - i, ignore_eos=True) for i in range(len(prompts))
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS - i, ignore_eos=True)
+        for i in range(len(prompts))
     ]
     outputs = llm.generate(list(prompts), params)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -153,7 +154,7 @@ def _ms(
     from specc.runtime.llm import LLM
     from specc.sampling.params import SamplingParams
 
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for _ in range(2):
         llm = LLM(engine, policy=policy(), **options)
         begin_s = time.perf_counter()

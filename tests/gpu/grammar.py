@@ -172,10 +172,12 @@ def generate(
     from specc.sampling.params import SamplingParams
     from specc.sampling.structured import StructuredOutputsParams
 
-    free = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     # the text is nobody's: see `Grammars`
     grammar = StructuredOutputsParams(regex=".*")
-    own = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, structured_outputs=grammar)
+    own = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, structured_outputs=grammar
+    )
     policy = FixedPolicy(plan)
     policy.needs_results = waits
     llm = LLM(engine, plan=plan, policy=policy)

@@ -226,7 +226,7 @@ def tokens_of(llm: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[l
     """Greedy output."""
     from specc.sampling.params import SamplingParams
 
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     return [list(o.outputs[0].token_ids) for o in llm.generate(list(prompts), params)]
 
 

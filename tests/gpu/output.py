@@ -67,11 +67,13 @@ def check_controls(engine: Any, plan: str, prompt: list[int]) -> dict[str, int]:
     from specc.runtime.policies.base import FixedPolicy
     from specc.sampling.params import SamplingParams
 
-    free = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     (plain,) = LLM(engine, plan=plan).generate([prompt], free)
     # of several tokens each, so that what is forbidden follows from the token before
     words = list(dict.fromkeys(word for word in plain.outputs[0].text.split() if len(word) > 3))
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, bad_words=words[:8])
+    params = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, bad_words=words[:8]
+    )
     found, halves = [], 0
     complete = HalfReplay.complete
 
@@ -117,7 +119,7 @@ def compare(
     llm = LLM(engine, plan=plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CaptureWarning)
-        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         outputs = llm.generate(prompts, params)
         num_ties = 0
         for ids, reference, output in zip(prompts, references, outputs, strict=True):

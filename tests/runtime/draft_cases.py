@@ -83,7 +83,9 @@ def serve_with_pauses(path: Path, oracle: Any) -> None:
     """Eight steps without the draft, four with it, twice: it reads what it has missed."""
     core = EngineCore(load(path), TREE.name)
     oracle.watch(core)
-    request = core.requests.make(prompts_of(BLOCK)[2], SamplingParams(max_tokens=40, seed=1))
+    request = core.requests.make(
+        prompts_of(BLOCK)[2], SamplingParams(temperature=0, max_tokens=40, seed=1)
+    )
     core.scheduler.add(request)
     policies = {name: EngineCore(core.engine, name).scheduler.policy for name in ("off", TREE.name)}
     for i in range(24):
@@ -98,7 +100,10 @@ def outputs(core: EngineCore, *kinds: Any) -> list[list[int]]:
     """Of greedy, drawn and filtered requests beside each other, or of other kinds."""
     kinds = kinds or ALL_KINDS
     requests = [
-        core.requests.make(prompt, SamplingParams(max_tokens=16, seed=i, **kinds[i % len(kinds)]))
+        core.requests.make(
+            prompt,
+            SamplingParams(max_tokens=16, seed=i, **{"temperature": 0, **kinds[i % len(kinds)]}),
+        )
         for i, prompt in enumerate(prompts_of(BLOCK, seed=9))
     ]
     for request in requests:

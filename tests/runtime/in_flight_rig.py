@@ -62,7 +62,7 @@ def counters(stats: SpecStats | None) -> dict[str, Any]:
 
 def whole_outputs(rig: Rig) -> list[tuple[list[int], str]]:
     """Tokens and text of each prompt, as long as it can be: stops are chosen from them."""
-    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     outputs = rig.llm("off", overlaps=False).generate(PROMPTS, params)
     return [(list(output.outputs[0].token_ids), output.outputs[0].text) for output in outputs]
 

@@ -104,7 +104,10 @@ def serve(
     while waiting or core.scheduler.has_work:
         if waiting and num_steps % every == 0:
             own = SamplingParams(
-                max_tokens=num_tokens, ignore_eos=True, seed=len(waiting), **params
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                seed=len(waiting),
+                **{"temperature": 0, **params},
             )
             requests.append(core.requests.make(waiting.pop(0), own))
             core.scheduler.add(requests[-1])

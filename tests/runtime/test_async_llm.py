@@ -90,14 +90,14 @@ def test_tasks_get_what_llm_gives(llm: AsyncLLM, make_engine, prompts) -> None:
 
 
 def test_text_and_names(llm: AsyncLLM) -> None:
-    output = run(last(llm.generate("abc", SamplingParams(max_tokens=3))))
+    output = run(last(llm.generate("abc", SamplingParams(temperature=0, max_tokens=3))))
     assert output.prompt == "abc"
     assert output.prompt_token_ids == [0, 1, 2]
     assert output.request_id
 
 
 def test_a_cancelled_task_ends_its_request(llm: AsyncLLM, prompts) -> None:
-    long = SamplingParams(max_tokens=90, ignore_eos=True, n=2)
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, n=2)
 
     async def leave() -> None:
         task = asyncio.create_task(last(llm.generate(prompts[4], long, "left")))
@@ -119,7 +119,7 @@ def test_a_cancelled_task_ends_its_request(llm: AsyncLLM, prompts) -> None:
 def test_abort_ends_a_request_with_what_it_has(llm: AsyncLLM, prompts) -> None:
     async def abort() -> RequestOutput:
         found = []
-        params = SamplingParams(max_tokens=90, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
         async for output in llm.generate(prompts[0], params, "mine"):
             found.append(output)
             await llm.abort("mine")
@@ -161,7 +161,7 @@ def test_errors(llm: AsyncLLM, prompts) -> None:
     async def fail() -> None:
         with pytest.raises(RequestError, match="has no tokens"):
             await last(llm.generate([], None))
-        first = llm.generate(prompts[1], SamplingParams(max_tokens=50), "same")
+        first = llm.generate(prompts[1], SamplingParams(temperature=0, max_tokens=50), "same")
         await anext(first)
         with pytest.raises(RequestError, match="'same', which an open request has"):
             await last(llm.generate(prompts[1], None, "same"))
@@ -179,7 +179,7 @@ def test_a_failed_step_is_raised(make_engine, prompts, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(llm._running.core.runner, "run", fail)
         with pytest.raises(FaultError):
-            run(last(llm.generate(prompts[0], SamplingParams(n=2))))
+            run(last(llm.generate(prompts[0], SamplingParams(temperature=0, n=2))))
     assert run(last(llm.generate(prompts[0]))).finished
     llm.close()
 
@@ -187,7 +187,9 @@ def test_a_failed_step_is_raised(make_engine, prompts, monkeypatch) -> None:
 def test_closed(make_engine, prompts) -> None:
     async def close() -> None:
         async with AsyncLLM(make_engine(), seed=3) as llm:
-            outputs = llm.generate(prompts[0], SamplingParams(max_tokens=90, ignore_eos=True))
+            outputs = llm.generate(
+                prompts[0], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+            )
             await anext(outputs)
             assert (await llm.get_metrics()).num_requests == 0
         rest = [output async for output in outputs]

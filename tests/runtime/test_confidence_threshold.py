@@ -42,7 +42,7 @@ def compiled(zoo: Zoo) -> Callable[..., Path]:
 def test_the_option_comes_to_steps_and_requests(compiled: Callable[..., Path]) -> None:
     """Of `LLM`: all drafts end at once where none can be as likely as that."""
     engine = load(compiled("dspark-deepspec"))
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(engine, plan=CHAIN.name) as llm:
         plain = llm.generate([[3, 4, 5]], params)[0].outputs[0].token_ids
         assert llm.get_metrics().num_draft_tokens > 0

@@ -57,7 +57,7 @@ def test_each_model_has_its_own(engine: Engine) -> None:
 @pytest.mark.parametrize("plan", every(4, [plan.name for plan in PLANS]))
 def test_greedy_and_seeded_output_is_the_targets(zoo: Zoo, engine: Engine, plan: str) -> None:
     prompts = [list(prompt) for prompt in models.prompts()][:4]
-    greedy = SamplingParams(max_tokens=models.NUM_TOKENS, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=models.NUM_TOKENS, ignore_eos=True)
     llm = LLM(engine, plan=plan)
     for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True):
         wanted = zoo.reference("qwen3", prompt, models.NUM_TOKENS).tokens

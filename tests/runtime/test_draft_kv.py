@@ -98,7 +98,7 @@ def test_outputs_and_rows(zoo: Zoo, engine: Engine, plan: str) -> None:
         for length in LENGTHS
     ]
     core = EngineCore(engine, plan, shares_prefixes=False)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     requests = [core.requests.make(list(text), params) for text in texts]
     for request in requests:
         core.scheduler.add(request)

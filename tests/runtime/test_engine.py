@@ -31,7 +31,7 @@ def engine_copy(saved_engine, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("plan", ["off", "chain-4", "tree-3-2-1"])
 def test_loaded_engine_decodes_like_the_dense_model(saved_engine, plan: str) -> None:
     llm = LLM(saved_engine.path, plan=plan)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.outputs[0].token_ids == saved_engine.greedy(prompt, 12)
     if plan == "chain-4":
@@ -65,7 +65,7 @@ def test_kv_cache_tokens_size_the_pool(saved_engine) -> None:
     assert engine.cache.shape.num_blocks == engine.cache.allocator.num_free == 4
     assert all(s.shape[2] == 4 for slabs in engine.cache.slabs.values() for s in slabs)
     llm = LLM(engine)
-    found = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     for prompt, output in zip(PROMPTS, found, strict=True):
         assert output.outputs[0].token_ids == saved_engine.greedy(prompt, 12)
     for wrong in (size - 1, worst.num_blocks * size + 1):
@@ -164,7 +164,7 @@ def test_dense_caches_and_no_tokenizer(save_engine_to, tmp_path: Path) -> None:
     llm = LLM(saved.path)
     assert llm.tokenizer is None
     assert llm.engine.cache.slabs["target"][0].shape == (1, 2, 3, 80, 1, 16)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.outputs[0].token_ids == saved.greedy(prompt, 12)
 

@@ -110,9 +110,9 @@ def test_a_core_runs_as_the_options_say(saved_engine):
     )
     core = args.make_core()
     assert core.engine.cache.shape.max_num_seqs == 1
-    core.requests.make([1] * 38, SamplingParams(max_tokens=2))
+    core.requests.make([1] * 38, SamplingParams(temperature=0, max_tokens=2))
     with pytest.raises(RequestError, match="max_seq_len is 40"):
-        core.requests.make([1] * 40, SamplingParams(max_tokens=1))
+        core.requests.make([1] * 40, SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(ConfigError, match="max_model_len=4000"):
         EngineArgs(saved_engine.path, max_model_len=4000).load()
 
@@ -132,7 +132,9 @@ def test_adaptive_verification_asks_for_goodput_by_name(saved_engine):
         with pytest.raises(ConfigError, match=f"--adaptive-verification, and {found}"):
             EngineArgs(engine, adapts_verification=True, **options).make_core()
     with LLM(engine, policy="goodput", adapts_verification=True) as llm:
-        output = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=9, ignore_eos=True))[0]
+        output = llm.generate(
+            [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        )[0]
         assert output.outputs[0].token_ids == saved_engine.greedy([3, 4, 5], 9)
 
 

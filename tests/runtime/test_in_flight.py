@@ -61,6 +61,7 @@ class Ending:
         tokens, text = references[self.prompt]
         place = self.position % max(len(text) - 2, 1)
         return SamplingParams(
+            temperature=0,
             max_tokens=self.max_tokens,
             ignore_eos=self.end != "eos",
             stop_token_ids=[tokens[self.position % len(tokens)]] if self.end == "token" else [],
@@ -166,7 +167,9 @@ def test_every_step_but_the_ends_is_queued_ahead(rig, plan) -> None:
     """The first step waits for prefill; a step that may be the last has none after it."""
     llm = rig.llm(plan)
     rig.num_ahead = rig.num_dropped = 0
-    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True))
+    (output,) = llm.generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    )
     depth = rig.engine.plans[plan].max_depth
     stats = output.metrics
     assert stats.num_steps - 2 - depth <= rig.num_ahead < stats.num_steps
@@ -177,7 +180,7 @@ def test_every_step_but_the_ends_is_queued_ahead(rig, plan) -> None:
 
 def test_a_stream_yields_while_the_next_step_runs(rig) -> None:
     llm = rig.llm("chain-3")
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True))
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     waiting = [rig.device.num_waiting for _ in stream]
     # a step and the copy of its results
     assert set(waiting) == {0, 2}
@@ -190,7 +193,7 @@ def test_a_step_ahead_of_an_end_is_waited_for_and_not_counted(rig, references) -
     rig.engine.eos_token_ids = frozenset({tokens[12]})
     rig.num_dropped = 0
     llm = rig.llm("off")
-    (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=40))
+    (output,) = llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=40))
     end = tokens.index(tokens[12]) + 1
     assert output.outputs[0].token_ids == tokens[:end]
     assert rig.num_dropped == 1
@@ -201,12 +204,14 @@ def test_a_step_ahead_of_an_end_is_waited_for_and_not_counted(rig, references) -
 @pytest.mark.parametrize("num_read", [1, 2, 7])
 def test_a_closed_stream_leaves_nothing_in_flight(rig, references, num_read) -> None:
     llm = rig.llm("tree-2-1")
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=30, ignore_eos=True))
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     for _ in range(num_read):
         next(stream)
     stream.close()
     assert rig.is_idle(llm)
-    (output,) = llm.generate([PROMPTS[2]], SamplingParams(max_tokens=9, ignore_eos=True))
+    (output,) = llm.generate(
+        [PROMPTS[2]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    )
     assert output.outputs[0].token_ids == references[2][0][:9]
 
 
@@ -214,7 +219,7 @@ def test_blocks_of_a_closed_stream_stay_taken_while_a_step_uses_them(rig, refere
     """Another stream runs in the same step; it frees what the closed one held when it goes on."""
     llm = rig.llm("chain-3")
     allocator = rig.engine.cache.allocator
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
     tokens = [next(first).token_id, next(second).token_id]
     assert tokens == [references[0][0][0], references[1][0][0]]
@@ -234,12 +239,14 @@ def test_blocks_of_a_closed_stream_stay_taken_while_a_step_uses_them(rig, refere
 
 def test_a_request_that_arrives_joins_after_the_step_in_flight(rig, references) -> None:
     llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     first = llm.stream(PROMPTS[0], params)
     while rig.device.num_waiting == 0:
         next(first)
     ahead = rig.num_ahead
-    (output,) = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=4, ignore_eos=True))
+    (output,) = llm.generate(
+        [PROMPTS[1]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
     assert output.outputs[0].token_ids == references[1][0][:4]
     assert rig.num_ahead >= ahead
     first.close()
@@ -248,7 +255,7 @@ def test_a_request_that_arrives_joins_after_the_step_in_flight(rig, references) 
 
 def test_two_llms_take_turns_on_one_engine(rig, references) -> None:
     """A step in flight is another LLM's business no less: the device holds the state of one."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llms = [rig.llm("chain-3"), rig.llm("chain-3")]
     streams = [llm.stream(PROMPTS[i], params) for i, llm in enumerate(llms)]
     tokens: list[list[int]] = [[], []]
@@ -270,7 +277,9 @@ def test_a_policy_says_whether_it_needs_results(rig, references, needs_results) 
     llm = LLM(rig.engine, policy=policy)
     rig.num_ahead = 0
     lengths = (9, 30)
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths
+    ]
     outputs = llm.generate(PROMPTS[:2], params)
     for output, (tokens, _), length in zip(outputs, references, lengths, strict=False):
         assert output.outputs[0].token_ids == tokens[:length]
@@ -286,7 +295,9 @@ def test_a_hook_sees_every_step(rig) -> None:
     rig.num_ahead = 0
     step.before_accept = lambda values: seen.append(values["tokens"].tolist())
     try:
-        (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=15, ignore_eos=True))
+        (output,) = llm.generate(
+            [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+        )
     finally:
         step.before_accept = None
     assert len(seen) == output.metrics.num_spec_steps
@@ -299,7 +310,9 @@ def test_the_first_of_a_batch_ends_while_others_are_queued_ahead(rig, references
     llm = rig.llm(plan)
     rig.num_ahead = 0
     lengths = (6, 30, 30)
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths
+    ]
     outputs = llm.generate(PROMPTS[:3], params)
     for output, (tokens, _), length in zip(outputs, references, lengths, strict=False):
         assert output.outputs[0].token_ids == tokens[:length]

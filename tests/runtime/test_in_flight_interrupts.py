@@ -42,7 +42,7 @@ def references(rig: Rig) -> list[tuple[list[int], str]]:
 
 def test_an_interrupt_of_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
     llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
     tokens = [next(second).token_id]
     next(first)
@@ -64,7 +64,7 @@ def test_an_interrupt_of_the_wait_loses_nothing_of_others(rig, references, monke
 def test_a_failed_append_loses_nothing_of_others(rig, references, monkeypatch) -> None:
     """The results of two steps are due, and those of the first are taken from nobody."""
     llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
     tokens = [next(second).token_id]
     next(first)
@@ -88,7 +88,7 @@ def test_an_interrupt_before_postprocess_keeps_batches_in_order(
 ) -> None:
     """Results have come and nothing of them is taken; blocks of one that leaves come back."""
     llm = rig.llm("chain-3")
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
     tokens = [next(second).token_id]
     next(first)
@@ -106,7 +106,7 @@ def test_an_interrupt_before_postprocess_keeps_batches_in_order(
 def start_three(rig: Rig, plan: str) -> tuple[LLM, list[Iterator[StreamOutput]], list[list[Any]]]:
     """Three streams with a step in flight, and the events that they have yielded."""
     llm = rig.llm(plan)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     streams = [llm.stream(prompt, params) for prompt in PROMPTS[:3]]
     events = [[next(stream)] for stream in streams]
     while rig.device.num_waiting == 0:
@@ -132,7 +132,7 @@ PLACES = [
 @pytest.fixture(scope="module")
 def undisturbed(rig) -> dict[str, list[dict[str, Any]]]:
     """Plan → counters of three requests."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     return {
         plan: [counters(o.metrics) for o in rig.llm(plan).generate(PROMPTS[:3], params)]
         for plan in PLANS
@@ -162,7 +162,7 @@ def test_an_interrupt_anywhere_loses_nothing_of_others(
     Counters of the three say that each step and its drafts were those of an undisturbed run.
     """
     owner, name, is_done = place
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm, streams, events = start_three(rig, plan)
     with monkeypatch.context() as patch:
         fail_once(patch, owner, name, skip=skip, is_done=is_done)
@@ -188,7 +188,7 @@ def test_a_request_caught_between_two_tokens_is_told(
     rig, references, monkeypatch, name, is_done
 ) -> None:
     """It can neither go on nor step back: an error for its caller, and nothing for others."""
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm, streams, events = start_three(rig, "tree-2-1")
     with monkeypatch.context() as patch:
         fail_once(patch, Request, name, skip=1, is_done=is_done)
@@ -217,7 +217,9 @@ def test_drafts_catch_up_again_after_an_interrupt(rig, references, monkeypatch) 
     """Plans change from off to a chain; a catch-up whose step is given up is repeated."""
     policy: Any = ByLoad()
     policy.needs_results = False
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 30)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in (9, 30)
+    ]
     whole = LLM(rig.engine, policy=policy).generate(PROMPTS[:2], params)
     num_caught_up = 0
     for skip in range(12):

@@ -143,7 +143,9 @@ def test_requests_with_grammars_give_way_in_the_middle_of_their_trees(rig, alone
 
     def draw(dice: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
         if dice.random() < 0.4:
-            return SamplingParams(max_tokens=dice.randrange(20, max_tokens), ignore_eos=True)
+            return SamplingParams(
+                temperature=0, max_tokens=dice.randrange(20, max_tokens), ignore_eos=True
+            )
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=dice.choice([0.0, 1.0]),
@@ -181,7 +183,9 @@ def draw_readers(share: float) -> Callable[[random.Random, int, int], SamplingPa
 
     def draw(dice: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
         if dice.random() > share:
-            return SamplingParams(max_tokens=dice.randrange(1, max_tokens), ignore_eos=True)
+            return SamplingParams(
+                temperature=0, max_tokens=dice.randrange(1, max_tokens), ignore_eos=True
+            )
         params = wants(dice, max_tokens, vocab_size)
         if dice.random() < 0.6:
             logprobs = dice.choice([None, 2])
@@ -281,7 +285,9 @@ def serve(rig: Rig, policy: Any, num_requests: int) -> EngineCore:
     made = 0
     while made < num_requests or core.scheduler.has_work:
         if made < num_requests and len(core.scheduler.running) < 3:
-            params = SamplingParams(max_tokens=dice.randrange(20, 60), ignore_eos=True)
+            params = SamplingParams(
+                temperature=0, max_tokens=dice.randrange(20, 60), ignore_eos=True
+            )
             core.scheduler.add(core.requests.make(list(dice.choice(PROMPTS)), params))
             made += 1
         core.advance()

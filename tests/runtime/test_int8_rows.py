@@ -155,7 +155,7 @@ def test_outputs_are_near_those_of_unrounded_rows(
     make_engine: Callable[..., Engine], texts: list[list[int]]
 ) -> None:
     """Rounding changes logits by a little: first tokens are nearly all the same."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     found = [
         serve(
             EngineCore(make_engine(plans=[OFF], max_num_seqs=5, kv_cache_dtype=kind), "off"),

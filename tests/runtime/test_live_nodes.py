@@ -47,7 +47,9 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 def params(rule: str | None, count: int, **options: Any) -> list[SamplingParams]:
     hot = {} if rule is None else {"temperature": 0.9, "rule": rule}
     return [
-        SamplingParams(max_tokens=12, ignore_eos=True, seed=i, **hot, **options)
+        SamplingParams(
+            max_tokens=12, ignore_eos=True, seed=i, **{"temperature": 0, **hot}, **options
+        )
         for i in range(count)
     ]
 
@@ -194,7 +196,7 @@ def begun(engine: Engine, prompts: list[list[int]]) -> tuple[Any, Any]:
     """Inputs of a step of the tree for two requests, and what it has drafted."""
     core = EngineCore(engine, TREE.name)
     made = [
-        core.requests.make(prompt, SamplingParams(max_tokens=9, seed=i))
+        core.requests.make(prompt, SamplingParams(temperature=0, max_tokens=9, seed=i))
         for i, prompt in enumerate(prompts[:2])
     ]
     for request in made:

@@ -38,7 +38,7 @@ def is_idle(llm: LLM) -> bool:
 @pytest.mark.parametrize("plan", PLANS)
 def test_generate(llms, prompts, greedy, plan: str) -> None:
     llm = llms[plan]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
     assert [output.outputs[0].token_ids for output in outputs] == [greedy(p, 20) for p in prompts]
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
@@ -58,7 +58,7 @@ def test_forms_of_prompts(llm, greedy) -> None:
         "abc", ["abc"], ids, [ids], tuple(ids), {"prompt": "abc"}, {"prompt_token_ids": ids},
         [{"prompt_token_ids": ids, "prompt": "shown"}],
     ):  # fmt: skip
-        (output,) = llm.generate(prompt, SamplingParams(max_tokens=5))
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=5))
         assert output.prompt_token_ids == ids
         assert output.outputs[0].token_ids == greedy(ids, 5)
     assert output.prompt == "shown"
@@ -67,7 +67,7 @@ def test_forms_of_prompts(llm, greedy) -> None:
 
 
 def test_params_of_each_prompt(llm) -> None:
-    params = [SamplingParams(max_tokens=n, speculative=n != 4) for n in (3, 4, 5)]
+    params = [SamplingParams(temperature=0, max_tokens=n, speculative=n != 4) for n in (3, 4, 5)]
     outputs = llm.generate(["a", "b", "c"], params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 5]
     assert [output.metrics.num_spec_steps > 0 for output in outputs] == [True, False, True]
@@ -77,7 +77,7 @@ def test_bos_is_put_before_text_once(make_engine) -> None:
     engine = make_engine()
     engine.add_bos, engine.bos_token_id = True, 7
     llm = LLM(engine)
-    one = SamplingParams(max_tokens=1)
+    one = SamplingParams(temperature=0, max_tokens=1)
     outputs = llm.generate(["ab", "", "hb", [0]], one)
     assert [output.prompt_token_ids for output in outputs] == [[7, 0, 1], [7], [7, 1], [0]]
 
@@ -90,7 +90,12 @@ def test_bos_is_put_before_text_once(make_engine) -> None:
         pytest.param(["a", [1] * 96], None, "prompt 1 has 96 tokens", id="too-long"),
         pytest.param([[1, 61]], None, "prompt 0 holds token id 61", id="id-too-large"),
         pytest.param([[1, -1]], None, "prompt 0 holds token id -1", id="id-negative"),
-        pytest.param(["a", "b"], [SamplingParams()], "2 prompts and 1 SamplingParams", id="params"),
+        pytest.param(
+            ["a", "b"],
+            [SamplingParams(temperature=0)],
+            "2 prompts and 1 SamplingParams",
+            id="params",
+        ),
         pytest.param(["a", 3.5], None, "prompt 1 of type float", id="type"),
         pytest.param([[1, "a"]], None, "prompt 0 of type list", id="mixed-ids"),
         pytest.param([{"text": "a"}], None, "prompt 0, a dict with text", id="dict"),
@@ -109,7 +114,7 @@ def test_a_bad_request_stops_all_before_any_work(llm, prompts, params, found) ->
 
 def test_longest_prompt(llm, greedy) -> None:
     prompt = [1] * 95
-    (output,) = llm.generate([prompt], SamplingParams(max_tokens=9))
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=9))
     assert output.outputs[0].token_ids == greedy(prompt, 1)
     assert output.outputs[0].finish_reason == "length"
 
@@ -123,13 +128,13 @@ def test_without_tokenizer(make_engine, greedy) -> None:
     engine = make_engine()
     engine.tokenizer = None
     llm = LLM(engine)
-    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=4))
+    (output,) = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=4))
     assert output.outputs[0].token_ids == greedy([1, 2], 4)
     assert output.outputs[0].text == ""
     with pytest.raises(RequestError, match="is text"):
         llm.generate("a")
     with pytest.raises(RequestError, match="stop strings"):
-        llm.generate([[1]], SamplingParams(stop="a"))
+        llm.generate([[1]], SamplingParams(temperature=0, stop="a"))
 
 
 def test_eos_ends_where_the_target_says_it(make_engine, prompts, greedy) -> None:
@@ -139,7 +144,7 @@ def test_eos_ends_where_the_target_says_it(make_engine, prompts, greedy) -> None
         want = greedy(prompts[1], 20)
         want = want[: want.index(eos) + 1]
         llm = LLM(make_engine(eos=(eos,), noise=0.0), plan="chain-4")
-        (output,) = llm.generate([prompts[1]], SamplingParams(max_tokens=20))
+        (output,) = llm.generate([prompts[1]], SamplingParams(temperature=0, max_tokens=20))
         assert output.outputs[0].token_ids == want
         assert output.outputs[0].text == llm.tokenizer.decode(want[:-1])
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
@@ -163,6 +168,7 @@ def test_every_plan_ends_like_plain_decoding(
     """Stop strings are cut out of the text to come, so they span tokens and hit often."""
     text = llms["off"].tokenizer.decode(greedy(prompts[index], 24))
     params = SamplingParams(
+        temperature=0,
         max_tokens=max_tokens,
         stop=[stop for begin, size in cuts if (stop := text[begin : begin + size])],
         stop_token_ids=stop_ids,
@@ -189,7 +195,7 @@ def test_every_plan_ends_like_plain_decoding(
 def test_streams_name_their_prompts(llm, prompts, greedy) -> None:
     tokens: dict[int, list[int]] = {}
     metrics: list[SpecStats] = []
-    for event in llm.stream(prompts, SamplingParams(max_tokens=9)):
+    for event in llm.stream(prompts, SamplingParams(temperature=0, max_tokens=9)):
         tokens.setdefault(event.index, []).append(event.token_id)
         if event.finished:
             assert event.metrics is not None
@@ -200,7 +206,7 @@ def test_streams_name_their_prompts(llm, prompts, greedy) -> None:
 
 
 def test_streams_and_generate_may_overlap(llm, prompts, greedy) -> None:
-    params = SamplingParams(max_tokens=12)
+    params = SamplingParams(temperature=0, max_tokens=12)
     first, second = llm.stream(prompts[1], params), llm.stream([prompts[2], prompts[4]], params)
     tokens: dict[tuple[str, int], list[int]] = {
         ("first", 0): [],
@@ -222,11 +228,11 @@ def test_streams_and_generate_may_overlap(llm, prompts, greedy) -> None:
 
 def test_a_stream_that_others_finish_loses_nothing(llm, prompts, greedy) -> None:
     """Both requests end while the consumer holds an event of the second."""
-    stream = llm.stream(prompts[1:3], SamplingParams(max_tokens=6))
+    stream = llm.stream(prompts[1:3], SamplingParams(temperature=0, max_tokens=6))
     events = []
     while not events or events[-1].index == 0:
         events.append(next(stream))
-    llm.generate([prompts[0]], SamplingParams(max_tokens=40))
+    llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=40))
     events += stream
     for index in (0, 1):
         tokens = [event.token_id for event in events if event.index == index]
@@ -234,7 +240,7 @@ def test_a_stream_that_others_finish_loses_nothing(llm, prompts, greedy) -> None
 
 
 def test_a_closed_stream_gives_its_blocks_back(llm, prompts) -> None:
-    stream = llm.stream(prompts, SamplingParams(max_tokens=20))
+    stream = llm.stream(prompts, SamplingParams(temperature=0, max_tokens=20))
     next(stream)
     assert not is_idle(llm)
     stream.close()
@@ -254,13 +260,13 @@ def test_a_failed_pass_leaves_the_engine_usable(
         with pytest.raises(MemoryError):
             llm.generate(prompts)
     assert is_idle(llm)
-    (output,) = llm.generate([prompts[0]], SamplingParams(max_tokens=5))
+    (output,) = llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=5))
     assert output.outputs[0].token_ids == greedy(prompts[0], 5)
 
 
 def test_metrics(make_engine, prompts) -> None:
     llm = LLM(make_engine())
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
     engine = llm.get_metrics()
     total = SpecStats()
     for output in outputs:
@@ -291,7 +297,7 @@ def test_seconds_at_work_hold_the_last_wait_and_what_fails(
             time.sleep(0.1)
             return bool(work())
 
-        stream = llm.stream(prompts[0], SamplingParams(max_tokens=20))
+        stream = llm.stream(prompts[0], SamplingParams(temperature=0, max_tokens=20))
         next(stream)
         before = llm.get_metrics().elapsed_s
         with monkeypatch.context() as patch:
@@ -312,7 +318,7 @@ def test_seconds_at_work_hold_the_last_wait_and_what_fails(
 def test_progress(llm, prompts) -> None:
     calls: list[tuple[int, int, int]] = []
     report: Callable[[int, int, int], None] = lambda *args: calls.append(args)  # noqa: E731
-    llm.generate(prompts, SamplingParams(max_tokens=6), progress=report)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6), progress=report)
     assert calls[-1] == (len(prompts), len(prompts), 6 * len(prompts))
     assert calls == sorted(calls)
 
@@ -331,7 +337,7 @@ class OffThenOn(Policy):
 def test_a_policy_of_the_caller(make_engine, prompts, greedy) -> None:
     policy = OffThenOn()
     llm = LLM(make_engine(noise=0.0), policy=policy)
-    outputs = llm.generate(prompts[:2], SamplingParams(max_tokens=21))
+    outputs = llm.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=21))
     assert [o.outputs[0].token_ids for o in outputs] == [greedy(p, 21) for p in prompts[:2]]
     stats = llm.get_metrics()
     assert stats.num_steps - stats.num_spec_steps == 10

@@ -18,7 +18,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 
 IDS = [0, 1, 2]
-SIX = SamplingParams(max_tokens=6)
+SIX = SamplingParams(temperature=0, max_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ class Bar:
 
 
 def test_a_bar(llm, prompts, capsys) -> None:
-    llm.generate(prompts, SamplingParams(max_tokens=6, n=2), use_tqdm=Bar)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, n=2), use_tqdm=Bar)
     (bar,) = Bar.made
     assert (bar.total, bar.count, bar.is_open) == (len(prompts), len(prompts), False)
     llm.generate(prompts[:2], SIX, use_tqdm=True)
@@ -146,11 +146,11 @@ def test_a_bar(llm, prompts, capsys) -> None:
 
 def test_no_limit_goes_on_to_the_end_of_the_context(llm, make_engine, greedy) -> None:
     prompt = [1] * 80
-    (output,) = llm.generate([prompt], SamplingParams(max_tokens=None))
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
     assert output.outputs[0].token_ids == greedy(prompt, 16)
     assert output.outputs[0].finish_reason == "length"
     short = LLM(make_engine(), max_model_len=85)
-    (output,) = short.generate([prompt], SamplingParams(max_tokens=None))
+    (output,) = short.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
     assert output.outputs[0].token_ids == greedy(prompt, 5)
     with pytest.raises(RequestError, match="at most 84"):
         short.generate([[1] * 85])
@@ -201,7 +201,9 @@ def test_n_without_a_seed_draws_each(llm) -> None:
 
 def test_n_without_shared_prefixes(make_engine, prompts, greedy) -> None:
     llm = LLM(make_engine(), enable_prefix_caching=False)
-    (output,) = llm.generate([prompts[4]], SamplingParams(max_tokens=5, n=3, prompt_logprobs=0))
+    (output,) = llm.generate(
+        [prompts[4]], SamplingParams(temperature=0, max_tokens=5, n=3, prompt_logprobs=0)
+    )
     assert [c.token_ids for c in output.outputs] == [greedy(prompts[4], 5)] * 3
     assert output.num_cached_tokens == 0
     assert output.prompt_logprobs is not None
@@ -213,7 +215,8 @@ def test_followers_outlive_their_leader(make_engine, prompts, greedy) -> None:
     core = llm._open
     for leave in (core.scheduler.abort, core.scheduler._preempt):
         group = core.requests.make_outputs(
-            [*prompts[4], int(leave is core.scheduler.abort)], SamplingParams(max_tokens=4, n=2)
+            [*prompts[4], int(leave is core.scheduler.abort)],
+            SamplingParams(temperature=0, max_tokens=4, n=2),
         )
         for request in group:
             core.scheduler.add(request)
@@ -311,23 +314,25 @@ def test_a_checkpoint_is_no_engine(tiny_models, tiny_engine, tmp_path) -> None:
 )
 def test_options_of_requests_that_there_are_not(name, value, part) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**{name: value})
+        SamplingParams(**{"temperature": 0, name: value})
     assert caught.value.found.startswith(f"{name}=")
     assert part in caught.value.do
 
 
 def test_options_of_requests_that_ask_for_nothing() -> None:
     idle = {"best_of": None, "use_beam_search": False, "detokenize": True, "logits_processors": []}
-    assert SamplingParams(**idle, max_tokens=3) == SamplingParams(max_tokens=3)
+    assert SamplingParams(**{"temperature": 0, **idle}, max_tokens=3) == SamplingParams(
+        temperature=0, max_tokens=3
+    )
     with pytest.raises(RequestError):
         # a flag is no number
-        SamplingParams(length_penalty=True)
+        SamplingParams(temperature=0, length_penalty=True)
 
 
 def test_n_and_counts_in_their_ranges() -> None:
     for options in ({"n": 0}, {"n": 129}, {"n": True}, {"n": 2.0}, {"prompt_logprobs": 21}):
         with pytest.raises(RequestError):
-            SamplingParams(**options)
+            SamplingParams(**{"temperature": 0, **options})
 
 
 @pytest.fixture
@@ -397,7 +402,7 @@ def test_the_tokenizer(llm, chatty, make_engine) -> None:
 
 def test_closed_it_releases_its_memory_and_refuses(tiny_engine) -> None:
     with LLM(tiny_engine) as llm:
-        stream = llm.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True))
+        stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
         next(stream)
         references = [weakref.ref(llm.engine), weakref.ref(llm.engine.cache)]
     with pytest.raises(RequestError, match="was closed"):

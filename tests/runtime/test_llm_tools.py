@@ -22,7 +22,7 @@ TEMPLATE = (
     "{{ m.tool_calls[0].function.arguments.x if m.tool_calls is defined }}:{{ m.content }}\n"
     "{% endfor %}{{ extra }}"
 )
-TWO = SamplingParams(max_tokens=2)
+TWO = SamplingParams(temperature=0, max_tokens=2)
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_seeded_tokens_are_those_without_tiles_and_without_drafts(
 ) -> None:
     engine = drafts.engine(zoo, "qwen3", "cpu")
     params = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=20 + i, **options)
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=20 + i, **{"temperature": 0, **options})
         for i, options in enumerate(_OPTIONS)
     ]
 
@@ -155,7 +155,7 @@ def test_plans_of_all_kinds_follow_each_other(zoo: Zoo) -> None:
             return ["off", *PLAN_IDS][(self.count * 5) % (len(PLAN_IDS) + 1)]
 
     llm = LLM(engine, policy=Turns())
-    params = SamplingParams(max_tokens=models.NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=models.NUM_TOKENS, ignore_eos=True)
     outputs = llm.generate([list(prompt) for prompt in models.prompts()], params)
     for prompt, output in zip(models.prompts(), outputs, strict=True):
         wanted = zoo.reference("qwen3", prompt, models.NUM_TOKENS).tokens

@@ -31,7 +31,9 @@ def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
     for plan in PLANS:
         llm = LLM(engine, plan=plan.name)
         prompts = models.prompts()
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=1000, ignore_eos=True))
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+        )
         for prompt, output in zip(prompts, outputs, strict=True):
             completion = output.outputs[0]
             wanted = zoo.reference(name, prompt, LIMIT - len(prompt), **changes)
@@ -47,7 +49,7 @@ def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
 def feed_position(engine: Engine, position: int) -> None:
     """Feed a token at a position to the target."""
     llm = LLM(engine, plan="off")
-    llm.generate([[1]], SamplingParams(max_tokens=1))
+    llm.generate([[1]], SamplingParams(temperature=0, max_tokens=1))
     one = torch.tensor([1], dtype=torch.int32)
     blocks = engine.cache.block_table([[0] * engine.cache.shape.blocks_per_sequence])
     engine.target(
@@ -73,7 +75,7 @@ def test_plain_requests_among_speculative_ones(zoo: Zoo) -> None:
     llm = LLM(engine, plan="tree-3-2-1-1")
     prompts = models.prompts()
     params = [
-        SamplingParams(max_tokens=32, ignore_eos=True, speculative=index % 2 == 1)
+        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, speculative=index % 2 == 1)
         for index in range(len(prompts))
     ]
     outputs = llm.generate(prompts, params)
@@ -95,7 +97,7 @@ def test_eos_inside_an_accepted_run(zoo: Zoo) -> None:
     assert wanted == free[: free.index(eos) + 1]
     for plan in PLANS:
         (output,) = LLM(engine, plan=plan.name).generate(
-            [prompt], SamplingParams(max_tokens=models.NUM_TOKENS)
+            [prompt], SamplingParams(temperature=0, max_tokens=models.NUM_TOKENS)
         )
         assert output.outputs[0].token_ids == wanted
         assert output.outputs[0].finish_reason == "stop"
@@ -116,7 +118,7 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
                 continue
             found += 1
             for plan in ("off", "chain-4", "tree-3-2-1-1"):
-                params = SamplingParams(max_tokens=64, ignore_eos=True, stop=[pair])
+                params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=[pair])
                 (output,) = LLM(engine, plan=plan).generate([prompt], params)
                 assert output.outputs[0].token_ids == wanted[: end + 1]
                 assert output.outputs[0].text == engine.tokenizer.decode(wanted[: end - 1])

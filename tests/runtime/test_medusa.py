@@ -270,7 +270,7 @@ def test_planted_heads_are_right_in_every_step(
     )
     core, num_steps = EngineCore(load(path), plan.name), 3
     prompts = [[5], list(range(20, 31)), [90, 91]]
-    params = SamplingParams(max_tokens=1 + num_steps * (DEPTH + 1), ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1 + num_steps * (DEPTH + 1), ignore_eos=True)
     requests = [core.requests.make(prompt, params) for prompt in prompts]
     for request in requests:
         core.scheduler.add(request)

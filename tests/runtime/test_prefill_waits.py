@@ -24,17 +24,17 @@ from tests.runtime.backends.captured.watched_device import WatchedDevice
 
 GRAMMAR = StructuredOutputsParams(regex="[a-f]{2,9}")
 REQUESTS = {
-    "plain": [SamplingParams(max_tokens=4, ignore_eos=True)] * 3,
+    "plain": [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 3,
     "sampled": [SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=i) for i in range(3)],
     "scored": [
-        SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=1),
-        SamplingParams(max_tokens=4, ignore_eos=True),
-        SamplingParams(max_tokens=4, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=4, logprobs=0),
     ],
     "masked": [
-        SamplingParams(max_tokens=4, structured_outputs=GRAMMAR),
-        SamplingParams(max_tokens=4, logit_bias={66: 3.0}, min_tokens=2),
-        SamplingParams(max_tokens=4, bad_words=["a", "bc"], logprobs=1),
+        SamplingParams(temperature=0, max_tokens=4, structured_outputs=GRAMMAR),
+        SamplingParams(temperature=0, max_tokens=4, logit_bias={66: 3.0}, min_tokens=2),
+        SamplingParams(temperature=0, max_tokens=4, bad_words=["a", "bc"], logprobs=1),
     ],
 }
 PROMPTS = ["hello", "ab" * 30, "a longer prompt"]

@@ -93,7 +93,9 @@ def reference_model(checkpoint: Path, engine: Path) -> Any:
 
 def generate(engine: Engine, plan: str, prompts: Sequence[Sequence[int]], **options: Any):
     llm = LLM(engine, plan=plan)
-    params = SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True} | options)
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | options
+    )
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 

@@ -75,7 +75,7 @@ def assert_gone(watched: dict[str, Callable[[], bool]]) -> None:
 def test_a_dropped_llm_releases_everything(path: Path, backend: str, mmap: bool | None) -> None:
     """After requests with every plan, a hook, and a stream that was left in the middle."""
     engine = Engine.load(path, backend=backend, mmap=mmap)
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
     def replace(values: StepValues) -> None:
         values["logits"] = torch.zeros_like(values["logits"])

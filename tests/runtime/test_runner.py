@@ -46,7 +46,7 @@ def make_loop(engine: Engine, plans: list[str]) -> tuple[Scheduler, Runner]:
 
 
 def make_request(engine: Engine, prompt: list[int], name: str = "0", **params) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 20, **params})
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 20, **params})
     return Request(name, prompt, sampling, max_seq_len=engine.max_seq_len, num_drafts=1)
 
 

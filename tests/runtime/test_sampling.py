@@ -44,7 +44,13 @@ def generate(engine: Engine, plan: str, params: list[SamplingParams]) -> list[li
 
 def requests(**changes: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=100 + i, **options, **changes)
+        SamplingParams(
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            seed=100 + i,
+            **{"temperature": 0, **options},
+            **changes,
+        )
         for i, options in enumerate(OPTIONS)
     ]
 
@@ -166,7 +172,7 @@ def test_a_rule_that_is_not_lossless_for_the_trees_is_refused(engine: Engine, ru
     assert "coupled, delta" in error.value.needed
     # greedy requests need no rule, plain ones no tree
     for harmless in (
-        SamplingParams(max_tokens=4, rule=rule),
+        SamplingParams(temperature=0, max_tokens=4, rule=rule),
         SamplingParams(max_tokens=4, temperature=0.7, rule=rule, speculative=False),
     ):
         LLM(engine, plan=plan).generate([[1, 2, 3]], harmless)
@@ -179,5 +185,5 @@ def test_a_refused_request_leaves_the_others_alone(engine: Engine) -> None:
     stream = llm.stream([[1, 2, 3]], good)
     tokens = [next(stream).token_id]
     with pytest.raises(RequestError, match="top_p=0"):
-        llm.generate([[1, 2]], SamplingParams(top_p=0))
+        llm.generate([[1, 2]], SamplingParams(temperature=0, top_p=0))
     assert tokens + [event.token_id for event in stream] == wanted

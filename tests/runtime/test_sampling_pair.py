@@ -148,7 +148,9 @@ def check_pairs(
     joint = joint_of_two(target, known, options)
     counts = dict.fromkeys(joint, 0)
     params = [
-        SamplingParams(max_tokens=3, ignore_eos=True, seed=seed, rule=rule, **options)
+        SamplingParams(
+            max_tokens=3, ignore_eos=True, seed=seed, rule=rule, **{"temperature": 0, **options}
+        )
         for seed in range(num)
     ]
     found = 0
@@ -174,7 +176,9 @@ def check_pairs(
 
 
 def _greedy(engine: Engine, prompt: str) -> Any:
-    return LLM(engine, plan="off").generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+    return LLM(engine, plan="off").generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    )
 
 
 # each plan with one of its rules, of which the default tier has one
@@ -232,7 +236,9 @@ def seeded(count: int) -> list[tuple[str, SamplingParams]]:
     return [
         (
             PROMPTS[i % len(PROMPTS)],
-            SamplingParams(max_tokens=16, ignore_eos=True, seed=i, **OPTIONS[i // 4 % 4]),
+            SamplingParams(
+                max_tokens=16, ignore_eos=True, seed=i, **{"temperature": 0, **OPTIONS[i // 4 % 4]}
+            ),
         )
         for i in range(count)
     ]

@@ -85,7 +85,8 @@ def sampling(count: int) -> list[SamplingParams]:
         {"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.2},
     ]  # fmt: skip
     return [
-        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **mixed[i % 5]) for i in range(count)
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **{"temperature": 0, **mixed[i % 5]})
+        for i in range(count)
     ]
 
 

@@ -126,7 +126,7 @@ def test_greedy_tokens_and_rows(
     own = made(name)
     chosen = texts if batch > 1 else texts[3::5]
     core = EngineCore(own.engine, plan.name, shares_prefixes=False)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     before = own.oracle.num_rows
     for first in range(0, len(chosen), batch):
         part = chosen[first : first + batch]
@@ -176,7 +176,8 @@ def test_all_layers_and_all_rows_are_always_right(
     sampled = {"temperature": 1.0, "rule": rule} if rule else {"temperature": 0.0}
     count = 1 + 4 * (plan.max_depth + 1)
     params = [
-        SamplingParams(max_tokens=count, ignore_eos=True, seed=i, **sampled) for i in range(5)
+        SamplingParams(max_tokens=count, ignore_eos=True, seed=i, **{"temperature": 0, **sampled})
+        for i in range(5)
     ]
     llm = LLM(own.engine, plan=plan.name)
     llm.generate(texts[4:9], params)

@@ -20,7 +20,7 @@ from specc.sampling.params import SamplingParams
 from specc.system.files import hash_file
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
-PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROCESS = """
 import json, sys
 from specc.runtime.llm import LLM

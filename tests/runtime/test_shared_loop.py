@@ -72,7 +72,7 @@ def test_eight_threads_get_what_they_would_alone(make_engine, prompts) -> None:
 def test_threads_share_batches(make_engine, prompts) -> None:
     engine = make_engine(max_num_seqs=3)
     llm = LLM(engine, plan="off")
-    params = SamplingParams(max_tokens=40)
+    params = SamplingParams(temperature=0, max_tokens=40)
     one = llm.generate([prompts[0]], params)[0].metrics
     before = llm.get_metrics().num_step_passes
     in_threads(*[lambda: llm.generate([prompts[0]], params)] * 3)
@@ -91,7 +91,7 @@ def test_an_error_of_one_thread_is_its_own(make_engine, prompts, greedy, monkeyp
         return run(batch)
 
     monkeypatch.setattr(llm._runner, "run", fail_now_and_then)
-    params = SamplingParams(max_tokens=20)
+    params = SamplingParams(temperature=0, max_tokens=20)
 
     def drop() -> str:
         for _ in range(3):
@@ -130,13 +130,16 @@ def test_a_stream_is_read_while_others_generate(make_engine, prompts, greedy) ->
 
     def generate() -> bool:
         while not is_done.is_set():
-            outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
             assert [o.outputs[0].token_ids for o in outputs] == want
         return True
 
     def read() -> list[int]:
         try:
-            tokens = [e.token_id for e in llm.stream(prompts[4], SamplingParams(max_tokens=20))]
+            tokens = [
+                e.token_id
+                for e in llm.stream(prompts[4], SamplingParams(temperature=0, max_tokens=20))
+            ]
         finally:
             is_done.set()
         return tokens
@@ -149,7 +152,9 @@ def test_two_llms_of_one_engine_in_two_threads(make_engine, prompts, greedy) -> 
     llms = [LLM(engine, plan="chain-4"), LLM(engine, plan="tree-3-2-1")]
     works = [
         lambda llm=llm: [
-            llm.generate([prompts[i]], SamplingParams(max_tokens=9))[0].outputs[0].token_ids
+            llm.generate([prompts[i]], SamplingParams(temperature=0, max_tokens=9))[0]
+            .outputs[0]
+            .token_ids
             for i in range(4)
         ]
         for llm in llms
@@ -162,7 +167,7 @@ def test_a_stream_that_is_collected_within_an_iteration(make_engine, prompts, gr
     """Its requests leave after the iteration, not in the middle of it."""
     llm = LLM(make_engine(), plan="chain-4")
     # of its own accord it would not end before the other one
-    stream = llm.stream(prompts[4], SamplingParams(max_tokens=90, ignore_eos=True))
+    stream = llm.stream(prompts[4], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
     next(stream)
     streams = [stream]
     del stream
@@ -175,7 +180,7 @@ def test_a_stream_that_is_collected_within_an_iteration(make_engine, prompts, gr
         return run(batch)
 
     llm._runner.run = collect  # type: ignore[method-assign, assignment]
-    (output,) = llm.generate([prompts[1]], SamplingParams(max_tokens=20))
+    (output,) = llm.generate([prompts[1]], SamplingParams(temperature=0, max_tokens=20))
     assert output.outputs[0].token_ids == greedy(prompts[1], 20)
     assert running[0] == 2
     assert running[-1] == 1
@@ -188,7 +193,7 @@ def test_closed_by_another_thread(make_engine, prompts) -> None:
     begun = threading.Event()
 
     def read() -> None:
-        for _ in llm.stream(prompts, SamplingParams(max_tokens=90, ignore_eos=True)):
+        for _ in llm.stream(prompts, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)):
             begun.set()
             time.sleep(0.001)
 

@@ -87,7 +87,14 @@ def test_1024_nodes(zoo: Zoo, engine: Engine, plan: SpecPlan) -> None:
     assert outcome.stats.mean_acceptance_length > 1.9
     params = [
         SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=1.0, top_p=0.95),
-        SamplingParams(max_tokens=12, ignore_eos=True, seed=4, rule="delta", frequency_penalty=0.4),
+        SamplingParams(
+            temperature=0,
+            max_tokens=12,
+            ignore_eos=True,
+            seed=4,
+            rule="delta",
+            frequency_penalty=0.4,
+        ),
     ]
     found = [
         [
@@ -154,8 +161,8 @@ def test_values_that_are_asked_for_stay_until_the_next_step(engine: Engine) -> N
 def test_log_probabilities_come_from_plain_decoding(engine: Engine) -> None:
     """A request that wants them runs beside one that speculates in tiles."""
     prompts = [list(prompt) for prompt in models.prompts()[1:3]]
-    scored = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
-    plain = SamplingParams(max_tokens=9, ignore_eos=True)
+    scored = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2)
+    plain = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     found = {}
     for plan in (STATIC.name, "off"):
         llm = LLM(engine, plan=plan)

@@ -55,7 +55,7 @@ def test_nodes_see_their_own_path(
 
     monkeypatch.setattr(engine.steps[plan.name], "run", record)
     prompts = models.prompts()
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     llm = LLM(engine, plan=plan.name)
     # whole steps, with all requests in them: prompts go first, in passes of their own
     llm._runner.shares_pass = False

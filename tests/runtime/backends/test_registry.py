@@ -21,7 +21,7 @@ from specc.runtime.engine import Engine
 from tests.runtime.backends.counted_backend import FACTS, CountedBackend
 
 PROMPTS = ["hello world", "ab"]
-PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture

@@ -80,7 +80,9 @@ def word(tokens: Sequence[int]) -> str:
 def requests(prompts: list[list[int]]) -> list[tuple[SamplingParams, list[int]]]:
     """For each prompt, controls that get in the way of its output, and the output under them."""
     # all but the space, which words do not begin with
-    letters = SamplingParams(max_tokens=NUM_TOKENS, allowed_token_ids=[*range(59), EOS])
+    letters = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, allowed_token_ids=[*range(59), EOS]
+    )
     own = [decode(prompt, letters) for prompt in prompts[:5]]
     changes: list[dict[str, Any]] = [
         {"allowed_token_ids": None, "logit_bias": {own[0][2]: -100.0, own[0][5]: 1.5, EOS: -2.0}},
@@ -164,7 +166,7 @@ def test_every_rule_keeps_to_the_controls(engine, prompts, requests, rule) -> No
 
 
 def test_others_in_the_batch_are_left_alone(engine, prompts, requests, greedy) -> None:
-    free = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     params = [free, requests[1][0], free, free, requests[4][0]]
     for plan in ("off", PLAN_IDS[0], PLAN_IDS[3]):
         outputs = generate(engine, plan, prompts, params)
@@ -211,7 +213,7 @@ def test_logprobs_are_the_models_own(engine, prompts, requests, plan) -> None:
 
 def test_a_stop_string_ends_nothing_before_the_least_length(engine, prompts, requests) -> None:
     """One that begins before and ends after it does."""
-    free = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     (whole,) = generate(engine, "off", prompts, [free])
     text = whole.text
     assert len(text) == NUM_TOKENS
@@ -263,7 +265,7 @@ def test_grammars_and_controls_go_together(tiny_engine) -> None:
                 structured_outputs=shape,
                 bad_words=["a", "bc", "ff"],
                 min_tokens=7,
-                **options,
+                **{"temperature": 0, **options},
             )
             output = llm.generate("hello", params)[0].outputs[0]
             assert output.finish_reason == "stop"
@@ -315,8 +317,8 @@ def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
     ]
     texts = ["hello", "ab", "abab"]
     for plan in ("tree-2-1", "off", "chain-3"):
-        params = [SamplingParams(max_tokens=20, **each) for each in options]
-        free = [SamplingParams(max_tokens=8, ignore_eos=True)] * 3
+        params = [SamplingParams(max_tokens=20, **{"temperature": 0, **each}) for each in options]
+        free = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 3
         for each in (params, free, params[1:2], params):
             found, wanted = (
                 [o.outputs[0] for o in LLM(one, plan).generate(texts[: len(each)], each)]
@@ -346,6 +348,6 @@ def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
 def test_what_the_engine_has_not_got_is_refused_before_any_work(engine, options) -> None:
     llm = LLM(engine, plan="off")
     with pytest.raises(RequestError) as caught:
-        llm.generate([[1, 2]], SamplingParams(**options))
+        llm.generate([[1, 2]], SamplingParams(**{"temperature": 0, **options}))
     assert all(name in caught.value.found for name in options)
     assert llm.get_metrics().num_prompt_tokens == 0

@@ -31,7 +31,7 @@ from tests.tiers import every
 TURNS = StructuredOutputsParams(regex="([a-c][d-f][g-i]){2,6}")
 CODE = StructuredOutputsParams(regex="[0-9]{2,5}-[a-f]{1,9}")
 ONE = StructuredOutputsParams(choice=["nothing else but this one"])
-FREE = SamplingParams(max_tokens=12, ignore_eos=True)
+FREE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # whose first child ends, and whose second goes on
 IRREGULAR = SpecPlan.from_tree(TokenTree((-1, 0, 0, 2, 3)))
 DYNAMIC = SpecPlan.from_dynamic(DynamicTree(5, 3, 2))
@@ -114,7 +114,9 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watch:
 def run(engine: Engine, plan: str, **options: Any) -> tuple[LLM, list[Any]]:
     """Two grammars, and between them a request that nothing constrains."""
     own = [
-        SamplingParams(max_tokens=30, structured_outputs=one, seed=3, **options)
+        SamplingParams(
+            max_tokens=30, structured_outputs=one, seed=3, **{"temperature": 0, **options}
+        )
         for one in (TURNS, CODE)
     ]
     llm = LLM(engine, plan)
@@ -181,7 +183,7 @@ def test_delta_puts_out_what_plain_decoding_does(engine, plain, plan) -> None:
 
 def test_what_alone_may_follow_is_proposed(engine) -> None:
     """Models of random weights agree on a text that leaves no choice."""
-    params = SamplingParams(max_tokens=30, structured_outputs=ONE)
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=ONE)
     llm = LLM(engine, "chain-3")
     (output,) = llm.generate("hello", params)
     num_tokens = len(output.outputs[0].token_ids)
@@ -202,7 +204,7 @@ def test_plans_that_share_a_pass_mask_their_drafts(engine, watch) -> None:
 
     watch.see = see
     llm = LLM(engine, "chain-3")
-    params = SamplingParams(max_tokens=30, structured_outputs=CODE)
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=CODE)
     # more requests than places: prompts of the last ones come while others are in their trees
     llm.generate(["a", "b" * 9, "hello", "abab", "c", "d"], params)
     assert llm._runner.num_shared_passes > 0
@@ -254,7 +256,9 @@ def test_a_step_that_fails_leaves_no_mask(engine, monkeypatch) -> None:
         patch.setattr(engine.grammars, "start", lambda params: state)
         patch.setattr(DraftMasks, "__call__", fails)
         with pytest.raises(RuntimeError, match="a draft's pass"):
-            LLM(engine, "chain-3").generate("hello", SamplingParams(structured_outputs=CODE))
+            LLM(engine, "chain-3").generate(
+                "hello", SamplingParams(temperature=0, structured_outputs=CODE)
+            )
     # nor has the grammar gone ahead
     assert state._ahead == []
     trees.clear()

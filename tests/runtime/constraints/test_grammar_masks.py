@@ -207,7 +207,8 @@ def test_the_hook_masks_by_the_tree_of_its_plan(grammars, tokenizer, plan) -> No
         values[name] = torch.cat([values[name][:1], values[name]])
     own = [start(grammars, choice=CHOICES), None, start(grammars, choice=CHOICES)]
     requests = [
-        Request("0", [1], SamplingParams(), max_seq_len=64, grammar=grammar) for grammar in own
+        Request("0", [1], SamplingParams(temperature=0), max_seq_len=64, grammar=grammar)
+        for grammar in own
     ]
     TreeMasks(requests, plan)(values)
     wanted = [drawn[0][1], {}, drawn[1][1]]

@@ -309,8 +309,8 @@ def test_a_choice_has_the_masks_of_its_rules(shared, tokenizer) -> None:
 
 def test_a_request_whose_masks_take_long_ends_alone(monkeypatch) -> None:
     engine = build_engine(eos=(256,))
-    slow_one = SamplingParams(max_tokens=8, structured_outputs=SMALL)
-    free = SamplingParams(max_tokens=8, ignore_eos=True)
+    slow_one = SamplingParams(temperature=0, max_tokens=8, structured_outputs=SMALL)
+    free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     monkeypatch.setattr(grammar, "_MAX_MASKS_S", 0.0)
     monkeypatch.setattr(grammar, "_MAX_MASK_S", 0.0)
     first, second = LLM(engine, "chain-4").generate(["ab", "cd"], [slow_one, free])

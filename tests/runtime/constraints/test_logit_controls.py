@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def make_request(
     prompt: Sequence[int], output: Sequence[int] = (), vocab_size: int = VOCAB, **options: Any
 ) -> Request:
-    params = SamplingParams(**{"max_tokens": 64, **options})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 64, **options})
     controls = None
     if params.has_controls:
         ends = {*EOS, *params.stop_token_ids}
@@ -118,7 +118,9 @@ def test_the_first_token_follows_no_output(kind: str) -> None:
     logits = torch.randn(2, VOCAB)
     found = mask_roots(logits, [make_request([1, 1]), make_request([1, 1], **OPTIONS[kind])])
     assert torch.equal(found[0], logits[0])
-    wanted = processed(SamplingParams(max_tokens=64, **OPTIONS[kind]), [], logits[1])
+    wanted = processed(
+        SamplingParams(max_tokens=64, **{"temperature": 0, **OPTIONS[kind]}), [], logits[1]
+    )
     torch.testing.assert_close(found[1], wanted, rtol=0, atol=0)
 
 

@@ -73,7 +73,8 @@ def generate(engine: Engine, plan: str, prompts: Any = None, **options: Any) -> 
     options = {"max_tokens": 60, **options}
     names = list(STRUCTURES) if prompts is None else [None] * len(prompts)
     params = [
-        SamplingParams(**({"structured_outputs": STRUCTURES.get(name)} | options)) for name in names
+        SamplingParams(**({"temperature": 0, "structured_outputs": STRUCTURES.get(name)} | options))
+        for name in names
     ]
     outputs = LLM(engine, plan).generate(PROMPTS if prompts is None else prompts, params)
     return [output.outputs[0] for output in outputs]
@@ -126,15 +127,17 @@ def test_drafts_are_accepted_under_a_grammar(data_engine) -> None:
     """Otherwise the equality above would compare plain decoding with itself."""
     for plan in DATA_PLANS[1:]:
         llm = LLM(data_engine, plan.name)
-        params = SamplingParams(max_tokens=60, structured_outputs=STRUCTURES["repetition"])
+        params = SamplingParams(
+            temperature=0, max_tokens=60, structured_outputs=STRUCTURES["repetition"]
+        )
         llm.generate(PROMPTS[2], params)
         assert llm.get_metrics().accepted_at_depth[1] > 0
 
 
 @pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"], 1))
 def test_others_in_the_batch_are_left_alone(engine, plan) -> None:
-    free = SamplingParams(max_tokens=20, ignore_eos=True)
-    own = SamplingParams(max_tokens=60, structured_outputs=STRUCTURES["json"])
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    own = SamplingParams(temperature=0, max_tokens=60, structured_outputs=STRUCTURES["json"])
     alone = [
         LLM(engine, plan).generate(p, q)[0] for p, q in ((PROMPTS[0], free), (PROMPTS[1], own))
     ]
@@ -148,11 +151,13 @@ def test_logprobs_are_those_of_the_model(engine, plan) -> None:
     """What the model thinks of the same text where nothing constrains it."""
     (output,) = LLM(engine, plan).generate(
         PROMPTS[0],
-        SamplingParams(max_tokens=12, structured_outputs=STRUCTURES["regex"], logprobs=4),
+        SamplingParams(
+            temperature=0, max_tokens=12, structured_outputs=STRUCTURES["regex"], logprobs=4
+        ),
     )
     tokens, found = output.outputs[0].token_ids, output.outputs[0].logprobs
     contexts = [[*output.prompt_token_ids, *tokens[:i]] for i in range(len(tokens))]
-    free = SamplingParams(max_tokens=1, logprobs=4)
+    free = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
     num_other = 0
     for place, wanted in enumerate(LLM(engine, "off").generate(contexts, free)):
         own = dict(found[place])
@@ -168,7 +173,11 @@ def test_logprobs_are_those_of_the_model(engine, plan) -> None:
 def test_other_ends_go_before_that_of_the_grammar(engine, plan) -> None:
     def run(**options: Any) -> Any:
         own = {"structured_outputs": STRUCTURES["json"], "max_tokens": 60} | options
-        return LLM(engine, plan).generate(PROMPTS[0], SamplingParams(**own))[0].outputs[0]
+        return (
+            LLM(engine, plan)
+            .generate(PROMPTS[0], SamplingParams(**{"temperature": 0, **own}))[0]
+            .outputs[0]
+        )
 
     whole = run()
     cut = run(max_tokens=5)
@@ -210,7 +219,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
 
     monkeypatch.setattr(engine.grammars, "start", fragile)
     params = [
-        SamplingParams(max_tokens=60, structured_outputs=one)
+        SamplingParams(temperature=0, max_tokens=60, structured_outputs=one)
         for one in (broken, STRUCTURES["choice"])
     ]
     bad, good = (o.outputs[0] for o in LLM(engine, "tree-2-1").generate(PROMPTS[:2], params))
@@ -223,7 +232,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
 def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine, plan) -> None:
     """Its rows are computed again, its tokens and their grammar are not."""
     crowded = Engine.load(tiny_engine, kv_cache_tokens=112)
-    params = SamplingParams(max_tokens=60, structured_outputs=STRUCTURES["json"])
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=STRUCTURES["json"])
     prompts = [text * 12 for text in ("abc", "hey", "{..", "xyz")]
     llm = LLM(crowded, plan)
     outputs = llm.generate(prompts, params)
@@ -234,9 +243,9 @@ def test_a_preempted_request_keeps_its_place_in_the_grammar(tiny_engine, engine,
 
 def test_requests_with_a_wrong_grammar_never_start(engine) -> None:
     llm = LLM(engine)
-    wrong = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+    wrong = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="(a"))
     with pytest.raises(RequestError, match="llguidance"):
-        llm.generate(PROMPTS[:2], [SamplingParams(), wrong])
+        llm.generate(PROMPTS[:2], [SamplingParams(temperature=0), wrong])
     assert llm.get_metrics().num_prompt_tokens == 0
 
 
@@ -244,7 +253,10 @@ def test_trees_in_tiles_decode_plainly(data_engine) -> None:
     with in_tiles(data_engine, 2):
         plan = DATA_PLANS[0].name
         llm = LLM(data_engine, plan)
-        params = [SamplingParams(max_tokens=60, structured_outputs=s) for s in STRUCTURES.values()]
+        params = [
+            SamplingParams(temperature=0, max_tokens=60, structured_outputs=s)
+            for s in STRUCTURES.values()
+        ]
         outputs = llm.generate(PROMPTS, params)
         assert llm.get_metrics().num_spec_steps == 0
     assert [o.outputs[0] for o in outputs] == generate(data_engine, "off")

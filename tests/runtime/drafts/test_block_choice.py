@@ -74,7 +74,7 @@ def test_columns() -> None:
 def test_preemption(make_engine: Callable[..., Engine]) -> None:
     """The rows are gone, and so is what was said of them."""
     core = EngineCore(make_engine(plans=[()]), "off")
-    request = core.requests.make([1, 2, 3], SamplingParams(max_tokens=4))
+    request = core.requests.make([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
     request.block_choice.add(torch.ones(4), 1, 3)
     request.preempt()
     assert request.block_choice.mass is None

@@ -22,7 +22,7 @@ VOTE = SpecPlan.from_widths((1, 1, 1), ("draft_0", "draft_1", "lookup-2"), "vote
 
 
 def make(tokens: list[int], name: str = "0") -> Request:
-    return Request(name, tokens, SamplingParams(max_tokens=64), max_seq_len=256)
+    return Request(name, tokens, SamplingParams(temperature=0, max_tokens=64), max_seq_len=256)
 
 
 def plans(*found: SpecPlan) -> dict[str, SpecPlan]:

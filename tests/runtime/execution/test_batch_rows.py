@@ -30,7 +30,7 @@ def test_rows_follow_their_sequences(seed: int) -> None:
     for step in range(400):
         action = dice.choice(["come", "grow", "grow", "trim", "preempt", "leave", "look", "look"])
         if action == "come" and len(running) < 3:
-            params = SamplingParams(max_tokens=50)
+            params = SamplingParams(temperature=0, max_tokens=50)
             new = Request(str(step), [0] * dice.randrange(1, 9), params, max_seq_len=60)
             one = preempted.pop() if preempted and dice.random() < 0.5 else new
             if blocks.admit(one, running):
@@ -62,7 +62,7 @@ def test_what_has_not_changed_is_not_written() -> None:
     shape = CacheShape(64, 8, 4, max_num_seqs=2)
     cache = KVCache(shape, {}, torch.float32)
     blocks, rows = RequestBlocks(cache, shares_prefixes=False), BlockRows(shape)
-    one = Request("a", [0] * 5, SamplingParams(max_tokens=50), max_seq_len=64)
+    one = Request("a", [0] * 5, SamplingParams(temperature=0, max_tokens=50), max_seq_len=64)
     assert blocks.admit(one, [])
     assert rows.write([one])
     assert not rows.write([one])

@@ -75,7 +75,7 @@ def votes_of(plain: Engine, tokens: list[int], count: int) -> Tensor:
 
 
 def start(core: EngineCore, lengths: tuple[int, ...], max_tokens: int = 4) -> list[Request]:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     requests = [core.requests.make(text_of(n), params) for n in lengths]
     for request in requests:
         core.scheduler.add(request)

@@ -63,8 +63,12 @@ def test_they_are_the_targets_own(
     llm._runner.shares_pass = shares_pass
     spans = llm._scheduler._prompts
     llm._scheduler._prompts = dataclasses.replace(spans, shares_pass=shares_pass)
-    asked = SamplingParams(max_tokens=5, prompt_logprobs=2, logprobs=1)
-    params = [asked, *[SamplingParams(max_tokens=7)] * 2, *[asked] * (len(prompts) - 3)]
+    asked = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=2, logprobs=1)
+    params = [
+        asked,
+        *[SamplingParams(temperature=0, max_tokens=7)] * 2,
+        *[asked] * (len(prompts) - 3),
+    ]
     for _ in range(2):
         outputs = llm.generate(prompts, params)
         for prompt, own, output in zip(prompts, params, outputs, strict=True):
@@ -81,13 +85,15 @@ def test_they_are_the_targets_own(
 @pytest.mark.parametrize("count", [0, 20])
 def test_counts(make_engine, logprobs_of, count: int) -> None:
     prompt = [5, 5, 9, 1]
-    (output,) = LLM(make_engine()).generate([prompt], SamplingParams(prompt_logprobs=count))
+    (output,) = LLM(make_engine()).generate(
+        [prompt], SamplingParams(temperature=0, prompt_logprobs=count)
+    )
     check(output.prompt_logprobs, prompt, logprobs_of(prompt), count)
     assert output.outputs[0].logprobs is None
 
 
 def test_a_prompt_of_one_token_has_none(make_engine) -> None:
-    (output,) = LLM(make_engine()).generate([[3]], SamplingParams(prompt_logprobs=1))
+    (output,) = LLM(make_engine()).generate([[3]], SamplingParams(temperature=0, prompt_logprobs=1))
     assert output.prompt_logprobs == [None]
 
 
@@ -105,7 +111,7 @@ def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch
         return forward(self, *inputs)
 
     monkeypatch.setattr(TinyModel, "forward", count)
-    llm.generate(some, SamplingParams(prompt_logprobs=0, max_tokens=1))
+    llm.generate(some, SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=1))
     assert max(rows) == most
     assert sum(rows) == sum(map(len, some))
 
@@ -118,7 +124,7 @@ def test_preempted_in_the_prompt_and_after_it(make_engine, prompts, greedy, logp
         llm = LLM(engine, plan="chain-4")
         pool = engine.cache.allocator
         taken = pool.allocate(pool.num_free - num_blocks)
-        params = SamplingParams(max_tokens=12, prompt_logprobs=1)
+        params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1)
         some = [prompts[4], prompts[3], prompts[2]]
         for prompt, output in zip(some, llm.generate(some, params), strict=True):
             assert output.outputs[0].token_ids == greedy(prompt, 12)
@@ -130,7 +136,7 @@ def test_preempted_in_the_prompt_and_after_it(make_engine, prompts, greedy, logp
 
 def test_preempted_between_two_chunks(make_engine, prompts, greedy, logprobs_of) -> None:
     llm = LLM(make_engine(prefill_chunk=5), plan="chain-4")
-    prompt, params = prompts[4], SamplingParams(max_tokens=4, prompt_logprobs=1)
+    prompt, params = prompts[4], SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
     stream = llm.stream([prompt], params)
     (request,) = stream.gi_frame.f_locals["groups"][0]  # type: ignore[attr-defined]
     llm._scheduler.add(request)
@@ -148,7 +154,7 @@ def test_a_backend_without_rows_for_them_says_so(make_engine) -> None:
     engine = make_engine()
     engine.backend = "tensorrt"
     with pytest.raises(RequestError, match="prompt_logprobs=0"):
-        LLM(engine).generate([[1, 2]], SamplingParams(prompt_logprobs=0))
+        LLM(engine).generate([[1, 2]], SamplingParams(temperature=0, prompt_logprobs=0))
 
 
 def test_they_are_those_of_transformers(tiny_models, tiny_engine) -> None:
@@ -157,7 +163,7 @@ def test_they_are_those_of_transformers(tiny_models, tiny_engine) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_models.target).eval()
     llm = LLM(tiny_engine)
     prompts = [llm.get_tokenizer().encode(text) for text in ("def f(x):", "a" * 70, "b")]
-    outputs = llm.generate(prompts, SamplingParams(prompt_logprobs=3, max_tokens=4))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=4))
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt])).logits[0, :-1]

@@ -27,7 +27,10 @@ STATS = SpecStats()
 def round_of(accepted: Sequence[int], length: int = 2, **stages: float) -> tuple[Batch, RunResult]:
     """An iteration of one step, of a chain, and a prompt beside it."""
     plan = SpecPlan.from_widths((1,) * length)
-    requests = [Request(str(i), [0], SamplingParams(), max_seq_len=9) for i in range(len(accepted))]
+    requests = [
+        Request(str(i), [0], SamplingParams(temperature=0), max_seq_len=9)
+        for i in range(len(accepted))
+    ]
     step = StepResult(list(accepted), [], [], {}, stages or {"step": 1.0})
     spans = [Span(requests[0], 0, 1)]
     return Batch(spans, [StepGroup(plan, requests)]), RunResult([None], 9.0, [step])
@@ -190,7 +193,7 @@ def test_an_engine_generates_the_same(tiny_engine):
     from specc import LLM, SamplingParams
 
     prompts = ["hello world", "ab", "the third one", "zz"]
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     want = [o.outputs[0].token_ids for o in LLM(tiny_engine, "off").generate(prompts, params)]
     policy = AdaptivePolicy({"off": 0, "chain-3": 3}, AdaptiveConstants(window=4, longest_wait=8))
     chosen: list[str] = []

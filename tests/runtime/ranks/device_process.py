@@ -69,7 +69,7 @@ def params_of(given: dict[str, Any]) -> SamplingParams:
     structured = given.pop("structured_outputs", None)
     if structured is not None:
         given["structured_outputs"] = StructuredOutputsParams(**structured)
-    return SamplingParams(**given)
+    return SamplingParams(**{"temperature": 0, **given})
 
 
 def do(

@@ -86,7 +86,7 @@ def main() -> None:
             one._step.draft = paused(stage, 2, engine, one._step.draft)
     elif stage == "accept":
         step.before_accept = paused(stage, 2, engine, lambda values: None)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     if options.get("is_service"):
         serve(engine, params, stage, options.get("num_requests", 1))
     say(tokens=generate(engine, params))

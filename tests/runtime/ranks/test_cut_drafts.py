@@ -140,7 +140,9 @@ def test_each_rank_has_its_part_of_the_draft(zoo: Zoo, pair: Pair) -> None:
 @pytest.mark.slow
 def test_requests_that_give_way_and_plans_that_share_a_pass(pair: Pair) -> None:
     given = [
-        SamplingParams(max_tokens=36 + 4 * i, ignore_eos=True, speculative=i % 3 != 2)
+        SamplingParams(
+            temperature=0, max_tokens=36 + 4 * i, ignore_eos=True, speculative=i % 3 != 2
+        )
         for i in range(4)
     ]
     found = []
@@ -169,7 +171,7 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     whole = Engine.load(path_of(zoo, "eager", 1))
     for job, found in zip(jobs, said, strict=True):
         llm = LLM(whole, plan=job["plan"])
-        params = [SamplingParams(**given) for given in job["params"]]
+        params = [SamplingParams(**{"temperature": 0, **given}) for given in job["params"]]
         outputs = llm.generate(job["prompts"], params)
         assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
         assert found["accepted"] == llm.get_metrics().num_accepted_tokens, job["plan"]

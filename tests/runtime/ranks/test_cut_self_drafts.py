@@ -147,7 +147,8 @@ def serve(
     """Tokens, and how many of them were accepted: what only spoils drafts spoils no token."""
     llm = LLM(engine, plan=plan)
     given = [
-        SamplingParams(seed=i, max_tokens=tokens, ignore_eos=True, **options) for i in range(4)
+        SamplingParams(seed=i, max_tokens=tokens, ignore_eos=True, **{"temperature": 0, **options})
+        for i in range(4)
     ]
     outputs = llm.generate(texts(), given)
     found = [list(output.outputs[0].token_ids) for output in outputs]

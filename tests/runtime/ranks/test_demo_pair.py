@@ -76,7 +76,10 @@ def outputs(llm: LLM, given: list[SamplingParams]) -> list[Any]:
 def test_tokens(whole: Engine, cut: Engine, plan: str, kind: str) -> None:
     given = [
         SamplingParams(
-            max_tokens=NUM_TOKENS, seed=50 + i, ignore_eos=kind != "grammar", **KINDS[kind]
+            max_tokens=NUM_TOKENS,
+            seed=50 + i,
+            ignore_eos=kind != "grammar",
+            **{"temperature": 0, **KINDS[kind]},
         )
         for i in range(3)
     ]
@@ -94,7 +97,7 @@ def test_tokens(whole: Engine, cut: Engine, plan: str, kind: str) -> None:
 
 
 def test_requests_give_way_and_share_prefixes(whole: Engine, cut: Engine) -> None:
-    given = [SamplingParams(max_tokens=150, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=150, ignore_eos=True) for _ in range(4)]
     llm = LLM(cut, plan="tree-3-2-1")
     found, wanted = outputs(llm, given), outputs(LLM(whole, plan="tree-3-2-1"), given)
     assert [item.token_ids for item in found] == [item.token_ids for item in wanted]
@@ -103,7 +106,7 @@ def test_requests_give_way_and_share_prefixes(whole: Engine, cut: Engine) -> Non
     texts = []
     for engine in (whole, cut):
         llm = LLM(engine, plan="tree-3-2-1")
-        llm.generate([first], SamplingParams(max_tokens=8))
+        llm.generate([first], SamplingParams(temperature=0, max_tokens=8))
         again = llm.generate([f"{first}a", f"{first}b"], given[:2])
         assert llm.get_metrics().num_cached_tokens > 0
         texts.append([output.outputs[0].token_ids for output in again])

@@ -110,7 +110,7 @@ def alone(engine: Engine, job_: dict[str, Any]) -> list[list[int]]:
     for given in job_["params"]:
         if (structured := given.get("structured_outputs")) is not None:
             given = {**given, "structured_outputs": StructuredOutputsParams(**structured)}
-        params.append(SamplingParams(**given))
+        params.append(SamplingParams(**{"temperature": 0, **given}))
     outputs = LLM(engine, plan=job_["plan"]).generate(job_["prompts"], params)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -169,7 +169,7 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     whole = Engine.load(path_of(zoo, "eager", 1, CAPTURED))
     for job_, found in zip(jobs, said, strict=True):
         llm = LLM(whole, plan=job_["plan"])
-        given = [SamplingParams(**one) for one in job_["params"]]
+        given = [SamplingParams(**{"temperature": 0, **one}) for one in job_["params"]]
         outputs = llm.generate(job_["prompts"], given)
         assert "error" not in found, found
         assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
@@ -265,7 +265,7 @@ def test_an_answer_that_nobody_took_is_not_taken_for_another(pair: Pair) -> None
     leader = pair.cut.target.leader
     plan = PLANS[1].name
     llm = LLM(pair.cut, plan=plan)
-    given = [SamplingParams(max_tokens=8, ignore_eos=True)]
+    given = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
     wanted = generate(llm, given)
     # a step that was broken off after its order
     table = torch.arange(8, dtype=torch.int32)[None]

@@ -43,7 +43,9 @@ LogProbs = list[dict[int, float]] | None
 
 def params(count: int, **options: Any) -> list[SamplingParams]:
     given = {"max_tokens": NUM_TOKENS, "ignore_eos": "structured_outputs" not in options}
-    return [SamplingParams(seed=100 + i, **given, **options) for i in range(count)]
+    return [
+        SamplingParams(seed=100 + i, **{"temperature": 0, **given}, **options) for i in range(count)
+    ]
 
 
 def generate(llm: LLM, given: Sequence[SamplingParams]) -> list[tuple[list[int], LogProbs]]:
@@ -120,7 +122,7 @@ def test_tokens_and_caches(alone: Engine, led: Engine, plan: str, options: dict[
 def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
     """Requests without speculation, trees and chunks of prompts, all in one pass."""
     given = [
-        SamplingParams(max_tokens=8 + 6 * i, ignore_eos=True, speculative=i % 2 == 0)
+        SamplingParams(temperature=0, max_tokens=8 + 6 * i, ignore_eos=True, speculative=i % 2 == 0)
         for i in range(5)
     ]
     llm = LLM(led, plan="tree-3-2-1")
@@ -133,7 +135,7 @@ def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
 @pytest.mark.parametrize("plan", ["chain-3", "dynamic-10-3-3"])
 def test_requests_that_give_way_to_others(alone: Engine, led: Engine, plan: str) -> None:
     """Rows are given up, and computed again."""
-    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in range(4)]
     llm = LLM(led, plan=plan)
     assert generate(llm, given) == generate(LLM(alone, plan=plan), given)
     assert llm.get_metrics().num_preemptions > 0
@@ -142,7 +144,7 @@ def test_requests_that_give_way_to_others(alone: Engine, led: Engine, plan: str)
 
 def test_prefixes_that_are_shared(alone: Engine, led: Engine) -> None:
     prompt = models.prompts()[-1]
-    given = SamplingParams(max_tokens=12, ignore_eos=True)
+    given = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = []
     for engine in (alone, led):
         llm = LLM(engine, plan="tree-3-2-1")
@@ -170,7 +172,7 @@ def test_compiled_programs(cpu_path: Path, load_led) -> None:
 def test_a_service_over_a_led_engine(alone: Engine, led: Engine) -> None:
     """The servers' door: the same tokens, and nothing of it knows of the ranks."""
     prompt = models.prompts()[2]
-    given = SamplingParams(max_tokens=12, ignore_eos=True)
+    given = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (wanted,) = LLM(alone, plan="tree-3-2-1").generate([prompt], given)
     updates: list[Any] = []
     with Service(EngineCore(led, "tree-3-2-1")) as service:

@@ -191,7 +191,7 @@ def test_an_interrupt_comes_between_orders(engine_path: Path) -> None:
 def test_without_an_end_of_the_process_every_call_fails(engine_path: Path) -> None:
     engine = Engine.load(engine_path, ranks=OPTIONS)
     llm = LLM(engine, plan="tree-3-2-1")
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert llm.generate([[1, 2, 3]], params)
     (pid,) = engine.target.leader.pids
     assert pid is not None
@@ -219,7 +219,7 @@ def test_a_pass_that_fails_on_rank_0_ends_the_job(engine_path: Path) -> None:
 
     engine.target.program = fail
     with pytest.raises(RankError, match=r"rank 0 .* failed in order 1: RuntimeError: of the prog"):
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
     assert not wait_gone(pids, ENDS_S)
 
 

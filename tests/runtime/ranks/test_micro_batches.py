@@ -71,10 +71,14 @@ def draw(dice: random.Random, max_tokens: int, vocab_size: int) -> SamplingParam
     drawn = dice.random()
     if drawn < 0.15:
         regex = StructuredOutputsParams(regex="([a-e]{2}[0-9]){2,4}")
-        return SamplingParams(max_tokens=max_tokens, structured_outputs=regex)
+        return SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=regex)
     if drawn < 0.3:
         return SamplingParams(
-            max_tokens=dice.randint(1, max_tokens), logprobs=2, prompt_logprobs=1, ignore_eos=True
+            temperature=0,
+            max_tokens=dice.randint(1, max_tokens),
+            logprobs=2,
+            prompt_logprobs=1,
+            ignore_eos=True,
         )
     return draw_params(dice, max_tokens, vocab_size)
 
@@ -125,7 +129,7 @@ def test_the_next_order_goes_before_results_are_taken(
         return take
 
     monkeypatch.setattr(Leader, "begin_staged", watched)
-    given = [SamplingParams(max_tokens=24, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True) for _ in range(4)]
     for micro_batches, most in ((None, 2), (1, 1)):
         seen.clear()
         llm = LLM(staged, plan="chain-3", micro_batches=micro_batches)
@@ -145,7 +149,7 @@ def test_a_commit_goes_with_the_next_order(load: Engines, monkeypatch: pytest.Mo
         return order(kind, tensors, model, holds)
 
     monkeypatch.setattr(job, "order", watched)
-    given = [SamplingParams(max_tokens=16, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True) for _ in range(4)]
     LLM(staged, plan="tree-3-2-1").generate([list(p) for p in models.prompts()[:4]], given)
     kinds = [kind for kind, *_ in orders]
     assert kinds.count(Kind.COMMIT) > 4
@@ -171,7 +175,7 @@ class Fickle(FixedPolicy):
 
 def test_a_policy_that_needs_results_has_one_batch_at_a_time(load: Engines) -> None:
     staged, whole = load.staged((1, 2)), load.whole()
-    given = [SamplingParams(max_tokens=12, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True) for _ in range(4)]
     found = []
     for engine in (whole, staged):
         llm = LLM(engine, policy=Fickle("chain-3"))

@@ -126,7 +126,7 @@ def test_two_ranks_generate_what_one_does(
 @pytest.mark.slow
 def test_requests_that_give_way_and_prefixes_that_are_shared(load: Engines) -> None:
     whole, cut = load("llama", 1, **FEW), load("llama", 2, **FEW)
-    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in range(4)]
     llm = LLM(cut, plan="tree-3-2-1")
     assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
     assert llm.get_metrics().num_preemptions > 0
@@ -269,7 +269,8 @@ def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) ->
     given = models.prompts()[1]
     prompts.write_text(json.dumps({"prompt_token_ids": given}) + "\n", encoding="utf-8")
     command = [sys.executable, "-P", "-m", "specc", "run", str(path), "--prompts", str(prompts)]
-    command += ["--max-tokens", "12", "--ignore-eos", "--json", "--plan", "tree-3-2-1"]
+    command += ["--temperature", "0", "--max-tokens", "12", "--ignore-eos", "--json"]
+    command += ["--plan", "tree-3-2-1"]
     processes = [
         subprocess.Popen(
             command,
@@ -294,6 +295,6 @@ def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) ->
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], told
     assert other == ""
-    params_ = SamplingParams(max_tokens=12, ignore_eos=True)
+    params_ = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (wanted,) = LLM(load("llama", 1), plan="tree-3-2-1").generate([given], params_)
     assert json.loads(first)["outputs"][0]["token_ids"] == list(wanted.outputs[0].token_ids)

@@ -147,7 +147,7 @@ def test_requests_that_give_way_and_prefixes_that_are_shared(
     load: Engines, shape: tuple[int, int]
 ) -> None:
     whole, staged = load.whole(**FEW), load.staged(shape, **FEW)
-    given = [SamplingParams(max_tokens=40, ignore_eos=True) for _ in range(4)]
+    given = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in range(4)]
     llm = LLM(staged, plan="tree-3-2-1", micro_batches=1)
     assert generate(llm, given) == generate(LLM(whole, plan="tree-3-2-1"), given)
     assert llm.get_metrics().num_preemptions > 0

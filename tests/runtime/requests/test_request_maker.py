@@ -17,7 +17,7 @@ from specc.runtime.requests.request_maker import RequestMaker
 from specc.sampling.params import SamplingParams
 from tests.runtime.conftest import EOS, POSITIONS, VOCAB, build_engine
 
-PARAMS = SamplingParams(max_tokens=1)
+PARAMS = SamplingParams(temperature=0, max_tokens=1)
 
 
 class Watched:

@@ -23,7 +23,7 @@ def requests_of(count: int) -> list[Request]:
     ticks = itertools.count()
     return [
         Request(
-            str(i), [1, 2, 3], SamplingParams(max_tokens=4), max_seq_len=MAX_SEQ_LEN,
+            str(i), [1, 2, 3], SamplingParams(temperature=0, max_tokens=4), max_seq_len=MAX_SEQ_LEN,
             clock=lambda: float(next(ticks)),
         )
         for i in range(count)
@@ -119,7 +119,7 @@ def test_blocks_of_trees_in_flight_are_not_trimmed(most: int) -> None:
         while len(requests) < len(lengths) or scheduler.has_work:
             if len(requests) < len(lengths) and dice.random() < 0.5:
                 name = str(len(requests))
-                params = SamplingParams(max_tokens=lengths[name], ignore_eos=True)
+                params = SamplingParams(temperature=0, max_tokens=lengths[name], ignore_eos=True)
                 prompt = [1] * dice.randrange(1, 12)
                 requests.append(
                     Request(name, prompt, params, max_seq_len=MAX_SEQ_LEN, num_drafts=1)
@@ -141,7 +141,8 @@ def test_a_late_request_in_flight_ends_with_the_tokens_of_its_batch() -> None:
     scheduler, _ = make_scheduler(chunk=100, clock=lambda: now_s)
     requests = [
         Request(
-            name, [1, 2, 3], SamplingParams(max_tokens=9), max_seq_len=MAX_SEQ_LEN, num_drafts=1,
+            name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=9),
+            max_seq_len=MAX_SEQ_LEN, num_drafts=1,
             clock=lambda: now_s, timeout_s=5.0,
         )
         for name in "ab"

@@ -27,7 +27,7 @@ TOKENIZER = make_tokenizer()
 
 
 def make_request(*, max_seq_len: int = 100, is_streamed: bool = False, **params) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 50, **params})
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 50, **params})
     detokenizer = Detokenizer(
         TOKENIZER,
         PROMPT,
@@ -164,7 +164,7 @@ def test_steps_of_any_length_end_like_single_tokens(
 
 
 def test_request_without_tokenizer_has_no_text() -> None:
-    request = Request("0", PROMPT, SamplingParams(max_tokens=2), max_seq_len=10)
+    request = Request("0", PROMPT, SamplingParams(temperature=0, max_tokens=2), max_seq_len=10)
     request.append_first(7)
     request.append([8, 9])
     output = request.to_output()

@@ -41,7 +41,7 @@ def make_scheduler(
 
 
 def make_request(name: str, num_prompt: int = 4, **params) -> Request:
-    sampling = SamplingParams(**{"max_tokens": 4, **params})
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 4, **params})
     prompt = list(range(num_prompt))
     return Request(name, prompt, sampling, max_seq_len=MAX_SEQ_LEN, num_drafts=1)
 

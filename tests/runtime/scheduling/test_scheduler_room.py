@@ -37,7 +37,7 @@ class Clock:
 
 def request(name: str, prompt: list[int], clock: Any = None, **options: Any) -> Request:
     extra = {key: options.pop(key) for key in ("priority", "timeout_s") if key in options}
-    params = SamplingParams(**{"max_tokens": 4, **options})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 4, **options})
     if clock is not None:
         extra["clock"] = clock
     return Request(name, prompt, params, max_seq_len=MAX_SEQ_LEN, num_drafts=1, **extra)

@@ -28,7 +28,7 @@ from tests.soak import SoakFigures, assert_sound, run_soak
 ROOT = Path(__file__).resolve().parents[3]
 PLANS = (SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((1,)), SpecPlan.from_widths((2, 2)))
 PROMPT = [5, 1, 4, 3]
-LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 class Reader:
@@ -100,7 +100,9 @@ def gate(service: Service) -> Iterator[Gate]:
 
 def test_updates_add_up_to_the_output(service: Service, greedy: Callable[..., list[int]]) -> None:
     readers = [Reader() for _ in range(2)]
-    tickets = [service.submit(PROMPT, SamplingParams(max_tokens=9), r) for r in readers]
+    tickets = [
+        service.submit(PROMPT, SamplingParams(temperature=0, max_tokens=9), r) for r in readers
+    ]
     for reader, ticket in zip(readers, tickets, strict=True):
         last = reader.wait()
         assert reader.tokens == greedy(PROMPT, 9)
@@ -120,7 +122,7 @@ def test_updates_add_up_to_the_output(service: Service, greedy: Callable[..., li
 
 def test_logprobs_come_with_their_tokens(service: Service) -> None:
     reader = Reader()
-    service.submit(PROMPT, SamplingParams(max_tokens=6, logprobs=2), reader)
+    service.submit(PROMPT, SamplingParams(temperature=0, max_tokens=6, logprobs=2), reader)
     reader.wait()
     found = [entry for update in reader.updates for entry in update.logprobs or []]
     assert [next(iter(entry)) for entry in found] == reader.tokens
@@ -133,7 +135,7 @@ def test_a_bad_request_is_refused_at_once(
         service.submit([], LONG, Reader())
     monkeypatch.setattr(service.engine.cache.allocator, "num_blocks", 1)
     with pytest.raises(RequestError, match="KV cache blocks"):
-        service.submit(PROMPT, SamplingParams(max_tokens=8), Reader())
+        service.submit(PROMPT, SamplingParams(temperature=0, max_tokens=8), Reader())
     assert service.num_open == 0
 
 
@@ -161,7 +163,7 @@ def test_a_cancelled_request_gives_its_blocks_back(service: Service, gate: Gate)
     assert waits.tokens == []
     service.cancel(ticket)
     after = Reader()
-    service.submit(PROMPT, SamplingParams(max_tokens=2), after)
+    service.submit(PROMPT, SamplingParams(temperature=0, max_tokens=2), after)
     assert after.wait().finish_reason == "length"
     pool = service.engine.cache.allocator
     assert service.drain(10)
@@ -191,7 +193,7 @@ def test_a_failure_costs_those_that_ran(service: Service, gate: Gate, greedy) ->
     service.submit(PROMPT, LONG, hit)
     assert gate.reached.wait(10)
     service.submit(PROMPT, LONG, second)
-    service.submit(PROMPT, SamplingParams(max_tokens=5), waits)
+    service.submit(PROMPT, SamplingParams(temperature=0, max_tokens=5), waits)
     gate.opened.set()
     for reader in (hit, second):
         error = reader.wait().error
@@ -292,7 +294,7 @@ def test_state(service: Service, gate: Gate) -> None:
 
 def test_a_stream_for_asyncio(service: Service, greedy: Callable[..., list[int]]) -> None:
     async def read(max_tokens: int) -> list[Update]:
-        stream = UpdateStream(service, PROMPT, SamplingParams(max_tokens=max_tokens))
+        stream = UpdateStream(service, PROMPT, SamplingParams(temperature=0, max_tokens=max_tokens))
         return [update async for update in stream]
 
     async def main() -> None:
@@ -306,7 +308,9 @@ def test_a_stream_for_asyncio(service: Service, greedy: Callable[..., list[int]]
 
 def test_what_a_slow_reader_missed_is_one_update(service: Service, greedy) -> None:
     async def main() -> list[Update]:
-        stream = UpdateStream(service, PROMPT, SamplingParams(max_tokens=12, logprobs=0))
+        stream = UpdateStream(
+            service, PROMPT, SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+        )
         await asyncio.to_thread(lambda: service.drain(30))
         await asyncio.sleep(0)
         return [update async for update in stream]

@@ -76,7 +76,7 @@ def greedy(logits_of, prompt, count=NUM_TOKENS):
 def generate(engine, plan=None, prompts=PROMPTS):
     """Tokens of the prompts by an engine directory, and its metrics."""
     llm = LLM(engine, plan=plan)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
     return outputs, llm.get_metrics()
 

@@ -33,7 +33,7 @@ from tests.conftest import TinyModels
 from tests.models import DRAFT_NOISE, save_tiny
 
 PLANS = (SpecPlan.from_widths((2, 1)),)
-PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [65] * 20]
 LIBRARY = f"native/{native.LIBRARY_NAME}"
 FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'

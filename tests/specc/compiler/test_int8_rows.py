@@ -64,7 +64,7 @@ def built(models: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) 
 def generate(engine: Engine, plan: str, **options: Any) -> tuple[list[list[int]], int]:
     llm = LLM(engine, plan=plan)
     params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, **options)
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, **{"temperature": 0, **options})
         for i in range(len(PROMPTS))
     ]
     outputs = [list(item.outputs[0].token_ids) for item in llm.generate(PROMPTS, params)]
@@ -96,7 +96,7 @@ def test_compiled_code_computes_what_the_oracle_does(
     for backend in ("eager", "cpu"):
         path = tmp_path / backend
         engines.build(models / "target", [], path, config_for(backend=backend, dtype=dtype))
-        params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=5)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=5)
         outputs = LLM(Engine.load(path)).generate(PROMPTS, params)
         rows = [item.outputs[0].logprobs[0] for item in outputs]
         found.append([{t: entry.logprob for t, entry in row.items()} for row in rows])

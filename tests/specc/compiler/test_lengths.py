@@ -68,7 +68,7 @@ def test_one_rotary_length_for_every_position(tmp_path):
     assert [(model.rope_length, model.max_position) for model in models] == [(128, 128)] * 2
     assert "pass of 128 tokens" in rotary_lines(compilation.manifest)[0]
     engine = Engine.load(tmp_path / "engine")
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     plain, tree = (
         [output.outputs[0].token_ids for output in LLM(engine, plan=plan).generate(PROMPTS, params)]
         for plan in ("off", TREE.name)
@@ -94,7 +94,7 @@ def test_a_cache_of_fewer_tokens(models, tmp_path):
         engine = Engine.load(tmp_path / "engine", kv_cache_tokens=kv_cache_tokens)
         assert engine.cache.shape.num_blocks == num_blocks
     llm, other = LLM(Engine.load(tmp_path / "engine")), LLM(Engine.load(tmp_path / "worst"))
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     found, expected = (
         [output.outputs[0].token_ids for output in item.generate(PROMPTS, params)]
         for item in (llm, other)

@@ -27,7 +27,7 @@ TREE = SpecPlan.from_widths((2, 1))
 LIMITS: dict[str, Any] = {
     "plans": (TREE,), "max_seq_len": 64, "max_batch_size": 2, "prefill_chunk": 32, "probe": False,
 }  # fmt: skip
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 # of one layer: after the embedding, attention and MLP
 NUM_SUMS = 3
 

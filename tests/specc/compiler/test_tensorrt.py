@@ -28,7 +28,7 @@ from specc.tensorrt import library as trt
 from tests import engines
 
 TREE, CHAIN = SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1))
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests import engines
 from tests import quantized_checkpoints as made
 
 TREE = SpecPlan.from_widths((2, 1))
-PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)

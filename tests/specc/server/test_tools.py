@@ -127,7 +127,7 @@ def test_an_end_stands_alone() -> None:
     answer = ChatResponse(
         MODEL, TokenTexts(None), Options(), MessageReader(ServeConfig(), wanted, "", use)
     )
-    output = Output(OutputJob(0, [1], SamplingParams()), finish_reason="stop")
+    output = Output(OutputJob(0, [1], SamplingParams(temperature=0)), finish_reason="stop")
     update = Update([1, 2], f"a{OTHER}", None, "stop")
     assert answer.take(0, update)
     first, last = (c["choices"][0] for c in answer.chunks(0, output, update, is_first=True))

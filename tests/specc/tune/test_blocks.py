@@ -79,7 +79,9 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
 def drawn(seed: int) -> Trajectory:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=generator).tolist()
-    request = Request("0", tokens[:PROMPT], SamplingParams(max_tokens=64), max_seq_len=64)
+    request = Request(
+        "0", tokens[:PROMPT], SamplingParams(temperature=0, max_tokens=64), max_seq_len=64
+    )
     request.token_ids += tokens[PROMPT:]
     return Trajectory(request, PROMPT)
 
@@ -219,7 +221,7 @@ def test_tuned_engines(name: str, compiled: Callable[[str], Path], tmp_path: Pat
     plans = [entry for entry in open_engine(path, None).plans if entry.plan.speculates]
     assert plans
     engine = Engine.load(path)
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     outputs = [
         [list(o.outputs[0].token_ids) for o in LLM(engine, plan=name).generate(prompts, params)]
         for name in ("off", plans[0].plan.name)

@@ -58,7 +58,9 @@ def compiled(zoo: Zoo, target: Path) -> Path:
 def drawn(seed: int) -> Trajectory:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=generator).tolist()
-    request = Request("0", tokens[:PROMPT], SamplingParams(max_tokens=64), max_seq_len=64)
+    request = Request(
+        "0", tokens[:PROMPT], SamplingParams(temperature=0, max_tokens=64), max_seq_len=64
+    )
     request.token_ids += tokens[PROMPT:]
     return Trajectory(request, PROMPT)
 
@@ -114,7 +116,7 @@ def test_tuned_engine_drafts_with_its_head(compiled: Path, tmp_path: Path) -> No
     assert plans
     assert all(entry.heads == ("draft_0",) for entry in plans)
     engine = Engine.load(path)
-    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     outputs = [
         [list(o.outputs[0].token_ids) for o in LLM(engine, plan=name).generate(prompts, params)]
         for name in ("off", plans[0].plan.name)

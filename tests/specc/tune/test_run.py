@@ -107,7 +107,7 @@ def test_the_target_as_its_own_draft_is_right_at_first(
 
 def test_tables_predict_what_steps_accept(compiled: Path):
     engine = Engine.load(compiled)
-    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     made = trajectories(engine, params)
     table = draft_acceptance(engine, 0, made, 1, 3)
     llm = LLM(engine, plan=CHAIN.name)
@@ -117,13 +117,13 @@ def test_tables_predict_what_steps_accept(compiled: Path):
 
 
 def test_lookups_are_tried_at_every_position():
-    request = Request("0", [1, 2, 3], SamplingParams(), max_seq_len=64)
+    request = Request("0", [1, 2, 3], SamplingParams(temperature=0), max_seq_len=64)
     request.token_ids += [1, 2, 3, 1, 2, 3, 1, 2, 3]
     made = [Trajectory(request, 3)]
     # nothing is known of the first of the nine output tokens
     table = lookup_acceptance("lookup-2", made, 2)
     assert table == [[8 / 9], [7 / 7]]
-    other = Request("1", [1, 2], SamplingParams(), max_seq_len=64)
+    other = Request("1", [1, 2], SamplingParams(temperature=0), max_seq_len=64)
     other.token_ids += [3, 1]
     alone = lookup_acceptance("suffix", [Trajectory(other, 2)], 1)
     assert alone == [[0.0]]
@@ -176,7 +176,9 @@ def test_tune_writes_a_family_that_the_engine_follows(
 ):
     """As a command, which says what it has measured and chosen."""
     prompts = ["hello there", "one two three"]
-    wanted = LLM(engine_copy, plan="off").generate(prompts, SamplingParams(max_tokens=20))
+    wanted = LLM(engine_copy, plan="off").generate(
+        prompts, SamplingParams(temperature=0, max_tokens=20)
+    )
     file = engine_copy.parent / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     tunings = []
@@ -223,12 +225,12 @@ def test_tune_writes_a_family_that_the_engine_follows(
     core = EngineArgs(engine_copy, policy="goodput").make_core()
     assert core.scheduler.policy.decision.goodput == 0
     llm = LLM(engine_copy)
-    found = llm.generate(prompts, SamplingParams(max_tokens=20))
+    found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
     # of two requests, and of one
     assert (llm.get_metrics().num_spec_steps > 0) == tuning.batches[1].chosen.speculates
     alone = LLM(engine_copy)
-    alone.generate(prompts[0], SamplingParams(max_tokens=20))
+    alone.generate(prompts[0], SamplingParams(temperature=0, max_tokens=20))
     assert (alone.get_metrics().num_spec_steps > 0) == tuning.batches[0].chosen.speculates
 
 

@@ -79,7 +79,7 @@ def test_tuning_of_a_view(viewing: Path, tmp_path: Path):
     assert profile["latency"]["drafts"] == {}
     # the policy that reads them knows what views cost
     llm = LLM(Engine.load(directory), policy="goodput")
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     off = LLM(Engine.load(directory), plan="off").generate(models.prompts(), params)
     found = llm.generate(models.prompts(), params)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in off]
@@ -142,7 +142,7 @@ class Passes:
 def test_levels_write_the_rows_of_their_positions_and_leave_nothing(viewing: Path):
     """In the sequence's own blocks; logits after another view's levels are bitwise the same."""
     engine = Engine.load(viewing)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (run,) = trajectories(engine, params)[:1]
     wide, narrow = SelfDraft(View(16, 4)), SelfDraft(View(4, 0))
     target = engine.target

@@ -57,7 +57,7 @@ def test_a_cut_engine_gets_plans_and_a_profile(zoo: Zoo, tmp_path: Path) -> None
     assert set(profile["latency"]["drafts"]) >= {"draft_0", "draft_1", "self_x1"}
     engine = Engine.load(path, ranks=OPTIONS)
     try:
-        params = [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
+        params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)] * 2
         found = LLM(engine).generate(prompts, params)
         plain = LLM(engine, plan="off").generate(prompts, params)
         assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in plain]

@@ -69,7 +69,10 @@ def compiled(make: Callable[..., Path]) -> Path:
 def accepted_a_step(path: Path, plan: str, **params: object) -> tuple[float, list[list[int]]]:
     llm = LLM(Engine.load(path), plan=plan)
     prompts = [list(prompt) for prompt in models.prompts()[:3]]
-    own = [SamplingParams(max_tokens=33, ignore_eos=True, seed=i, **params) for i in range(3)]
+    own = [
+        SamplingParams(max_tokens=33, ignore_eos=True, seed=i, **{"temperature": 0, **params})
+        for i in range(3)
+    ]
     outputs = llm.generate(prompts, own)
     length = llm.get_metrics().mean_acceptance_length
     return length, [list(output.outputs[0].token_ids) for output in outputs]

@@ -71,7 +71,7 @@ def _generated(target: Path) -> list[list[int]]:
 
 
 def generate(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 

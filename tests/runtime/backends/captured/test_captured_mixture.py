@@ -70,7 +70,7 @@ def wanted(target: Path) -> list[list[int]]:
 
 
 def generate(llm: LLM, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 

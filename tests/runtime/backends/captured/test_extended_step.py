@@ -56,7 +56,7 @@ WORD = StructuredOutputsParams(choice=["yes", "yesterday", "no", "nothing else"]
 
 
 def params_of(**options: Any) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 14} | options))
+    return SamplingParams(**({"temperature": 0, "max_tokens": 14} | options))
 
 
 FREE = params_of(ignore_eos=True)

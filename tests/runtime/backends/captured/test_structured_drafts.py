@@ -70,7 +70,7 @@ class Rig:
                 structured_outputs=one,
                 ignore_eos=one is None,
                 seed=b,
-                **options,
+                **{"temperature": 0, **options},
             )
             for b, one in enumerate(GIVEN)
         ]
@@ -135,7 +135,7 @@ def test_what_alone_may_follow_is_proposed(rig) -> None:
     """Models of random weights agree on a text that leaves no choice."""
     text = "nothing else but this one"
     params = SamplingParams(
-        max_tokens=30, structured_outputs=StructuredOutputsParams(choice=[text])
+        temperature=0, max_tokens=30, structured_outputs=StructuredOutputsParams(choice=[text])
     )
     llm = LLM(rig.captured, "chain-3")
     (output,) = llm.generate("hello", params)
@@ -156,8 +156,8 @@ def test_batches_without_grammars_stay_one_graph(rig, monkeypatch) -> None:
         return queue(own, *args, **options)
 
     monkeypatch.setattr(CapturedStep, "_queue", watched)
-    free = SamplingParams(max_tokens=20, ignore_eos=True)
-    given = SamplingParams(max_tokens=60, structured_outputs=GIVEN[0])
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    given = SamplingParams(temperature=0, max_tokens=60, structured_outputs=GIVEN[0])
     found = []
     for params in ([free, free], [free, given], [free, free]):
         kinds.clear()

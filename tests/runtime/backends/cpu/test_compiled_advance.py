@@ -194,7 +194,7 @@ def accept_second_children(pair: Pair, plan: str) -> Callable[[StepValues], None
 def test_hooks_in_a_batch_of_two(pair: Pair, plan: str) -> None:
     """`LLM` over a step with a hook that looks: the tokens and counters of the one without."""
     prompts = [[1, 2, 3], list(range(40, 60))]
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
     def generate() -> tuple[list[list[int]], list[int]]:
         llm = LLM(pair.compiled, plan=plan)

@@ -149,7 +149,8 @@ def test_trees_with_dead_nodes(zoo: Zoo, rule: str | None) -> None:
     prompts = [list(prompt) for prompt in models.prompts()]
     hot = {} if rule is None else {"temperature": 0.8, "rule": rule}
     params = [
-        SamplingParams(max_tokens=32, ignore_eos=True, seed=i, **hot) for i in range(len(prompts))
+        SamplingParams(max_tokens=32, ignore_eos=True, seed=i, **{"temperature": 0, **hot})
+        for i in range(len(prompts))
     ]
 
     def tokens(**options: Any) -> list[list[int]]:

@@ -159,7 +159,11 @@ def facts(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
 def test_outputs_and_counters(pair: Pair, plan: str, sampling: dict, monkeypatch) -> None:
     """Requests of different lengths, together and alone; some end in the middle of a row."""
     params = [
-        SamplingParams(max_tokens=count, ignore_eos="stop_token_ids" not in sampling, **sampling)
+        SamplingParams(
+            max_tokens=count,
+            ignore_eos="stop_token_ids" not in sampling,
+            **{"temperature": 0, **sampling},
+        )
         for count in (30, 17, 23)
     ]
     one_by_one = LLM(pair.compiled, plan=plan, multi_step_ms=0)
@@ -183,12 +187,12 @@ def test_outputs_and_counters(pair: Pair, plan: str, sampling: dict, monkeypatch
 @pytest.mark.parametrize("plan", ["off", CHAIN])
 def test_a_stop_string_in_the_middle(pair: Pair, plan: str, monkeypatch) -> None:
     """What steps after it have brought is dropped, also where others go on."""
-    plain = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     one_by_one = LLM(pair.compiled, plan=plan, multi_step_ms=0)
     in_a_row = LLM(pair.compiled, plan=plan, multi_step_ms=1000)
     texts = [one.outputs[0].text for one in one_by_one.generate(PROMPTS, plain)]
     params = [
-        SamplingParams(max_tokens=24, ignore_eos=True, stop=[text[i : i + 2]])
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=[text[i : i + 2]])
         for i, text in zip((5, 9, 14), texts, strict=True)
     ]
     wanted = facts(one_by_one.generate(PROMPTS, params))
@@ -207,7 +211,9 @@ def core_of(pair: Pair, plan: str) -> EngineCore:
 def begun(core: EngineCore, *options: dict[str, Any]) -> list[Any]:
     """Requests that have their first token."""
     requests = [
-        core.requests.make([1, 2, 3 + i], SamplingParams(ignore_eos=True, **option))
+        core.requests.make(
+            [1, 2, 3 + i], SamplingParams(ignore_eos=True, **{"temperature": 0, **option})
+        )
         for i, option in enumerate(options)
     ]
     for request in requests:
@@ -243,7 +249,7 @@ def test_who_has_a_say_in_each_step(pair: Pair, why: str) -> None:
     scheduler = core.scheduler
     batch = scheduler.schedule()
     assert scheduler.steps_in_a_row(batch, 8) == 8
-    other = core.requests.make([5, 6], SamplingParams(max_tokens=3))
+    other = core.requests.make([5, 6], SamplingParams(temperature=0, max_tokens=3))
     if why == "waits":
         scheduler.add(other)
     elif why == "deadline":
@@ -283,7 +289,9 @@ def test_requests_that_are_looked_at_in_each_step(pair: Pair, ask: dict, monkeyp
     counts = counted(monkeypatch, pair)
     llm = LLM(pair.compiled, plan=CHAIN, multi_step_ms=1000)
     for _ in range(2):
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True, **ask))
+        llm.generate(
+            [[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True, **{"temperature": 0, **ask})
+        )
     assert not counts
 
 
@@ -303,7 +311,7 @@ def test_seconds_since_the_iteration_before(pair: Pair) -> None:
     llm = LLM(pair.compiled, policy=policy, multi_step_ms=1000)
     begin_s = time.perf_counter()
     for _ in range(2):
-        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=40, ignore_eos=True))
+        llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     took_s = time.perf_counter() - begin_s
     first, *others = policy.seen
     assert first[:2] == (True, 0.0)

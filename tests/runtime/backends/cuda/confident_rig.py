@@ -72,7 +72,9 @@ class Served(NamedTuple):
 def params(rule: str | None, **more: Any) -> list[SamplingParams]:
     hot = {} if rule is None else {"temperature": 1.0, "rule": rule}
     return [
-        SamplingParams(max_tokens=10 + i, ignore_eos=True, seed=i, **hot, **more)
+        SamplingParams(
+            max_tokens=10 + i, ignore_eos=True, seed=i, **{"temperature": 0, **hot}, **more
+        )
         for i in range(len(PROMPTS))
     ]
 

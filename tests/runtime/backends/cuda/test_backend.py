@@ -28,7 +28,7 @@ from specc.speculation.plans import SpecPlan
 from tests import engines
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
-PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_kernels_say_the_same(cuda_engine, wanted, plan, device, triton_kern
     limits = CaptureLimits(sizes=(2,), max_seconds=-1)
     with watched(plan) as launches:
         llm = LLM(Engine.load(cuda_engine, capture=limits), plan=plan)
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(PROMPTS[:2], params)
         assert [list(o.outputs[0].token_ids) for o in outputs] == [t[:4] for t in wanted[:2]]
     # one for all batches, and the one that these greedy requests need

@@ -238,7 +238,9 @@ def test_engines_that_serve_several(
         # requests differ where thresholds do not
         prompt = PROMPTS[place * late]
         for into, one in ((found, core), (wanted, other)):
-            request = one.requests.make(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
+            request = one.requests.make(
+                prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+            )
             one.scheduler.add(request)
             into.append(request)
         while other.scheduler.has_work:

@@ -53,7 +53,9 @@ TREES = [SpecPlan.from_widths((3, 2, 1)), SpecPlan.from_widths((1, 1, 1))]
 def params(rule: str | None, **options: Any) -> list[SamplingParams]:
     hot = {} if rule is None else {"temperature": 0.9, "rule": rule}
     return [
-        SamplingParams(max_tokens=9 + i, ignore_eos=True, seed=i, **hot, **options)
+        SamplingParams(
+            max_tokens=9 + i, ignore_eos=True, seed=i, **{"temperature": 0, **hot}, **options
+        )
         for i in range(len(PROMPTS))
     ]
 
@@ -112,7 +114,7 @@ def test_steps_ahead_verify_what_was_decided_for_them(
     """All that is verified is accepted, as the target drafts for itself."""
     plan = TREES[1]
     policy = AtRandom(plan)
-    own = SamplingParams(max_tokens=40, ignore_eos=True)
+    own = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     LLM(Engine.load(cuda_engine), policy=policy).generate(PROMPTS[:3], [own] * 3)
     assert all(levels == accepted for levels, accepted in policy.seen)
     assert len({tuple(levels) for levels, _ in policy.seen}) > 4
@@ -235,7 +237,7 @@ def test_the_kernels_say_the_same(
     plan, found = TREES[0], []
     hot = {"temperature": 0.9, "rule": rule, "repetition_penalty": 1.1}
     own = [
-        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, **more)
+        SamplingParams(max_tokens=4, ignore_eos=True, seed=i, **{"temperature": 0, **more})
         for i, more in enumerate([{}, hot])
     ]
     for backend in ("eager", None):

@@ -25,7 +25,7 @@ from tests.runtime.backends.captured.forked_device import ForkedDevice, ForkedTa
 from tests.tiers import every
 
 PROMPTS = [[5, 6, 7, 8], [40, 41]]
-PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LIMITS = CaptureLimits(sizes=(2,), max_seconds=-1)
 
 

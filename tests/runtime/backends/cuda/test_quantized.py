@@ -50,7 +50,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def generate(engine: Engine, plan: str, prompts: Any, count: int = 8) -> Any:
     llm = LLM(engine, plan=plan)
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
     return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 

@@ -34,7 +34,7 @@ from specc.speculation.plans import SpecPlan
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9] * 7]
-PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 CPU = torch.device("cpu")
 
 

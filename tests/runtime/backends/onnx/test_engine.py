@@ -148,7 +148,7 @@ def test_the_graphs_of_an_onnx_engine_give_the_same_tokens(zoo: Zoo, name: str, 
     eager = poison(Engine.load(engine_path(zoo, name), backend="eager"))
     assert type(eager.target) is ModelProgram
     assert eager.cache.rows is None, "flat caches"
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     found = [
         [
             output.outputs[0].token_ids
@@ -262,7 +262,9 @@ def test_every_kind_of_plan_has_proposals_accepted(mixed: Engine) -> None:
         if "draft_0" not in plan.drafts:
             continue
         llm = LLM(mixed, plan=plan.name)
-        llm.generate(models.prompts(), SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+        llm.generate(
+            models.prompts(), SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        )
         accepted[plan.name] = llm.get_metrics().num_accepted_tokens
     assert all(accepted.values()), accepted
 
@@ -327,7 +329,9 @@ def test_spans_that_end_at_the_last_position(zoo: Zoo, mixed: Engine, plan: str)
     # of the first, a chunk of 62 tokens in one pass with the second's first two
     lengths = (models.POSITIONS - 2, 90, models.POSITIONS - 4)
     prompts = [[chooser.randrange(models.VOCAB) for _ in range(length)] for length in lengths]
-    outputs = LLM(mixed, plan=plan).generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    outputs = LLM(mixed, plan=plan).generate(
+        prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
     for prompt, output in zip(prompts, outputs, strict=True):
         found = output.outputs[0].token_ids
         assert found == zoo.reference("gpt2", prompt, len(found)).tokens
@@ -359,7 +363,7 @@ def test_bfloat16_is_refused_at_load(zoo: Zoo) -> None:
         Engine.load(path)
     assert "float32 or float16" in caught.value.needed
     assert "--backend eager" in caught.value.do
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     eager = LLM(Engine.load(path, backend="eager"), plan=OFF.name)
     assert len(eager.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 4
 

@@ -45,7 +45,7 @@ def make(root: Path, quantize: str, group: int | None) -> tuple[Path, Path]:
 
 
 def generate(engine: Engine, plan: str, prompts: Any) -> list[tuple[int, ...]]:
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = LLM(engine, plan=plan).generate([list(prompt) for prompt in prompts], params)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 

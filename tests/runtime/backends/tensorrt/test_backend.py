@@ -95,7 +95,7 @@ def recorder() -> Iterator[Recorder]:
 
 
 def generate(llm: LLM, params: Any = None) -> list[list[int]]:
-    params = params or SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = params or SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return [o.outputs[0].token_ids for o in llm.generate(models.prompts(), params)]
 
 
@@ -133,7 +133,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
 )
 def test_drafts_catch_up(zoo: Zoo, path: Path, recorder: Recorder, script: tuple[str, ...]) -> None:
     llm = LLM(load_poisoned(path), policy=Script(*script))
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for prompt, output in zip(
         models.prompts(), llm.generate(models.prompts(), params), strict=True
     ):
@@ -187,7 +187,7 @@ def test_the_order_of_a_batch_does_not_matter(
     monkeypatch.setattr(StepBuffers, "copy_from", copy_from)
     llm = LLM(load_poisoned(path, max_num_seqs=2), plan=TREE.name)
     prompts, lengths = models.prompts(), (6, 30, 40, 9, 12)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     for prompt, n, output in zip(prompts, lengths, llm.generate(prompts, params), strict=True):
         assert output.outputs[0].token_ids == zoo.reference(NAME, prompt, 64).tokens[:n]
     assert [1, 0] in places

@@ -81,7 +81,9 @@ def test_an_engine_that_fits_loads(path: Path, recorder: Recorder) -> None:
     assert engine.backend == "tensorrt"
     assert engine.manifest is not None
     assert engine.manifest.tensorrt == TensorRTEntry("tensorrt_rtx", "1.7.1", None)
-    tokens = LLM(engine).generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    tokens = LLM(engine).generate(
+        [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
     assert len(tokens[0].outputs[0].token_ids) == 4
 
 
@@ -194,7 +196,7 @@ def test_a_step_that_tensorrt_refuses_is_an_error(
     engine = load(path)
     monkeypatch.setattr(IExecutionContext, "execute_async_v3", lambda *_: False)
     with pytest.raises(EngineError, match="TensorRT refused a pass of 1 × 3 tokens"):
-        LLM(engine).generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        LLM(engine).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
     with pytest.raises(EngineError, match="TensorRT refused a pass of 2 × 1 tokens"):
         engine.steps[OFF.name].capture(2)
 

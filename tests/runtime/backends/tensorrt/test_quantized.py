@@ -35,7 +35,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 
 
 def generate(engine: Any, plan: str, prompts: Any) -> list[tuple[int, ...]]:
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = LLM(engine, plan=plan).generate([list(prompt) for prompt in prompts], params)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 

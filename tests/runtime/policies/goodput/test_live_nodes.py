@@ -111,7 +111,7 @@ def new_policy(*plans: SpecPlan, **options: object) -> GoodputPolicy:
 def make_requests(count: int, max_tokens: int = 100_000) -> list[Request]:
     made = []
     for i in range(count):
-        params = SamplingParams(max_tokens=max_tokens)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
         request = Request(str(i), [0] * 8, params, max_seq_len=200_000, num_drafts=1)
         request.cache_len, request.draft_lens = 300, [300]
         made.append(request)

@@ -90,7 +90,7 @@ class Engine:
 def make_requests(count: int, **params: object) -> list[Request]:
     made = []
     for i in range(count):
-        options = SamplingParams(max_tokens=100_000, **params)  # type: ignore[arg-type]
+        options = SamplingParams(max_tokens=100_000, **{"temperature": 0, **params})  # type: ignore[arg-type]
         name = f"{len(params)}-{i}-{params.get('rule')}"
         request = Request(name, [0] * 8, options, max_seq_len=200_000, num_drafts=1)
         request.cache_len, request.draft_lens = 300, [300]
@@ -267,7 +267,9 @@ def test_a_queue_is_seen_before_the_next_turn_of_looking():
     engine.step(requests, [0.8] * 4)
     assert policy.choose(4, STATS) != "off"
     for i in range(3):
-        late = Request(str(i), [0] * 500, SamplingParams(), max_seq_len=600, clock=lambda i=i: i)
+        late = Request(
+            str(i), [0] * 500, SamplingParams(temperature=0), max_seq_len=600, clock=lambda i=i: i
+        )
         batch = Batch([Span(late, 0, 500)], num_unfinished=250)
         policy.observe_batch(batch, RunResult())
     policy.choose_each(requests[:3], STATS)
@@ -277,7 +279,9 @@ def test_a_queue_is_seen_before_the_next_turn_of_looking():
 def test_a_new_request_does_not_inherit_the_end_of_the_last_one():
     """One token is left: off is best. Whoever comes next has many."""
     policy = new_policy(PLANS, roofline(), {"draft_0": [[0.8]]})
-    first = Request("first", [0] * 8, SamplingParams(max_tokens=1), max_seq_len=99, num_drafts=1)
+    first = Request(
+        "first", [0] * 8, SamplingParams(temperature=0, max_tokens=1), max_seq_len=99, num_drafts=1
+    )
     first.cache_len, first.draft_lens = 8, [8]
     assert policy.choose_each([first], STATS) == ["off"]
     assert policy.choose_each(make_requests(1), STATS) != ["off"]

@@ -28,7 +28,7 @@ TOKEN_S = 0.01
 def make_request(
     name: object, arrival_s: float = 0.0, prompt: int = 100, output: int = 50
 ) -> Request:
-    params = SamplingParams(max_tokens=output, ignore_eos=True, seed=0)
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, seed=0)
     tokens = [0] * prompt
     made = Request(str(name), tokens, params, max_seq_len=65536, clock=lambda: arrival_s)
     made.cache_len = prompt

@@ -80,7 +80,9 @@ def draw(programs: BenchPrograms) -> dict[str, dict[str, torch.Tensor]]:
 
 def generate(engine: Any, plan: str, tokens: int = 24) -> tuple[list[list[int]], Any]:
     llm = LLM(engine, plan=plan)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    outputs = llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    )
     return [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics()
 
 
