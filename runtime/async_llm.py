@@ -89,7 +89,7 @@ class AsyncLLM:
 
         Args:
             prompt: in any form that `LLM.generate` takes for one.
-            sampling_params: options.
+            sampling_params: options; None is what `get_default_sampling_params` gives.
             request_id: name for `abort`; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
@@ -109,7 +109,8 @@ class AsyncLLM:
         streams: list[UpdateStream] = []
         self._open[name] = streams
         try:
-            each = self._seeds.give(sampling_params or SamplingParams()).each()
+            asked = sampling_params or service.core.defaults.params()
+            each = self._seeds.give(asked).each()
             for i, params in enumerate(each):
                 # tokenizing and grammars can take long
                 streams.append(
@@ -166,6 +167,10 @@ class AsyncLLM:
             self._aborted.add(request_id)
         for stream in self._open.get(request_id, ()):
             stream.cancel()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return self._running.core.defaults.params()
 
     async def get_metrics(self) -> SpecStats:
         """Counters of all requests since the engine was loaded; at most a few iterations old."""

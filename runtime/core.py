@@ -15,6 +15,7 @@ from specc.runtime.requests.chat_template import ChatTemplate, load_template
 from specc.runtime.requests.request_maker import RequestMaker
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
+from specc.sampling.generation_config import SamplingDefaults
 from specc.speculation.live_nodes import says_confidence
 from specc.speculation.plans import SpecPlan
 
@@ -37,6 +38,7 @@ class EngineCore:
             says it; 0 verifies all. Of what both say, the smaller number of nodes counts.
         multi_step_s: seconds that steps in a row may take before requests are looked at; 0 looks at
             them after each.
+        defaults: options of requests that leave them out.
     Raises:
         RequestError: the engine has no such plan, or not the plans that the policy needs.
         ConfigError: micro-batches of an engine without stages; adaptive verification where no
@@ -56,6 +58,7 @@ class EngineCore:
         adapts_verification: bool = False,
         confidence_threshold: float = 0.0,
         multi_step_s: float = 0.0,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         own_policy = engine.policy if plan is None and policy is None else "fixed"
         if isinstance(policy, str):
@@ -68,6 +71,7 @@ class EngineCore:
                 "choose one of them, or compile the engine with this plan",
             )
         self.engine = engine
+        self.defaults = defaults or SamplingDefaults()
         self._templates: dict[Path | None, ChatTemplate] = {}
         shares_pass = engine.facts.shares_pass and all(
             step.staged is not None for step in engine.steps.values()

@@ -5,12 +5,17 @@ Nothing here imports torch before an engine is loaded.
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specc.errors import ConfigError, EngineError
 from specc.option import check_ranges, option
+from specc.sampling.generation_config import CHECKPOINT, read_defaults
 from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
@@ -52,6 +57,26 @@ def parse_budget(given: str | int | None) -> str | int | None:
     return num_bytes
 
 
+def _parse_override(given: Any) -> Mapping[str, Any] | None:
+    """An object, or its JSON, as a command line has it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = repr(given)
+    if given is None or isinstance(given, Mapping):
+        return given
+    raise ConfigError(
+        f"override_generation_config={given!s}",
+        """an object of settings, such as '{"temperature": 0.6}'""",
+        "correct it",
+    )
+
+
 @dataclass(frozen=True)
 class EngineArgs:
     """What `LLM` takes, by the names that it has there; `LLM` says more of each.
@@ -65,6 +90,9 @@ class EngineArgs:
         pipeline_parallel_size: stages; likewise.
         enforce_eager: capture nothing, which is so on every host.
         max_logprobs: at most 20 in any case.
+        generation_config: whose defaults requests have that leave them out: `auto`, those of the
+            checkpoint's generation_config.json; `vllm`, those of `SamplingParams`; or a directory.
+        override_generation_config: keys of such a file, over its own.
     Raises:
         ConfigError: a value that no engine has.
     """
@@ -165,6 +193,19 @@ class EngineArgs:
         "Share rows of prompts that begin with the same tokens.",
         "--prefix-caching/--no-prefix-caching",
     )
+    generation_config: str | Path = option(
+        CHECKPOINT,
+        "Where defaults of sampling come from: auto, the generation_config.json that was compiled;"
+        " vllm, none, so that temperature is 1; or a directory that holds such a file.",
+        type=str,
+        metavar="auto|vllm|DIR",
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "Settings over those of the file, such as '{\"temperature\": 0.6}'.",
+        type=str,
+        metavar="JSON",
+    )
     max_model_len: int | None = None
     seed: int | None = None
     capture: CaptureLimits | None = None
@@ -178,6 +219,8 @@ class EngineArgs:
         check_ranges(self)
         check_threads(self.num_threads, "num_threads")
         object.__setattr__(self, "offload_weights", parse_budget(self.offload_weights))
+        override = _parse_override(self.override_generation_config)
+        object.__setattr__(self, "override_generation_config", override)
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")
         if self.max_logprobs is not None and self.max_logprobs > 20:
@@ -279,8 +322,13 @@ class EngineArgs:
         """
         from specc.runtime.core import EngineCore
 
+        engine = self.load()
+        defaults = read_defaults(
+            engine.directory, self.generation_config, self.override_generation_config
+        )
+        _say(defaults.told())
         return EngineCore(
-            self.load(),
+            engine,
             self.plan,
             self.policy,
             shares_prefixes=self.shares_prefixes,
@@ -289,6 +337,7 @@ class EngineArgs:
             adapts_verification=self.adapts_verification,
             confidence_threshold=self.confidence_threshold,
             multi_step_s=self.multi_step_ms / 1000,
+            defaults=defaults,
         )
 
     def of_loaded(self, engine: Engine) -> Self:
@@ -360,6 +409,13 @@ class AsyncEngineArgs(EngineArgs):
     max_waiting: int = option(
         1024, "Requests that wait at most; more are refused (over HTTP: 503).", least=1
     )
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Once in a process, however often the engine is opened."""
+    if text:
+        logging.getLogger("specc.engine").warning(text)
 
 
 def _is_hub_id(name: str) -> bool:

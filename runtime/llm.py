@@ -60,6 +60,8 @@ class LLM:
             the order in which they come.
         max_model_len: tokens of prompt and output together; None is the engine's max_seq_len.
         enable_prefix_caching: `shares_prefixes`, as vLLM calls it.
+        generation_config: where defaults of sampling come from, see `EngineArgs`.
+        override_generation_config: over those, see `EngineArgs`.
         vllm: further options of vLLM's: taken where the engine is what they ask for.
     Raises:
         EngineError: the engine cannot be loaded.
@@ -83,6 +85,8 @@ class LLM:
         seed: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **vllm: Any,
     ) -> None:
         args = EngineArgs.from_names(
@@ -99,6 +103,8 @@ class LLM:
             seed=seed,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            generation_config=generation_config,
+            override_generation_config=override_generation_config,
             **vllm,
         )
         self._start(args)
@@ -151,7 +157,8 @@ class LLM:
         Args:
             prompts: one prompt or a list; each a text, token ids (a list, an array or a tensor),
                 or a dict with `prompt` or `prompt_token_ids`. A matrix holds a prompt a row.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; None is what
+                `get_default_sampling_params` gives.
             progress: called after every iteration with the number of finished prompts, of all
                 prompts, and of output tokens so far.
             options: `params`, the same as `sampling_params`; `prompt_token_ids`, instead of
@@ -163,7 +170,7 @@ class LLM:
             RequestError: a prompt or its parameters are invalid; no work has started then.
         """
         core = self._open
-        call = read_call(prompts, sampling_params, options)
+        call = read_call(prompts, sampling_params, options, core.defaults.params())
         groups = self._make_requests(core, call, is_streamed=False)
         with call.bar(len(groups)) as show:
             requests = [request for group in groups for request in group]
@@ -191,7 +198,7 @@ class LLM:
             RequestError: as `generate`, at the call.
         """
         core = self._open
-        call = read_call(prompts, sampling_params, options)
+        call = read_call(prompts, sampling_params, options, core.defaults.params())
         return self._stream(core, self._make_requests(core, call, is_streamed=True))
 
     def chat(
@@ -225,7 +232,7 @@ class LLM:
             ConfigError: the file holds no template.
         """
         core = self._open
-        read_call(None, sampling_params, options, is_chat=True)
+        read_call(None, sampling_params, options, core.defaults.params(), is_chat=True)
         file = None if chat_template is None else Path(chat_template)
         template = core.chat_template(file)
         is_one = not messages or isinstance(messages[0], Mapping)
@@ -241,6 +248,15 @@ class LLM:
             token_ids = core.requests.tokenize(text, has_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, **options)
+
+    @property
+    def default_options(self) -> Mapping[str, Any]:
+        """Options of `SamplingParams` that the checkpoint has its own defaults of."""
+        return self._open.defaults.values
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Options of calls without any: the checkpoint's, over those of `SamplingParams`."""
+        return self._open.defaults.params()
 
     def get_metrics(self) -> SpecStats:
         """Counters of all requests since the engine was loaded; a copy."""

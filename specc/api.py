@@ -269,16 +269,17 @@ def probe_engine(directory: Path) -> dict[str, Any]:
     from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.llm import LLM
+    from specc.sampling.generation_config import NONE
     from specc.sampling.params import SamplingParams
 
     # a GPU captures only what these prompts run; who compiles for ranks may have few cores
     engine = Engine.load(directory, verify=False, capture=CaptureLimits.lazy(), oversubscribes=True)
-    llm = LLM(engine)
+    llm = LLM(engine, generation_config=NONE)
     room = llm.engine.max_seq_len // 2
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "build probes engines with a tokenizer only"
     prompts = [ids for text in _PROBE_PROMPTS if (ids := tokenizer.encode(text).ids[:room])]
-    params = SamplingParams(max_tokens=min(_PROBE_TOKENS, room), ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=min(_PROBE_TOKENS, room), ignore_eos=True)
     outputs = llm.generate(prompts, params)
     stats = llm.get_metrics()
     return {

@@ -1,7 +1,8 @@
 """A GGUF file alone as a directory of a model: what lies beside it is made from its own fields.
 
 The directory is in the user's cache, named after the file's place, size and time, and holds
-config.json, tokenizer.json, tokenizer_config.json and a link to the file, or to each of its parts.
+config.json, tokenizer.json, tokenizer_config.json, generation_config.json and a link to the file, or
+to each of its parts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError
 from specc.passes.frontend import gguf_config, gguf_ends, gguf_tokenizer
 from specc.system.file_cache import FileCache
+
+GENERATION = "generation_config.json"
+# where converters keep what a checkpoint's file of that name says
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def directory_of(file: Path) -> Path:
@@ -43,7 +54,7 @@ def directory_of(file: Path) -> Path:
             contents.update(_contents(named[0]))
         return contents[part]
 
-    for part in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for part in ("config.json", "tokenizer.json", "tokenizer_config.json", GENERATION):
 
         def make(scratch: Path, part: str = part) -> Path:
             made = scratch / part
@@ -100,6 +111,7 @@ def _contents(file: Path) -> dict[str, bytes]:
         "config.json": json.dumps(config, indent=2).encode(),
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": json.dumps(_tokenizer_config(reader.fields), indent=2).encode(),
+        GENERATION: json.dumps(_generation_config(reader.fields), indent=2).encode(),
     }
 
 
@@ -114,3 +126,13 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(template := fields.get("tokenizer.chat_template"), str):
         found["chat_template"] = template
     return found
+
+
+def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """The sampling that its makers advise, as they wrote it: numbers are float32 in the file."""
+    found = {own: fields.get(f"general.sampling.{name}") for name, own in _SAMPLING.items()}
+    return {
+        own: float(f"{value:.7g}") if isinstance(value, float) else value
+        for own, value in found.items()
+        if value is not None
+    }

@@ -78,6 +78,7 @@ def read_call(
     prompts: Any,
     params: Any,
     options: Mapping[str, Any],
+    default: SamplingParams,
     is_chat: bool = False,
 ) -> Call:
     """Check the arguments of a call, but for the prompts themselves.
@@ -86,6 +87,7 @@ def read_call(
         prompts: in any form; None where `options` have them.
         params: for all prompts, or one for each; None where `options` have them.
         options: of `LLM.generate`.
+        default: of prompts, where neither says anything.
         is_chat: its messages come later; no prompts yet.
     Raises:
         RequestError: an option that there is not, no prompts, or numbers that do not fit.
@@ -100,7 +102,7 @@ def read_call(
     prompt_list = [] if is_chat else _prompts(prompts, known.get("prompt_token_ids"))
     count = len(prompt_list)
     if params is None or isinstance(params, SamplingParams):
-        params_list = [params or SamplingParams()] * count
+        params_list = [params or default] * count
     elif isinstance(params, (list, tuple)) and all(isinstance(p, SamplingParams) for p in params):
         params_list = list(params)
     else:

@@ -93,8 +93,6 @@ _ANSWERS: Mapping[str, Unsupported] = {
     ),
     "compilation_config": Unsupported("an engine that is compiled", "leave it out"),
     "max_seq_len_to_capture": Unsupported("steps that are captured at any length", "leave it out"),
-    "generation_config": Unsupported("SamplingParams", "pass them", (None, "auto", "vllm")),
-    "override_generation_config": Unsupported("SamplingParams", "pass them", (None, {})),
     "scheduling_policy": Unsupported(
         "priorities, which always count", "leave it out", (None, "priority")
     ),

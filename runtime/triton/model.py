@@ -110,6 +110,7 @@ class TritonModel:
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
                 request.parameters(),
                 request.requested_output_names(),
+                self._service.core.defaults,
             )
             opened = OpenRequest(sender, asked)
             structured, grammar = asked.params.structured_outputs, None

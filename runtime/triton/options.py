@@ -167,6 +167,8 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "rank_timeout_s": _seconds,
     "oversubscribes": partial(_choice, values={"true": True, "false": False}),
     "verify": partial(_choice, values={"true": True, "false": False}),
+    "generation_config": _text,
+    "override_generation_config": _text,
 }
 _PARAMETERS = ("engine", *_READERS, "gpu_device_ids", "drain_s", "on_fault")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.errors import RequestError
+from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.system.json_file import parse_json
@@ -81,7 +82,10 @@ class TritonRequest:
 
 
 def read_request(
-    tensors: Mapping[str, Any], parameters: str, requested: Collection[str]
+    tensors: Mapping[str, Any],
+    parameters: str,
+    requested: Collection[str],
+    defaults: SamplingDefaults,
 ) -> TritonRequest:
     """Read a request.
 
@@ -90,6 +94,7 @@ def read_request(
         parameters: JSON object; its values count as inputs of these names. HTTP's `generate` puts
             there what a body holds under `parameters`, and keys that it does not know.
         requested: names of outputs; all of them where the client names none.
+        defaults: options of sampling that the client leaves out.
     Raises:
         RequestError: an input has a wrong name, type, number of values, or value.
     """
@@ -108,7 +113,7 @@ def read_request(
     options = {_FIELDS.get(name, name): given[name] for name in _SAMPLING if name in given}
     options["stop"] = _stop(options.get("stop", ()))
     options["bad_words"] = [text for text in options.get("bad_words", ()) if text] or None
-    params = SamplingParams(
+    params = defaults.params(
         **options, logit_bias=_bias(given), structured_outputs=_structured(given)
     )
     echoed = ""

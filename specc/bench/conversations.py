@@ -15,6 +15,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.requests.request_maker import RequestMaker
+from specc.sampling.generation_config import NONE
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -112,7 +113,7 @@ class ConversationContender:
         self._engine = engine
         self._questions = questions
         self._tokens = tokens
-        self._params = SamplingParams(max_tokens=max_tokens)
+        self._params = SamplingParams(temperature=0, max_tokens=max_tokens)
         self._batch_size = batch_size
 
     def run(self) -> TalkMeasurement:
@@ -131,7 +132,7 @@ class ConversationContender:
     def _hold(self, begin: int, questions: Sequence[Question]) -> TalkMeasurement:
         """All conversations of a category; `begin` is the place of the first one."""
         # it knows no rows of earlier runs: what conversations share is theirs
-        llm = LLM(self._engine, plan=self.plan)
+        llm = LLM(self._engine, plan=self.plan, generation_config=NONE)
         outputs: dict[tuple[int, int], list[int]] = {}
         prompts: dict[tuple[int, int], list[int]] = {}
         elapsed_s, num_left_out = 0.0, 0

@@ -14,6 +14,8 @@ from specc.bench.rounds import OFF, Difference, Measurement
 from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.runtime.outputs.request_output import RequestOutput
+from specc.sampling.generation_config import NONE
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -52,7 +54,7 @@ class EngineContender:
         self._policy = policy
         self._step = engine.steps[plan]
         self._batches = batches
-        greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         self._params = list(params or [greedy] * max(map(len, batches)))
         self._make_hook = make_hook(synthetic, self._step.plan)
 
@@ -63,6 +65,7 @@ class EngineContender:
             plan=self._step.plan.name,
             policy=self._policy,
             shares_prefixes=False,
+            generation_config=NONE,
         )
         hook = self._make_hook() if self._make_hook else None
         self._step.before_accept = hook
@@ -118,6 +121,13 @@ def measurement_of(
     )
 
 
+def _decode_plainly(
+    engine: Engine, prompts: Sequence[str | list[int]], count: int
+) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return LLM(engine, plan=OFF, generation_config=NONE).generate(list(prompts), params)
+
+
 def tokenize(
     engine: Engine, prompts: Sequence[str | list[int]], max_tokens: int
 ) -> list[list[int]]:
@@ -128,7 +138,7 @@ def tokenize(
             the contenders would not emit the same number of tokens.
     """
     # one output token: this also reads every page of the weights once
-    outputs = LLM(engine, plan=OFF).generate(list(prompts), SamplingParams(max_tokens=1))
+    outputs = _decode_plainly(engine, prompts, 1)
     token_ids = [list(output.prompt_token_ids) for output in outputs]
     room = min(engine.max_seq_len, engine.position_limit)
     for index, ids in enumerate(token_ids):
@@ -170,8 +180,7 @@ def _best_logits(engine: Engine, prompt: list[int], output: list[int]) -> Tensor
     step = engine.steps[OFF]
     step.before_accept = lambda values: seen.append(values["logits"][0].topk(2).values)
     try:
-        params = SamplingParams(max_tokens=2, ignore_eos=True)
-        (result,) = LLM(engine, plan=OFF).generate([prompt + output[:-1]], params)
+        (result,) = _decode_plainly(engine, [prompt + output[:-1]], 2)
     finally:
         step.before_accept = None
     # prefill in one piece may decide a near tie of its own another way

@@ -88,7 +88,7 @@ class StepBench:
             request = Request("0", [0], sampling, max_seq_len=2)
             return StepInputs(rows, table, *sampling_rows([request] * self._batch))
 
-        self._inputs, self._sampled = inputs_of(SamplingParams()), inputs_of(SAMPLED)
+        self._inputs, self._sampled = inputs_of(SamplingParams(temperature=0)), inputs_of(SAMPLED)
 
     def capture(self, plan: str) -> str | None:
         """Capture a plan's step; returns why it runs operator by operator, if it does."""

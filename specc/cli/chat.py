@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specc.cli.limit import Limit
 from specc.cli.prompts import decode
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.sampling.params import SamplingParams
@@ -33,7 +34,8 @@ class Conversation:
         template: of chats.
         sampling: options of `SamplingParams`.
         system: message that comes first, always.
-        max_tokens: of an answer; None is as many as the context has room for.
+        max_tokens: of an answer; None is as the checkpoint says, else as many as the context has
+            room for.
     """
 
     llm: LLM
@@ -45,6 +47,8 @@ class Conversation:
     # of the last answer
     finish_reason: str | None = None
     num_dropped: int = 0
+    # why it ends, where it does not by itself and that was not asked for
+    cut: str = ""
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Pieces of the answer as they come; what came of it stays in the conversation.
@@ -60,9 +64,13 @@ class Conversation:
             self.turns.pop()
             raise
         room = self.llm.engine.max_seq_len - len(token_ids)
-        params = SamplingParams(max_tokens=min(self.max_tokens or room, room), **self.sampling)
+        options = {**self.llm.default_options, **self.sampling}
+        is_asked = self.max_tokens is not None
+        most = self.max_tokens if is_asked else options.get("max_tokens")
+        limit = Limit(most, is_asked, self.llm.engine.max_seq_len)
+        params = SamplingParams(**{**options, "max_tokens": min(most or room, room)})
         said: list[str] = []
-        self.finish_reason = None
+        self.finish_reason, self.cut = None, ""
         try:
             events = self.llm.stream([token_ids], params)
             with contextlib.closing(events):  # type: ignore[type-var]
@@ -70,6 +78,8 @@ class Conversation:
                     said.append(event.text)
                     if event.finished:
                         self.finish_reason = event.finish_reason
+                        if event.finish_reason == "length":
+                            self.cut = limit.reason(len(said))
                     yield event.text
         finally:
             self.turns.append({"role": "assistant", "content": "".join(said)})
@@ -138,6 +148,7 @@ def run_chat(
             "pass --chat-template FILE.jinja, or use specc run for plain text",
         )
     llm = LLM.from_engine_args(args)
+    Limit(max_tokens, True, llm.engine.max_seq_len).check()
     if llm.tokenizer is None:
         raise EngineError(
             "an engine without a tokenizer", "one whose tokenizer reads text", "compile it with one"
@@ -205,8 +216,8 @@ def _print_answer(conversation: Conversation, text: str) -> None:
     sys.stdout.flush()
     if conversation.num_dropped:
         _note(f"{conversation.num_dropped} of the oldest turns no longer fit, and were left out")
-    if conversation.finish_reason == "length":
-        _note("the answer ends at --max-tokens or at the engine's max_seq_len")
+    if conversation.cut:
+        _note(f"the answer ends {conversation.cut}")
 
 
 def _note(text: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from specc.cli.limit import Limit
 from specc.cli.prompts import (
     PromptLine,
     decode,
@@ -19,6 +21,9 @@ from specc.cli.prompts import (
 )
 from specc.errors import RequestError
 from specc.sampling.params import SamplingParams
+
+# without an option, and where the checkpoint says nothing
+_MAX_TOKENS = 128
 
 if TYPE_CHECKING:
     from specc.cli.options.common import PromptSource
@@ -72,6 +77,7 @@ def run_request(
     """
     lines = read_source(source)  # before the engine loads: a bad file fails at once
     common = sampling.given()
+    # also what the defaults of the engine do not change
     params = [line.params(common) for line in lines]
     if not as_json and any(own.logprobs is not None for own in params):
         raise RequestError(
@@ -81,12 +87,24 @@ def run_request(
         raise RequestError(
             "prompt_logprobs without --json", "--json, which has a place for them", "add --json"
         )
-    _note_unused(sampling, params)
     from specc.runtime.llm import LLM
 
     if sum(own.n for own in params) == 1:
         args = replace(args, max_num_seqs=1)
     llm = LLM.from_engine_args(args)
+    common = {"max_tokens": _MAX_TOKENS, **llm.default_options, **common}
+    params = [line.params(common) for line in lines]
+    _note_unused(sampling, params)
+    limits = [
+        Limit(
+            own.max_tokens,
+            sampling.max_tokens is not None or "max_tokens" in line.options,
+            llm.engine.max_seq_len,
+        )
+        for own, line in zip(params, lines, strict=True)
+    ]
+    for limit in limits:
+        limit.check()
     prompts = [line.prompt for line in lines]
     needs_ids(prompts, llm.tokenizer is not None)
     if as_json or sum(own.n for own in params) > 1:
@@ -95,9 +113,14 @@ def run_request(
             _print_json(outputs, llm.get_metrics())
         else:
             _print_outputs(outputs, llm.tokenizer is not None)
-            _note_ends([completion for output in outputs for completion in output.outputs])
+            ends = [
+                (completion, len(completion.token_ids), limit)
+                for output, limit in zip(outputs, limits, strict=True)
+                for completion in output.outputs
+            ]
+            _note_ends(ends)
     else:
-        _stream(llm, prompts[0], params[0])
+        _stream(llm, prompts[0], params[0], limits[0])
     if stats:
         from specc.cli.render import print_stats
 
@@ -117,13 +140,21 @@ def _note_unused(sampling: SamplingOptions, params: Sequence[SamplingParams]) ->
         _note(f"{', '.join(given)} {verb} no effect at temperature 0: nothing is drawn")
 
 
-def _note_ends(outputs: Sequence[CompletionOutput | StreamOutput]) -> None:
-    """Outputs that end because of a limit or of an error, not of their own."""
-    reasons = [output.finish_reason for output in outputs]
-    if (count := reasons.count("length")) > 0:
-        which = "the output ends" if len(reasons) == 1 else f"{count} of {len(reasons)} outputs end"
-        _note(f"{which} at --max-tokens or at the engine's max_seq_len")
-    for number, output in enumerate(outputs, start=1):
+def _note_ends(outputs: Sequence[tuple[CompletionOutput | StreamOutput, int, Limit]]) -> None:
+    """Outputs that end because of a limit that nobody asked for, or of an error.
+
+    Args:
+        outputs: each with its number of tokens, and what it may have.
+    """
+    reasons = Counter(
+        reason
+        for output, count, limit in outputs
+        if output.finish_reason == "length" and (reason := limit.reason(count))
+    )
+    for reason, count in reasons.items():
+        which = "the output ends" if len(outputs) == 1 else f"{count} of {len(outputs)} outputs end"
+        _note(f"{which} {reason}")
+    for number, (output, _, _) in enumerate(outputs, start=1):
         if output.finish_reason == "error":
             which = "the output" if len(outputs) == 1 else f"output {number}"
             _note(f"{which} cannot go on: {output.stop_reason}")
@@ -134,19 +165,19 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> None:
-    last = ""
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Limit) -> None:
+    last, count = "", 0
     for event in llm.stream([prompt], params):
         # without a tokenizer, tokens are all there is
         text = event.text if llm.tokenizer is not None else f"{event.token_id} "
         sys.stdout.write(text)
         sys.stdout.flush()
-        last = text or last
+        last, count = text or last, count + 1
         if event.finished:
             end = event
     if not last.endswith("\n"):
         sys.stdout.write("\n")
-    _note_ends([end])
+    _note_ends([(end, count, limit)])
 
 
 def _print_outputs(outputs: Iterable[RequestOutput], has_text: bool) -> None:

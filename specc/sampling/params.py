@@ -43,7 +43,8 @@ class SamplingParams:
 
     Args:
         max_tokens: output tokens at most; None goes on to the end of the context.
-        temperature: 0 is greedy: the most likely token, whatever the filters say.
+        temperature: 0 is greedy: the most likely token, whatever the filters say. The default is
+            1, as vLLM's; defaults of the checkpoint are those of `LLM.get_default_sampling_params`.
         top_p: keep the most likely tokens that hold this share of the probability.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens of at least this share of the best one's probability.
@@ -82,7 +83,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 16
-    temperature: float = 0.0
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

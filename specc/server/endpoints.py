@@ -94,7 +94,7 @@ class Endpoints:
         def read(body: bytes) -> _Completion:
             wanted = parse(CompletionRequest, self._parse(body))
             self._check(wanted)
-            params = completion_params(wanted)
+            params = completion_params(wanted, self._service.core.defaults)
             prompts = self._read_prompts(wanted)
             forget_long(wanted)
             return wanted, params, *prompts
@@ -118,7 +118,8 @@ class Endpoints:
         def read(body: bytes) -> _Chat:
             wanted = parse(ChatRequest, self._parse(body))
             self._check(wanted)
-            params = chat_params(wanted, self._engine.max_seq_len)
+            defaults = self._service.core.defaults
+            params = chat_params(wanted, self._engine.max_seq_len, defaults)
             self._check_count(wanted.n or 1)
             use = read_tools(wanted, self._config, _reads_tools(self._template))
             if use.grammar is not None:

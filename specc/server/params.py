@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import MAX_LOGPROBS, SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.server.config import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -13,17 +14,16 @@ from specc.server.protocol import ChatRequest, CompletionRequest, GenerationRequ
 
 # fields that mean the same in both
 _SAME = (
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "speculative", "prompt_logprobs",
     "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
 )  # fmt: skip
-# as OpenAI's, not as `SamplingParams`', whose default is greedy
-_TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
 
 
-def completion_params(request: CompletionRequest) -> SamplingParams:
+def completion_params(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Raises ApiError or RequestError: a value that is out of range or cannot be served."""
     if request.best_of not in (None, request.n or 1):
         raise bad_request(
@@ -33,7 +33,8 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
     tokens = request.max_tokens
     if tokens is None and "max_tokens" not in request.model_fields_set:
         tokens = _COMPLETION_TOKENS
-    params = _params(request, 1 if is_prompt_alone(request) else tokens, request.logprobs)
+    tokens = 1 if is_prompt_alone(request) else tokens
+    params = _params(request, tokens, request.logprobs, defaults)
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, params.prompt_logprobs or 0)
         params = dataclasses.replace(params, prompt_logprobs=most)
@@ -55,7 +56,9 @@ def is_prompt_alone(request: CompletionRequest) -> bool:
     return is_alone
 
 
-def chat_params(request: ChatRequest, max_seq_len: int) -> SamplingParams:
+def chat_params(
+    request: ChatRequest, max_seq_len: int, defaults: SamplingDefaults
+) -> SamplingParams:
     """Without a limit, an output may fill the context, as it does at OpenAI.
 
     Raises:
@@ -76,7 +79,7 @@ def chat_params(request: ChatRequest, max_seq_len: int) -> SamplingParams:
         raise bad_request(
             f"top_logprobs={top}", f"0 … {MAX_LOGPROBS}", "correct it", "top_logprobs"
         )
-    return _params(request, tokens, (top or 0) if request.logprobs else None)
+    return _params(request, tokens, (top or 0) if request.logprobs else None, defaults)
 
 
 def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[SamplingParams]:
@@ -94,7 +97,10 @@ def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[S
 
 
 def _params(
-    request: GenerationRequest, max_tokens: int | None, logprobs: int | None
+    request: GenerationRequest,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: SamplingDefaults,
 ) -> SamplingParams:
     if request.stream and request.prompt_logprobs is not None:
         raise bad_request(
@@ -102,9 +108,9 @@ def _params(
             "leave one of them out", "prompt_logprobs",
         )  # fmt: skip
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=_TEMPERATURE if request.temperature is None else request.temperature,
+    limits = [count for count in (max_tokens, defaults.max_tokens) if count is not None]
+    return defaults.params(
+        max_tokens=min(limits, default=None),
         logprobs=logprobs,
         stop=_stop(request.stop),
         structured_outputs=_structured(request),

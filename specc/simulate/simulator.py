@@ -257,6 +257,7 @@ class _SimulatedEngine:
             # a request looks at the clock when it is made
             self._now_s = request.arrival_s
             params = SamplingParams(
+                temperature=0,
                 max_tokens=request.num_output_tokens,
                 ignore_eos=True,
                 speculative=request.speculative,

@@ -147,7 +147,7 @@ def _iteration(engine: Engine, plan: SpecPlan) -> _Iteration:
     """Iterations of a short sequence, and passes like theirs after each of them."""
     core = EngineCore(engine, plan.name, shares_prefixes=False)
     stats, count = core.scheduler.stats, min(_SHORT, (engine.max_seq_len - 2) // 2)
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     found: list[_Iteration] = []
     for _ in range(_ROUNDS):
         request = core.requests.make([0] * count, params)

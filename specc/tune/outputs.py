@@ -10,6 +10,7 @@ from specc.errors import ConfigError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
+from specc.sampling.generation_config import NONE
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from specc.tune.acceptance import Trajectory
@@ -110,7 +111,7 @@ def _trajectories(
     engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions
 ) -> list[Trajectory]:
     params = params_of(options, len(token_ids))
-    outputs = LLM(engine, plan=OFF.name).generate(list(token_ids), params)
+    outputs = LLM(engine, plan=OFF.name, generation_config=NONE).generate(list(token_ids), params)
     found = []
     for ids, output, own in zip(token_ids, outputs, params, strict=True):
         request = Request(output.request_id, ids, own, max_seq_len=engine.max_seq_len)

@@ -28,6 +28,8 @@ def chat(
             "rank_timeout_s",
             "oversubscribes",
             "overlaps",
+            "generation_config",
+            "override_generation_config",
         ),
     ],
     sampling: Annotated[SamplingOptions, Fields("temperature", "top_p", "top_k", "seed")],
@@ -37,7 +39,10 @@ def chat(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", help="Most tokens of an answer; without it, what fits."),
+        typer.Option(
+            "--max-tokens",
+            help="Most tokens of an answer; else as the checkpoint says, or what fits.",
+        ),
     ] = None,
     chat_template: Annotated[
         Path | None,

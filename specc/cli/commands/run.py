@@ -35,6 +35,8 @@ def run(
             "oversubscribes",
             "overlaps",
             "micro_batches",
+            "generation_config",
+            "override_generation_config",
         ),
     ],
     prompt: Annotated[
@@ -52,12 +54,13 @@ def run(
 ) -> None:
     """Generate text with an engine, token by token as it comes.
 
-    Greedy decoding, unless there is a temperature: the output is the target model's own, or
-    follows its distribution. A line break follows the text; --json gives it exactly.
+    Tokens are drawn as specc serve draws them: options that are not given are as the checkpoint's
+    generation_config.json says, else temperature is 1. --temperature 0 is greedy: the target
+    model's own most likely text. A line break follows the text; --json gives it exactly.
 
     \b
     Examples:
-      specc run engine/ "def fibonacci(n):" --max-tokens 64 --stats
+      specc run engine/ "def fibonacci(n):" --temperature 0 --max-tokens 64 --stats
       specc run engine/ --file prompt.txt --stop "class " --stop "def "
       specc run engine/ "Once" --temperature 0.8 --top-p 0.95 --seed 7
       cat prompt.txt | specc run engine/ --plan off

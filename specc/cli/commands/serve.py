@@ -44,6 +44,8 @@ def serve(
             "oversubscribes",
             "overlaps",
             "micro_batches",
+            "generation_config",
+            "override_generation_config",
             policy={
                 "help": "What chooses plans: goodput (the default of engines that speculate),"
                 " adaptive, best, profile, fixed."

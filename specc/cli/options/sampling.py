@@ -10,19 +10,26 @@ from specc.option import option
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How outputs are drawn, and what ends them; None and () leave it as `SamplingParams` says."""
+    """How outputs are drawn, and what ends them; None and () leave it as the engine says."""
 
-    max_tokens: int = option(128, "Output tokens at most, for each prompt.")
-    temperature: float = option(0.0, "0 is greedy, the most likely token.")
+    max_tokens: int | None = option(
+        None, "Output tokens at most, for each prompt; else as the checkpoint says, or 128."
+    )
+    temperature: float | None = option(
+        None, "0 is greedy, the most likely token; else as the checkpoint says, or 1."
+    )
     top_p: float | None = option(
-        None, "Draw from the likeliest tokens that hold this share; else from all."
+        None, "Draw from the likeliest tokens that hold this share; 1 is all."
     )
-    top_k: int | None = option(None, "Draw from the k likeliest tokens; 0, or none, is all.")
+    top_k: int | None = option(None, "Draw from the k likeliest tokens; 0 is all.")
     min_p: float | None = option(
-        None, "Draw from tokens that are at least this share as likely as the likeliest one."
+        None,
+        "Draw from tokens that are at least this share as likely as the likeliest one; 0 is all.",
     )
-    repetition_penalty: float = option(
-        1.0, "Divide logits of tokens that came before, in prompt or output; 1 is none."
+    repetition_penalty: float | None = option(
+        None,
+        "Divide logits of tokens that came before, in prompt or output; 1 is none, else as the"
+        " checkpoint says.",
     )
     presence_penalty: float = option(
         0.0, "Lower logits of tokens that are in the output; 0 is none."

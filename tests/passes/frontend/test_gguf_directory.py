@@ -18,8 +18,10 @@ from specc.errors import SpeccError, VocabMismatchError, WeightError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.gguf_config import config_of
+from specc.passes.frontend.gguf_directory import directory_of
 from specc.passes.frontend.gguf_tokenizer import tokenizer_of
 from specc.passes.frontend.model_source import ModelSource
+from specc.sampling.generation_config import read_defaults
 from tests import gguf_files
 from tests.models import build_model, save_tiny, tiny_config
 
@@ -341,3 +343,14 @@ def test_what_is_refused(tmp_path, changes, found) -> None:
 def test_scores_are_needed() -> None:
     with pytest.raises(VocabMismatchError, match=r"no list tokenizer.ggml.scores"):
         tokenizer_of({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]}, "a file")
+
+
+def test_advised_sampling_becomes_that_of_a_checkpoint(tmp_path) -> None:
+    """As converters keep it; what a file does not say stays as it is."""
+    advised = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 0}
+    fields = {f"general.sampling.{name}": value for name, value in advised.items()}
+    defaults = read_defaults(directory_of(plain_file(tmp_path, **fields)))
+    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert defaults.values == wanted
+    (tmp_path / "silent").mkdir()
+    assert read_defaults(directory_of(plain_file(tmp_path / "silent"))).values == {}

@@ -88,9 +88,11 @@ def eventually(condition):
 
 
 def test_answers_are_what_the_engine_generates(start, saved_engine):
-    want = LLM(saved_engine.path).generate("abc", SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    want = LLM(saved_engine.path).generate(
+        "abc", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    )[0]
     model = start()
-    options = {"max_tokens": 20, "ignore_eos": True, "return_output_ids": True}
+    options = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "return_output_ids": True}
     options |= {"exclude_input_in_output": False}
     requests = [ask(stream=stream, **options) for stream in (True, False)]
     assert model.execute(requests) is None

@@ -15,6 +15,7 @@ from specc.runtime.triton.request import (
     MAX_STOP_WORDS,
     read_request,
 )
+from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import SamplingParams
 from specc.server import config as serve_config
 from specc.triton.tensors import INPUTS, OUTPUTS
@@ -24,12 +25,12 @@ DTYPES = {"STRING": object, "BOOL": bool, "FP32": np.float32, "INT32": np.int32,
 KINDS = {tensor.name: tensor.kind for tensor in INPUTS}
 
 
-def read(parameters="", requested=ALL, shape=(1, -1), **values):
+def read(parameters="", requested=ALL, shape=(1, -1), defaults={}, **values):  # noqa: B006
     tensors = {}
     for name, value in values.items():
         many = [v.encode() if isinstance(v, str) else v for v in np.atleast_1d(value).tolist()]
         tensors[name] = np.array(many, dtype=DTYPES[KINDS.get(name, "STRING")]).reshape(shape)
-    return read_request(tensors, parameters, requested)
+    return read_request(tensors, parameters, requested, SamplingDefaults(defaults))
 
 
 def test_stops_are_limited_as_over_http():
@@ -44,6 +45,12 @@ def test_text_alone():
     assert asked.params == SamplingParams(stop=[])
     assert (asked.is_streamed, asked.echoed, asked.priority, asked.timeout_s) == (0, "", 0, None)
     assert asked.outputs == {"text_output", "finish_reason"}
+
+
+def test_what_is_left_out_is_as_the_checkpoint_has_it():
+    own = {"temperature": 0.5, "top_k": 7, "max_tokens": 9}
+    asked = read(text_input="a", top_k=3, defaults=own)
+    assert asked.params == SamplingParams(**own | {"top_k": 3}, stop=[])
 
 
 @pytest.mark.parametrize("shape", [(-1,), (1, -1), (-1, 1)])

@@ -87,7 +87,10 @@ def wanted(engine, tmp_path_factory) -> dict[tuple[str, int | None], Wanted]:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     found = {}
-    for seed, options in ((None, ()), (7, ("--temperature", "0.8", "--seed", "7"))):
+    for seed, options in (
+        (None, ("--temperature", 0)),
+        (7, ("--temperature", "0.8", "--seed", "7")),
+    ):
         common = ("--max-tokens", 40, "--ignore-eos", "--json")
         printed = json.loads(invoke("run", engine, "--prompts", file, *common, *options))
         for prompt, output in zip(PROMPTS, printed["outputs"], strict=True):
@@ -108,7 +111,7 @@ def invoke(*arguments: Any) -> str:
 
 
 def sampling(seed: int | None) -> dict[str, Any]:
-    return {} if seed is None else {"temperature": 0.8, "seed": seed}
+    return {"temperature": 0} if seed is None else {"temperature": 0.8, "seed": seed}
 
 
 def is_idle(server: TritonServer, model: str = "specc") -> bool:
@@ -144,6 +147,7 @@ def test_generate_equals_specc_run(server, wanted, model, seed):
 
 def test_generate_stream_has_the_same_text_in_pieces(server, wanted):
     body = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True, "stream": True}
+    body |= sampling(None)
     events = list(server.generate_stream(**body, exclude_input_in_output=False))
     assert "".join(e["text_output"] for e in events) == PROMPTS[0] + wanted[PROMPTS[0], None].text
     assert len(events) > 5
@@ -326,7 +330,7 @@ def test_metrics_add_up(server, client):
 @pytest.mark.slow
 def test_a_model_whose_process_died_comes_back_by_loading_it_again(server, wanted):
     """Triton calls such a model ready for ever: only requests and metrics tell."""
-    asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}
+    asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True, **sampling(None)}
     pids = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in server.stubs()}
     (stub,) = [pid for pid, command in pids.items() if "short" in command]
     os.kill(stub, signal.SIGKILL)
@@ -351,7 +355,7 @@ def test_a_sharded_engine_and_the_end_of_the_server(server, wanted, tmp_path_fac
     cut = engines.build_cut(tmp_path_factory.mktemp("cut"), positions=POSITIONS)
     options = ("--name", "ranks", "--reference", "--oversubscribe", "--rank-timeout", "5")
     invoke("triton", cut, "-o", server.repository, *options)
-    asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True}
+    asked = {"text_input": PROMPTS[0], "max_tokens": 40, "ignore_eos": True, **sampling(None)}
     before = set(server.stubs())
 
     def stubs() -> set[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specc.artifact.directory import read_manifest
 from specc.cli.prompts import read_prompt_lines
 from specc.errors import SpeccError
 from specc.runtime.llm import LLM
@@ -28,6 +29,9 @@ def no_tokenizer(tiny_engine: Path, tmp_path: Path) -> Path:
     return path
 
 
+GREEDY = ("--temperature", 0)
+
+
 def write(path: Path, *lines: object) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
@@ -42,7 +46,7 @@ def test_a_line_has_options_of_its_own(tiny_engine, tmp_path):
         {"prompt": "hello", "temperature": 5.0, "seed": 3},
         {"prompt_token_ids": IDS, "logprobs": 2, "source": "a book"},
     )
-    options = ("--max-tokens", 6, "--ignore-eos", "--json")
+    options = ("--temperature", 0, "--max-tokens", 6, "--ignore-eos", "--json")
     result = invoke("run", tiny_engine, "--prompts", file, *options)
     assert result.exit_code == 0, result.stderr
     outputs = json.loads(result.stdout)["outputs"]
@@ -58,9 +62,12 @@ def test_a_line_has_options_of_its_own(tiny_engine, tmp_path):
 
 
 def test_json_has_the_log_probabilities(tiny_engine):
-    result = invoke("run", tiny_engine, "hello", "--max-tokens", 4, "--logprobs", 3, "--json")
+    options = ("--temperature", 0, "--max-tokens", 4, "--logprobs", 3, "--json")
+    result = invoke("run", tiny_engine, "hello", *options)
     (output,) = json.loads(result.stdout)["outputs"]
-    (want,) = LLM(tiny_engine).generate("hello", SamplingParams(max_tokens=4, logprobs=3))
+    (want,) = LLM(tiny_engine).generate(
+        "hello", SamplingParams(temperature=0, max_tokens=4, logprobs=3)
+    )
     assert output["cumulative_logprob"] == pytest.approx(want.outputs[0].cumulative_logprob)
     assert len(output["logprobs"]) == 4
     for row, token in zip(output["logprobs"], output["token_ids"], strict=True):
@@ -77,12 +84,13 @@ def test_log_probabilities_need_a_place(tiny_engine, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--seed", 1), "--seed has no effect at temperature 0"),
-        (("--seed", 1, "--rule", "mss"), "--seed, --rule have no effect"),
-        (("--top-p", 0.5), "--top-p has no effect"),
-        (("--top-k", 3, "--min-p", 0.1), "--top-k, --min-p have no effect"),
+        (("--seed", 1, *GREEDY), "--seed has no effect at temperature 0"),
+        (("--seed", 1, "--rule", "mss", *GREEDY), "--seed, --rule have no effect"),
+        (("--top-p", 0.5, *GREEDY), "--top-p has no effect"),
+        (("--top-k", 3, "--min-p", 0.1, *GREEDY), "--top-k, --min-p have no effect"),
         (("--seed", 1, "--temperature", 0.5), None),
-        ((), None),
+        (("--seed", 1), None),
+        (GREEDY, None),
     ],
 )
 def test_options_without_effect_are_named(tiny_engine, options, words):
@@ -91,22 +99,51 @@ def test_options_without_effect_are_named(tiny_engine, options, words):
     assert result.stderr == "" if words is None else words in result.stderr
 
 
-def test_an_output_that_was_cut_is_announced(tiny_engine, tmp_path):
-    once = invoke("run", tiny_engine, "hello", "--max-tokens", 4, "--ignore-eos")
-    assert "note: the output ends at --max-tokens" in once.stderr
-    file = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "hello"})
-    twice = invoke("run", tiny_engine, "--prompts", file, "--max-tokens", 4, "--ignore-eos")
-    assert "note: 2 of 2 outputs end at --max-tokens" in twice.stderr
-    (output,) = LLM(tiny_engine).generate("hello", SamplingParams(max_tokens=8, ignore_eos=True))
-    stop = output.outputs[0].text[:4]
-    ended = invoke("run", tiny_engine, "hello", "--stop", stop, "--max-tokens", 8)
-    assert "note" not in ended.stderr
+def test_an_output_that_was_cut_is_announced_where_nobody_asked_for_its_length(
+    tiny_engine, tmp_path
+):
+    """The one cause that it has."""
+    most = read_manifest(tiny_engine).limits.max_seq_len
+    once = invoke("run", tiny_engine, "hello", "--ignore-eos")
+    end = f"where prompt and output fill the engine's {most} tokens"
+    assert f"note: the output ends {end}" in once.stderr
+    limit = ("--override-generation-config", '{"max_new_tokens": 3}')
+    short = invoke("run", tiny_engine, "hello", "--ignore-eos", *limit)
+    assert "note: the output ends after 3 tokens: --max-tokens allows more" in short.stderr
+    lines = [{"prompt": "a"}, {"prompt": "hello"}, {"prompt": "b", "max_tokens": most - 1}]
+    lines += [{"prompt": "asked for", "max_tokens": 2}]
+    file = write(tmp_path / "p.jsonl", *lines)
+    batch = invoke("run", tiny_engine, "--prompts", file, "--ignore-eos", *limit)
+    assert "note: 2 of 4 outputs end after 3 tokens: --max-tokens allows more" in batch.stderr
+    assert f"note: 1 of 4 outputs end {end}" in batch.stderr
+    asked = invoke("run", tiny_engine, "--prompts", file, "--max-tokens", 4, "--ignore-eos")
+    assert asked.stderr.count("note: ") == 1
+    assert f"note: 1 of 4 outputs end {end}" in asked.stderr
+    greedy = ("--temperature", 0, "--max-tokens", 8)
+    (output,) = LLM(tiny_engine).generate(
+        "hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    )
+    ended = invoke("run", tiny_engine, "hello", "--stop", output.outputs[0].text[:4], *greedy)
+    assert ended.stderr == ""
+
+
+def test_more_tokens_than_any_output_can_have_are_refused(tiny_engine, tmp_path):
+    most = read_manifest(tiny_engine).limits.max_seq_len
+    words = (f"--max-tokens {most}", f"at most {most - 1}", "--max-seq-len")
+    assert_refused(invoke("run", tiny_engine, "hello", "--max-tokens", most), *words)
+    file = write(tmp_path / "p.jsonl", {"prompt": "a", "max_tokens": most})
+    assert_refused(invoke("run", tiny_engine, "--prompts", file), *words[1:])
+    # what a checkpoint says is of no engine in particular
+    default = ("--override-generation-config", f'{{"max_new_tokens": {2 * most}}}')
+    assert invoke("run", tiny_engine, "hello", *default).exit_code == 0
 
 
 def test_an_engine_without_a_tokenizer_takes_and_gives_ids(no_tokenizer, tiny_engine, tmp_path):
-    (want,) = LLM(tiny_engine).generate([IDS], SamplingParams(max_tokens=5, ignore_eos=True))
+    (want,) = LLM(tiny_engine).generate(
+        [IDS], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    )
     ids = " ".join(map(str, want.outputs[0].token_ids))
-    options = ("--max-tokens", 5, "--ignore-eos")
+    options = ("--temperature", 0, "--max-tokens", 5, "--ignore-eos")
     file = write(tmp_path / "one.jsonl", {"prompt_token_ids": IDS})
     one = invoke("run", no_tokenizer, "--prompts", file, *options)
     assert one.exit_code == 0, one.stderr
@@ -156,7 +193,7 @@ def test_several_outputs_of_a_prompt(tiny_engine, tmp_path):
     assert output["token_ids"] == wanted[0]
     text = invoke("run", tiny_engine, "hello", "--n", 3, *options)
     assert [f"--- 1.{i}: 4 tokens" in text.stdout for i in (1, 2, 3)] == [True] * 3
-    assert "3 of 3 outputs end" in text.stderr
+    assert text.stderr == ""
 
 
 def test_prompt_log_probabilities_of_a_line(tiny_engine, tmp_path):

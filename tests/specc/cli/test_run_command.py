@@ -14,11 +14,13 @@ import torch
 from specc.artifact.manifest import SCHEMA_VERSION
 from tests.command_line import MAIN, assert_refused, invoke
 
+EIGHT = ("--temperature", 0, "--max-tokens", 8, "--ignore-eos")
+
 
 def test_run_streams_the_text(tiny_engine):
-    result = invoke("run", tiny_engine, "hello", "--max-tokens", 8, "--ignore-eos", "--stats")
+    result = invoke("run", tiny_engine, "hello", *EIGHT, "--stats")
     assert result.exit_code == 0, result.stderr
-    as_json = invoke("run", tiny_engine, "hello", "--max-tokens", 8, "--ignore-eos", "--json")
+    as_json = invoke("run", tiny_engine, "hello", *EIGHT, "--json")
     (output,) = json.loads(as_json.stdout)["outputs"]
     assert result.stdout.rstrip("\n") == output["text"].rstrip("\n")
     assert len(output["token_ids"]) == 8
@@ -34,7 +36,7 @@ def test_run_takes_prompts_from_everywhere(tiny_engine, tmp_path):
     prompts = ["hello\n", "a\u2028b"]
     text = "".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts)
     lines.write_text(text, encoding="utf-8")
-    options = ("--max-tokens", 6, "--ignore-eos", "--json")
+    options = ("--temperature", 0, "--max-tokens", 6, "--ignore-eos", "--json")
     results = [
         invoke("run", tiny_engine, "hello\n", *options),
         invoke("run", tiny_engine, "--file", file, *options),

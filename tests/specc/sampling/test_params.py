@@ -29,11 +29,12 @@ def assert_three_lines(error: SpeccError, found: str, needed: str) -> None:
 
 
 def test_defaults_change_nothing():
-    """Greedy, without filters and penalties."""
+    """The model's own distribution, without filters and penalties, as vLLM has it."""
     params = SamplingParams()
-    assert params.is_greedy
+    assert params.temperature == 1.0
+    assert not params.is_greedy
     assert not params.has_penalties
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 1, 0, 0)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1, 0, 0,
     )  # fmt: skip

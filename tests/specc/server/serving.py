@@ -19,6 +19,7 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
+from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import SamplingParams
 from specc.server.app import create_app
 from specc.server.config import ConnectionLimits, ServeConfig
@@ -110,8 +111,9 @@ def serve(
     engine = engine or build_engine(eos=(EOS,))
     limits, tls = options.pop("limits", ConnectionLimits()), options.pop("tls", None)
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
+    defaults = SamplingDefaults(options.pop("defaults", {}))
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
-    with Service(EngineCore(engine, plan), max_waiting) as service:
+    with Service(EngineCore(engine, plan, defaults=defaults), max_waiting) as service:
         is_source = isinstance(template, str)
         chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)

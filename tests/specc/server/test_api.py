@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
+from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import SamplingParams
 from specc.server.params import completion_params
 from specc.server.protocol import CompletionRequest, parse
@@ -200,7 +201,9 @@ def test_options_reach_the_sampler(server, library) -> None:
         want.text, want.finish_reason, want.stop_reason,
     )  # fmt: skip
     request = parse(CompletionRequest, {"prompt": PROMPT, "speculative": False} | options)
-    assert completion_params(request) == SamplingParams(speculative=False, **options)
+    assert completion_params(request, SamplingDefaults()) == SamplingParams(
+        speculative=False, **options
+    )
 
 
 def test_forms_of_prompts(server) -> None:

@@ -15,13 +15,13 @@ from specc.cli.options.sampling import SamplingOptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.engine_args import EngineArgs
+from specc.sampling.generation_config import _OPTIONS
 from specc.sampling.params import SamplingParams
 
 
-def test_sampling_is_greedy_by_default_and_as_params_have_it():
-    assert SamplingParams(**SamplingOptions().given()) == SamplingParams(
-        max_tokens=128, temperature=0.0
-    )
+def test_sampling_is_as_params_have_it():
+    assert SamplingParams(**SamplingOptions().given()) == SamplingParams()
+    assert SamplingOptions().given().keys().isdisjoint(_OPTIONS.values())
     options = SamplingOptions(
         temperature=0.5, logit_bias=("3=1.5",), stop=("a", "b"), bad_words=("c",), seed=0, top_k=4
     )
