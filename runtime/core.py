@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from specc.close_name import advice
 from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.in_flight import InFlight
@@ -68,7 +69,7 @@ class EngineCore:
             raise RequestError(
                 f"plan {plan!r}",
                 f"a plan of this engine: {', '.join(engine.plans)}",
-                "choose one of them, or compile the engine with this plan",
+                advice(plan, engine.plans, "choose one of them, or compile the engine again"),
             )
         self.engine = engine
         self.defaults = defaults or SamplingDefaults()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from specc.artifact.kv_rows import AUTO as AS_MODEL
@@ -10,6 +9,7 @@ from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
 from specc.artifact.quantized_layout import ACTIVATION_BITS
+from specc.close_name import advice, close_name
 from specc.errors import ConfigError
 from specc.speculation.kv_window import FULL, KVWindow
 from specc.speculation.plans import SpecPlan
@@ -147,7 +147,11 @@ class CompileConfig:
             raise ConfigError(
                 f"--mla-cache {self.mla_cache}",
                 " or ".join(MLA_CACHES),
-                f"choose one of them, or leave out --mla-cache for {MLA_AUTO}",
+                advice(
+                    self.mla_cache,
+                    MLA_CACHES,
+                    f"choose one of them, or leave out --mla-cache for {MLA_AUTO}",
+                ),
             )
         for text in self.draft_kv:
             KVWindow.parse(text)
@@ -181,7 +185,11 @@ class CompileConfig:
             raise ConfigError(
                 f"--quantize {self.quantize}",
                 "int8, int4 or fp8",
-                "choose one of them, or leave out --quantize",
+                advice(
+                    str(self.quantize),
+                    ("int8", "int4", "fp8"),
+                    "choose one of them, or leave out --quantize",
+                ),
             )
         if self.quantize_group is not None and self.quantize not in ("int8", "int4"):
             raise ConfigError(
@@ -322,8 +330,8 @@ def parse_dtype(text: str, option: str) -> str:
     name = _DTYPE_ALIASES.get(name, name)
     if name in (*DTYPES, AUTO):
         return name
-    close = difflib.get_close_matches(name, (*DTYPES, *_DTYPE_ALIASES, AUTO), n=1)
-    meant = _DTYPE_ALIASES.get(close[0], close[0]) if close else None
+    close = close_name(name, (*DTYPES, *_DTYPE_ALIASES, AUTO))
+    meant = _DTYPE_ALIASES.get(close, close) if close else None
     raise ConfigError(
         f"{option} {text}",
         f"one of {', '.join((*DTYPES, AUTO))}",

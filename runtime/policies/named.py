@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specc.close_name import advice
 from specc.cost.latency_table import LatencyTable
 from specc.errors import ConfigError, RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
@@ -98,7 +99,7 @@ def make_policy(
             graph_sizes=graph_sizes,
         )
     else:
-        needed, do = f"one of {', '.join(NAMES)}", "choose one of them"
+        needed, do = f"one of {', '.join(NAMES)}", advice(name, NAMES, "choose one of them")
     raise RequestError(f"policy {name!r} for an engine of the plans {', '.join(plans)}", needed, do)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 
 Attention = Literal["native", "split", "whole"]
@@ -162,8 +163,8 @@ def facts_of(name: str) -> BackendFacts:
         ConfigError: no backend has this name.
     """
     if name not in _known:
-        names = ", ".join(_known)
-        raise ConfigError(f"backend {name!r}", f"one of {names}", "choose one of them")
+        do = advice(name, _known, "choose one of them")
+        raise ConfigError(f"backend {name!r}", f"one of {', '.join(_known)}", do)
     return _known[name]
 
 

@@ -13,6 +13,7 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.manifest import MANIFEST_FILE, Manifest
 from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import Progress
+from specc.close_name import advice
 from specc.errors import EngineError
 from specc.system.files import (
     format_bytes,
@@ -187,8 +188,8 @@ def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) 
     if backend != manifest.backend and not runs_all:
         raise EngineError(
             f"backend {backend} and an engine for backend {manifest.backend}",
-            " or ".join(dict.fromkeys([manifest.backend, *for_all])),
-            "leave out the backend"
+            " or ".join(takers := dict.fromkeys([manifest.backend, *for_all])),
+            advice(backend, takers, "leave out the backend")
             if backend not in backends
             else f"compile the engine again with --backend {backend}",
         )

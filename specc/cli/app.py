@@ -202,6 +202,16 @@ def in_words_of(options: Mapping[str, str], error: SpeccError) -> SpeccError:
     match = _FIELD.match(error.found)
     if match is None or (option := options.get(match[1])) is None:
         return error
-    value = match[4] if match[3] is None else match[3]
-    do = re.sub(rf"\b{match[1]}\b", option, error.do)
+    value = match[4].strip("'") if match[3] is None else match[3]
+    do = _in_advice(match[1], option, error.do)
     return type(error)(f"{option} {value}", error.needed, do)
+
+
+def _in_advice(field: str, option: str, do: str) -> str:
+    """Advice with the option in place of its field.
+
+    What stands behind dashes is an option already, and a name without an underscore, such as plan,
+    may be a word of the sentence: it is a field after what is to be done with it.
+    """
+    before = "" if "_" in field else r"\b(?:raise|lower|correct|pass|set|change|leave) "
+    return re.sub(rf"({before})(?<![-\w]){field}\b", rf"\g<1>{option}", do)

@@ -13,6 +13,7 @@ from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.cli import render, render_plans
 from specc.cli.tensorrt import print_builds, read_builds
+from specc.close_name import advice
 from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
 from specc.system.files import format_bytes, hash_file
@@ -100,8 +101,9 @@ def _select(passes: list[dict[str, Any]], only: str | None) -> list[dict[str, An
         return passes
     selected = [item for item in passes if item["pass"] == only]
     if not selected:
-        names = ", ".join(dict.fromkeys(item["pass"] for item in passes))
-        raise ConfigError(f"--pass {only}", f"one of {names or '(no passes)'}", "choose one")
+        names = list(dict.fromkeys(item["pass"] for item in passes))
+        needed = f"one of {', '.join(names) or '(no passes)'}"
+        raise ConfigError(f"--pass {only}", needed, advice(only, names, "choose one of them"))
     return selected
 
 

@@ -9,6 +9,7 @@ from specc.artifact.directory import open_engine
 from specc.artifact.manifest import PROFILE_FILE, Manifest
 from specc.artifact.manifest_entries import PlanEntry
 from specc.cli import render
+from specc.close_name import advice
 from specc.cost.acceptance import node_acceptance
 from specc.errors import ConfigError, EngineError, RequestError
 from specc.speculation.plans import MERGE, SpecPlan
@@ -58,8 +59,9 @@ def _entry_of(manifest: Manifest, name: str) -> PlanEntry:
     for entry in manifest.plans:
         if entry.name == name:
             return entry
-    names = ", ".join(entry.name for entry in manifest.plans)
-    raise RequestError(f"plan {name!r}", f"a plan of this engine: {names}", "choose one of them")
+    names = [entry.name for entry in manifest.plans]
+    do = advice(name, names, "choose one of them")
+    raise RequestError(f"plan {name!r}", f"a plan of this engine: {', '.join(names)}", do)
 
 
 def _shape_of(plan: SpecPlan) -> TokenTree:

@@ -28,6 +28,7 @@ from specc.passes.frontend import hf_model
 from specc.passes.frontend.heads.head_spec import HeadSpec, HeadSwitches, TargetFacts
 from specc.passes.frontend.heads.mtp_spec import MTP_DRAFT, recognise_mtp
 from specc.passes.frontend.heads.recognise import AS_TRAINED, recognise
+from specc.speculation.choose_plans import meant_draft
 
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
@@ -127,7 +128,7 @@ class Candidate:
             with errors_of(name):
                 return cls._open_mtp(name, target, is_weight_only, switches)
         with errors_of(name):
-            directory = hf_model.resolve_directory(model)
+            directory = _directory_of_draft(model)
             head = _head_of(directory, target, switches)
             if head is None:
                 return cls.open(name, model, rope_length, is_weight_only)
@@ -208,6 +209,17 @@ def _head_of(directory: Path, target: Candidate, switches: HeadSwitches) -> Head
             "pass the directory of the target",
         ) from error
     return None if found is None else with_assumptions(found, switches)
+
+
+def _directory_of_draft(model: ModelLike) -> Path:
+    """Raises ModelNotFoundError: there is none, and what may have been meant instead."""
+    try:
+        return hf_model.resolve_directory(model)  # type: ignore[arg-type]
+    except ModelNotFoundError as error:
+        if (meant := meant_draft(str(model))) is None:
+            raise
+        do = f"did you mean --draft {meant}? Otherwise {error.do}"
+        raise ModelNotFoundError(error.found, error.needed, do) from error
 
 
 def label(model: Candidate) -> str:

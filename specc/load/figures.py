@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 from specc.load.result import LoadRun, RequestResult
 from specc.percentile import percentile
@@ -120,7 +121,9 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
             raise ConfigError(
                 f"--goodput {part}",
                 f"one of {', '.join(OBJECTIVES)}, a colon, and milliseconds above 0",
-                'for example --goodput "ttft:200 tpot:50 e2el:2000"',
+                advice(name, OBJECTIVES, 'for example --goodput "ttft:200 tpot:50 e2el:2000"')
+                if name not in OBJECTIVES
+                else 'for example --goodput "ttft:200 tpot:50 e2el:2000"',
             )
         found[name] = number
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from specc.close_name import advice
 from specc.cost.latency_table import LatencyTable
 from specc.errors import ConfigError, RequestError
 from specc.load.decisions import DecisionTrace
@@ -54,7 +55,7 @@ class SimulatedSubject:
                 raise RequestError(
                     f"policy {policy!r} in a simulation",
                     f"{', '.join(SIMULATED)} or a plan: {', '.join(self.plans)}",
-                    "choose one of them",
+                    advice(policy, [*SIMULATED, *self.plans], "choose one of them"),
                 )
         if self.adapts_verification:
             check_adapting(policies)
@@ -135,7 +136,9 @@ def plans_of(names: Sequence[str]) -> dict[str, SpecPlan]:
             raise RequestError(
                 f"plan {name!r} without an engine",
                 f"off, {', '.join(SIMULATED)}, or a name that tells a shape: chain-4, tree-3-2-1",
-                "choose one of them, or name the engine that has this plan",
+                advice(
+                    name, SIMULATED, "choose one of them, or name the engine that has this plan"
+                ),
             )
         plans[name] = SpecPlan.from_widths(tuple(numbers))
     return plans

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from specc.close_name import advice
 from specc.errors import ConfigError, RequestError
 from specc.load.decisions import DecisionTrace, TracedPolicy
 from specc.load.request import LoadRequest
@@ -80,7 +81,9 @@ class EngineSubject:
                     f"policy {policy!r}",
                     f"a plan of this engine ({', '.join(self.engine.plans)}) or a policy:"
                     f" {', '.join(NAMES)}",
-                    "choose one of them, or compile the engine with this plan",
+                    advice(
+                        policy, [*self.engine.plans, *NAMES], "choose one of them, or compile again"
+                    ),
                 )
         if self.adapts_verification:
             check_adapting(policies)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specc.close_name import advice
 from specc.errors import RequestError
 from specc.sampling.logit_controls import check_controls, check_ids, checked_bias
 from specc.sampling.rows import RULES, Rule
@@ -127,7 +128,8 @@ class SamplingParams:
                 _DO,
             )
         if self.rule is not None and self.rule not in RULES:
-            raise RequestError(f"rule={self.rule!r}", f"one of {', '.join(RULES)}, or None", _DO)
+            do = advice(str(self.rule), RULES, _DO)
+            raise RequestError(f"rule={self.rule!r}", f"one of {', '.join(RULES)}, or None", do)
         check_controls(self.min_tokens, self.max_tokens, self.allowed_token_ids, self.bad_words)
         object.__setattr__(self, "logit_bias", checked_bias(self.logit_bias))
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS, agreed_parsers
@@ -230,7 +231,9 @@ class Place:
         check_ranges(self)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(
-                f"log_level={self.log_level!r}", f"one of {', '.join(LOG_LEVELS)}", "choose one"
+                f"log_level={self.log_level!r}",
+                f"one of {', '.join(LOG_LEVELS)}",
+                advice(self.log_level, LOG_LEVELS, "choose one of them"),
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specc.close_name import advice, close_name
 from specc.errors import ConfigError, TreeError
 from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
 from specc.speculation.self_drafts import SelfDraft
@@ -16,6 +17,9 @@ BEST = "best"
 COMBINE = (MERGE, VOTE, BEST)
 DEFAULT_CHAIN, DEFAULT_LOOKUP = 4, 8
 Tree = Sequence[int] | TokenTree | DynamicTree
+MTP = "mtp"
+# of other programs
+_OTHER_NAMES = {"ngram": "lookup:3", "[ngram]": "lookup:3", "prompt_lookup": "lookup:3"}
 _LOOKUP = re.compile(r"lookup:(\d+)")
 
 
@@ -175,11 +179,29 @@ def _name_without_model(draft: Any) -> str | None:
     return f"lookup-{int(match[1])}"
 
 
+def meant_draft(text: str) -> str | None:
+    """What proposes without a model of its own, where `text` was probably meant to say so.
+
+    Args:
+        text: as written for a draft, and no model.
+    """
+    kind, colon, rest = text.partition(":")
+    if kind.lower() in _OTHER_NAMES:
+        return _OTHER_NAMES[kind.lower()]
+    close = close_name(kind, (SUFFIX, MTP, "lookup", "self"))
+    # values are kept where there are some: `lookp:5` is `lookup:5`
+    values = {"lookup": "3", "self": "window=512"}
+    if close is None or close not in values:
+        return close
+    return f"{close}:{rest if colon else values[close]}"
+
+
 def _check_combine(drafts: tuple[str, ...], combine: str | None) -> None:
     if combine is None:
         return
     if combine not in COMBINE:
-        raise ConfigError(f"--combine {combine}", " or ".join(COMBINE), "choose one of them")
+        do = advice(combine, COMBINE, "choose one of them")
+        raise ConfigError(f"--combine {combine}", " or ".join(COMBINE), do)
     if len(drafts) < 2:
         raise ConfigError(
             f"--combine {combine} with {len(drafts)} draft{'s' * (len(drafts) != 1)}",

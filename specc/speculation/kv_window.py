@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 from specc.speculation.views import DEFAULT_SINK
 
@@ -54,10 +55,12 @@ class KVWindow:
         if text == FULL:
             return None
         if _OPTION.fullmatch(text) is None:
+            key = text.partition("=")[0]
+            unknown = () if key in ("window", "sink") else ("window", "sink", FULL)
             raise ConfigError(
                 f"--draft-kv {text}",
                 "window=W or window=W,sink=S, in rows of the draft's cache, or full",
-                "for example --draft-kv window=512",
+                advice(key, unknown, "for example --draft-kv window=512"),
             )
         return cls(**{key: int(rows) for key, rows in (x.split("=") for x in text.split(","))})
 

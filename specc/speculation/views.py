@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 
 DEFAULT_SINK = 4
 # what is written for a user, key by key, and the name of a plan's draft
 _OPTION = re.compile(r"(window|sink|blocks)=(\d+)")
+# also those of layers and of weights, which are read before
+_KEYS = ("window", "sink", "blocks", "layers", "skip", "int8", "int4", "fp8")
 _NAME = re.compile(r"self_w(\d+)_s(\d+)(?:_b(\d+))?")
 # committed rows after which nodes of a step vote again: at most, and while few have voted
 MOST_ROWS, FEW_ROWS = 256, 32
@@ -67,12 +70,17 @@ class View:
         found = [_OPTION.fullmatch(part) for part in rest.split(",")]
         rows = {match[1]: int(match[2]) for match in found if match}
         if len(rows) < len(found) or not rows.keys() & {"window", "blocks"}:
+            slips = [x for part in rest.split(",") if (x := part.partition("=")[0]) not in _KEYS]
             raise ConfigError(
                 f"--draft {text}",
                 "self:window=W, self:window=W,sink=S or self:blocks=B,window=W,sink=S, in rows of"
                 " the target's cache, layers, or int8, int4 or fp8",
-                "for example --draft self:window=512 or --draft self:layers=0-5; a directory named"
-                " self is ./self",
+                advice(
+                    slips[0] if slips else "",
+                    _KEYS,
+                    "for example --draft self:window=512 or --draft self:layers=0-5; a directory"
+                    " named self is ./self",
+                ),
             )
         chosen = rows.get("blocks", 0)
         return cls(rows.get("window", chosen), rows.get("sink", DEFAULT_SINK), chosen)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.triton.tensors import INPUTS, OUTPUTS, TritonTensor
@@ -60,7 +61,8 @@ class TritonConfig:
             ("how the engine gets there:", self.files, FILES),
         ):
             if value not in allowed:
-                raise ConfigError(f"{name} {value}", f"one of {', '.join(allowed)}", "pass one")
+                do = advice(value, allowed, "pass one of them")
+                raise ConfigError(f"{name} {value}", f"one of {', '.join(allowed)}", do)
         if self.gpus is not None:
             self._check_gpus(self.gpus)
 

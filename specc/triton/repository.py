@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specc.artifact.directory import read_manifest
+from specc.close_name import advice
 from specc.errors import ConfigError, OutputError
 from specc.system.files import check_free_space, fsync_path, output_error, remove_stale
 from specc.triton.config import BACKEND, TritonConfig
@@ -42,7 +43,11 @@ def write_model(engine: Path, repository: Path, config: TritonConfig, force: boo
     manifest = read_manifest(engine)
     plan = config.parameters.get("plan")
     if plan is not None and plan not in (names := [plan.name for plan in manifest.plans]):
-        raise ConfigError(f"--plan {plan}", f"one of {', '.join(names)}", "choose one of them")
+        raise ConfigError(
+            f"--plan {plan}",
+            f"one of {', '.join(names)}",
+            advice(plan, names, "choose one of them"),
+        )
     target = Path(os.path.abspath(repository)) / config.name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

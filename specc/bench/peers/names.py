@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 
 TRANSFORMERS = "transformers"
@@ -84,4 +85,6 @@ def run_of(peer: str, mode: str) -> str:
 def check_name(name: str) -> None:
     """Raises ConfigError: there is no such peer."""
     if name not in PEERS:
-        raise ConfigError(f"--against {name}", ", ".join(PEERS), "choose one of them")
+        raise ConfigError(
+            f"--against {name}", ", ".join(PEERS), advice(name, PEERS, "choose one of them")
+        )

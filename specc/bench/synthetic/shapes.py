@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specc.close_name import advice
 from specc.errors import ConfigError, VocabMismatchError
 
 
@@ -185,6 +186,10 @@ def _find(text: str, option: str) -> Shape:
         f"--synthetic {option}: {name or 'an empty name'} is no known shape, and no directory"
         " with a config.json",
         f"one of {', '.join(SHAPES)}, or such a directory",
-        "for example --synthetic llama-3.1-8b/llama-3.2-1b; put a comma between directories:"
-        " --synthetic TARGET,DRAFT",
+        advice(
+            name,
+            SHAPES,
+            "for example --synthetic llama-3.1-8b/llama-3.2-1b; put a comma between directories:"
+            " --synthetic TARGET,DRAFT",
+        ),
     )

@@ -14,6 +14,7 @@ from specc.cli.bench.report import command_line, put_out
 from specc.cli.options.bench import BenchOptions
 from specc.cli.progress import make_listener
 from specc.cli.prompts import needs_ids, plain_prompts
+from specc.close_name import advice
 from specc.errors import ConfigError, RequestError
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
@@ -160,7 +161,7 @@ def plans_beside_off(engine: Engine, options: BenchOptions) -> list[str]:
             raise RequestError(
                 f"plan {name!r}",
                 f"a plan of this engine: {', '.join(engine.plans)}",
-                "choose one of them, or compile the engine with this plan",
+                advice(name, engine.plans, "choose one of them, or compile the engine again"),
             )
     plans: dict[str, SpecPlan] = engine.plans
     names = [name for name in names if plans[name].speculates]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 
 from specc.artifact.backends import backend_names, facts_of
+from specc.close_name import advice, close_name
 from specc.compiler.backends.base import CompilerBackend
 from specc.config import BACKEND_OPTIONS, CompileConfig
 from specc.errors import ConfigError, SpeccError
@@ -56,8 +56,9 @@ def compiler_backend(name: str) -> CompilerBackend:
     """
     backend = find_backend(name)
     if backend is None:
-        names = ", ".join(backend_names())
-        raise ConfigError(f"backend {name!r}", f"one of {names}", "choose one of them")
+        names = backend_names()
+        do = advice(name, names, "choose one of them")
+        raise ConfigError(f"backend {name!r}", f"one of {', '.join(names)}", do)
     return backend
 
 
@@ -148,7 +149,7 @@ def _default_backend(config: CompileConfig | None) -> tuple[CompilerBackend, lis
 def _unknown(name: str, option: str) -> ConfigError:
     names = backend_names()
     meant = next((known for known in names if name in compiler_backend(known).aliases), None)
-    meant = meant or next(iter(difflib.get_close_matches(name, names, n=1)), None)
+    meant = meant or close_name(name, names)
     return ConfigError(
         f"{option}{name}",
         " or ".join(names),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specc.close_name import advice
 from specc.errors import ConfigError
 
 REASONING_PARSERS = (
@@ -40,7 +41,9 @@ def agreed_parsers(
     for option, value, known in names:
         if value is not None and value not in known:
             raise ConfigError(
-                f"{option}={value!r}", f"one of {', '.join(known)}", "choose one of them"
+                f"{option}={value!r}",
+                f"one of {', '.join(known)}",
+                advice(value, known, "choose one of them"),
             )
     if tool_call_parser is None:
         return None, reasoning_parser
