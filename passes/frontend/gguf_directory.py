@@ -1,8 +1,8 @@
 """A GGUF file alone as a directory of a model: what lies beside it is made from its own fields.
 
 The directory is in the user's cache, named after the file's place, size and time, and holds
-config.json, tokenizer.json, tokenizer_config.json, generation_config.json and a link to the file, or
-to each of its parts.
+config.json, tokenizer.json, tokenizer_config.json, generation_config.json and a link to the file,
+or to each of its parts.
 """
 
 from __future__ import annotations

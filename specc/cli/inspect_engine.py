@@ -12,10 +12,12 @@ from specc.artifact.manifest import PROFILE_FILE
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.cli import render, render_plans
+from specc.cli.print_table import print_lines
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.close_name import advice
 from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
+from specc.sampling.generation_config import read_defaults
 from specc.system.files import format_bytes, hash_file
 from specc.system.json_file import read_json
 from specc.version import __version__
@@ -59,12 +61,12 @@ def run_inspect(engine: Path, *, only: str | None, why: bool, verify: bool, as_j
         console = render.make_console()
         if only is None:
             _print_manifest(console, engine, manifest)
-        _print_passes(console, passes, why)
-        if only is None:
             print_builds(console, manifest, builds, with_layers=why)
             _print_limits(console, engine, manifest)
             _print_profile(console, engine, manifest)
             _print_files(console, manifest, verify and not errors)
+        # last: who wants to know them asks for them
+        _print_passes(console, passes, why, shows_all=why or only is not None)
     if errors:
         raise errors[0]
 
@@ -108,15 +110,17 @@ def _select(passes: list[dict[str, Any]], only: str | None) -> list[dict[str, An
 
 
 def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
-    console.print(render.heading(str(engine)))
-    console.print(
+    console.print(render.heading(str(engine)), soft_wrap=True)
+    said = [
         f"specc {manifest.specc_version}, torch {manifest.torch_version}, backend"
-        f" {manifest.backend} on {manifest.device}, {manifest.dtype}, created {manifest.created}"
-    )
+        f" {manifest.backend} on {manifest.device}, {manifest.dtype}",
+        f"created {manifest.created}",
+    ]
     if manifest.specc_version != __version__:
-        console.print(f"specc run refuses it: this is specc {__version__}")
+        said.append(f"specc run refuses it: this is specc {__version__}")
     if manifest.torch_version != torch_version():
-        console.print(f"specc run refuses it: this installation has torch {torch_version()}")
+        said.append(f"specc run refuses it: this installation has torch {torch_version()}")
+    print_lines(console, said)
     console.print()
     console.print(render.models_table(manifest))
     lines = (
@@ -127,8 +131,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         render.rotary_lines,
         render.weight_lines,
     )
-    for line in (line for describe in lines for line in describe(manifest)):
-        console.print(line, soft_wrap=True)
+    print_lines(console, (line for describe in lines for line in describe(manifest)))
     console.print()
     console.print(render.layers_table(manifest.models))
     tokenizer = manifest.tokenizer
@@ -137,23 +140,35 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         alone = ", ".join(map(str, tokenizer.tokenizer_eos))
         eos += f" ({alone} by the tokenizer alone: not in generation_config.json or config.json)"
     file = tokenizer.file or "none, token ids only"
-    console.print(f"\ntokenizer: {file}; EOS ids: {eos}", soft_wrap=True)
+    print_lines(console, ["", f"tokenizer: {file}; EOS ids: {eos}", _sampling_line(engine)])
     for plan in manifest.plans:
         default = " (default)" if plan.name == manifest.default_plan else ""
         console.print(render.heading(f"\nplan {plan.name}{default}"))
-        console.print(render_plans.describe_plan(plan.plan))
+        console.print(render_plans.describe_plan(plan.plan), soft_wrap=True)
         if plan.plan.speculates and plan.plan.dynamic is None:
             console.print(render_plans.draw_tree(plan.plan.largest_tree))
 
 
-def _print_passes(console: Console, passes: list[dict[str, Any]], why: bool) -> None:
+def _sampling_line(engine: Path) -> str:
+    try:
+        told = read_defaults(engine).told()
+    except EngineError as error:
+        told = f"sampling defaults that no request can have: {error.found}"
+    return told or "sampling defaults: none of the checkpoint's own"
+
+
+def _print_passes(
+    console: Console, passes: list[dict[str, Any]], why: bool, shows_all: bool
+) -> None:
     console.print(render.heading("\npasses"))
-    console.print(render.passes_table(passes))
+    idle = [] if shows_all else [p for p in passes if not p["rewrites"] and not p["declined"]]
+    console.print(render.passes_table([item for item in passes if item not in idle]))
+    if idle:
+        console.print(f"{len(idle)} more had nothing to do (--why shows them)")
     lines = render.declined_lines(passes, why)
     if lines:
         console.print(render.heading("\ndeclined" + ("" if why else " (--why names the nodes)")))
-        for line in lines:
-            console.print(line, soft_wrap=True)
+        print_lines(console, lines)
 
 
 def _print_limits(console: Console, engine: Path, manifest: Manifest) -> None:
@@ -161,14 +176,16 @@ def _print_limits(console: Console, engine: Path, manifest: Manifest) -> None:
     blocks = f"blocks of {limits.block_size} rows" if limits.block_size else "dense rows"
     console.print(render.heading("\nmemory"))
     console.print(render.memory_table(manifest))
-    console.print(
-        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
-        f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest)
-    )
-    for line in (*_segment_lines(manifest, engine), *_overlap_lines(manifest)):
-        console.print(line, soft_wrap=True)
     probe = render.probe_line(manifest.probe) if manifest.probe else "none"
-    console.print(f"\nprobe: {probe}")
+    lines = [
+        f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
+        f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest),
+        *_segment_lines(manifest, engine),
+        *_overlap_lines(manifest),
+        "",
+        f"probe: {probe}",
+    ]
+    print_lines(console, lines)
 
 
 def _segment_lines(manifest: Manifest, engine: Path) -> list[str]:

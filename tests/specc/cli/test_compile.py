@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import SpeccError, UnsupportedAttentionError
 from specc.progress import ProgressEvent
+from tests.command_line import invoke
 
 PASSES = [
     {"program": "target", "pass": "FuseQKV", "rewrites": 8, "declined": []},
@@ -169,6 +172,33 @@ def test_commands_heed_the_width(command, tiny_engine, monkeypatch):
         words = re.sub(r"[\d.]", "", "".join(result.stdout.split()))
         letters.append("".join(sorted(words)))
     assert letters[0] == letters[1]
+
+
+def test_inspect_begins_with_what_an_engine_is(tiny_engine, tmp_path, monkeypatch):
+    """No line is broken, and passes come last, without those that had nothing to do."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = invoke("inspect", tiny_engine).stdout.splitlines()
+    (created,) = [line for line in lines if line.startswith("created ")]
+    datetime.datetime.fromisoformat(created.removeprefix("created "))
+    headings = ["model ", "plan ", "memory", "probe: ", "files", "passes"]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(one)) for one in headings]
+    assert places == sorted(places)
+    assert "sampling defaults: none of the checkpoint's own" in lines
+    passes = json.loads((tiny_engine / "report.json").read_text())["passes"]
+    idle = [item for item in passes if not item["rewrites"] and not item["declined"]]
+    rows = lines[
+        places[-1] + 2 : lines.index(f"{len(idle)} more had nothing to do (--why shows them)")
+    ]
+    assert len(rows) == len(passes) - len(idle) > 0
+    every = invoke("inspect", tiny_engine, "--why").stdout
+    assert every.count("\nnormalize ") == sum(item["phase"] == "normalize" for item in passes)
+    one = invoke("inspect", tiny_engine, "--pass", idle[0]["pass"]).stdout
+    assert idle[0]["pass"] in one
+    own = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    (own / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert "sampling defaults of the checkpoint's generation_config.json: temperature=0.6" in (
+        invoke("inspect", own).stdout
+    )
 
 
 def test_inspect_names_unread_and_infinite_weights(tiny_engine):
