@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from specc.errors import ConfigError, EngineError
 from specc.option import check_ranges, option
-from specc.sampling.generation_config import CHECKPOINT, read_defaults
 from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class EngineArgs:
         "--prefix-caching/--no-prefix-caching",
     )
     generation_config: str | Path = option(
-        CHECKPOINT,
+        _AUTO,
         "Where defaults of sampling come from: auto, the generation_config.json that was compiled;"
         " vllm, none, so that temperature is 1; or a directory that holds such a file.",
         type=str,
@@ -321,6 +320,7 @@ class EngineArgs:
             RequestError: the engine has no such plan, or not the plans that the policy needs.
         """
         from specc.runtime.core import EngineCore
+        from specc.sampling.generation_config import read_defaults
 
         engine = self.load()
         defaults = read_defaults(

@@ -31,6 +31,7 @@ LAYER_OF = {
     "bench": "bench",
     "bench.peers": "peers",
     "cli": "cli",
+    "close_name": "facts",
     "compiler": "compiler",
     "config": "facts",
     "cost": "facts",
@@ -95,7 +96,7 @@ _COMMANDS = tuple(
     for name in ("bench", "chat", "compile", "reshard", "run", "serve", "triton", "tune")
 )
 # modules whose dataclasses are options of commands
-_FACTS = {"specc.errors", "specc.option", "specc.system.machine"}
+_FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}
 _MEASURED = {*_FACTS, "specc.cli.options.common"}
 _OPTIONS = {
     "specc.cli.options.bench": {
@@ -134,9 +135,10 @@ LAZY = {
     "specc.option": {"specc.errors"},
     "specc.system.machine": {"specc.errors"},
     "specc.system.garbage": set(),
-    "specc.server.parsers.names": {"specc.errors"},
+    "specc.server.parsers.names": {"specc.close_name", "specc.errors"},
     "specc.triton.tensors": set(),
-    "specc.bench.peers.names": {"specc.errors"},
+    "specc.bench.peers.names": {"specc.close_name", "specc.errors"},
+    "specc.close_name": set(),
     "specc.__init__": {"specc.version"},
 }
 MAX_LINES = 450
@@ -385,7 +387,7 @@ llm = LLM(sys.argv[1])
 result = {}
 for plan in llm.engine.plans:
     outputs = LLM(sys.argv[1], plan).generate(
-        ["hello world", "ab"], SamplingParams(max_tokens=12, ignore_eos=True)
+        ["hello world", "ab"], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     )
     result[plan] = [output.outputs[0].token_ids for output in outputs]
 loaded = [m for m in sys.modules if any(m == x or m.startswith(x + ".") for x in FORBIDDEN)]

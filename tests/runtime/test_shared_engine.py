@@ -28,7 +28,7 @@ from specc.sampling.params import SamplingParams
 llm = LLM(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-params = SamplingParams(max_tokens=12, ignore_eos=True)
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 outputs = llm.generate(json.loads(sys.argv[2]), params)
 print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 """

@@ -110,7 +110,7 @@ def test_an_output_that_was_cut_is_announced_where_nobody_asked_for_its_length(
     limit = ("--override-generation-config", '{"max_new_tokens": 3}')
     short = invoke("run", tiny_engine, "hello", "--ignore-eos", *limit)
     assert "note: the output ends after 3 tokens: --max-tokens allows more" in short.stderr
-    lines = [{"prompt": "a"}, {"prompt": "hello"}, {"prompt": "b", "max_tokens": most - 1}]
+    lines = [{"prompt": "a"}, {"prompt": "hello"}, {"prompt": "bb", "max_tokens": most - 1}]
     lines += [{"prompt": "asked for", "max_tokens": 2}]
     file = write(tmp_path / "p.jsonl", *lines)
     batch = invoke("run", tiny_engine, "--prompts", file, "--ignore-eos", *limit)
