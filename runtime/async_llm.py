@@ -13,7 +13,7 @@ from typing import Any
 from specc.errors import RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs
-from specc.runtime.outputs.logprobs import TokenLogprobs
+from specc.runtime.outputs.logprobs import TokenLogprobs, TokenTexts
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
 from specc.runtime.requests.call_options import Seeds
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
@@ -21,10 +21,13 @@ from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.requests.tool_messages import render_chat
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
-from specc.sampling.params import SamplingParams
+from specc.sampling.params import RequestOutputKind, SamplingParams
 from specc.speculation.metrics import SpecStats
+from specc.vllm.answers import answer_names, refuses_calls
+from specc.vllm.calls import ARGUMENTS, METHODS
 
 
+@refuses_calls(METHODS)
 class AsyncLLM:
     """A loaded engine that serves requests of any number of tasks.
 
@@ -50,15 +53,31 @@ class AsyncLLM:
         max_waiting: int = 1024,
         **options: Any,
     ) -> None:
-        args = AsyncEngineArgs.from_names(
+        args = AsyncEngineArgs.of_engine(
             engine=engine,
             plan=plan,
             max_num_seqs=max_num_seqs,
             max_waiting=max_waiting,
             **options,
         )
+        self._start(args)
+
+    @classmethod
+    def from_engine_args(cls, args: AsyncEngineArgs) -> AsyncLLM:
+        """Open the engine that the options name, as they say.
+
+        Raises:
+            SpeccError: as `AsyncLLM`.
+        """
+        llm = cls.__new__(cls)
+        llm._start(args)
+        return llm
+
+    def _start(self, args: AsyncEngineArgs) -> None:
         self._seeds = Seeds(args.seed)
-        self._service: Service | None = Service(args.make_core(), args.max_waiting)
+        core = args.make_core()
+        self._texts = TokenTexts(core.engine.tokenizer)
+        self._service: Service | None = Service(core, args.max_waiting)
         # request → its outputs
         self._open: dict[str, list[UpdateStream]] = {}
         # open requests that were aborted, perhaps before all of their outputs were handed in
@@ -81,6 +100,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        **vllm: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt and yield what there is of it, whenever there is more.
 
@@ -93,11 +113,13 @@ class AsyncLLM:
             request_id: name for `abort`; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            vllm: further arguments of vLLM's that ask for nothing.
         Raises:
             RequestError: the prompt or its parameters are invalid, or the name is taken.
             OverloadError: too many requests wait.
             FaultError: the engine failed while it worked on this request.
         """
+        answer_names(vllm, (), ARGUMENTS, RequestError)
         service = self._running
         name = request_id or f"request-{uuid.uuid4().hex[:16]}"
         if name in self._open:
@@ -110,7 +132,7 @@ class AsyncLLM:
         self._open[name] = streams
         try:
             asked = sampling_params or service.core.defaults.params()
-            each = self._seeds.give(asked).each()
+            kind, each = asked.output_kind, self._seeds.give(asked).each()
             for i, params in enumerate(each):
                 # tokenizing and grammars can take long
                 streams.append(
@@ -126,9 +148,11 @@ class AsyncLLM:
                 )
                 if name in self._aborted:
                     streams[-1].cancel()
-            async with contextlib.aclosing(_merged(name, streams)) as outputs:  # type: ignore[type-var]
+            merged = _merged(name, streams, kind, self._texts)
+            async with contextlib.aclosing(merged) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
-                    yield output
+                    if kind != RequestOutputKind.FINAL_ONLY or output.finished:
+                        yield output
         finally:
             del self._open[name]
             self._aborted.discard(name)
@@ -200,6 +224,10 @@ class AsyncLLM:
         return self._service
 
 
+# as vLLM calls it, too
+AsyncLLMEngine = AsyncLLM
+
+
 @dataclass
 class _Output:
     """What one of a request's outputs has come to."""
@@ -209,21 +237,28 @@ class _Output:
     logprobs: list[TokenLogprobs] | None = None
     last: Update | None = None
 
-    def take(self, update: Update) -> None:
+    def take(self, update: Update, texts: TokenTexts) -> None:
         self.token_ids = [*self.token_ids, *update.token_ids]
         self.text += update.text
         if update.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *update.logprobs]
+            self.logprobs = [*(self.logprobs or []), *(texts.named(update.logprobs) or [])]
         if update.is_last:
             self.last = update
+
+    def forget(self) -> None:
+        """Keep nothing of what has been yielded."""
+        self.token_ids, self.text = [], ""
+        self.logprobs = None if self.logprobs is None else []
 
     def completion(self, index: int) -> CompletionOutput:
         reasons = (self.last.finish_reason, self.last.stop_reason) if self.last else (None, None)
         return CompletionOutput(index, self.token_ids, self.text, *reasons, self.logprobs)
 
 
-async def _merged(name: str, streams: list[UpdateStream]) -> AsyncIterator[RequestOutput]:
-    """All outputs of a request, whenever one of them has more.
+async def _merged(
+    name: str, streams: list[UpdateStream], kind: RequestOutputKind, texts: TokenTexts
+) -> AsyncIterator[RequestOutput]:
+    """All outputs of a request, whenever one of them has more; or what is new of that one.
 
     Raises:
         SpeccError: one of them failed.
@@ -237,19 +272,23 @@ async def _merged(name: str, streams: list[UpdateStream]) -> AsyncIterator[Reque
             index, update = await news.get()
             if update.error is not None:
                 raise update.error
-            outputs[index].take(update)
+            outputs[index].take(update, texts)
             metrics = SpecStats()
             for output in outputs:
                 metrics.merge(output.last.metrics or SpecStats() if output.last else SpecStats())
+            is_delta = kind == RequestOutputKind.DELTA
+            shown = [index] if is_delta else range(len(outputs))
             yield RequestOutput(
                 name,
                 first.prompt,
                 first.prompt_token_ids,
-                [output.completion(i) for i, output in enumerate(outputs)],
+                [outputs[i].completion(i) for i in shown],
                 metrics,
                 all(output.last is not None for output in outputs),
-                first.prompt_logprobs,
+                texts.named(first.prompt_logprobs),
             )
+            if is_delta:
+                outputs[index].forget()
     finally:
         for reader in readers:
             reader.cancel()

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 from specc.errors import ConfigError, EngineError
 from specc.option import check_ranges, option
 from specc.system.machine import check_threads
+from specc.vllm.answers import answers_names
+from specc.vllm.engine_options import ENGINE
 
 if TYPE_CHECKING:
     from specc.runtime.backends.captured.capture_limits import CaptureLimits
@@ -76,9 +78,13 @@ def _parse_override(given: Any) -> Mapping[str, Any] | None:
     )
 
 
+@answers_names(ENGINE, ConfigError)
 @dataclass(frozen=True)
 class EngineArgs:
     """What `LLM` takes, by the names that it has there; `LLM` says more of each.
+
+    Names of vLLM's options are taken, too: `model` and `enable_prefix_caching` mean `engine` and
+    `shares_prefixes`; what changes no output here is ignored with a warning; the rest is refused.
 
     Args:
         engine: engine directory, or an `Engine` that was loaded before, which no option that says
@@ -87,7 +93,6 @@ class EngineArgs:
         dtype: of the target; anything else than the engine's is refused.
         tensor_parallel_size: ranks that have a part of each weight; likewise.
         pipeline_parallel_size: stages; likewise.
-        enforce_eager: capture nothing, which is so on every host.
         max_logprobs: at most 20 in any case.
         generation_config: whose defaults requests have that leave them out: `auto`, those of the
             checkpoint's generation_config.json; `vllm`, those of `SamplingParams`; or a directory.
@@ -211,7 +216,6 @@ class EngineArgs:
     dtype: Any = None
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
-    enforce_eager: bool | None = None
     max_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -228,29 +232,18 @@ class EngineArgs:
             )
 
     @classmethod
-    def from_names(cls, **given: Any) -> Self:
-        """From what a caller passed by name, in vLLM's words, too.
+    def of_engine(cls, **given: Any) -> Self:
+        """What a caller passed by name, an engine among it.
 
-        Args:
-            given: fields; `model` and `enable_prefix_caching`, as vLLM calls two of them; and
-                further options of vLLM's, taken where an engine is what they ask for.
         Raises:
-            ConfigError: an option that specc has not got, with what to do about it; two engines.
+            ConfigError: an option that specc has not got, with what to do about it; no engine.
         """
-        from specc.runtime.requests.vllm_options import answer_options
-
-        taken = answer_options(given, [field.name for field in fields(cls)])
-        model, shares = taken.pop("model", None), taken.pop("enable_prefix_caching", None)
-        engine = taken.pop("engine", None)
-        if (engine is None) == (model is None):
+        args = cls(**given)
+        if args.engine is None:
             raise ConfigError(
-                "neither engine nor model" if engine is None else f"engine={engine}, model={model}",
-                "one engine directory",
-                'pass it alone, as in LLM("engine/")',
+                "neither engine nor model", "an engine directory", 'pass it, as in LLM("engine/")'
             )
-        if shares is not None:
-            taken["shares_prefixes"] = shares
-        return cls(engine=model if engine is None else engine, **taken)
+        return args
 
     @property
     def directory(self) -> Path:
@@ -380,12 +373,6 @@ class EngineArgs:
                 f"2 … {most}, the engine's max_seq_len",
                 "choose a number in this range, or compile with a larger --max-seq-len",
             )
-        if self.enforce_eager and engine.facts.is_on_gpu:
-            raise ConfigError(
-                f"enforce_eager=True, and an engine of the backend {engine.backend}",
-                "steps that are captured: there is no other way to run them on a GPU here",
-                'leave it out; backend="eager" runs any engine without compiled code, on the host',
-            )
 
     def _check_cut(self, engine: Engine) -> None:
         """Raises ConfigError: the engine has other ranks or stages than these options ask for."""
@@ -402,6 +389,7 @@ class EngineArgs:
                 )
 
 
+@answers_names(ENGINE, ConfigError)
 @dataclass(frozen=True)
 class AsyncEngineArgs(EngineArgs):
     """What `AsyncLLM` and the servers take: requests come at any time, and some have to wait."""

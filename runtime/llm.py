@@ -14,7 +14,7 @@ from specc.runtime.core import EngineCore
 from specc.runtime.core_loop import CoreLoop, refuse_closed
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
-from specc.runtime.outputs.request_output import RequestOutput, StreamOutput, joined
+from specc.runtime.outputs.request_output import OutputTexts, RequestOutput, StreamOutput, joined
 from specc.runtime.policies.base import Policy
 from specc.runtime.requests.call_options import Call, Seeds, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
@@ -22,6 +22,8 @@ from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.requests.tool_messages import render_chat
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
+from specc.vllm.answers import refuses_calls
+from specc.vllm.calls import METHODS
 
 if TYPE_CHECKING:
     from specc.runtime.in_flight import InFlight
@@ -34,6 +36,7 @@ Params = SamplingParams | Sequence[SamplingParams]
 Progress = Callable[[int, int, int], object]
 
 
+@refuses_calls(METHODS)
 class LLM:
     """A loaded engine that serves requests, of any number of threads.
 
@@ -62,7 +65,7 @@ class LLM:
         enable_prefix_caching: `shares_prefixes`, as vLLM calls it.
         generation_config: where defaults of sampling come from, see `EngineArgs`.
         override_generation_config: over those, see `EngineArgs`.
-        vllm: further options of vLLM's: taken where the engine is what they ask for.
+        vllm: further options of vLLM's; what changes no output here is ignored with a warning.
     Raises:
         EngineError: the engine cannot be loaded.
         RequestError: the engine has no such plan.
@@ -89,7 +92,11 @@ class LLM:
         override_generation_config: Mapping[str, Any] | None = None,
         **vllm: Any,
     ) -> None:
-        args = EngineArgs.from_names(
+        if model is not None:
+            vllm["model"] = model
+        if enable_prefix_caching is not None:
+            shares_prefixes = enable_prefix_caching
+        args = EngineArgs.of_engine(
             engine=engine,
             plan=plan,
             max_num_seqs=max_num_seqs,
@@ -99,10 +106,8 @@ class LLM:
             backend=backend,
             kv_cache_tokens=kv_cache_tokens,
             shares_prefixes=shares_prefixes,
-            model=model,
             seed=seed,
             max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
             generation_config=generation_config,
             override_generation_config=override_generation_config,
             **vllm,
@@ -126,6 +131,7 @@ class LLM:
         self._core: EngineCore | None = core
         self._loop = CoreLoop(core)
         self._process = os.getpid()
+        self._texts = OutputTexts(core.engine.tokenizer)
 
     @property
     def engine(self) -> Engine:
@@ -180,7 +186,9 @@ class LLM:
                 num_tokens = sum(s.stats.num_output_tokens for group in groups for s in group)
                 for report in reports:
                     report(finished, len(groups), num_tokens)
-        return [joined([request.to_output() for request in group]) for group in groups]
+        return [
+            self._texts.of(joined([request.to_output() for request in group])) for group in groups
+        ]
 
     def stream(
         self,
@@ -313,7 +321,7 @@ class LLM:
         for _ in self._loop.serve(core, requests, by_event=True):
             for request in requests:
                 while request.events:
-                    yield request.events.popleft()
+                    yield self._texts.of_event(request.events.popleft())
 
     def _make_requests(
         self, core: EngineCore, call: Call, is_streamed: bool

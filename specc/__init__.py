@@ -18,14 +18,19 @@ if TYPE_CHECKING:
     from specc.api import reshard as reshard
     from specc.config import CompileConfig as CompileConfig
     from specc.errors import SpeccError as SpeccError
+    from specc.inputs import TextPrompt as TextPrompt
+    from specc.inputs import TokensPrompt as TokensPrompt
     from specc.runtime.async_llm import AsyncLLM as AsyncLLM
+    from specc.runtime.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from specc.runtime.engine import Engine as Engine
+    from specc.runtime.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from specc.runtime.engine_args import EngineArgs as EngineArgs
     from specc.runtime.llm import LLM as LLM
     from specc.runtime.outputs.request_output import CompletionOutput as CompletionOutput
     from specc.runtime.outputs.request_output import RequestOutput as RequestOutput
     from specc.sampling.params import SamplingParams as SamplingParams
     from specc.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
+    from specc.sampling_params import GuidedDecodingParams as GuidedDecodingParams
     from specc.server.parsers.whole_message import read_message as read_message
     from specc.speculation.tree import TokenTree as TokenTree
 
@@ -38,10 +43,15 @@ _EXPORTS = {
     "SamplingParams": "specc.sampling.params",
     "SpeccError": "specc.errors",
     "StructuredOutputsParams": "specc.sampling.structured",
+    "GuidedDecodingParams": "specc.sampling_params",
+    "TextPrompt": "specc.inputs",
+    "TokensPrompt": "specc.inputs",
     "AsyncLLM": "specc.runtime.async_llm",
+    "AsyncLLMEngine": "specc.runtime.async_llm",
     "CompletionOutput": "specc.runtime.outputs.request_output",
     "RequestOutput": "specc.runtime.outputs.request_output",
     "Engine": "specc.runtime.engine",
+    "AsyncEngineArgs": "specc.runtime.engine_args",
     "EngineArgs": "specc.runtime.engine_args",
     "LLM": "specc.runtime.llm",
     "TokenTree": "specc.speculation.tree",
@@ -49,16 +59,21 @@ _EXPORTS = {
 }
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompileConfig",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
+    "GuidedDecodingParams",
     "RequestOutput",
     "SamplingParams",
     "SpeccError",
     "StructuredOutputsParams",
+    "TextPrompt",
     "TokenTree",
+    "TokensPrompt",
     "compile",
     "read_message",
     "reshard",
@@ -68,7 +83,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'specc' has no attribute {name!r}")
+    from specc.vllm.calls import refuse_name
+
+    refuse_name("specc", name)
 
 
 def __dir__() -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 
@@ -15,10 +17,12 @@ class Logprob:
 
     Args:
         rank: 1 is the most likely token; equal ones share the better rank.
+        decoded_token: its text, where `LLM` or `AsyncLLM` hands it out and there is a tokenizer.
     """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 # token id → log probability: the emitted token, then the best ones
@@ -27,6 +31,33 @@ TokenLogprobs = dict[int, Logprob]
 PromptLogprobs = list[TokenLogprobs | None]
 # rows whose log probabilities are computed at once: V floats each, a few times
 ROWS_AT_ONCE = 64
+
+
+class TokenTexts:
+    """Puts the texts of tokens beside their log probabilities.
+
+    Args:
+        tokenizer: None leaves them out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def named(self, rows: Sequence[TokenLogprobs | None] | None) -> Any:
+        """The same rows, each token with its text; None of None."""
+        if rows is None or self._tokenizer is None:
+            return rows
+        return [
+            row and {token: self._named(token, own) for token, own in row.items()} for row in rows
+        ]
+
+    def _named(self, token: int, entry: Logprob) -> Logprob:
+        if (text := self._known.get(token)) is None:
+            assert self._tokenizer is not None
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._known[token] = text
+        return Logprob(entry.logprob, entry.rank, text)
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
+from tokenizers import Tokenizer
+
+from specc.runtime.outputs.logprobs import PromptLogprobs, TokenLogprobs, TokenTexts
 from specc.speculation.metrics import SpecStats
-
-if TYPE_CHECKING:
-    from specc.runtime.outputs.logprobs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None = None
+    # read by programs for vLLM; no engine has such a thing
+    lora_request: ClassVar[None] = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -64,11 +70,46 @@ class RequestOutput:
     metrics: SpecStats
     finished: bool = True
     prompt_logprobs: PromptLogprobs | None = None
+    # read by programs for vLLM; no engine has such things
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[None] = None
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose rows earlier requests had left."""
         return self.metrics.num_cached_tokens
+
+
+class OutputTexts:
+    """Puts texts of tokens beside log probabilities, where there are any.
+
+    Args:
+        tokenizer: None leaves them out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._texts = TokenTexts(tokenizer)
+
+    def of(self, output: RequestOutput) -> RequestOutput:
+        """An output that is to be handed out."""
+        completions = output.outputs
+        if output.prompt_logprobs is None and all(one.logprobs is None for one in completions):
+            return output
+        return replace(
+            output,
+            outputs=[replace(one, logprobs=self._texts.named(one.logprobs)) for one in completions],
+            prompt_logprobs=self._texts.named(output.prompt_logprobs),
+        )
+
+    def of_event(self, event: StreamOutput) -> StreamOutput:
+        """A token that is to be handed out."""
+        if event.logprobs is None:
+            return event
+        (row,) = self._texts.named([event.logprobs])
+        return replace(event, logprobs=row)
 
 
 def joined(outputs: list[RequestOutput]) -> RequestOutput:

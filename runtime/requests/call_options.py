@@ -11,28 +11,9 @@ from typing import Any
 from specc.errors import RequestError
 from specc.runtime.requests.prompt_forms import Prompt, split_prompts
 from specc.sampling.params import SamplingParams
-from specc.sampling.vllm_names import Unsupported, answer_names
+from specc.vllm.answers import answer_names
+from specc.vllm.calls import ARGUMENTS
 
-_NO_ADAPTER = Unsupported("the weights that were compiled", "merge the adapter, and compile")
-_ANSWERS: Mapping[str, Unsupported] = {
-    "lora_request": _NO_ADAPTER,
-    "prompt_adapter_request": _NO_ADAPTER,
-    "guided_options_request": Unsupported(
-        "structured_outputs of SamplingParams",
-        "pass SamplingParams(structured_outputs=StructuredOutputsParams(…))",
-    ),
-    "tokenization_kwargs": Unsupported(
-        "text as the engine tokenizes it", "pass token ids", (None, {})
-    ),
-    "mm_processor_kwargs": Unsupported("text or token ids", "leave it out", (None, {})),
-    "tools": Unsupported("messages", "pass both to chat", (None, [])),
-    "chat_template_content_format": Unsupported(
-        "contents of text", "leave it out", (None, "auto", "string")
-    ),
-    "continue_final_message": Unsupported(
-        "messages that the assistant answers", "leave it out", (None, False)
-    ),
-}
 _KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority")
 
 
@@ -92,7 +73,7 @@ def read_call(
     Raises:
         RequestError: an option that there is not, no prompts, or numbers that do not fit.
     """
-    known = answer_names(options, _KNOWN, _ANSWERS, RequestError)
+    known = answer_names(options, _KNOWN, ARGUMENTS, RequestError)
     other = known.get("params")
     if params is not None and other is not None:
         raise RequestError(

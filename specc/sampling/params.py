@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import struct
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from specc.errors import RequestError
 from specc.sampling.logit_controls import check_controls, check_ids, checked_bias
 from specc.sampling.rows import RULES, Rule
 from specc.sampling.structured import StructuredOutputsParams
-from specc.sampling.vllm_names import answers_vllm_names
+from specc.vllm.answers import answers_names
+from specc.vllm.sampling_options import SAMPLING
 
 # whether it came from Python, the command line or HTTP
 _DO = "correct this value"
@@ -33,7 +35,15 @@ MAX_LOGPROBS = 20
 MAX_OUTPUTS = 128
 
 
-@answers_vllm_names
+class RequestOutputKind(enum.Enum):
+    """What `AsyncLLM` yields, by vLLM's names: all so far, what is new, or the end alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@answers_names(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """Options of one request, named as vLLM's users know them.
@@ -79,6 +89,7 @@ class SamplingParams:
         bad_words: the output holds none of them. Each is tokenized as it is and after a space; the
             last token of either cannot be drawn where the output ends with those before it. At most
             1,024 words of 16,384 characters together.
+        output_kind: what `AsyncLLM` yields; nobody else asks.
     Raises:
         RequestError: a value is outside its range.
     """
@@ -107,6 +118,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -125,6 +137,12 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs of type {type(structured).__name__}",
                 "StructuredOutputsParams, or None",
+                _DO,
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(
+                f"output_kind={self.output_kind!r}",
+                f"RequestOutputKind: {', '.join(kind.name for kind in RequestOutputKind)}",
                 _DO,
             )
         if self.rule is not None and self.rule not in RULES:

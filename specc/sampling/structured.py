@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specc.errors import RequestError
+from specc.vllm.answers import answers_names
+from specc.vllm.sampling_options import STRUCTURED
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _DO = "correct this value"
@@ -21,6 +23,7 @@ _RULE = re.compile(r"^[ \t]*[?!]*\w[\w.\-]*[ \t]*:", re.MULTILINE)
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 
 
+@answers_names(STRUCTURED)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """Form of an output, named as vLLM's users know it: exactly one of the first five.

@@ -41,40 +41,38 @@ def test_a_value_that_no_engine_has_is_refused_before_it_loads(values, found):
 
 
 def test_vllms_names_are_taken():
-    args = EngineArgs.from_names(
+    args = EngineArgs.of_engine(
         model="engine/", enable_prefix_caching=False, trust_remote_code=True, dtype="auto"
     )
     assert args == EngineArgs("engine/", shares_prefixes=False, dtype="auto")
     # None is what it is without the name
-    assert EngineArgs.from_names(engine="e", enable_prefix_caching=None).shares_prefixes
+    assert EngineArgs.of_engine(engine="e", enable_prefix_caching=None).shares_prefixes
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
         ({}, "neither engine nor model"),
-        ({"engine": "a", "model": "b"}, "engine=a, model=b"),
+        ({"engine": "a", "model": "b"}, "model='b'"),
         ({"engine": "a", "data_parallel_size": 2}, "data_parallel_size=2"),
         ({"engine": "a", "max_waiting": 5}, "max_waiting=5"),
-        ({"engine": "a", "capture": 5}, "capture=5"),
     ],
 )
 def test_what_there_is_not_is_answered(given, found):
     with pytest.raises(ConfigError, match=found):
-        EngineArgs.from_names(**given)
+        EngineArgs.of_engine(**given)
 
 
 @pytest.mark.parametrize(
     ("given", "needed", "do"),
     [
-        ({"cpu_offload_gb": 4}, "offload_weights", "pass offload_weights"),
         ({"kv_cache_dtype": "int8"}, "compiled for", "--kv-cache-dtype"),
         ({"quantization": "awq"}, "compiled with", "--quantize"),
     ],
 )
 def test_what_there_is_by_another_name_is_said(given, needed, do):
     with pytest.raises(ConfigError) as caught:
-        EngineArgs.from_names(engine="a", **given)
+        EngineArgs.of_engine(engine="a", **given)
     assert needed in caught.value.needed
     assert do in caught.value.do
 
@@ -84,14 +82,14 @@ def test_the_number_of_ranks_and_stages_is_the_engines(name):
     manifest = SimpleNamespace(dtype="float32", tensor_parallel_size=2, stages=("a", "b"))
     engine = SimpleNamespace(manifest=manifest, max_seq_len=64)
     for given in (None, 2):
-        EngineArgs.from_names(engine="a", **{name: given})._check(engine)
+        EngineArgs.of_engine(engine="a", **{name: given})._check(engine)
     for given in (1, 4):
         with pytest.raises(ConfigError, match=f"{name}={given}, and an engine that was cut for 2"):
-            EngineArgs.from_names(engine="a", **{name: given})._check(engine)
+            EngineArgs.of_engine(engine="a", **{name: given})._check(engine)
     manifest.tensor_parallel_size, manifest.stages = 1, ()
-    EngineArgs.from_names(engine="a", **{name: 1})._check(engine)
+    EngineArgs.of_engine(engine="a", **{name: 1})._check(engine)
     with pytest.raises(ConfigError, match=f"{name}=2, and an engine that was cut for 1"):
-        EngineArgs.from_names(engine="a", **{name: 2})._check(engine)
+        EngineArgs.of_engine(engine="a", **{name: 2})._check(engine)
 
 
 def test_a_checkpoint_is_no_engine(tmp_path):

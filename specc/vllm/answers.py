@@ -1,0 +1,177 @@
+"""What is said about a name that vLLM or transformers has.
+
+A name that would change what comes out is never ignored: it is refused, with the way to the same
+here. Values that ask for what happens anyway are taken, and what changes no output is ignored, with
+a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from specc.close_name import close_name
+from specc.errors import RequestError
+
+Kind = TypeVar("Kind")
+
+
+class Unsupported(NamedTuple):
+    """A name that is refused.
+
+    Args:
+        needed: what there is instead.
+        do: what to do.
+        idle: values that ask for nothing; the option is then dropped.
+    """
+
+    needed: str
+    do: str
+    idle: Collection[Any] = (None,)
+
+
+class Ignored(NamedTuple):
+    """A name that changes no output here: any value is taken, with a warning.
+
+    Args:
+        because: what there is instead; empty for what is not worth a warning.
+        idle: values without a warning.
+    """
+
+    because: str = ""
+    idle: Collection[Any] = (None, False)
+
+
+class Renamed(NamedTuple):
+    """A name of vLLM's for an option that specc has by another one.
+
+    Args:
+        name: that it has here.
+    """
+
+    name: str
+
+
+Answer = Unsupported | Ignored | Renamed
+
+
+class IgnoredOptionWarning(UserWarning):
+    """An option was passed that has no effect here."""
+
+
+def answer_names(
+    given: Mapping[str, Any],
+    known: Collection[str],
+    answers: Mapping[str, Answer],
+    error: Callable[[str, str, str], Exception],
+) -> dict[str, Any]:
+    """The options that are known, by their names here.
+
+    Args:
+        given: name → value.
+        known: names that the asking class has got.
+        answers: name → what is said about it.
+        error: made of found, needed and do.
+    Raises:
+        Exception: what `error` makes of an option that there is not, or that comes by two names.
+    """
+    kept = {}
+    for name, value in given.items():
+        if name in known:
+            kept[name] = value
+            continue
+        found = f"{name}={_shown(value)}"
+        answer = answers.get(name)
+        if answer is None:
+            close = close_name(name, sorted(known))
+            do = f"pass {close}?" if close else "leave it out"
+            raise error(found, f"one of {', '.join(sorted(known))}", do)
+        if isinstance(answer, Renamed):
+            if value is None:
+                continue
+            if given.get(answer.name) is not None:
+                raise error(found, f"{answer.name} alone, which is the same", f"leave {name} out")
+            kept[answer.name] = value
+        elif any(_is_same(value, other) for other in answer.idle):
+            continue
+        elif isinstance(answer, Unsupported):
+            raise error(found, answer.needed, answer.do)
+        elif answer.because:
+            text = f"{name} has no effect here: {answer.because}"
+            warnings.warn(text, IgnoredOptionWarning, stacklevel=_level_of_caller())
+    return kept
+
+
+def answers_names(
+    answers: Mapping[str, Answer],
+    error: Callable[[str, str, str], Exception] = RequestError,
+) -> Callable[[type[Kind]], type[Kind]]:
+    """Decorator of a dataclass whose constructor answers names that it has not got.
+
+    Args:
+        answers: see `answer_names`.
+        error: see `answer_names`.
+    """
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        make: Callable[..., None] = kind.__init__
+        names = frozenset(one.name for one in dataclasses.fields(kind) if one.init)  # type: ignore[arg-type]
+
+        @functools.wraps(make)
+        def __init__(self: Kind, *args: Any, **options: Any) -> None:
+            if options.keys() <= names:
+                make(self, *args, **options)
+            else:
+                make(self, *args, **answer_names(options, names, answers, error))
+
+        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
+
+
+def refuses_calls(refused: Mapping[str, Unsupported]) -> Callable[[type[Kind]], type[Kind]]:
+    """Decorator of a class that has methods of these names, each of which says why there is none.
+
+    Args:
+        refused: name of a method → what is said about it.
+    """
+
+    def method(name: str, answer: Unsupported) -> Callable[..., Any]:
+        def refuse(self: object, *args: Any, **options: Any) -> Any:
+            raise RequestError(f"{type(self).__name__}.{name}", answer.needed, answer.do)
+
+        refuse.__name__ = name
+        refuse.__doc__ = f"Raises RequestError: there is none; {answer.do}."
+        return refuse
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        for name, answer in refused.items():
+            setattr(kind, name, method(name, answer))
+        return kind
+
+    return decorate
+
+
+def _level_of_caller() -> int:
+    """Of the warning that is about to be given: whoever called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("specc."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal, where a flag is no number; arrays and the like are equal to nothing."""
+    if isinstance(value, bool) != isinstance(other, bool):
+        return False
+    return value is other or (isinstance(value, type(other)) and bool(value == other))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
