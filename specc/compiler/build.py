@@ -30,6 +30,7 @@ from specc.compiler.checked_models import CheckedModels
 from specc.compiler.checks import check_dump
 from specc.compiler.compiled_model import compile_models
 from specc.compiler.engine_files import (
+    told_of_sampling,
     write_configurations,
     write_programs,
     write_report,
@@ -170,6 +171,7 @@ def build(
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
         lengths = trained_lengths(checked.candidates, engine.limits.max_seq_len)
+        said += told_of_sampling(checked.tokens)
         warnings = [*checked.warnings, *said, *lengths, *told, *told_of_quantized(engine.models)]
         warnings += write_engine_weights(engine)
         emitted = backend.emit(engine)

@@ -10,11 +10,13 @@ from specc.artifact.manifest_entries import PlanEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.stages import staged
 from specc.compiler.tokenizer import TokenizerFiles
+from specc.errors import EngineError
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.segments.cut_segments import segments_to_json
 from specc.passes.step.fuse_step import fuse_step
+from specc.sampling.generation_config import read_defaults
 from specc.speculation.plans import SpecPlan
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
@@ -95,6 +97,17 @@ def write_configurations(
         for name in _TOKENIZER_FILES:
             if (tokens.file.parent / name).is_file():
                 writer.copy_file(tokens.file.parent / name, name)
+
+
+def told_of_sampling(tokens: TokenizerFiles) -> list[str]:
+    """What a checkpoint says of sampling that no request can have."""
+    if tokens.file is None:
+        return []
+    try:
+        read_defaults(tokens.file.parent)
+    except EngineError as error:
+        return [f"{error.found}; the engine loads with --generation-config vllm alone"]
+    return []
 
 
 def write_report(

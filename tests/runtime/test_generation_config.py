@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.directory import read_manifest
+from specc.compiler.engine_files import told_of_sampling
+from specc.compiler.tokenizer import TokenizerFiles
 from specc.config import CompileConfig
-from specc.errors import ConfigError
+from specc.errors import ConfigError, EngineError
 from specc.runtime import engine_args
 from specc.runtime.async_llm import AsyncLLM
 from specc.runtime.llm import LLM
@@ -104,6 +107,25 @@ def test_other_sources(path, tmp_path) -> None:
     for wrong in ("[1]", "{", 3):
         with pytest.raises(ConfigError, match="override_generation_config"):
             LLM(path, override_generation_config=wrong)
+
+
+def test_what_no_request_can_have_is_said_at_compile_and_refused_at_load(path, tmp_path) -> None:
+    target = Path(shutil.copytree(path.parent / "target", tmp_path / "target"))
+    (target / FILE).write_text('{"temperature": -1}')
+    entry = read_manifest(path).tokenizer
+    (told,) = told_of_sampling(TokenizerFiles(entry, target / "tokenizer.json"))
+    assert "temperature=-1" in told
+    assert "--generation-config vllm" in told
+    assert told_of_sampling(TokenizerFiles(entry, path.parent / "target" / "tokenizer.json")) == []
+    own = Path(shutil.copytree(path, tmp_path / "engine"))
+    (own / FILE).write_text('{"temperature": -1, "top_k": 1}')
+    manifest = json.loads((own / "manifest.json").read_text())
+    del manifest["files"][FILE]
+    (own / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(EngineError, match="temperature=-1") as refused:
+        LLM(own)
+    assert 'generation_config="vllm"' in refused.value.do
+    assert LLM(own, generation_config="vllm").generate(PROMPT)
 
 
 def test_asynchronously(path, wanted) -> None:

@@ -44,7 +44,7 @@ LogProbs = list[dict[int, float]] | None
 def params(count: int, **options: Any) -> list[SamplingParams]:
     given = {"max_tokens": NUM_TOKENS, "ignore_eos": "structured_outputs" not in options}
     return [
-        SamplingParams(seed=100 + i, **{"temperature": 0, **given}, **options) for i in range(count)
+        SamplingParams(seed=100 + i, **{"temperature": 0, **given, **options}) for i in range(count)
     ]
 
 
