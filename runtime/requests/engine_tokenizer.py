@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Tokenizer
 
@@ -41,6 +41,11 @@ class EngineTokenizer:
         self.bos_token_id = core.engine.bos_token_id
         self.eos_token_ids = sorted(core.engine.eos_token_ids)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def __await__(self) -> Generator[None, None, Self]:
+        """For `await llm.get_tokenizer()`, as vLLM's `AsyncLLM` has it."""
+        return self
+        yield
 
     @property
     def vocab_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -113,6 +114,8 @@ class RequestMaker:
             RequestError: the prompt or its parameters are invalid for this engine.
             OverloadError: too many grammars are compiled at the moment.
         """
+        # the caller's may change while this request runs
+        params = copy.copy(params)
         text, token_ids = self._tokenize(index, prompt)
         self._check(index, token_ids, params)
         detokenizer = None

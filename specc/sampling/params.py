@@ -50,7 +50,8 @@ class SamplingParams:
 
     What `structured_outputs`, `allowed_token_ids`, `bad_words` and `min_tokens` forbid, and
     `logit_bias`, come first, then penalties, temperature, min_p, top_k and top_p, as in vLLM. An
-    output that they leave no token to go on with ends with the reason `error`.
+    output that they leave no token to go on with ends with the reason `error`. An option may be
+    assigned: it is checked, and holds for requests that are made later.
 
     Args:
         max_tokens: output tokens at most; None goes on to the end of the context.
@@ -215,6 +216,22 @@ class SamplingParams:
                 )
         if type(self.n) is not int or not 1 <= self.n <= MAX_OUTPUTS:
             raise RequestError(f"n={self.n!r}", f"an integer in 1 … {MAX_OUTPUTS}", _DO)
+
+
+def _assign(self: SamplingParams, name: str, value: Any) -> None:
+    """Change an option, as programs for vLLM do; requests that were handed in keep theirs.
+
+    Raises:
+        RequestError: the value is outside its range, beside the others; nothing changes then.
+        AttributeError: there is no such option.
+    """
+    if name not in {one.name for one in dataclasses.fields(self) if one.init}:
+        raise AttributeError(f"SamplingParams has no option {name!r} to assign")
+    vars(self).update(vars(dataclasses.replace(self, **{name: value})))
+
+
+# dataclasses refuse to see it in the class: frozen, they are hashable, and compared by value
+SamplingParams.__setattr__ = _assign  # type: ignore[method-assign, assignment]
 
 
 def _check_number(name: str, value: Any, low: float, high: float, is_closed: bool) -> None:

@@ -284,7 +284,20 @@ def test_penalties(options, has_penalties):
     assert SamplingParams(**options).has_penalties == has_penalties
 
 
-def test_options_are_frozen():
-    for field in dataclasses.fields(SamplingParams):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(SamplingParams(), field.name, None)
+def test_an_option_is_checked_when_it_is_assigned():
+    """As vLLM's examples change those of `get_default_sampling_params`."""
+    params = SamplingParams(min_tokens=3)
+    params.max_tokens, params.temperature, params.stop = 5, 0.5, "a"
+    assert params == SamplingParams(min_tokens=3, max_tokens=5, temperature=0.5, stop="a")
+    assert params.stop_strings == ("a",)
+    before = dataclasses.replace(params)
+    for name, value in (("temperature", -1), ("max_tokens", 2), ("rule", "best")):
+        with pytest.raises(RequestError):
+            setattr(params, name, value)
+    for name in ("stop_strings", "maxtokens", "best_of"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(params, name, 3)
+    assert params == before
+    del before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del params.top_k

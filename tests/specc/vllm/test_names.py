@@ -262,3 +262,22 @@ def test_every_ignored_option_has_a_sentence_or_is_quiet() -> None:
         if isinstance(answer, Ignored) and answer.because:
             assert not answer.because.endswith("."), name
             assert Path(name).name == name
+
+
+def test_options_that_change_are_those_of_later_requests(llm) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature, params.max_tokens, params.ignore_eos = 0, 6, True
+    stream = llm.stream("hello", params)
+    first = next(stream)
+    params.max_tokens, params.seed = 2, 4
+    tokens = [first.token_id, *(event.token_id for event in stream)]
+    assert len(tokens) == 6
+    assert llm.generate("hello", params)[0].outputs[0].token_ids == tokens[:2]
+
+
+def test_a_tokenizer_can_be_waited_for(tiny_engine) -> None:
+    async def ask() -> list[int]:
+        async with AsyncLLM(tiny_engine) as llm:
+            return (await llm.get_tokenizer()).encode("ab")
+
+    assert asyncio.run(ask()) == LLM(tiny_engine).get_tokenizer().encode("ab")
