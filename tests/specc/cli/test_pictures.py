@@ -83,5 +83,6 @@ def test_refusals(tuned: Path, tmp_path: Path) -> None:
     out = tmp_path / "tree.svg"
     refused = invoke("inspect", tuned, "--tree", out, "--plan", DYNAMIC.name)
     assert_refused(refused, DYNAMIC.name, "another one at every step", "--step")
-    assert_refused(invoke("inspect", tuned, "--tree", out, "--plan", "chain-9"), "'chain-9'", "off")
+    unknown = invoke("inspect", tuned, "--tree", out, "--plan", "chain-9")
+    assert_refused(unknown, "--plan chain-9", "off")
     assert not out.exists()
