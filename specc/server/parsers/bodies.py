@@ -25,6 +25,8 @@ class Body(abc.ABC):
 
     def __init__(self) -> None:
         self.is_done = self.is_bad = False
+        # it takes no more before further text shows what it is; or there is none
+        self.is_waiting = self.is_last = False
         self.num_calls = 0
         self._raw: list[str] = []
         # a call has begun and not ended; its arguments are there
@@ -39,18 +41,21 @@ class Body(abc.ABC):
         """Characters that were taken and belong to no call."""
         return "".join(self._raw)
 
-    def feed(self, text: str, at: int, events: list[Event]) -> int:
+    def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
         """Take characters from a place on.
 
         Args:
             text: to take from.
             at: the first character.
             events: what is found is added.
+            is_last: no more text will come.
         Returns:
-            the first character that was not taken.
+            the first character that was not taken: where there is one and this is still open, it is
+            wanted again, with those that follow.
         """
         begin = at
-        while at < len(text) and self.is_open:
+        self.is_waiting, self.is_last = False, is_last
+        while at < len(text) and self.is_open and not self.is_waiting:
             at = self._take(text, at, events)
         if not self.num_calls:
             self._raw.append(text[begin:at])
@@ -283,9 +288,10 @@ class CallsInTurn(Body):
         self._make_call = make_call
         self._call: Body | None = None
 
-    def feed(self, text: str, at: int, events: list[Event]) -> int:
+    def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
         """As of all bodies; what belongs to its calls is theirs."""
-        while at < len(text) and self.is_open:
+        self.is_waiting, self.is_last = False, is_last
+        while at < len(text) and self.is_open and not self.is_waiting:
             at = self._take(text, at, events)
         return at
 
@@ -299,8 +305,8 @@ class CallsInTurn(Body):
         if self._call is None:
             return self._take_between(text, at)
         had_calls = self._call.num_calls
-        end = self._call.feed(text, at, events)
-        self.is_bad = self._call.is_bad
+        end = self._call.feed(text, at, events, self.is_last)
+        self.is_bad, self.is_waiting = self._call.is_bad, self._call.is_waiting
         if self._call.num_calls > had_calls:
             self.num_calls += 1
             self._raw.clear()

@@ -10,8 +10,8 @@ from typing import Any
 
 from specc.server.parsers.bodies import Body
 from specc.server.parsers.events import CallArguments, Event, find_marker
-from specc.server.parsers.marked import as_json, in_string
-from specc.server.parsers.schema_part import types_of
+from specc.server.parsers.schema_part import SchemaPart
+from specc.server.parsers.typed_text import as_json, in_string
 
 _WHITE = " \t\r\n"
 _CLOSINGS = {"{": "}", "[": "]"}
@@ -43,7 +43,7 @@ class BracedArguments(Body):
 
     def __init__(self, name: str, schema: Mapping[str, Any], quote: str) -> None:
         super().__init__()
-        self._name, self._schema, self._quote = name, schema, quote
+        self._name, self._schema, self._quote = name, SchemaPart(schema), quote
         self._next = _Next.OPENING
         # what closes each level, and how many keys or values it has
         self._open: list[str] = []
@@ -52,7 +52,7 @@ class BracedArguments(Body):
         # a key, a word or a mark that is read; of a string, what is not handed out yet
         self._part = ""
         self._is_mark = self._is_string = False
-        self._types: tuple[str, ...] | None = None
+        self._types: frozenset[str] | None = None
 
     @property
     def raw(self) -> str:
@@ -153,7 +153,9 @@ class BracedArguments(Body):
             return
         if is_own:
             self._keys.add(key)
-        self._types = types_of(self._schema, key) if is_own else None
+        types = self._schema.property(key).types if is_own else None
+        # what the model has put in quotes is text wherever it may be
+        self._types = None if types is None or "string" in types else types
         events.append(CallArguments(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: "))
         self._part = ""
 

@@ -38,6 +38,7 @@ class CallFormat:
         opening: marker before a call; without one, and without `bare`, all of the text is one body.
         closing: marker after it; none for "".
         other_marks: further pairs of markers that may stand in place of these two.
+        starts: what a call begins with itself: models leave the opening marker out.
         bare: the character with which a call begins that stands without a marker, at the
             beginning or after another call; none for "".
         between: characters besides white space between two such calls.
@@ -52,6 +53,7 @@ class CallFormat:
     opening: str = ""
     closing: str = ""
     other_marks: tuple[tuple[str, str], ...] = ()
+    starts: tuple[str, ...] = ()
     bare: str = ""
     between: str = ""
     inner: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class CallParser(HeldParser):
     def __init__(self, form: CallFormat, tools: Tools) -> None:
         self._form = form
         self._tools = tools
+        self._is_last = False
         self._place = _At.BARE if form.bare else _At.TEXT
         self._between = self._closing = ""
         # before it, where a call may begin or be closed
@@ -111,6 +114,9 @@ class CallParser(HeldParser):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
+        self._is_last = True
+        while self._held and self._advance(events):
+            pass
         held, self._held = self._blanks.pop() + self._held, ""
         if self._place is _At.BODY:
             self._end_body(events)
@@ -125,7 +131,7 @@ class CallParser(HeldParser):
         """Go on from one place to the next; False where more text is needed for that."""
         if self._place is _At.BODY:
             assert self._body is not None
-            self._held = self._held[self._body.feed(self._held, 0, events) :]
+            self._held = self._held[self._body.feed(self._held, 0, events, self._is_last) :]
             if self._body.is_open:
                 return False
             if self._body.is_done:
@@ -136,12 +142,15 @@ class CallParser(HeldParser):
                 self._end_body(events)
             return True
         if self._place is _At.TEXT:
-            size, marker = find_marker(self._held, *self._form.openings)
+            size, marker = find_marker(self._held, *self._form.openings, *self._form.starts)
             if size:
                 events.append(Text(self._held[:size]))
-            self._held = self._held[size:].removeprefix(marker or "")
-            if marker is not None:
+            self._held = self._held[size:]
+            if marker in self._form.openings:
+                self._held = self._held.removeprefix(marker)
                 self._begin_body(marker)
+            elif marker is not None:
+                self._begin_body("")
             return marker is not None
         rest = self._held = self._blanks.take(self._held, self._between or _WHITE)
         if self._place is _At.CLOSING:

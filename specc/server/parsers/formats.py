@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject
 from specc.server.parsers.braces import BracedArguments
 from specc.server.parsers.calls import CallFormat, Tools, short_id
 from specc.server.parsers.channels import TOOLS_CLOSE, TOOLS_OPEN
 from specc.server.parsers.harmony import HARMONY_CALLS
-from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, Marks, MistralCalls
+from specc.server.parsers.marked import ARGS, CALL_ID, MarkedParameters, MistralCalls
 from specc.server.parsers.pythonic import CallLines, PythonCall
 from specc.server.parsers.sections import NAME, HeadedCall, Section
 from specc.server.parsers.tags import (
@@ -28,6 +29,7 @@ from specc.server.parsers.tags import (
     AttributedCall,
     ElementCall,
 )
+from specc.server.parsers.value_end import Marks
 
 
 def _objects(opening: str, closing: str = "", inner: tuple[str, ...] = ()) -> CallFormat:
@@ -82,10 +84,12 @@ def _python(opening: str = "", closing: str = "", bare: str = "[") -> CallFormat
 def _tags(marks: Marks, opening: str, closing: str, interrupts: str = "") -> CallFormat:
     """One call with tags for names and values, between markers."""
     tags = (marks.end, marks.parameter, marks.title_end, marks.value, marks.value_end)
+    own = replace(marks, opening=opening, closings=(closing,) if closing else ())
     return CallFormat(
-        lambda tools: MarkedParameters(tools, marks),
+        lambda tools: MarkedParameters(tools, own),
         opening,
         closing,
+        starts=(marks.function,) if marks.function else (),
         # tokens of their own, some of them
         inner=tags if marks.value else (),
         interrupts=interrupts,
@@ -105,11 +109,12 @@ def _tag_section(
         before: marker before each call where none stands before its name.
         interrupts: see `CallFormat`.
     """
+    own = replace(marks, opening=before or opening, closings=(closing,))
+    start = before or marks.function
     return CallFormat(
-        lambda tools: Section(
-            lambda: MarkedParameters(tools, marks, is_open=True), before or marks.function, closing
-        ),
+        lambda tools: Section(lambda: MarkedParameters(tools, own, is_open=True), start, closing),
         opening,
+        starts=(start,),
         inner=(closing, *inner),
         interrupts=interrupts,
     )
@@ -145,13 +150,17 @@ def _cohere() -> CallFormat:
 
 def _step(opening: str, closing: str, before: str, after: str, sep: str) -> CallFormat:
     """Tags between the markers of DeepSeek V3, written in another way."""
+    marks = replace(_STEP, opening=f"{before}function{sep}", closings=(after, closing))
 
     def make_call(tools: Tools) -> Body:
-        return HeadedCall(tools, ("function", sep), make_body=lambda *_: _step_tags(tools))
+        return HeadedCall(
+            tools, ("function", sep), make_body=lambda *_: MarkedParameters(tools, marks)
+        )
 
     return CallFormat(
         lambda tools: Section(lambda: make_call(tools), before, closing, after),
         opening,
+        starts=(before,),
         inner=(closing, before, after, sep),
     )
 
@@ -174,13 +183,10 @@ def _tag_bodies(
     return CallFormat(
         lambda tools: Section(lambda: make_call(tools), before, closing),
         opening,
+        starts=(before,),
         inner=(closing, *inner),
         interrupts=interrupts,
     )
-
-
-def _step_tags(tools: Tools) -> Body:
-    return MarkedParameters(tools, _STEP)
 
 
 _DEEPSEEK = (

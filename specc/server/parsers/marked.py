@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from specc.server.parsers.bodies import Body, CallArray, CallObject, NamedArguments
-from specc.server.parsers.events import CallArguments, Event, find_marker
-from specc.server.parsers.json_scan import JsonScan, skip_white
-from specc.server.parsers.schema_part import types_of
+from specc.server.parsers.events import CallArguments, Event
+from specc.server.parsers.json_scan import skip_white
+from specc.server.parsers.schema_part import SchemaPart
+from specc.server.parsers.typed_text import ANY_TYPE, as_json, can_be, in_string
+from specc.server.parsers.value_end import MAX_TAG, Follows, Marks, ValueEnd
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
-# a name in an attribute, and DeepSeek's next one
-_QUOTED = re.compile(r"""\s*(["'])([^"']*)\1(?:\s+string=(["'])(true|false)\3)?\s*""")
-# of a value that is JSON, whatever the schema says
-ANY_TYPE = ("null", "boolean", "number", "array", "object")
-_CONTAINERS = {"object": dict, "array": list, "boolean": bool, "null": type(None)}
 
 
 class MistralCalls(Body):
@@ -43,7 +38,7 @@ class MistralCalls(Body):
     def raw(self) -> str:
         return super().raw + (self._inner.raw if self._inner else "")
 
-    def feed(self, text: str, at: int, events: list[Event]) -> int:
+    def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
         """As of all bodies."""
         while at < len(text) and self.is_open:
             if self._inner is None:
@@ -99,36 +94,6 @@ class MistralCalls(Body):
         return not self.is_bad
 
 
-@dataclass(frozen=True)
-class Marks:
-    """What stands around names and values of a call.
-
-    Args:
-        function: before the name of the tool, which `title_end` ends; where there is none, the name
-            comes first, and white space or a mark ends it.
-        end: after the last value.
-        name_end: after the name of the tool where `function` is "": nothing else ends it then.
-        parameter: before the name of a parameter.
-        title_end: after it.
-        value: before its value, which begins with `title_end` where there is no such mark.
-        value_end: after its value.
-        is_quoted: names stand in quotes. After a parameter's, `string="true"` may say that its
-            value is text, and `string="false"` that it is JSON.
-        has_lines: a value stands on lines of its own: a line break after the mark before it, and
-            one before the mark after it, are not a part of it.
-    """
-
-    function: str
-    end: str
-    parameter: str
-    title_end: str
-    value_end: str
-    value: str = ""
-    is_quoted: bool = False
-    has_lines: bool = True
-    name_end: str = ""
-
-
 QWEN_MARKS = Marks("<function=", "</function>", "<parameter=", ">", "</parameter>")
 
 
@@ -136,7 +101,8 @@ class MarkedParameters(Body):
     """`<function=name> <parameter=key> value </parameter> … </function>`, or with other marks.
 
     Values are texts: what they are as JSON follows from the tool's schema. Those of strings are
-    handed out as they come, others when they have ended.
+    handed out as they come, others when they have ended. A call begins with its first parameter, or
+    its end: a name alone may be spoken of.
 
     Args:
         tools: of the request, with the schemas of their arguments.
@@ -157,14 +123,16 @@ class MarkedParameters(Body):
         self._mark = ""
         self._title: str | None = "" if is_open or not marks.function else None
         self._has_name = False
-        self._schema: Mapping[str, Any] = {}
+        self._schema = SchemaPart({})
         self._keys: set[str] = set()
-        # of the value that is read: its type, None for text; what has come before the rest of it,
-        # where it is no text, and that rest, in which its end may have begun
-        self._types: tuple[str, ...] | None = None
+        # of the value that is read: where it ends, what its schema says and its types, None for
+        # text; what has come of it, where it is no text
+        self._value: ValueEnd | None = None
+        self._part = SchemaPart({})
+        self._types: frozenset[str] | None = None
         self._kept: list[str] = []
-        self._value: str | None = None
         self._is_first = False
+        self._between = ValueEnd(marks, tools, lambda _: False, None)
 
     @property
     def raw(self) -> str:
@@ -173,14 +141,39 @@ class MarkedParameters(Body):
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
         if self._value is not None:
-            return self._take_value(text, at, events)
+            return self._take_value(self._value, text, at, events)
         if self._title is not None:
             if not self._has_name and not self._marks.function:
                 return self._take_bare_name(text, at)
             return at + self._take_title(text[at], events)
         if not self._mark:
             at = skip_white(text, at)
+            found = self._is_over(text, at)
+            self.is_waiting = found is Follows.MAYBE
+            if found is not Follows.NO:
+                if found is Follows.YES and not self.is_bad:
+                    self._end_call(events)
+                return at
         return at + self._take_mark(text[at], events) if at < len(text) else at
+
+    def _is_over(self, text: str, at: int) -> Follows:
+        """Whether what stands there comes after the call: models leave the mark of its end out."""
+        if self._marks.end not in self._wanted or at == len(text):
+            return Follows.NO
+        found = self._between.closes(text, at, self.is_last)
+        if found is not Follows.NO:
+            return found
+        found = self._between.opens(text[at : at + MAX_TAG], not self.is_last)
+        # a name that no arguments follow is only spoken of
+        self.is_bad = found is Follows.YES and not self.num_calls
+        return found
+
+    def _end_call(self, events: list[Event]) -> None:
+        if self._name is not None:
+            self._begin_call(self._name, events)
+        events.append(CallArguments("}"))
+        self._has_arguments = True
+        self._end(events)
 
     def _take_mark(self, char: str, events: list[Event]) -> int:
         mark = self._mark + char
@@ -190,17 +183,15 @@ class MarkedParameters(Body):
         self._mark = mark
         if mark not in self._wanted:
             return 1
-        if self._name is not None:
-            self._begin_call(self._name, events)
         if mark == self._marks.end:
-            events.append(CallArguments("}"))
-            self._has_arguments = True
-            self._end(events)
+            self._end_call(events)
         elif mark == self._marks.value:
             self._begin_value()
         elif mark == self._marks.name_end:
             self._mark, self._wanted = "", (self._marks.parameter, self._marks.end)
         else:
+            if mark == self._marks.parameter and self._name is not None:
+                self._begin_call(self._name, events)
             self._title = ""
         return 1
 
@@ -231,7 +222,7 @@ class MarkedParameters(Body):
         assert self._title is not None
         title, end = self._title + char, self._marks.title_end
         if not self._has_name and char == ">":
-            return self._end_name(self._title, events)
+            return self._end_name(self._title)
         if self._has_name and title.endswith(end):
             return self._end_key(title.removesuffix(end), events)
         # of a mark, only the one that ends it
@@ -245,32 +236,33 @@ class MarkedParameters(Body):
             self._title = title
         return not self.is_bad
 
-    def _end_name(self, title: str, events: list[Event]) -> int:
-        name, _ = self._unquoted(title)
+    def _end_name(self, title: str) -> int:
+        name, _ = self._marks.unquoted(title)
         if name is None or name not in self._tools:
             self.is_bad = True
             return 0
-        self._begin_call(name, events)
-        self._has_name = True
+        self._name, self._has_name = name, True
         self._wanted = (self._marks.parameter, self._marks.end)
         self._mark, self._title = "", None
         return 1
 
     def _begin_call(self, name: str, events: list[Event]) -> None:
         self._name = None
-        self._schema = self._tools[name] or {}
+        self._schema = SchemaPart(self._tools[name] or {})
         self._begin(name, events)
         events.append(CallArguments("{"))
 
     def _end_key(self, title: str, events: list[Event]) -> int:
-        key, is_text = self._unquoted(title)
+        key, is_text = self._marks.unquoted(title)
         if key is None or key in self._keys:
             self.is_bad = True
             return 0
         comma = ", " if self._keys else ""
         self._keys.add(key)
-        self._types = types_of(self._schema, key)
+        self._part = self._schema.property(key)
+        self._types = self._part.types
         if is_text is not None:
+            self._part = SchemaPart({})
             self._types = None if is_text else self._types or ANY_TYPE
         quote = "" if self._types else '"'
         events.append(CallArguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {quote}"))
@@ -281,96 +273,49 @@ class MarkedParameters(Body):
             self._begin_value()
         return 1
 
-    def _unquoted(self, title: str) -> tuple[str | None, bool | None]:
-        """The name, None where it is malformed, and what is said about its value."""
-        if not self._marks.is_quoted:
-            return title, None
-        found = _QUOTED.fullmatch(title)
-        if found is None:
-            return None, None
-        return found[2], None if found[4] is None else found[4] == "true"
-
     def _begin_value(self) -> None:
-        self._mark, self._value = "", ""
+        types = self._types
+        fits = None if types is None else lambda value: can_be(value, types)
+        self._value = ValueEnd(self._marks, self._tools, self._may_follow, fits)
+        self._mark = ""
         self._is_first = self._marks.has_lines
         self._wanted = (self._marks.parameter, self._marks.end)
 
-    def _take_value(self, text: str, at: int, events: list[Event]) -> int:
-        """All of the text, up to the marker that ends the value."""
-        assert self._value is not None
-        num_held = len(self._value)
-        held = self._value + text[at:]
-        size, marker = find_marker(held, self._marks.value_end)
-        if self._is_first and held:
+    def _may_follow(self, key: str) -> bool:
+        """Whether a parameter of that name is a further one of the call."""
+        known = self._schema.keys
+        return key not in self._keys and (not known or key in known)
+
+    def _take_value(self, value: ValueEnd, text: str, at: int, events: list[Event]) -> int:
+        """As much of it as is certain, and the mark that ends it, if any does."""
+        if self._is_first:
             # the line break after the opening marker
             self._is_first = False
-            if held[0] == "\n":
-                num_held -= 1
-                size -= size > 0
-                held = held[1:]
-        last = "\n" if self._marks.has_lines else ""
-        if marker is not None:
-            value = "".join([*self._kept, held[:size]]).removesuffix(last)
-            events.append(CallArguments(as_json(value, self._types)))
+            if text[at] == "\n":
+                return at + 1
+        end, is_over = value.find(text, at, self._kept, self.is_last)
+        has_mark = is_over and text.startswith(self._marks.value_end, end)
+        # a line break may be the last before the mark that ends it; without one, that after it, too
+        num_lines = self._marks.has_lines + (not has_mark)
+        certain = text[at:end]
+        if is_over or not self.is_last:
+            certain = certain[: max(len(certain.rstrip("\n")), len(certain) - num_lines)]
+        if is_over:
+            found = "".join([*self._kept, certain])
+            events.append(CallArguments(as_json(found, self._types, self._part)))
             self._value = None
             self._kept.clear()
-            return at + size + len(marker) - num_held
-        # a line break may be the last before the marker
-        certain = held[:size].removesuffix(last)
+            return end + len(self._marks.value_end) * has_mark
+        value.take(certain)
         if self._types:
             self._kept.append(certain)
         elif certain:
             events.append(CallArguments(in_string(certain)))
-        self._value = held[len(certain) :]
-        return len(text)
+        self.is_waiting = at + len(certain) < len(text)
+        return at + len(certain)
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies; what was held back of a text belongs to it."""
-        if self._value and not self._types:
-            events.append(CallArguments(in_string(self._value)))
+        """As of all bodies."""
         self._value = None
         self._kept.clear()
         return super().cut(events)
-
-
-def as_json(value: str, types: tuple[str, ...] | None) -> str:
-    """A value as JSON: of the first of the types that it can have, else text.
-
-    Args:
-        value: as the model wrote it.
-        types: see `types_of`; None is a text, whose opening quote has been written.
-    """
-    if types is None:
-        return in_string(value) + '"'
-    text = value.strip()
-    # templates write Python's None
-    if "null" in types and text in ("null", "None"):
-        return "null"
-    for name in types:
-        if name == "string":
-            break
-        if name == "boolean" and text.lower() in ("true", "false"):
-            return text.lower()
-        if _is_of(text, name):
-            return text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _is_of(text: str, name: str) -> bool:
-    scan = JsonScan()
-    # what follows a number ends it
-    if scan.feed(text + " ", 0) != len(text) or not scan.is_done:
-        return False
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    if name in ("integer", "number"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (name == "number" or isinstance(value, int) or value.is_integer())
-    return isinstance(value, _CONTAINERS.get(name, ()))
-
-
-def in_string(text: str) -> str:
-    """A text, or a part of one, as it stands between quotes in JSON."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -111,9 +111,10 @@ class HeadedCall(Body):
     def raw(self) -> str:
         return super().raw + (self._arguments.raw if self._arguments else "")
 
-    def feed(self, text: str, at: int, events: list[Event]) -> int:
+    def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
         """As of all bodies."""
-        while at < len(text) and self.is_open:
+        self.is_waiting = False
+        while at < len(text) and self.is_open and not self.is_waiting:
             if self._arguments is None:
                 begin, at = at, self._take(text, at, events)
                 self._raw.append(text[begin:at])
@@ -121,8 +122,8 @@ class HeadedCall(Body):
             if self._arguments.is_done:
                 at = self._take_tail(text, at)
                 continue
-            at = self._arguments.feed(text, at, events)
-            self.is_bad = self._arguments.is_bad
+            at = self._arguments.feed(text, at, events, is_last)
+            self.is_bad, self.is_waiting = self._arguments.is_bad, self._arguments.is_waiting
             self.is_done = self._arguments.is_done and not self._tail
             if self._arguments.num_calls > self.num_calls:
                 self.num_calls = self._arguments.num_calls

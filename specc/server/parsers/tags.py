@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specc.server.parsers.bodies import Body
 from specc.server.parsers.events import CallArguments, Event, find_marker
 from specc.server.parsers.json_scan import skip_white
-from specc.server.parsers.marked import ANY_TYPE, as_json, in_string
 from specc.server.parsers.schema_part import SchemaPart
+from specc.server.parsers.typed_text import ANY_TYPE, as_json, in_string
 
 # what stands before each tag of MiniMax M3, a token of its vocabulary
 NAMESPACE = "]<]minimax[>["
@@ -26,6 +26,8 @@ _ATTRIBUTE = re.compile(r"""\s+(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'<>]+))"
 _ARGUMENT, END_OF_ARGUMENT, _END_OF_CALL = (
     f"{OPEN}argument", f"{CLOSE}argument{SEP}", f"{CLOSE}call{SEP}"
 )  # fmt: skip
+# tokens of the vocabulary, so that no value has them: where the end of one is missing, they are it
+_AFTER_VALUE = (END_OF_ARGUMENT, _ARGUMENT, _END_OF_CALL)
 
 
 class _At(enum.Enum):
@@ -44,11 +46,14 @@ class _Tags(Body):
         tools: of the request, with the schemas of their arguments.
     """
 
+    # marks after a call: where that of its own end is missing, they end it
+    after: tuple[str, ...] = ()
+
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__()
         self._tools = tools
         self._at = _At.HEAD
-        # of a mark, a tag or a text, what has come and is neither handed out nor dropped
+        # of a mark or a text, what has come and is neither handed out nor dropped
         self._part = ""
         self._schema = SchemaPart({})
         self._keys: set[str] = set()
@@ -72,25 +77,21 @@ class _Tags(Body):
         self._part = part
         return at + 1, part if part in wanted else None
 
-    def _take_tag(self, text: str, at: int, begin: int, end: str) -> tuple[int, str | None]:
-        """All of a tag, or of the text; what is between its mark and its end, once that is there.
+    def _take_tag(self, text: str, at: int, end: str) -> tuple[int, str | None]:
+        """What is between the mark of a tag and its end, once that is there.
 
         Args:
             text: to take from.
-            at: the first character.
-            begin: characters of its mark, which are held.
+            at: the first character after the mark.
             end: of the tag.
         """
-        num_held = len(self._part)
-        held = (self._part + text[at:])[: begin + _MAX_TAG + len(end)]
-        size = held.find(end, begin)
-        if size < 0 and len(held) == begin + _MAX_TAG + len(end):
-            self.is_bad = True
-            return at, None
-        if size < 0:
-            self._part = held
-            return len(text), None
-        return at + size + len(end) - num_held, held[begin:size]
+        limit = at + _MAX_TAG + len(end)
+        size = text.find(end, at, limit)
+        if size >= 0:
+            return size + len(end), text[at:size]
+        self.is_bad = len(text) >= limit
+        self.is_waiting = not self.is_bad and not self.is_last
+        return at if self.is_bad or self.is_waiting else len(text), None
 
     def _begin_call(self, name: str | None, events: list[Event]) -> bool:
         """Begin a call of one of the tools; False where it is none."""
@@ -107,6 +108,17 @@ class _Tags(Body):
         events.append(CallArguments("}"))
         self._part, self._has_arguments = "", True
         self._end(events)
+
+    def _is_over(self, text: str, at: int, events: list[Event]) -> bool:
+        """Whether what stands between arguments comes after the call, or may do so."""
+        part = text[at : at + _MAX_TAG]
+        if self._part or not part:
+            return False
+        if part.startswith(self.after):
+            self._end_call(events)
+            return True
+        self.is_waiting = not self.is_last and any(mark.startswith(part) for mark in self.after)
+        return self.is_waiting
 
     def _add_key(self, key: str | None, events: list[Event], opening: str = "") -> bool:
         """Write a key of the arguments, and how its value begins; False where it is none."""
@@ -128,6 +140,8 @@ class AttributedCall(_Tags):
     they have ended. Up to `<|open|>call` it has been read.
     """
 
+    after = (f"{OPEN}call ", f"{CLOSE}tools{SEP}")
+
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
         self._is_string = False
@@ -142,6 +156,8 @@ class AttributedCall(_Tags):
         if self._at is _At.VALUE:
             return self._take_value(text, at, events)
         if self._at is _At.BETWEEN:
+            if self._is_over(text, at, events):
+                return at
             end, mark = self._take_mark(text, at, _ARGUMENT, _END_OF_CALL)
             if mark == _END_OF_CALL:
                 self._end_call(events)
@@ -149,7 +165,7 @@ class AttributedCall(_Tags):
                 self._at = _At.TAG
             return end
         is_head = self._at is _At.HEAD
-        end, tag = self._take_tag(text, at, 0 if is_head else len(_ARGUMENT), SEP)
+        end, tag = self._take_tag(text, at, SEP)
         if tag is None:
             return end
         found = {
@@ -166,27 +182,24 @@ class AttributedCall(_Tags):
 
     def _take_value(self, text: str, at: int, events: list[Event]) -> int:
         """All of the text, up to the mark that ends the value."""
-        num_held = len(self._part)
-        held = self._part + text[at:]
-        size, marker = find_marker(held, END_OF_ARGUMENT)
+        size, marker = find_marker(text[at:], *_AFTER_VALUE)
+        end = len(text) if marker is None and self.is_last else at + size
+        certain = text[at:end]
         if marker is not None:
-            value = "".join([*self._kept, held[:size]])
+            value = "".join([*self._kept, certain])
             events.append(CallArguments(as_json(value, None if self._is_string else ANY_TYPE)))
             self._kept.clear()
-            self._part, self._at = "", _At.BETWEEN
-            return at + size + len(marker) - num_held
-        certain, self._part = held[:size], held[size:]
+            self._at = _At.BETWEEN
+            return end + len(marker) * (marker == END_OF_ARGUMENT)
         if not self._is_string:
-            # the mark is looked for in the rest alone
             self._kept.append(certain)
         elif certain:
             events.append(CallArguments(in_string(certain)))
-        return len(text)
+        self.is_waiting = end < len(text)
+        return end
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies; what was held back of a string belongs to it."""
-        if self._at is _At.VALUE and self._is_string and self._part:
-            events.append(CallArguments(in_string(self._part)))
+        """As of all bodies."""
         if not self.is_bad and self.num_calls:
             self._part = ""
             self._kept.clear()
@@ -212,6 +225,8 @@ class ElementCall(_Tags):
     `<invoke` it has been read.
     """
 
+    after = (f"{NAMESPACE}<invoke ", f"{NAMESPACE}</tool_call>")
+
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
         self._open: list[_Element] = []
@@ -227,12 +242,14 @@ class ElementCall(_Tags):
         if self._at is _At.VALUE:
             return self._take_text(text, at, events)
         if self._at is _At.BETWEEN:
+            if self._is_over(text, at, events):
+                return at
             end, mark = self._take_mark(text, at, NAMESPACE)
             if mark is not None:
                 self._at = _At.TAG
             return end
         is_head = self._at is _At.HEAD
-        end, tag = self._take_tag(text, at, 0 if is_head else len(NAMESPACE), ">")
+        end, tag = self._take_tag(text, at, ">")
         if tag is None:
             return end
         if is_head:
@@ -268,8 +285,9 @@ class ElementCall(_Tags):
         """Open an element in another one."""
         if not _is_name(name) or self._is_handed_out or len(self._open) == _MAX_DEPTH:
             return False
-        schema = self._open[-1].schema
-        own = schema.items if _container(schema) == "array" else schema.property(name)
+        schema, index = self._open[-1].schema, len(self._open[-1].children)
+        is_item = _container(schema, (name,)) == "array"
+        own = schema.item(index) if is_item else schema.property(name)
         self._open.append(_Element(name, own, [], []))
         self._at = _At.VALUE
         return True
@@ -337,17 +355,21 @@ def _is_name(tag: str) -> bool:
     return bool(tag.strip()) and not tag.startswith("/")
 
 
-def _container(schema: SchemaPart) -> str | None:
-    return next((name for name in schema.types or () if name in ("array", "object")), None)
+def _container(schema: SchemaPart, names: Collection[str]) -> str:
+    """Whether elements of these names are a list or an object."""
+    types = schema.types or frozenset(("array", "object"))
+    found = types & {"array", "object"}
+    if len(found) == 1:
+        return next(iter(found))
+    return "array" if set(names) == {"item"} else "object"
 
 
 def _json(element: _Element) -> str:
     """The value of an element as JSON."""
-    kind = _container(element.schema)
     if not element.children:
-        return _text_json("".join(element.texts), element.schema, kind)
+        return _text_json("".join(element.texts), element.schema)
     names = [name for name, _ in element.children]
-    if kind == "array" or (kind is None and set(names) == {"item"}):
+    if _container(element.schema, names) == "array":
         return _list(value for _, value in element.children)
     values: dict[str, list[str]] = {}
     for name, value in element.children:
@@ -359,14 +381,14 @@ def _json(element: _Element) -> str:
     return f"{{{', '.join(pairs)}}}"
 
 
-def _text_json(text: str, schema: SchemaPart, kind: str | None) -> str:
+def _text_json(text: str, schema: SchemaPart) -> str:
     types = schema.types
     if types is None:
         return json.dumps(text, ensure_ascii=False)
     # lists and objects without elements
-    if kind is not None and "string" not in types and not text.strip():
-        return "[]" if kind == "array" else "{}"
-    return as_json(text, types)
+    if not text.strip() and "string" not in types and types & {"array", "object"}:
+        return "[]" if "array" in types else "{}"
+    return as_json(text, types, schema)
 
 
 def _list(values: Iterable[str]) -> str:

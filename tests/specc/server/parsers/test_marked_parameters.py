@@ -14,7 +14,6 @@ from specc.server.parsers.events import Text
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.reasoning import FORMATS, ReasoningParser
-from specc.server.parsers.schema_part import types_of
 from tests.specc.server.parsers.pieces import Found, counted, found
 
 SCHEMA: dict[str, Any] = {
@@ -98,7 +97,10 @@ CASES = {
                         [("edit", '{"count": ')], False),
     "twice": ("<tool_call><function=edit><parameter=any>a</parameter><parameter=any>b",
               "<parameter=any>b", [("edit", '{"any": "a"')], False),
-    "something else": ("<tool_call><function=edit>\n<para>", "<para>", [("edit", "{")], False),
+    "something else": ("<tool_call><function=edit>\n<para>", "<tool_call><function=edit>\n<para>",
+                       [], False),
+    "something else after a value": (call(("any", "a"))[:-len("</function>\n</tool_call>")]
+                                     + "<para>", "<para>", [("edit", '{"any": "a"')], False),
 }  # fmt: skip
 
 
@@ -147,12 +149,3 @@ def test_a_call_ends_thinking() -> None:
     assert [one.name for one in delta.calls] == ["now"]
     plain = ReasoningParser(FORMATS["qwen3"], "<think>")
     assert plain.feed(text) + plain.finish() == [Text(text, True)]
-
-
-def test_types_follow_references_and_no_loop() -> None:
-    assert types_of(SCHEMA, "more") == ("object",)
-    assert types_of(SCHEMA, "maybe") == ("string", "null")
-    assert types_of(SCHEMA, "text") is None
-    assert types_of(SCHEMA, "loop") is None
-    assert types_of({"properties": {"a": {"$ref": "#/no/such"}}}, "a") is None
-    assert types_of({"properties": 5}, "a") is None
