@@ -219,8 +219,107 @@ class Connections(Attack):
             await asyncio.sleep(2.0)
 
 
+class Streams(Attack):
+    """What goes on over one connection: bodies that come in another way than clients send them, and
+    answers that nobody reads.
+    """
+
+    patience_s = 60.0
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    ).encode()
+
+    async def _work(self, index: int) -> None:
+        while True:
+            await self.count(lambda: self._send(index))
+            await asyncio.sleep(PAUSE_S)
+
+    async def _send(self, index: int) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
+        work = asyncio.ensure_future(self._write(reader, writer, index))
+        try:
+            async with asyncio.timeout(self.patience_s):
+                answer = await self._read(reader, work)
+        finally:
+            work.cancel()
+            writer.transport.abort()
+        if not answer.startswith(b"HTTP/1.1 "):
+            raise ConnectionResetError("no answer")
+        return int(answer[9:12]), b""
+
+    async def _read(self, reader: asyncio.StreamReader, work: asyncio.Future[None]) -> bytes:
+        return await reader.read(1 << 16)
+
+    async def _write(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int
+    ) -> None:
+        raise NotImplementedError
+
+
+class Chunks(Streams):
+    """Bodies of one byte in each chunk, at half a megabyte a second of each connection."""
+
+    name, num_workers = "chunks", 8
+
+    async def _write(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int
+    ) -> None:
+        writer.write(self.head + b"Transfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                # some at the length that is just taken, the others at the shortest
+                size = 64 if index % 4 == 3 else 1
+                chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+                writer.write(chunk * (50_000 // len(chunk)))
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+
+class Bodies(Streams):
+    """Bodies that are begun fast and then hardly go on: they hold memory, and a connection."""
+
+    name, num_workers = "bodies", 200
+
+    async def _write(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int
+    ) -> None:
+        size = 8_000_000 if index < 20 else 40_000
+        writer.write(self.head + b"Content-Length: %d\r\n\r\n" % (size + 2000))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(0, size, 20_000):
+                writer.write(b" " * 20_000)
+                await writer.drain()
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(1.0)
+
+
+class Deaf(Streams):
+    """Streams with many log probabilities that nobody reads."""
+
+    name, num_workers = "deaf", 4
+
+    async def _read(self, reader: asyncio.StreamReader, work: asyncio.Future[None]) -> bytes:
+        await work
+        return b"HTTP/1.1 000"
+
+    async def _write(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int
+    ) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        body = {"prompt": "a", "stream": True, "max_tokens": 60, "ignore_eos": True, "n": 2}
+        data = json.dumps(body | {"logprobs": 20, "temperature": 0}).encode()
+        writer.write(self.head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        for _ in range(30):
+            await asyncio.sleep(0.2)
+            if writer.transport.is_closing():
+                return
+
+
 ATTACKS: dict[str, type[Attack]] = {
-    kind.name: kind for kind in (References, Prompts, Choices, Connections, Templates)
+    kind.name: kind
+    for kind in (References, Prompts, Choices, Connections, Templates, Chunks, Bodies, Deaf)
 }
 
 

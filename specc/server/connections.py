@@ -26,6 +26,7 @@ from specc.server.config import ConnectionLimits, Origins
 from specc.server.errors import ApiError, error_response, to_bytes
 from specc.server.origins import with_origins
 from specc.server.strict_http import StrictConnection
+from specc.server.turns import Turns
 
 # over the limit, connections that are answered here only: whoever watches the server needs them
 EXTRA_CONNECTIONS = 64
@@ -206,6 +207,7 @@ class StrictProtocol(H11Protocol):
     """
 
     conn: StrictConnection
+    _turns: Turns
 
     def __init__(
         self,
@@ -233,16 +235,21 @@ class StrictProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._turns = Turns(transport, self._take)
         if not self._connections.admit(self):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._turns.close()
         self._connections.remove(self)
         super().connection_lost(exc)
         # uvicorn's timer would keep a connection that was cut off
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
+        self._turns.feed(data)
+
+    def _take(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._connections.serve(self)

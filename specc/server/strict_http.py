@@ -2,7 +2,8 @@
 
 Two readers that disagree on where a request ends are what request smuggling lives on. So whatever
 has two readings is refused, and the connection closed: a length beside chunks, lengths that
-repeat, lines that end without a carriage return, lines that are folded, odd sizes of chunks.
+repeat, lines that end without a carriage return, lines that are folded, odd sizes of chunks. So is
+a body of very small chunks: parsing them costs thousands of times as much as sending them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from h11._receivebuffer import ReceiveBuffer
 # bytes of a request line with its headers, and lines of it
 MAX_HEAD_BYTES, MAX_HEAD_LINES = 32 << 10, 128
 _MAX_CHUNK_LINE = 256
-_TOO_LARGE = 431
+# chunks of a body, and more for each of so many of its bytes: each costs more than what it holds
+FREE_CHUNKS, BYTES_PER_CHUNK = 128, 64
+_TOO_LARGE, _TOO_LARGE_BODY = 431, 413
 _ODD_LINE_END = re.compile(rb"(?<!\r)\n|\r[^\n]")
 _CHUNK_LINE = re.compile(rb"[0-9A-Fa-f]{1,16}(;[\t\x20-\x7e]*)?\r\n")
 _VERSION = re.compile(rb" HTTP/([0-9]\.[0-9])\Z")
@@ -53,6 +56,8 @@ class StrictBuffer(ReceiveBuffer):
         self._num_checked = 0
         # the next lines are those of a request, not a trailer's
         self.has_request = False
+        # of the body that is read
+        self._num_chunks = self._num_bytes = 0
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         """Lines up to an empty one, without their ends; None until that has come.
@@ -76,19 +81,29 @@ class StrictBuffer(ReceiveBuffer):
         lines = super().maybe_extract_lines()
         if lines is not None:
             _check(lines, self.has_request)
+            self._num_chunks = self._num_bytes = 0
         return lines
 
     def maybe_extract_next_line(self) -> bytearray | None:
         """The line that begins a chunk.
 
         Raises:
-            h11.LocalProtocolError: it is of another form.
+            h11.LocalProtocolError: it is of another form, or the body has too many chunks.
         """
         line = super().maybe_extract_next_line()
         if len(self._data if line is None else line) > _MAX_CHUNK_LINE:
             raise h11.LocalProtocolError("a chunk whose first line is too long")
         if line is not None and not _CHUNK_LINE.fullmatch(line):
             raise h11.LocalProtocolError("a chunk with an odd first line")
+        if line is not None:
+            self._num_chunks += 1
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
+                raise h11.LocalProtocolError(
+                    f"a body of more than {FREE_CHUNKS} chunks that have fewer than"
+                    f" {BYTES_PER_CHUNK} bytes on average",
+                    _TOO_LARGE_BODY,
+                )
+            self._num_bytes += int(line.partition(b";")[0], 16)
         return line
 
 

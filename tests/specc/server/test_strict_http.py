@@ -12,7 +12,7 @@ import h11
 import pytest
 
 from specc.server.config import ConnectionLimits
-from specc.server.strict_http import MAX_HEAD_BYTES, StrictConnection
+from specc.server.strict_http import FREE_CHUNKS, MAX_HEAD_BYTES, StrictConnection
 from tests.specc.server.serving import Server, serve
 
 BODY = b'{"prompt": "ab", "max_tokens": 1}'
@@ -46,11 +46,19 @@ def statuses(answer: bytes) -> list[int]:
     return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
 
 
+def in_chunks(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
 GOOD = {
     "length": POST + LENGTH + b"\r\n" + BODY,
     "chunks": POST + CHUNKED + b"\r\n" + CHUNKS,
     "chunk extension": POST + CHUNKED + b"\r\n" + CHUNKS.replace(b"\r\n", b";a=b\r\n", 1),
     "trailer": POST + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"A: b\r\n\r\n",
+    "a byte in each chunk": POST + CHUNKED + b"\r\n" + in_chunks(BODY, 1),
+    "many chunks": POST + CHUNKED + b"\r\n" + in_chunks(BODY.ljust(1 << 18), 64),
+    "some small chunks": POST + CHUNKED + b"\r\n" + in_chunks(BODY.ljust(FREE_CHUNKS), 1),
     "get": GET + b"\r\n",
     "head": b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n",
     "http/1.0": b"GET /health HTTP/1.0\r\n\r\n",
@@ -62,6 +70,12 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_taken(server, name: str) -> None:
     assert statuses(send(server, GOOD[name])) == [200]
+
+
+def test_each_body_has_its_own_chunks(server) -> None:
+    request = POST + CHUNKED + b"\r\n" + in_chunks(BODY, 1)
+    count = FREE_CHUNKS // len(BODY) + 2
+    assert statuses(send(server, request * count)) == [200] * count
 
 
 BAD = {
@@ -107,6 +121,15 @@ BAD = {
     "a long chunk extension": (POST + CHUNKED + b"\r\n5;" + b"a" * 9000 + b"\r\n", 400),
     "a chunk line without end": (POST + CHUNKED + b"\r\n5;" + b"a" * 9000, 400),
     "a chunk that is too long": (POST + CHUNKED + b"\r\n2\r\nabcde\r\n0\r\n\r\n", 400),
+    "a byte in each of many chunks": (POST + CHUNKED + b"\r\n" + in_chunks(b" " * 300, 1), 413),
+    "a large chunk, then small ones": (
+        POST + CHUNKED + b"\r\n" + in_chunks(b" " * 9000, 9000)[:-5] + in_chunks(b" " * 300, 1),
+        413,
+    ),
+    "large chunks that do not come": (
+        POST + CHUNKED + b"\r\n" + in_chunks(b" " * 125, 1)[:-5] + b"1\r\na\r\n" * 9,
+        413,
+    ),
     "a trailer with a line feed": (POST + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"A: b\n\r\n", 400),
     "a length in a trailer": (POST + CHUNKED + b"\r\n" + CHUNKS[:-2] + LENGTH * 2 + b"\r\n", 400),
     "a long path": (b"GET /" + b"a" * 250_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
