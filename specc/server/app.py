@@ -47,6 +47,7 @@ from specc.version import __version__
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger("specc.serve")
 _PAGE = Path(__file__).with_name("page.html")
+_NEED_KEYS = ("/v1", "/openapi.json")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
@@ -200,7 +201,7 @@ async def _logging(
 
 
 class _NeedsKey:
-    """Lets no request under /v1 through that has none of the keys.
+    """Lets no request under /v1, or for the description of the API, through without a key.
 
     Args:
         app: that answers what it lets through.
@@ -212,7 +213,7 @@ class _NeedsKey:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        is_open = scope["type"] != "http" or not scope["path"].startswith(_NEED_KEYS)
         if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
             return

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
@@ -138,7 +139,9 @@ def parse_object(body: bytes, is_flat: bool = False) -> dict[str, Any]:
             f"a body that is no UTF-8 at byte {error.start}", "UTF-8", "encode it as UTF-8"
         ) from error
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_with_unique_keys
+        )
     except json.JSONDecodeError as error:
         raise bad_request(
             f"malformed JSON: {error.msg} at line {error.lineno} column {error.colno}",
@@ -262,6 +265,17 @@ def _check_depth(data: Any) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise bad_request(f"{name}, which is no JSON", "finite numbers", "correct the body")
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key that comes twice, readers take different values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise bad_request(
+            f"the key {shorten(twice, 40)!r} twice in one object", "each key once", "leave one out"
+        )
+    return found
 
 
 def _too_large(limit: int) -> ApiError:

@@ -164,6 +164,13 @@ BODIES = {
     "null": (b"null", "null"),
     "number": (b"5", "number"),
     "nan": (b'{"prompt": "ab", "temperature": NaN}', "NaN"),
+    "a key twice": (b'{"prompt": "ab", "prompt": "abc", "temperature": 0}', "'prompt' twice"),
+    "a key twice within": (b'{"prompt": "ab", "logit_bias": {"1": 1, "1": 2}}', "'1' twice"),
+    "a key twice, escaped": (b'{"prompt": "ab", "\\u0070rompt": "abc"}', "'prompt' twice"),
+    "a key twice in many": (
+        b'{"prompt": "ab", "a": {%s}}' % b",".join(b'"%d":1' % (i % 9999) for i in range(10_000)),
+        "'0' twice",
+    ),
     "infinity": (b'{"prompt": "ab", "temperature": -Infinity}', "-Infinity"),
     "overflow": (b'{"prompt": "ab", "temperature": 1e999}', "temperature"),
     "long integer": (b'{"prompt": "ab", "seed": ' + b"9" * 5000 + b"}", "too long"),
@@ -291,6 +298,10 @@ def test_keys() -> None:
             assert error["type"] == "authentication_error"
         for path in ("/health", "/metrics", "/stats", "/", "/ping", "/version"):
             assert server.get(path).status_code == 200
+        # what the server can do is told to those who may use it
+        assert_error(server.get("/openapi.json"), 401)
+        headers = {"authorization": "Bearer one"}
+        assert server.get("/openapi.json", headers=headers).json()["openapi"]
         server.key = "two"
         assert server.client.completions.create(model=MODEL, prompt="ab", max_tokens=1)
         server.client.api_key = "three"
