@@ -31,6 +31,7 @@ class EngineCore:
         plan: of every step; None is the engine's default, see `LLM`.
         policy: picks plans instead; or its name.
         shares_prefixes: look for the rows of a prompt among those of earlier requests.
+        shares_outputs: suffix drafts look into earlier requests' outputs.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
         micro_batches: batches of disjoint requests in flight, where the target has stages; None is
             as many as these.
@@ -54,6 +55,7 @@ class EngineCore:
         policy: Policy | str | None = None,
         *,
         shares_prefixes: bool = True,
+        shares_outputs: bool = True,
         max_seq_len: int | None = None,
         micro_batches: int | None = None,
         adapts_verification: bool = False,
@@ -103,6 +105,7 @@ class EngineCore:
             engine.prefill_chunk,
             engine.position_limit,
             shares_prefixes=shares_prefixes,
+            shares_outputs=shares_outputs,
             shares_pass=shares_pass,
             cuts_trees=cuts_trees,
             window=engine.window,

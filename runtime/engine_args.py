@@ -196,6 +196,12 @@ class EngineArgs:
         True,
         "Share rows of prompts that begin with the same tokens.",
         "--prefix-caching/--no-prefix-caching",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    )
+    shares_outputs: bool = option(
+        True,
+        "Let suffix drafts look up what followed in earlier requests' outputs.",
+        "--suffix-history/--no-suffix-history",
     )
     generation_config: str | Path = option(
         _AUTO,
@@ -325,6 +331,7 @@ class EngineArgs:
             self.plan,
             self.policy,
             shares_prefixes=self.shares_prefixes,
+            shares_outputs=self.shares_outputs,
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
             adapts_verification=self.adapts_verification,

@@ -24,9 +24,12 @@ class HostDrafts:
     Args:
         plans: of the engine, by name.
         block_size: rows of a block of its cache.
+        shares_outputs: what one request has put out is looked up for others.
     """
 
-    def __init__(self, plans: Mapping[str, SpecPlan], block_size: int = 0) -> None:
+    def __init__(
+        self, plans: Mapping[str, SpecPlan], block_size: int = 0, shares_outputs: bool = True
+    ) -> None:
         self._block_size = block_size
         self._weights = {
             name: VoteWeights(
@@ -35,7 +38,8 @@ class HostDrafts:
             for name, plan in plans.items()
             if plan.combine == VOTE
         }
-        self._has_suffix = any(SUFFIX in plan.drafts for plan in plans.values())
+        has_suffix = any(SUFFIX in plan.drafts for plan in plans.values())
+        self._shares_outputs = shares_outputs and has_suffix
         self._outputs = OutputIndex()
 
     def inputs(self, plan: SpecPlan, requests: list[Request]) -> dict[str, Tensor]:
@@ -127,8 +131,9 @@ class HostDrafts:
 
     def finish(self, request: Request) -> None:
         """A request has ended: later ones may look its output up."""
-        if self._has_suffix:
-            self._outputs.add(request.token_ids)
+        # nothing of its prompt: whoever sees what is accepted could ask what others have sent
+        if self._shares_outputs:
+            self._outputs.add(request.output_token_ids)
 
     def _index_of(self, request: Request) -> SuffixIndex:
         if request.suffix_index is None:

@@ -44,6 +44,7 @@ class Scheduler:
         position_limit: positions 0 … position_limit - 1 exist in every model; no draft token may
             lie after them.
         shares_prefixes: rows of a prompt are looked for among those of earlier requests.
+        shares_outputs: suffix drafts look into earlier requests' outputs.
         shares_pass: prompts and steps of all plans go through the target together, and share
             `prefill_chunk`.
         cuts_trees: the target can verify a part of each request's tree; None: where `shares_pass`.
@@ -62,6 +63,7 @@ class Scheduler:
         position_limit: int,
         *,
         shares_prefixes: bool = True,
+        shares_outputs: bool = True,
         shares_pass: bool = False,
         cuts_trees: bool | None = None,
         window: int = 0,
@@ -71,7 +73,7 @@ class Scheduler:
         self.stats = SpecStats()
         self.waiting = RequestQueue()
         self.running: list[Request] = []
-        self.host_drafts = HostDrafts(plans, cache.shape.rows_per_block)
+        self.host_drafts = HostDrafts(plans, cache.shape.rows_per_block, shares_outputs)
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0

@@ -35,6 +35,7 @@ class Options:
         echo: prompts' texts, to stand before the outputs.
         has_token_ids: of prompts and outputs.
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
+        has_cached_tokens: usage says how much of the prompts was in the cache.
     """
 
     logprobs: int | None = None
@@ -42,6 +43,7 @@ class Options:
     echo: tuple[str, ...] | None = None
     has_token_ids: bool = False
     prompt_logprobs: int | None = None
+    has_cached_tokens: bool = True
 
 
 class ApiResponse(abc.ABC):
@@ -67,7 +69,7 @@ class ApiResponse(abc.ABC):
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """A whole answer."""
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
-        answer = self._head(self.kind) | {"choices": choices, "usage": usage_of(outputs)}
+        answer = self._head(self.kind) | {"choices": choices, "usage": self.usage(outputs)}
         return answer | self._metrics(outputs)
 
     def take(self, index: int, update: Update) -> bool:
@@ -92,8 +94,13 @@ class ApiResponse(abc.ABC):
 
     def last_chunk(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Usage alone, after all text."""
-        head = self._head(self.chunk_kind) | {"choices": [], "usage": usage_of(outputs)}
+        head = self._head(self.chunk_kind) | {"choices": [], "usage": self.usage(outputs)}
         return head | self._metrics(outputs)
+
+    def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Tokens so far."""
+        found = usage_of(outputs)
+        return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}

@@ -256,6 +256,9 @@ class ServeConfig:
         request_timeout_s: seconds after which a request ends with what it has; None is never.
         log_every_s: seconds between two lines of figures, while there is work; 0 logs none.
         reasoning_parser: what tells thinking from content; None leaves it there.
+        enable_prompt_tokens_details: answers tell how much of a prompt was in the cache; None where
+            there is one key at most, as others' prompts can be guessed from it.
+        enable_spec_metrics: answers tell what was accepted of drafts, if asked; likewise.
         enable_auto_tool_choice: models may call the tools of a request where they want to.
         tool_call_parser: what tells such calls from content.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
@@ -299,6 +302,20 @@ class ServeConfig:
     log_every_s: float = option(
         10.0, "Seconds between two lines of figures; 0: none.", "--log-every", least=0
     )
+    enable_prompt_tokens_details: bool | None = option(
+        None,
+        "Tell in usage how many tokens of a prompt were in the cache, which says something about"
+        " other callers' prompts. By default with one API key at most.",
+        "--enable-prompt-tokens-details/--no-enable-prompt-tokens-details",
+        shows_default=False,
+    )
+    enable_spec_metrics: bool | None = option(
+        None,
+        "Tell what was accepted of the drafts of a request that asks (return_spec_metrics), which"
+        " says something about other callers' outputs. By default with one API key at most.",
+        "--enable-spec-metrics/--no-enable-spec-metrics",
+        shows_default=False,
+    )
     reasoning_parser: str | None = option(
         None,
         f"How the model marks its thinking: {', '.join(REASONING_PARSERS)}. Else it is content.",
@@ -338,3 +355,15 @@ class ServeConfig:
                 "keys that a header can hold",
                 "choose another one",
             )
+
+    @property
+    def tells_cached_tokens(self) -> bool:
+        return self._tells(self.enable_prompt_tokens_details)
+
+    @property
+    def tells_acceptance(self) -> bool:
+        return self._tells(self.enable_spec_metrics)
+
+    def _tells(self, wanted: bool | None) -> bool:
+        """Whether answers say what depends on others' texts: with one key, there are no others."""
+        return len(set(self.api_keys)) < 2 if wanted is None else wanted

@@ -158,10 +158,11 @@ class Endpoints:
         has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
         return Options(
             logprobs,
-            bool(wanted.return_spec_metrics),
+            bool(wanted.return_spec_metrics) and self._config.tells_acceptance,
             echo,
             bool(wanted.return_token_ids) or has_no_text,
             wanted.prompt_logprobs,
+            self._config.tells_cached_tokens,
         )
 
     async def _answer(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specc.runtime.service.service import Update
-from specc.server.api_responses import ApiResponse, usage_of
+from specc.server.api_responses import ApiResponse
 from specc.server.errors import ApiError, internal_error, to_bytes
 from specc.server.generate import Generation, disconnected, end_tasks, unless_gone
 
@@ -107,7 +107,7 @@ async def _events(
         chunks = answer.chunks(index, output, update, index not in begun)
         begun.add(index)
         if has_usage or has_all_usage:
-            usage = usage_of(generation.outputs) if has_all_usage else None
+            usage = answer.usage(generation.outputs) if has_all_usage else None
             chunks = [chunk | {"usage": usage} for chunk in chunks]
         return b"".join(map(_event, chunks))
 

@@ -170,7 +170,7 @@ def lookup_acceptance(
                 if not is_right:
                     break
             index.extend(tokens[position : position + 1])
-        outputs.add(tokens)
+        outputs.add(tokens[start:])
     return [[a / n] if n else [0.0] for a, n in zip(accepted, reached, strict=True)]
 
 

@@ -34,6 +34,7 @@ def serve(
             "max_num_seqs",
             "kv_cache_tokens",
             "shares_prefixes",
+            "shares_outputs",
             "max_waiting",
             "verify",
             "num_threads",

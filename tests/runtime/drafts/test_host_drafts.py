@@ -25,6 +25,12 @@ def make(tokens: list[int], name: str = "0") -> Request:
     return Request(name, tokens, SamplingParams(temperature=0, max_tokens=64), max_seq_len=256)
 
 
+def ended(prompt: list[int], output: list[int]) -> Request:
+    request = make(prompt)
+    request.append(output)
+    return request
+
+
 def plans(*found: SpecPlan) -> dict[str, SpecPlan]:
     return {plan.name: plan for plan in (*found, OFF)}
 
@@ -51,11 +57,28 @@ def test_proposals_follow_the_request_as_it_grows():
 
 def test_a_longer_suffix_of_an_earlier_output_wins():
     host = HostDrafts(plans(LOOKUP))
-    host.finish(make([7, 8, 1, 2, 40, 41, 42]))
+    host.finish(ended([7], [8, 1, 2, 40, 41, 42]))
     request = make([1, 2, 3, 8, 1, 2])
     assert host.propose(request, 3, "suffix") == ([40, 41, 42], 3)
     # lookup-N stays within the request
     assert host.propose(request, 3, "lookup-3") == ([3, 8, 1], 2)
+
+
+def test_nothing_of_a_prompt_is_looked_up_for_others():
+    """What is accepted of a draft would tell whether another caller has sent a text."""
+    host = HostDrafts(plans(LOOKUP))
+    host.finish(ended([1, 2, 3, 4, 5], [6, 7, 8]))
+    assert host.propose(make([9, 1, 2, 3], "1"), 3, "suffix") == ([], 0)
+    # nor how an output begins, which says what came before it
+    assert host.propose(make([9, 4, 5], "1"), 3, "suffix") == ([], 0)
+    assert host.propose(make([9, 6, 7], "1"), 3, "suffix") == ([8], 2)
+
+
+def test_outputs_need_not_be_shared():
+    host = HostDrafts(plans(LOOKUP), shares_outputs=False)
+    host.finish(ended([1], [6, 7, 8]))
+    assert host.propose(make([9, 6, 7], "1"), 3, "suffix") == ([], 0)
+    assert host.propose(make([6, 7, 8, 6, 7], "1"), 1, "suffix") == ([8], 2)
 
 
 def test_inputs_are_padded_and_only_for_plans_that_read_them():
