@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from specc.artifact.decoders.gguf import find_gguf
+from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
+from specc.passes.frontend.gguf_ends import end_token_ids
 from specc.passes.frontend.rotary import check_former, constant_length
 from specc.passes.frontend.text_part import is_wrapper, text_config, whole_config
 from specc.system.json_file import read_json
@@ -197,10 +199,11 @@ def max_position(config: Any, rope_length: int | None = None) -> int | None:
 
 
 def eos_token_ids(path: Path | None, config: Any) -> list[int]:
-    """EOS ids of generation_config.json, else of the configuration.
+    """EOS ids of generation_config.json, else of the configuration, and those of a GGUF file.
 
     Raises:
         NotCausalLMError: generation_config.json is no JSON object, or the ids are none.
+        WeightError: the GGUF file is malformed.
     """
     values: Any = getattr(config, "eos_token_id", None)
     source = "config.json"
@@ -213,7 +216,7 @@ def eos_token_ids(path: Path | None, config: Any) -> list[int]:
         if "eos_token_id" in generation:
             values, source = generation["eos_token_id"], file.name
     if values is None:
-        return []
+        values = []
     ids = list(values) if isinstance(values, list | tuple) else [values]
     if wrong := [value for value in ids if type(value) is not int or not 0 <= value < 1 << 31]:
         raise NotCausalLMError(
@@ -221,7 +224,16 @@ def eos_token_ids(path: Path | None, config: Any) -> list[int]:
             "token ids, from 0 on",
             f"correct {source}",
         )
-    return ids
+    # a configuration beside the file may know fewer
+    return list(dict.fromkeys([*ids, *_gguf_ends(path)]))
+
+
+def _gguf_ends(path: Path | None) -> list[int]:
+    if path is None or (file := find_gguf(path)) is None:
+        return []
+    reader = GGUFReader(file, reads_lists=True)
+    reader.close()
+    return end_token_ids(reader.fields)
 
 
 @contextlib.contextmanager

@@ -122,3 +122,10 @@ def test_ends_of_a_file(tmp_path) -> None:
     directory = hf_model.resolve_directory(file)
     config = hf_model.load_config(directory)
     assert hf_model.eos_token_ids(directory, config) == [7, 5, 100]
+    # a configuration beside the file names others: all of them end outputs
+    beside = tmp_path / "beside"
+    config.eos_token_id = 3
+    config.save_pretrained(beside)
+    file.rename(beside / "model.gguf")
+    config = hf_model.load_config(hf_model.resolve_directory(beside))
+    assert hf_model.eos_token_ids(beside, config) == [3, 7, 5, 100]
