@@ -167,7 +167,9 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
@@ -178,9 +180,16 @@ class AsyncLLM:
             RequestError: there is no template, or it refuses the messages, or does not read tools.
         """
         core = self._running.core
-        file = None if chat_template is None else Path(chat_template)
-        template = core.chat_template(file)
-        text = render_chat(template, messages, add_generation_prompt, tools, chat_template_kwargs)
+        text = render_chat(
+            core.chat_template(),
+            messages,
+            add_generation_prompt,
+            tools,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+            content_format=chat_template_content_format,
+        )
         token_ids = core.requests.tokenize(text, has_special_tokens=True)
         prompt = {"prompt": text, "prompt_token_ids": token_ids}
         return self.generate(prompt, sampling_params, request_id, **options)

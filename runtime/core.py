@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from specc.close_name import advice
 from specc.errors import ConfigError, RequestError
@@ -75,7 +74,7 @@ class EngineCore:
             )
         self.engine = engine
         self.defaults = defaults or SamplingDefaults()
-        self._templates: dict[Path | None, ChatTemplate] = {}
+        self._template: ChatTemplate | None = None
         shares_pass = engine.facts.shares_pass and all(
             step.staged is not None for step in engine.steps.values()
         )
@@ -140,23 +139,16 @@ class EngineCore:
         # no request may go on
         self.is_closed = False
 
-    def chat_template(self, file: Path | None = None) -> ChatTemplate:
-        """The chat template of the engine, or that of a file; loaded once.
+    def chat_template(self) -> ChatTemplate:
+        """The chat templates of the engine, with which it renders others, too; loaded once.
 
         Raises:
-            RequestError: the engine has none.
-            ConfigError: the file cannot be read, or holds no template.
+            ConfigError: a file of the engine cannot be read, or holds no template.
         """
-        if (known := self._templates.get(file)) is not None:
-            return known
-        template = load_template(self.engine.directory, file)
-        if template is None:
-            raise RequestError(
-                "a chat, and an engine without a chat template",
-                "a chat template",
-                "pass chat_template=FILE, or render the prompt yourself and pass it to generate",
-            )
-        return self._templates.setdefault(file, template)
+        if self._template is None:
+            self._template = load_template(self.engine.directory, may_be_empty=True)
+        assert self._template is not None
+        return self._template
 
     def advance(self) -> bool:
         """Bring all requests one iteration further; False where none can run."""

@@ -215,7 +215,9 @@ class LLM:
         sampling_params: Params | None = None,
         *,
         chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
@@ -226,8 +228,13 @@ class LLM:
             messages: one conversation or a list; each a list of dicts with `role` and `content`,
                 and `tool_calls` where the assistant has called.
             sampling_params: for all conversations, or one for each.
-            chat_template: file with another template.
+            chat_template: another template: its Jinja, a file, or the name of one of the engine's.
+            chat_template_content_format: whether it gets contents as `string`, or as `openai`, a
+                list of parts; `auto` is whichever it reads.
             add_generation_prompt: end prompts where the assistant's answer begins.
+            continue_final_message: end prompts where their last message does, so that the answer
+                goes on with it; not with `add_generation_prompt`. A name is that of another field
+                than content, such as reasoning_content.
             tools: that the model may call, as OpenAI's API has them, for all conversations; calls
                 are a part of the text, see `specc.read_message`.
             chat_template_kwargs: further variables of the template.
@@ -241,8 +248,7 @@ class LLM:
         """
         core = self._open
         read_call(None, sampling_params, options, core.defaults.params(), is_chat=True)
-        file = None if chat_template is None else Path(chat_template)
-        template = core.chat_template(file)
+        template = core.chat_template()
         is_one = not messages or isinstance(messages[0], Mapping)
         prompts = []
         for conversation in [messages] if is_one else messages:
@@ -252,6 +258,9 @@ class LLM:
                 add_generation_prompt,
                 tools,
                 chat_template_kwargs,
+                chat_template=chat_template,
+                continue_final_message=continue_final_message,
+                content_format=chat_template_content_format,
             )
             token_ids = core.requests.tokenize(text, has_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})

@@ -31,6 +31,19 @@ _SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 
+# `tokenizer.ggml.…_token_id` → the name of the token that transformers has, in llama.cpp's spelling
+_SPECIAL = {
+    "bos": "bos",
+    "eos": "eos",
+    "unknown": "unk",
+    "seperator": "sep",
+    "padding": "pad",
+    "cls": "cls",
+    "mask": "mask",
+}
+# token_type of what stands in no text: unknown, control
+_NO_TEXT = (2, 3)
+
 
 def directory_of(file: Path) -> Path:
     """The directory of a GGUF file's model; made where the cache has none.
@@ -119,12 +132,20 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     """What transformers and chats read: the tokenizer as it is, special tokens, the template."""
     tokens = fields["tokenizer.ggml.tokens"]
     found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for part in ("bos", "eos"):
+    types = fields.get("tokenizer.ggml.token_type") or ()
+    for part, name in _SPECIAL.items():
         number = fields.get(f"tokenizer.ggml.{part}_token_id")
-        if type(number) is int and 0 <= number < len(tokens):
-            found[f"{part}_token"] = tokens[number]
-    if isinstance(template := fields.get("tokenizer.chat_template"), str):
-        found["chat_template"] = template
+        if type(number) is not int or not 0 <= number < len(tokens):
+            continue
+        # a word of the language may fill a batch up; texts still have it
+        if part in ("bos", "eos") or (number < len(types) and types[number] in _NO_TEXT):
+            found[f"{name}_token"] = tokens[number]
+    templates = _chat_templates(fields)
+    if list(templates) == ["default"]:
+        found["chat_template"] = templates["default"]
+    elif templates:
+        named = templates.items()
+        found["chat_template"] = [{"name": name, "template": text} for name, text in named]
     return found
 
 
@@ -136,3 +157,13 @@ def _generation_config(fields: dict[str, Any]) -> dict[str, Any]:
         for own, value in found.items()
         if value is not None
     }
+
+
+def _chat_templates(fields: dict[str, Any]) -> dict[str, str]:
+    """Name → template. A file with several has one field for each, besides that of the default."""
+    field = "tokenizer.chat_template"
+    given = {"default": fields.get(field)}
+    given |= {
+        k.removeprefix(f"{field}."): v for k, v in fields.items() if k.startswith(f"{field}.")
+    }
+    return {name: text for name, text in given.items() if isinstance(text, str)}

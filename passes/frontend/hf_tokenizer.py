@@ -10,8 +10,6 @@ from specc.passes.frontend.hf_model import quiet_transformers
 
 # what tells transformers which class to load
 _NAMES = ("tokenizer_config.json", "config.json")
-# what states special tokens: the first has the last word
-_STATING = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class HfTokenizer:
@@ -66,21 +64,6 @@ class HfTokenizer:
         """What adds special tokens, in the form of tokenizer.json; None where it is Python code."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else json.loads(backend.to_str()).get("post_processor")
-
-
-def stated_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens, name → text, as the files of a checkpoint state them; classes know more."""
-    found: dict[str, str] = {}
-    for file in _STATING:
-        try:
-            stated = json.loads((directory / file).read_bytes())
-        except (OSError, ValueError):
-            continue
-        for name, value in stated.items() if isinstance(stated, dict) else ():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found.setdefault(name, text)
-    return found
 
 
 def _first_line(error: Exception) -> str:

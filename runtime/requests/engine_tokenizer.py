@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenizers import Tokenizer
 
 from specc.errors import RequestError
+from specc.runtime.requests.tool_messages import render_chat
 
 if TYPE_CHECKING:
     from specc.runtime.core import EngineCore
@@ -97,6 +99,9 @@ class EngineTokenizer:
         conversation: Conversation,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | Path | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Any:
         """The prompt of a conversation: its text, or, with `tokenize`, its token ids.
@@ -105,10 +110,20 @@ class EngineTokenizer:
             conversation: messages, each a dict with `role` and `content`.
             tokenize: give token ids.
             add_generation_prompt: end where the assistant's answer begins.
+            continue_final_message: end where the last message does; see `LLM.chat`.
+            chat_template: another template, or the name of one; see `LLM.chat`.
+            tools: that the assistant may call; see `LLM.chat`.
             options: further variables of the template.
         Raises:
             RequestError: the engine has no chat template, or it refuses the messages.
         """
-        template = self._core.chat_template()
-        text = template.render(conversation, add_generation_prompt, options)
+        text = render_chat(
+            self._core.chat_template(),
+            conversation,
+            add_generation_prompt,
+            tools,
+            options,
+            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text

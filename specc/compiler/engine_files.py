@@ -7,6 +7,7 @@ from typing import Any
 
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
+from specc.artifact.special_tokens import MAP_FILE
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.stages import staged
 from specc.compiler.tokenizer import TokenizerFiles
@@ -19,7 +20,13 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.sampling.generation_config import read_defaults
 from specc.speculation.plans import SpecPlan
 
-_TOKENIZER_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+# beside the tokenizer: patterns of their names
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def step_file(plan: SpecPlan) -> str:
@@ -93,10 +100,13 @@ def write_configurations(
             config = model.source.directory / "config.json"
             writer.copy_file(config, f"{model.entry.dir}/config.json")
     if tokens.file is not None:
+        directory = tokens.file.parent
         writer.write_bytes(tokens.file.name, tokens.data)
-        for name in _TOKENIZER_FILES:
-            if (tokens.file.parent / name).is_file():
-                writer.copy_file(tokens.file.parent / name, name)
+        writer.write_json(MAP_FILE, tokens.special_tokens)
+        for pattern in _TOKENIZER_FILES:
+            for file in sorted(directory.glob(pattern)):
+                if file.is_file():
+                    writer.copy_file(file, file.relative_to(directory).as_posix())
 
 
 def told_of_sampling(tokens: TokenizerFiles) -> list[str]:

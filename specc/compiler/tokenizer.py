@@ -2,8 +2,10 @@
 
 An engine tokenizes with tokenizer.json alone. Transformers may add other special tokens than that
 file says, for example because tokenizer_config.json has `add_bos_token`; so both are asked, and
-where they differ in the special tokens, the engine gets those of transformers. An output ends at
-the tokens of generation_config.json or config.json, and, as in vLLM, at the tokenizer's own.
+where they differ in the special tokens, the engine gets those of transformers. It also gets the
+names of special tokens: transformers reads them from several files, and its classes have more. An
+output ends at the tokens of generation_config.json or config.json, and, as in vLLM, at the
+tokenizer's own.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specc.artifact.manifest_entries import TokenizerEntry
+from specc.artifact.special_tokens import of_checkpoint
 from specc.compiler.candidate import Candidate
 from specc.compiler.vocabulary import Vocabulary, match
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.hf_tokenizer import HfTokenizer, stated_tokens
+from specc.passes.frontend.hf_tokenizer import HfTokenizer
 from specc.speculation.vocabulary_map import VocabularyMap
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -50,6 +53,7 @@ class TokenizerFiles:
         data: content of the engine's file.
         warnings: what the user should know.
         maps: draft → which of its ids stand for the target's, where they are other ones.
+        special_tokens: name → text, for chat templates.
     """
 
     entry: TokenizerEntry
@@ -57,6 +61,7 @@ class TokenizerFiles:
     data: bytes = b""
     warnings: list[str] = field(default_factory=list)
     maps: dict[str, VocabularyMap] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
 
 def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) -> TokenizerFiles:
@@ -108,7 +113,7 @@ def check_tokenizers(models: Sequence[Candidate], tokenizer: str | Path | None) 
         bos is not None and begins == [bos],
         more,
     )
-    return TokenizerFiles(entry, file, data, warnings + said, maps)
+    return TokenizerFiles(entry, file, data, warnings + said, maps, special)
 
 
 def follow_transformers(file: Path) -> tuple[bytes, list[str], dict[str, str]]:
@@ -119,7 +124,7 @@ def follow_transformers(file: Path) -> tuple[bytes, list[str], dict[str, str]]:
     Returns:
         its content, changed where need be, warnings, and special tokens by name.
     """
-    data, special = file.read_bytes(), stated_tokens(file.parent)
+    data, special = file.read_bytes(), of_checkpoint(file.parent)
     if file.name != TOKENIZER_FILE:
         return data, [], special
     try:

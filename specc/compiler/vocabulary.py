@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specc.artifact.special_tokens import of_checkpoint
 from specc.errors import VocabMismatchError
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.hf_tokenizer import stated_tokens
 from specc.speculation.vocabulary_map import VocabularyMap
 from specc.system.json_file import read_json
 
@@ -262,7 +262,7 @@ def _roles(
     """What the checkpoint's files say that special tokens are for; a role may have no token."""
     ids = {name: index for index, name in names.items()}
 
-    special = stated_tokens(file.parent)
+    special = of_checkpoint(file.parent)
 
     def named(key: str) -> list[int]:
         return [ids[special[key]]] if special.get(key) in ids else []

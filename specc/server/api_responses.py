@@ -241,12 +241,14 @@ class ChatResponse(ApiResponse):
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         parser = self._reader.parser()
         whole = parser.feed(output.text, is_last=True)
-        message = {"role": "assistant", **self._reader.message(whole), "refusal": None}
+        message = {"role": self._reader.role, **self._reader.message(whole), "refusal": None}
         return {"index": index, "message": message} | self._end(output, output, parser)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        delta |= self._reader.delta(self._news.pop(index))
+        delta = self._reader.delta(self._news.pop(index))
+        if is_first:
+            content = self._reader.echo + delta.get("content", "")
+            delta = {"role": self._reader.role} | delta | {"content": content}
         end = self._end(output, update, self._parsers[index])
         return {"index": index, "delta": delta} | end
 

@@ -215,7 +215,14 @@ class Place:
     )
     log_level: str = option("info", "critical, error, warning, info or debug.")
     chat_template: Path | None = option(
-        None, "Jinja file to use instead of the engine's own.", metavar="FILE"
+        None,
+        "Jinja file to use instead of the engine's own; or the name of one of several.",
+        metavar="FILE",
+    )
+    chat_template_content_format: str = option(
+        "auto",
+        "What templates get as a message's content: string; openai, a list of parts; or auto,"
+        " whichever they read.",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -261,6 +268,8 @@ class ServeConfig:
         enable_spec_metrics: answers tell what was accepted of drafts, if asked; likewise.
         enable_auto_tool_choice: models may call the tools of a request where they want to.
         tool_call_parser: what tells such calls from content.
+        trust_request_chat_template: chats may bring a template of their own: a program, which runs
+            bounded as the engine's does, and which says what stands in the prompt.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
         origins: whose pages may use it.
     Raises:
@@ -330,6 +339,9 @@ class ServeConfig:
         f"How the model writes calls of tools: {', '.join(TOOL_CALL_PARSERS)}.",
         shows_default=False,
         metavar="NAME",
+    )
+    trust_request_chat_template: bool = option(
+        False, "Render the chat templates that requests bring; names of the engine's own need none."
     )
     allowed_hosts: tuple[str, ...] | None = None
     origins: Origins = field(default_factory=Origins)

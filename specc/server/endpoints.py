@@ -17,7 +17,6 @@ from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
 from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
-from specc.server.chat_messages import template_messages
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
@@ -42,7 +41,7 @@ Read = TypeVar("Read")
 _Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
 _Chat = tuple[ChatRequest, SamplingParams, list[int], MessageReader]
 # what rendering complains about begins with the place of the fault, where it knows one
-_PLACE = re.compile(r"(messages\.[\w.]*)[= ]|(messages)=")
+_PLACE = re.compile(r"(messages\.[\w.]*)[= ]|(chat_template|continue_final_message)=")
 
 
 class Endpoints:
@@ -121,7 +120,8 @@ class Endpoints:
             defaults = self._service.core.defaults
             params = chat_params(wanted, self._engine.max_seq_len, defaults)
             self._check_count(wanted.n or 1)
-            use = read_tools(wanted, self._config, _reads_tools(self._template))
+            self._check_template(wanted)
+            use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
             if use.grammar is not None:
                 params = dataclasses.replace(params, structured_outputs=use.grammar)
             text = render(self._template, wanted)
@@ -220,6 +220,25 @@ class Endpoints:
                 "stream_options",
             )  # fmt: skip
 
+    def _check_template(self, wanted: ChatRequest) -> None:
+        """A template is a program: whose, the server's owner decides. Names are the engine's."""
+        if "chat_template" in (wanted.chat_template_kwargs or {}):
+            raise bad_request(
+                "chat_template among chat_template_kwargs", "a field of its own", "move it",
+                "chat_template_kwargs",
+            )  # fmt: skip
+        source = wanted.chat_template
+        if source is None or self._config.trust_request_chat_template:
+            return
+        if self._template is None or source not in self._template.template_names:
+            raise bad_request(
+                "a chat template passed with the request, but --trust-request-chat-template is not"
+                " set",
+                "a server that was started with it, or the name of one of the model's templates",
+                "leave chat_template out",
+                "chat_template",
+            )
+
     def _check_count(self, count: int) -> None:
         if count > MAX_CHOICES:
             raise _too_many(count)
@@ -296,11 +315,15 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
             "send the prompt to /v1/completions, or start the server with --chat-template FILE",
             "messages",
         )
+    continues = bool(wanted.continue_final_message)
+    begins = wanted.add_generation_prompt
     try:
         return template.render(
-            template_messages(wanted.messages),
-            add_generation_prompt=wanted.add_generation_prompt is not False,
+            [message.model_dump(exclude_unset=True) for message in wanted.messages],
+            add_generation_prompt=not continues if begins is None else begins,
             options=_given(wanted) | (wanted.chat_template_kwargs or {}),
+            template=wanted.chat_template,
+            continue_final_message=continues,
         )
     except RequestError as error:
         raise _api_error(error) from error
@@ -309,13 +332,23 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
 def _given(wanted: ChatRequest) -> dict[str, Any]:
     """What a request has for templates besides messages."""
     tools = [tool.model_dump(exclude_unset=True) for tool in wanted.tools or ()]
-    given = {"tools": tools or None, "documents": wanted.documents}
+    effort = wanted.reasoning_effort
+    given = {
+        "tools": tools or None,
+        "documents": wanted.documents,
+        "reasoning_effort": effort,
+        # as with vLLM: some templates think only where asked to
+        "enable_thinking": None if effort is None else effort != "none",
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _reads_tools(template: ChatTemplate | None) -> bool:
-    # a chat without a template is refused by `render`
-    return template is None or template.names("tools")
+def _reads_tools(template: ChatTemplate | None, wanted: ChatRequest) -> bool:
+    try:
+        return template is None or template.names("tools", wanted.chat_template)
+    except RequestError:
+        # a chat without a template is refused by `render`
+        return True
 
 
 def _api_error(error: RequestError) -> ApiError:

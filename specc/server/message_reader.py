@@ -26,6 +26,9 @@ class MessageReader:
         wanted: the request, with all of its fields.
         prompt: rendered.
         use: of tools.
+    Attributes:
+        role: of the outputs' messages.
+        echo: what their contents begin with, before anything that the model says.
     """
 
     def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
@@ -37,6 +40,12 @@ class MessageReader:
         self._prompt = prompt[-_END:]
         self._use = use
         self._taken_ids = _call_ids(wanted.messages)
+        last = wanted.messages[-1]
+        begins = not wanted.continue_final_message and wanted.add_generation_prompt is not False
+        # whose text the outputs are, and with which they begin, as vLLM has both
+        self.role = "assistant" if begins else last.role
+        is_same = bool(wanted.echo) and last.role == self.role
+        self.echo = _text(last) if is_same else ""
 
     @property
     def markers(self) -> Sequence[str]:
@@ -53,8 +62,8 @@ class MessageReader:
 
     def message(self, whole: Delta) -> dict[str, Any]:
         """Fields of a message: null is a content that is not there, beside something else."""
-        fields: dict[str, Any] = {"content": whole.content}
-        if not whole.content and (whole.reasoning or whole.calls):
+        fields: dict[str, Any] = {"content": self.echo + whole.content}
+        if not fields["content"] and (whole.reasoning or whole.calls):
             fields["content"] = None
         if whole.calls:
             fields["tool_calls"] = [_call(call) for call in whole.calls]
@@ -76,6 +85,11 @@ class MessageReader:
     def _reasoning(self, text: str | None) -> dict[str, Any]:
         # vLLM's name of today, and the one before it, which DeepSeek's API has
         return {"reasoning": text, "reasoning_content": text} if self._shows_reasoning else {}
+
+
+def _text(message: ChatMessage) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(p.text or "" for p in content)
 
 
 def _call_ids(messages: Iterable[ChatMessage]) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -63,13 +63,14 @@ _BIAS = WithJsonSchema(
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # what may be long and is read before anything is generated
 _LONG = (
-    "prompt", "messages", "tools", "documents", "structured_outputs", "response_format", *_GUIDED,
+    "prompt", "messages", "tools", "documents", "chat_template", "structured_outputs",
+    "response_format", *_GUIDED,
 )  # fmt: skip
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "reasoning_effort", "verbosity",
+        "prompt_cache_retention", "parallel_tool_calls", "verbosity",
         "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
     )
 )  # fmt: skip
@@ -87,8 +88,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
-    "chat_template": (),
 }
 
 
@@ -260,7 +259,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int | None, _number(1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     tools: list[Tool] | None = None

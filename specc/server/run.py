@@ -74,7 +74,12 @@ def serve(
         hosts = choose_hosts(address, place.host, place.allowed_hosts, has_keys=has_keys)
         names = config.model_names or (args.directory.resolve().name,)
         config = replace(config, model_names=names, allowed_hosts=hosts)
-        template = load_template(args.directory, place.chat_template)
+        template = load_template(
+            args.directory,
+            place.chat_template,
+            content_format=place.chat_template_content_format,
+            may_be_empty=config.trust_request_chat_template,
+        )
         service = start_service(args, measure)
         place = replace(place, limits=fit(place.limits, num_files))
         if hosts is None and not has_keys:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from specc.vllm.answers import Answer, Ignored, Unsupported
 
 _NO_ADAPTER = Unsupported("the weights that were compiled", "merge the adapter, and compile")
+_OF_CHATS = Unsupported("messages", "pass it to chat", (None, False, "auto"))
 _POOLING = Unsupported(
     "an engine that generates: it has no embeddings, classes or scores of texts",
     "use another program; log probabilities of a text are prompt_logprobs of SamplingParams",
@@ -37,12 +38,11 @@ ARGUMENTS: Mapping[str, Answer] = {
     "data_parallel_rank": Unsupported("one engine, without replicas", "leave it out", (None, 0)),
     "prompt_text": Unsupported("prompt", "pass the text as prompt"),
     "tools": Unsupported("messages", "pass both to chat", (None, [])),
-    "chat_template_content_format": Unsupported(
-        "contents of text", "leave it out", (None, "auto", "string")
-    ),
-    "continue_final_message": Unsupported(
-        "messages that the assistant answers", "leave it out", (None, False)
-    ),
+    "chat_template": _OF_CHATS,
+    "chat_template_content_format": _OF_CHATS,
+    "add_generation_prompt": _OF_CHATS,
+    "continue_final_message": _OF_CHATS,
+    "chat_template_kwargs": _OF_CHATS,
 }
 # of both classes
 METHODS: Mapping[str, Unsupported] = {

@@ -12,10 +12,11 @@ import pytest
 from specc.errors import ConfigError, RequestError
 from specc.runtime.requests.chat_template import ChatTemplate, load_template
 
+CALL = {"id": "a", "type": "function", "function": {"name": "ü<", "arguments": {"x": [1]}}}
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & kind."},
     {"role": "user", "content": "  héllo\n"},
-    {"role": "assistant", "content": "hi", "tool_calls": [{"a": "ü<"}]},
+    {"role": "assistant", "content": "hi", "tool_calls": [CALL]},
     {"role": "user", "content": "again"},
 ]
 # of the kinds that models have: whitespace control, loops with break, tojson, generation, macros
@@ -80,7 +81,8 @@ def test_parts_are_joined() -> None:
         ([{"role": "user", "content": 5}], "message 0 with a content of type int"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"messages\.0\.content=.*'image'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content="),
-        ([{"role": "user", "content": ["a"]}], "messages.0.content="),
+        ([{"role": "user", "content": [5]}], "messages.0.content="),
+        ([{"role": "user", "content": [{"type": ["text"], "text": "a"}]}], "messages.0.content="),
     ],
 )
 def test_what_is_no_conversation(messages: Any, words: str) -> None:

@@ -24,7 +24,6 @@ def test_the_fields_of_a_message() -> None:
     source = "{{ messages[0] | tojson }}"
     # no content, as the client has sent none; templates ask for it
     assert rendered(source, call) == '{"role": "assistant", "name": "ü"}'
-    assert rendered(source, call | {"content": None}).count("null") == 1
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "more": 1}]
     assert '"a\\nb"' in rendered(source, {"role": "user", "content": parts})
 

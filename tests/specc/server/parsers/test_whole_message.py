@@ -9,7 +9,7 @@ import pytest
 
 from specc import read_message
 from specc.errors import ConfigError, RequestError
-from specc.runtime.requests.tool_messages import with_calls
+from specc.runtime.requests.chat_messages import plain_messages
 from specc.server.parsers.whole_message import Message
 
 TOOLS: Any = [
@@ -45,7 +45,7 @@ def test_the_message_goes_back_into_a_conversation() -> None:
             }
         ],
     }
-    assert with_calls(fields, "m")["tool_calls"][0]["function"]["arguments"] == {"x": 5}
+    assert plain_messages([fields])[0]["tool_calls"][0]["function"]["arguments"] == {"x": 5}
     assert read_message("a").to_json() == {"role": "assistant", "content": "a"}
 
 
