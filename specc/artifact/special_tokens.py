@@ -27,7 +27,7 @@ def of_engine(directory: Path) -> dict[str, str]:
         ConfigError: a file that is no JSON.
     """
     named = read_object(directory / MAP_FILE)
-    return _named(read_object(directory / CONFIG_FILE) if named is None else named)
+    return _named((read_object(directory / CONFIG_FILE) or {}) if named is None else named)
 
 
 def of_checkpoint(directory: Path) -> dict[str, str]:

@@ -113,9 +113,13 @@ def test_parts_of_one_role_and_text_of_another() -> None:
 
 
 def test_parts_stay_within_the_sandbox() -> None:
-    for attack in ("__class__.__mro__", "append(1)", "__getattr__('strip')", "format.__globals__"):
+    for attack in ("__class__.__mro__", "append(1)", "__getattr__('strip')", "pop()"):
         with pytest.raises(RequestError, match="fails on"):
             by_specc(of_each(EITHER) + "{{ messages[0].content." + attack + " }}", user(PARTS))
+    hidden = [{"type": "text", "text": "{0.__class__}"}]
+    assert by_specc(BY_TEXT["shown"].replace("m.content", "m.content.format(1)"), user(hidden)) == (
+        "[user]"
+    )
 
 
 def test_a_format_that_is_asked_for() -> None:

@@ -90,6 +90,23 @@ def rejects(source: str, words: str) -> None:
     assert all((caught.value.found, caught.value.needed, caught.value.do))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(ENDLESS, id="any chat"),
+        pytest.param("{% if tools %}" + ENDLESS + "{% endif %}", id="tools"),
+        pytest.param("{{ 'x' * 3000000000 }}{{ messages }}", id="memory"),
+        pytest.param(HOSTILE["output"][0], id="characters"),
+    ],
+)
+def test_what_fails_every_chat_is_refused_at_the_start(source: str) -> None:
+    """And not with each of them."""
+    with pytest.raises(ConfigError, match="a chat template that takes too much"):
+        ChatTemplate(source, {}, LIMITS)
+    with pytest.raises(ConfigError, match=r"a chat template \(tool_use\) that takes too much"):
+        ChatTemplate({"default": "D", "tool_use": source}, {}, LIMITS)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_takes_too_much_is_refused(name: str) -> None:
     rejects(*HOSTILE[name])

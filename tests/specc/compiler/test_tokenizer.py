@@ -142,7 +142,9 @@ def test_another_splitting_is_said(tmp_path, monkeypatch):
         def encode(self, text, add_special_tokens=True):
             return [1] * len(text)
 
-        special_tokens = {"bos_token": "<s>"}
+        @property
+        def special_tokens(self):
+            return {}
 
     monkeypatch.setattr(hf_tokenizer.HfTokenizer, "load", lambda directory: Other())
     path = make(tmp_path / "model")

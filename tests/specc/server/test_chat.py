@@ -28,6 +28,59 @@ def test_the_fields_of_a_message() -> None:
     assert '"a\\nb"' in rendered(source, {"role": "user", "content": parts})
 
 
+def test_null_is_absent() -> None:
+    """What clients send back of an answer that calls: a template sees no content, and no null."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None,
+              "audio": None, "function_call": None, "annotations": None}  # fmt: skip
+    said = rendered("{{ messages[1] | tojson }}", USER, answer)
+    assert said == '{"role": "assistant", "tool_calls": [{"id": "a", "type": "function",' + (
+        ' "function": {"name": "f", "arguments": {}}}]}'
+    )
+    result = {"role": "tool", "tool_call_id": "a", "content": "1"}
+    defined = "{% for m in messages %}{% if m.content is defined %}{{ m.content }}{% endif %}|"
+    assert rendered(defined + "{% endfor %}", USER, answer, result) == "a||1|"
+    assert rendered("{% for m in messages %}{{ 'x' in m.content }}{% endfor %}", answer) == "False"
+    # a template that wants one gets an empty one
+    assert rendered("{% for m in messages %}{{ m.role + m.content }}|{% endfor %}", answer) == (
+        "assistant|"
+    )
+
+
+def test_the_effort() -> None:
+    source = "{{ reasoning_effort | default('medium') }}{{ enable_thinking | default('') }}"
+    assert rendered(source, USER) == rendered(source, USER, reasoning_effort=None) == "medium"
+    assert rendered(source, USER, reasoning_effort="high") == "highTrue"
+    # as with vLLM
+    assert rendered(source, USER, reasoning_effort="none") == "noneFalse"
+    kwargs = {"reasoning_effort": "low", "enable_thinking": 5}
+    wins = rendered(source, USER, reasoning_effort="high", chat_template_kwargs=kwargs)
+    assert wins == "low5"
+
+
+def test_thinking_of_earlier_messages() -> None:
+    source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{{ m.reasoning }}|"
+    for name in ("thinking", "reasoning_content", "reasoning"):
+        message = {"role": "assistant", "content": "x", name: "so"}
+        assert rendered(source + "{% endfor %}", message) == "sososo|"
+
+
+def test_a_prompt_that_ends_within_the_last_message() -> None:
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ add_generation_prompt }}"
+    answer = {"role": "assistant", "content": "It is"}
+    assert rendered(source, USER, answer, continue_final_message=True) == "<a><It is"
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert rendered(source, USER, answer, **more) == "<a><It is"
+    assert rendered(source, USER, answer, continue_final_message=False) == "<a><It is>True"
+    for messages, more, param in (
+        ([USER, answer], {"add_generation_prompt": True}, "continue_final_message"),
+        ([answer | {"content": None}], {}, "continue_final_message"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            rendered(source, *messages, continue_final_message=True, **more)
+        assert (caught.value.status, caught.value.param) == (400, param)
+
+
 def test_what_the_request_says() -> None:
     source = "{{ add_generation_prompt }}{{ thinking }}"
     assert rendered(source, USER, chat_template_kwargs={"thinking": 1}) == "True1"

@@ -123,11 +123,13 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"model": LONG}),
     (CHAT, {LONG: 1}),
     (CHAT, {"messages": LONG}),
-    (CHAT, {"messages": [{"role": LONG}]}),
+    (CHAT, {"messages": [{"role": LONG, "content": 5}]}),
     (CHAT, {"messages": [{"role": "tool", "content": LONG}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": [DEEP]}]}),
     (CHAT, {"chat_template_kwargs": LONG}),
+    (CHAT, {"chat_template": LONG}),
+    (CHAT, {"reasoning_effort": LONG}),
 ]  # fmt: skip
 REFUSES = "{{ raise_exception('no ' + (messages[0].content or messages[0].role) * 10) }}"
 

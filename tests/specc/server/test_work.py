@@ -199,6 +199,8 @@ def test_six_large_prompts_freeze_nobody(server) -> None:
 def test_an_endless_template_costs_its_chats_only() -> None:
     """The event loop goes on, and so do prompts that are no chats, small and long ones."""
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    # such that it is not seen at the start
+    loops = "{% if messages[0].content == 'a' %}" + loops + "{% endif %}"
     limits = ChildLimits(cpu_seconds=0.6, memory_bytes=128 << 20)
     with serve(template=ChatTemplate(loops, {}, limits)) as running:
         chat = {"messages": [{"role": "user", "content": "a"}]}
