@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from specc import LLM
+from specc.compiler.build import build
 from specc.compiler.candidate import Candidate
 from specc.compiler.tokenizer import _TEXTS, check_tokenizers, follow_transformers
 from specc.errors import VocabMismatchError
+from specc.sampling.params import SamplingParams
+from tests.specc.compiler.builds import options
 
 BOS, EOS = 256, 257
 TEXTS = [*_TEXTS, "<s>", "<s> and <s>", "</s>a"]
@@ -142,10 +147,6 @@ def test_another_splitting_is_said(tmp_path, monkeypatch):
         def encode(self, text, add_special_tokens=True):
             return [1] * len(text)
 
-        @property
-        def special_tokens(self):
-            return {}
-
     monkeypatch.setattr(hf_tokenizer.HfTokenizer, "load", lambda directory: Other())
     path = make(tmp_path / "model")
     data, (warning,), _ = follow_transformers(path / "tokenizer.json")
@@ -231,3 +232,98 @@ def test_ends_that_are_no_tokens(tmp_path):
     """Of a class or a file that names what the vocabulary lacks."""
     assert ends(make(tmp_path / "model", "gpt2")) == ([], [])
     assert ends(make(tmp_path / "other", "gpt2", eos_token="<|nowhere|>")) == ([], [])
+
+
+# what a checkpoint says of special tokens, in its three files and its two spellings of extra ones
+SPECIAL_TOKENS = {
+    "configuration": {"tokenizer_config.json": {"bos_token": "<s>", "mask_token": "</s>"}},
+    "map alone": {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"}},
+    "map of tokens": {
+        "tokenizer_config.json": {"eos_token": "</s>"},
+        "special_tokens_map.json": {"bos_token": {"content": "<s>", "lstrip": False}},
+    },
+    "map beside a decoder": {
+        "tokenizer_config.json": {
+            "eos_token": "</s>",
+            "added_tokens_decoder": {str(BOS): {"content": "<s>", "special": True}},
+        },
+        "special_tokens_map.json": {"bos_token": "<s>"},
+    },
+    "extra by name": {
+        "tokenizer_config.json": {"extra_special_tokens": {"image_token": "<s>", "start": "</s>"}}
+    },
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": ["<s>"], "bos_token": "<s>"}},
+    "additional": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<s>"], "eos_token": "</s>"}
+    },
+    "of the model": {"tokenizer_config.json": {"image_token": "<s>", "boi_token": "</s>"}},
+    "objects": {
+        "tokenizer_config.json": {
+            "bos_token": {"__type": "AddedToken", "content": "<s>", "special": True},
+            "unk_token": None,
+        }
+    },
+    "added": {
+        "tokenizer_config.json": {"eos_token": "</s>"},
+        "added_tokens.json": {"<s>": BOS, "</s>": EOS},
+    },
+    "none": {"tokenizer_config.json": {}},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", SPECIAL_TOKENS)
+def test_special_tokens_are_those_of_transformers(tmp_path, kind, name):
+    from transformers import AutoTokenizer
+
+    path = make(tmp_path / "model", kind)
+    for file, content in SPECIAL_TOKENS[name].items():
+        own = content
+        if file == "tokenizer_config.json":
+            own = {"tokenizer_class": "PreTrainedTokenizerFast"} if kind == "gpt2" else {}
+            own |= content
+        (path / file).write_text(json.dumps(own))
+    want = AutoTokenizer.from_pretrained(path).special_tokens_map
+    assert check(path).special_tokens == want
+    shown = SPECIAL_TOKENS[name].get("tokenizer_config.json", {})
+    assert set(want) >= {key for key in ("bos_token", "mask_token", "image_token") if key in shown}
+
+
+def test_special_tokens_where_transformers_fails(tmp_path):
+    """The files are read as they are."""
+    path = make(
+        tmp_path / "model",
+        tokenizer_class="Mine",
+        auto_map={"AutoTokenizer": ["a.b", "c.d"]},
+        bos_token={"content": "<s>"},
+        eos_token="</s>",
+        unk_token=None,
+        extra_special_tokens={"start": "<s>"},
+    )
+    (path / "special_tokens_map.json").write_text('{"pad_token": "</s>", "eos_token": "<s>"}')
+    found = check(path)
+    assert "compared with nothing" in found.warnings[0]
+    assert found.special_tokens == {
+        "bos_token": "<s>", "eos_token": "<s>", "start": "<s>", "pad_token": "</s>"
+    }  # fmt: skip
+
+
+def test_an_engine_has_all_that_its_chats_need(models, tmp_path):
+    """Named templates, and tokens that no file of the engine's but one of its own names."""
+    target = tmp_path / "target"
+    shutil.copytree(models / "target", target)
+    letter = Tokenizer.from_file(str(target / "tokenizer.json")).id_to_token(5)
+    (target / "special_tokens_map.json").write_text(json.dumps({"bos_token": letter}))
+    (target / "chat_template.jinja").write_text("D{{ bos_token }}")
+    (target / "additional_chat_templates").mkdir()
+    for name in ("tool_use", "rag"):
+        file = target / "additional_chat_templates" / f"{name}.jinja"
+        file.write_text(name + "{{ bos_token }}{{ tools | length if tools }}")
+    engine = tmp_path / "engine"
+    build(target, [], engine, options(backend="eager"))
+    messages, one = [{"role": "user", "content": "a"}], SamplingParams(max_tokens=1, temperature=0)
+    tool = {"type": "function", "function": {"name": "f"}}
+    with LLM(engine, verify=True) as llm:
+        assert llm.chat(messages, one)[0].prompt == f"D{letter}"
+        assert llm.chat(messages, one, tools=[tool])[0].prompt == f"tool_use{letter}1"
+        assert llm.chat(messages, one, chat_template="rag")[0].prompt == f"rag{letter}"
