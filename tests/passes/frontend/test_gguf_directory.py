@@ -354,3 +354,50 @@ def test_advised_sampling_becomes_that_of_a_checkpoint(tmp_path) -> None:
     assert defaults.values == wanted
     (tmp_path / "silent").mkdir()
     assert read_defaults(directory_of(plain_file(tmp_path / "silent"))).values == {}
+
+
+CHAT = "tokenizer.chat_template"
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({CHAT: "D"}, "D"),
+        (
+            {"tokenizer.chat_templates": ["tool_use"], CHAT: "D", f"{CHAT}.tool_use": "T"},
+            [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}],
+        ),
+        # without a default one, and without the list of names
+        ({f"{CHAT}.rag": "R"}, [{"name": "rag", "template": "R"}]),
+        ({}, None),
+    ],
+)
+def test_chat_templates_by_name(tmp_path, fields, want) -> None:
+    directory = hf_model.resolve_directory(plain_file(tmp_path, **fields))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert config.get("chat_template") == want
+
+
+def test_special_tokens_by_name(tmp_path) -> None:
+    """A word of the language, with which batches are filled up, is none."""
+    own = "tokenizer.ggml."
+    types = [1] * 128
+    types[3] = types[4] = 3
+    numbers = {
+        "bos": 3,
+        "eos": 4,
+        "unknown": 3,
+        "seperator": 4,
+        "mask": 4,
+        "padding": 5,
+        "cls": 999,
+    }
+    fields = {f"{own}{name}_token_id": number for name, number in numbers.items()}
+    file = plain_file(tmp_path, **fields, **{f"{own}token_type": types})
+    config = json.loads((hf_model.resolve_directory(file) / "tokenizer_config.json").read_text())
+    tokens = gguf_files.byte_fields()[f"{own}tokens"]
+    found = {name: text for name, text in config.items() if name.endswith("_token")}
+    assert found == {
+        "bos_token": tokens[3], "eos_token": tokens[4], "unk_token": tokens[3],
+        "sep_token": tokens[4], "mask_token": tokens[4],
+    }  # fmt: skip
