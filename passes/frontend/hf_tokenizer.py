@@ -63,7 +63,9 @@ class HfTokenizer:
     def post_processor(self) -> Any:
         """What adds special tokens, in the form of tokenizer.json; None where it is Python code."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return None if backend is None else json.loads(backend.to_str()).get("post_processor")
+        made = getattr(backend, "post_processor", None)
+        # its own part alone: to write all of a large tokenizer takes seconds
+        return None if made is None else json.loads(made.__getstate__())
 
 
 def _first_line(error: Exception) -> str:

@@ -8,9 +8,11 @@ rounds; its spread is the least and the greatest round. Nothing overlaps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+from specc.progress import Advance, ignore
 
 OFF = "off"
 SPECULATIVE = "speculative"
@@ -147,7 +149,7 @@ def run_rounds(
     contenders: Sequence[Contender],
     rounds: int,
     warmup: int,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Advance = ignore,
 ) -> Rounds:
     """Measure all contenders round by round.
 
@@ -155,17 +157,19 @@ def run_rounds(
         contenders: in the order of the first counted round.
         rounds: counted rounds.
         warmup: rounds before them, thrown away.
-        progress: called before every run with the runs that are done, and of all.
+        progress: told before every run of those that are done, of all, and which comes next.
     """
     measured: list[list[Measurement]] = [[] for _ in contenders]
     done, total = 0, (rounds + warmup) * len(contenders)
     for number in range(-warmup, rounds):
         for index in order_of_round(number, len(contenders)):
-            progress(done, total)
-            measurement = contenders[index].run()
+            contender = contenders[index]
+            progress(done, total, run_name(contender.name, contender.plan))
+            measurement = contender.run()
             done += 1
             if number >= 0:
                 measured[index].append(measurement)
+    progress(done, total)
     return Rounds(contenders, measured)
 
 

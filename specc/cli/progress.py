@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 # units that are worth a number each: programs, not bytes
 _MOST_COUNTED = 999
-# a line in a log says how far a phase is as often as this
-_SECONDS_BETWEEN_COUNTS = 2.0
+# a line in a log says how far a phase is after so many seconds, if it is so much further; and in any
+# case after so many
+_SECONDS_BETWEEN_COUNTS, _LEAST_STEP, _LONGEST_SILENCE_S = 10.0, 0.1, 60.0
+# before that, nobody can say how long the rest will take
+_LEAST_ELAPSED_S = 2.0
 
 
 class _SecondsColumn(ProgressColumn):
@@ -33,17 +36,39 @@ class _SecondsColumn(ProgressColumn):
 
 
 class _CountColumn(ProgressColumn):
-    """How much of a phase is done, where that can be counted."""
+    """How much of a phase is done, where that can be counted, and how long the rest will take."""
 
     def render(self, task: Task) -> Text:
         if task.finished or not task.total:
             return Text("")
-        return Text(count_text(int(task.completed), int(task.total)))
+        done, total = int(task.completed), int(task.total)
+        return Text(count_text(done, total, task.elapsed or 0.0, task.fields["what"]))
 
 
-def count_text(done: int, total: int) -> str:
-    """`2 of 3`, and of bytes a share."""
-    return f"{done} of {total}" if total <= _MOST_COUNTED else f"{done / total:.0%}"
+def count_text(done: int, total: int, elapsed_s: float = 0.0, what: str = "") -> str:
+    """`2 of 3`, and of bytes a share; then what comes next, and the seconds of the rest.
+
+    Args:
+        done: units.
+        total: units in all.
+        elapsed_s: since the phase began: the rest is taken to be as slow.
+        what: the unit that is being worked on.
+    """
+    parts = [f"{done} of {total}" if total <= _MOST_COUNTED else f"{done / total:.0%}"]
+    parts += [what] * bool(what)
+    if 0 < done < total and elapsed_s >= _LEAST_ELAPSED_S:
+        parts.append(f"about {_duration(elapsed_s * (total - done) / done)} left")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    """As exact as an estimate is: `4 s`, `50 s`, `3 min`, `2 h 10 min`."""
+    if seconds < 10:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90:
+        return f"{10 * round(seconds / 10)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Bars:
@@ -78,20 +103,23 @@ class Bars:
         if event.phase not in self._tasks:
             # without a total the bar pulses
             self._tasks[event.phase] = self._progress.add_task(
-                event.phase, total=None, seconds=None
+                event.phase, total=None, seconds=None, what=""
             )
         task = self._progress.tasks[self._tasks[event.phase]].id
         if event.seconds is not None:
             self._progress.update(task, total=1, completed=1, seconds=event.seconds)
             self._progress.stop_task(task)
         elif event.total:
-            self._progress.update(task, total=event.total, completed=event.done)
+            self._progress.update(
+                task, total=event.total, completed=event.done, what=event.what
+            )
 
 
 class Lines:
     """Listens to a compilation and writes `phase … 1.2 s`, for logs and pipes.
 
-    A phase that takes longer and can be counted says how far it is: `phase … 1 of 3 … 8.1 s`.
+    A phase that takes longer and can be counted says how far it is, now and then:
+    `phase … 1 of 3, about 20 s left … 30.1 s`.
 
     Args:
         clock: seconds.
@@ -100,7 +128,8 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_open = False
         self._clock = clock
-        self._told_at = 0.0
+        self._began_at = self._told_at = 0.0
+        self._told_share = 0.0
 
     def __enter__(self) -> Lines:
         return self
@@ -121,11 +150,21 @@ class Lines:
         elif not self._is_open:
             # first the state, then the text: Ctrl-C may come between them
             self._is_open = True
-            self._told_at = self._clock()
+            self._began_at = self._told_at = self._clock()
+            self._told_share = 0.0
             self._write(f"{event.phase} … ")
-        elif event.total and self._clock() - self._told_at >= _SECONDS_BETWEEN_COUNTS:
-            self._told_at = self._clock()
-            self._write(f"{count_text(event.done, event.total)} … ")
+        elif event.total and self._is_worth_telling(event.done / event.total):
+            elapsed_s = self._told_at - self._began_at
+            self._write(f"{count_text(event.done, event.total, elapsed_s, event.what)} … ")
+
+    def _is_worth_telling(self, share: float) -> bool:
+        now = self._clock()
+        silent_s = now - self._told_at
+        is_further = share - self._told_share >= _LEAST_STEP
+        if silent_s < (_SECONDS_BETWEEN_COUNTS if is_further else _LONGEST_SILENCE_S):
+            return False
+        self._told_at, self._told_share = now, share
+        return True
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from specc.bench.engine import tokenize
 from specc.errors import ConfigError
+from specc.progress import Advance, ignore
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
@@ -30,16 +31,24 @@ class LongPrompts(NamedTuple):
 
 
 def own_outputs(
-    engine: Engine, prompts: Sequence[str | list[int]], options: TuneOptions
+    engine: Engine,
+    prompts: Sequence[str | list[int]],
+    options: TuneOptions,
+    advance: Advance = ignore,
 ) -> tuple[LongPrompts, list[Trajectory]]:
     """Prompts as they are measured with, and what the target makes of each.
 
+    Args:
+        engine: of the target.
+        prompts: text, or token ids.
+        options: of tuning.
+        advance: told how many outputs are there.
     Raises:
         ConfigError: a length that leaves no room for the output.
         RequestError: a prompt is empty, or too long, or text for an engine without a tokenizer.
     """
     prompted = _prompts(engine, prompts, options)
-    return prompted, _trajectories(engine, prompted.token_ids, options)
+    return prompted, _trajectories(engine, prompted.token_ids, options, advance)
 
 
 def typical_context(
@@ -108,10 +117,12 @@ def join_prompts(prompts: Sequence[list[int]], context: int) -> LongPrompts:
 
 
 def _trajectories(
-    engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions
+    engine: Engine, token_ids: Sequence[list[int]], options: TuneOptions, advance: Advance
 ) -> list[Trajectory]:
     params = params_of(options, len(token_ids))
-    outputs = LLM(engine, plan=OFF.name, generation_config=NONE).generate(list(token_ids), params)
+    outputs = LLM(engine, plan=OFF.name, generation_config=NONE).generate(
+        list(token_ids), params, lambda finished, total, _: advance(finished, total)
+    )
     found = []
     for ids, output, own in zip(token_ids, outputs, params, strict=True):
         request = Request(output.request_id, ids, own, max_seq_len=engine.max_seq_len)

@@ -25,7 +25,7 @@ from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
 from specc.errors import ConfigError, RequestError, TreeError
-from specc.progress import PhaseTimer
+from specc.progress import Advance, Counted, PhaseTimer
 from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
 from specc.speculation.block_drafts import BLOCK_DRAFTER, MEDUSA_HEADS, BlockDraft
@@ -236,12 +236,16 @@ def tune(
     room = max(options.max_nodes, *(plan.num_rows for plan in known), 1)
     with extend_engine(directory, manifest) as extension:
         extension.try_plans([OFF], room)
-        with phases.phase("target's own outputs"):
+        # outputs, acceptance, latency, and whole steps of each size
+        own_drafts = any(map(is_self_draft, drafts))
+        num_tables = sum(not is_self_draft(draft) for draft in drafts) + own_drafts
+        phases.num_phases = 2 + num_tables + len(sizes)
+        with phases.phase("target's own outputs") as advance:
             load = partial(
                 Engine.load, extension.directory, verify=False, offload_weights=offload_weights
             )
             engine = load()
-            prompted, trajectories = own_outputs(engine, prompts, options)
+            prompted, trajectories = own_outputs(engine, prompts, options, advance)
             token_ids = prompted.token_ids
         contexts = min(map(len, token_ids)), max(map(len, token_ids))
         block_size = manifest.limits.block_size
@@ -256,8 +260,8 @@ def tune(
         acceptance = _acceptance(
             engine, drafts, own, readers, trajectories, options, phases, sharpness
         )
-        with phases.phase("latency of passes"):
-            latency = measure_latency(engine, budget_s=options.latency_s)
+        with phases.phase("latency of passes") as advance:
+            latency = measure_latency(engine, advance, options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
         tuning.offload_weights, tuning.sharpness = offload_weights, sharpness
         outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
@@ -283,9 +287,9 @@ def tune(
             }
             known_plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
             plans = readers.takes(known_plans)
-            with phases.phase(f"whole steps, batch {size}"):
+            with phases.phase(f"whole steps, batch {size}") as advance:
                 extension.try_plans([*plans, OFF], room)
-                tuning.batches.append(_measure(load, plans, token_ids, size, options))
+                tuning.batches.append(_measure(load, plans, token_ids, size, options, advance))
         chosen = {plan.name for plan in tuning.plans}
         tuning.others = [plan for plan in known if plan.name not in chosen]
         kept = [] if options.prunes else tuning.others
@@ -324,12 +328,13 @@ def _acceptance(
     for draft in drafts:
         if is_self_draft(draft):
             continue
-        with phases.phase(f"acceptance of {draft}"):
+        with phases.phase(f"acceptance of {draft}") as advance:
+            counted = Counted(trajectories, advance)
             if is_lookup(draft):
-                found[draft] = lookup_acceptance(draft, trajectories, LOOKUP_DEPTH)
+                found[draft] = lookup_acceptance(draft, counted, LOOKUP_DEPTH)
             else:
                 number = int(draft.removeprefix("draft_"))
-                given = (engine, number, trajectories, width, depth)
+                given = (engine, number, counted, width, depth)
                 if draft in readers.heads:
                     found[draft] = head_acceptance(*given)
                     continue
@@ -343,8 +348,8 @@ def _acceptance(
                 if any(factor != 1 for factor in factors):
                     sharpness[draft] = factors
     if own:
-        with phases.phase("acceptance of self-drafts"):
-            tables = self_acceptance(engine, own, trajectories, width, depth)
+        with phases.phase("acceptance of self-drafts") as advance:
+            tables = self_acceptance(engine, own, Counted(trajectories, advance), width, depth)
         found |= {draft.name: table for draft, table in zip(own, tables, strict=True)}
     return found
 
@@ -355,6 +360,7 @@ def _measure(
     token_ids: Sequence[list[int]],
     batch_size: int,
     options: TuneOptions,
+    advance: Advance,
 ) -> BatchTuning:
     """Run every candidate and off, round by round."""
     engine = load()
@@ -368,7 +374,7 @@ def _measure(
         EngineContender(engine, plan.name, plan.name, batches, options.max_tokens, params=params)
         for plan in (OFF, *plans)
     ]
-    rounds = run_rounds(contenders, options.rounds, warmup=1)
+    rounds = run_rounds(contenders, options.rounds, 1, advance)
     engine.close()
     measured = []
     for plan, predicted in plans.items():

@@ -47,14 +47,15 @@ class Fake:
 
 def test_rounds_are_interleaved_and_the_order_rotates():
     log: list[str] = []
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, str]] = []
     contenders = [Fake(name, log) for name in "abc"]
-    rounds = run_rounds(contenders, 3, 1, lambda done, total: seen.append((done, total)))
+    rounds = run_rounds(contenders, 3, 1, lambda *told: seen.append((*told, "")[:3]))
     assert "".join(log) == "cab" + "abc" + "bca" + "cab"
     # warm-up is not counted: the first counted run of each is its second
     assert [[m.elapsed_s for m in own] for own in rounds.measured] == [[2.0, 3.0, 4.0]] * 3
     assert [m.elapsed_s for m in rounds.of("b")] == [2.0, 3.0, 4.0]
-    assert seen == [(done, 12) for done in range(12)]
+    # what comes next, and at the end nothing
+    assert seen == [(done, 12, name) for done, name in enumerate([*"cababcbcacab", ""])]
 
 
 def test_every_contender_comes_first_as_often_as_last():
