@@ -29,6 +29,7 @@ from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
 from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.kept_latency import with_kept_latency
 from specc.runtime.profile import load_profile
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.scheduling.kv_cache import KVCache
@@ -62,12 +63,14 @@ class Engine:
         backend: what runs the programs, see `facts`.
         operators: namespace of the `specc::` operators that this backend runs.
         mapped_weights: files that the programs read, to be checked while they run.
-        profile: what `specc tune` measured here; empty where it has not.
+        profile: what `specc tune` measured, and the latency table of this machine, where one is
+            known; empty where neither is.
         directory: that it was loaded from; None for an engine made by hand.
         link: to the device that the programs run on.
         drawn: for batches whose tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, bound to its weights and caches.
+        loaded_with: options of loading that change how long passes take.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -93,6 +96,7 @@ class Engine:
     drawn: DrawnPrograms | None = None
     staged: StagedModel | None = None
     self_drafts: Mapping[str, Model] = field(default_factory=dict)
+    loaded_with: Mapping[str, Any] = field(default_factory=dict)
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -231,7 +235,14 @@ class Engine:
                 from specc.runtime.ranks.launch import load_led
 
                 loaded = load_led(path, manifest, backend, limits, ranks, verify, num_threads)
-            return cls._bind(path, manifest, backend, loaded, offload_weights)
+            engine = cls._bind(path, manifest, backend, loaded, offload_weights)
+            engine.loaded_with = {
+                "offload_weights": offload_weights,
+                "overlaps": overlaps,
+                "mmap": mmap,
+            }
+            engine.profile = with_kept_latency(engine)
+            return engine
 
     @classmethod
     def _bind(

@@ -65,9 +65,7 @@ class PhaseTimer:
         if self.num_phases:
             shown = f"{len(self.seconds) + 1}/{self.num_phases} {name}"
         self.listen(ProgressEvent(shown))
-        yield lambda done, total, what="": self.listen(
-            ProgressEvent(shown, done, total, what=what)
-        )
+        yield lambda done, total, what="": self.listen(ProgressEvent(shown, done, total, what=what))
         self.seconds[name] = time.perf_counter() - start
         self.listen(ProgressEvent(shown, seconds=self.seconds[name]))
 

@@ -11,6 +11,7 @@ from specc.speculation.live_nodes import can_cut
 from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
+    from specc.cost.latency_table import LatencyTable
     from specc.runtime.backends.step_io import StepResult
     from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
     from specc.runtime.scheduling.request import Request
@@ -71,6 +72,10 @@ class Policy(ABC):
     def decision(self) -> Decision | None:
         """What was decided last, for metrics and traces; None of a policy that predicts nothing."""
         return None
+
+    # most need none
+    def use_latency(self, table: LatencyTable) -> None:  # noqa: B027
+        """Take measured seconds in place of those that were guessed; while no request runs."""
 
     @abstractmethod
     def choose(self, num_running: int, stats: SpecStats) -> str:

@@ -83,7 +83,7 @@ def make_policy(
             return BestPolicy(plans, host)
         needed, do = "a plan of a model and one of a lookup", "compile it with --combine best"
     elif name == PROFILE:
-        if profile:
+        if "plans" in profile:
             return ProfilePolicy({int(size): plan for size, plan in profile["plans"].items()})
         needed, do = "a profile.json in the engine", "run specc tune"
     elif name == GOODPUT:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from specc.errors import FaultError, OverloadError, RequestError, SpeccError
 from specc.runtime.requests.request_maker import Prompt
 from specc.runtime.scheduling.request import Request
+from specc.runtime.service.idle_work import IdleTurns, IdleWork
 from specc.runtime.service.state import Health, ServiceState, state_of
 from specc.runtime.service.update import Update, update_of
 from specc.sampling.params import SamplingParams
@@ -76,9 +77,12 @@ class Service:
     Args:
         core: of the engine, which nobody else uses; `AsyncEngineArgs.make_core` loads one.
         max_waiting: requests that wait for a place at most; more are refused.
+        idle_work: done while no request runs; None is nothing.
     """
 
-    def __init__(self, core: EngineCore, max_waiting: int = 1024) -> None:
+    def __init__(
+        self, core: EngineCore, max_waiting: int = 1024, idle_work: IdleWork | None = None
+    ) -> None:
         self.core = core
         self.engine = core.engine
         core.requests.prepare()
@@ -92,14 +96,15 @@ class Service:
         self._is_draining = self._is_closed = False
         # of the engine thread
         self._tickets: dict[int, Ticket] = {}
+        self._idle = IdleTurns(idle_work)
         self._num_failures = self._num_failed = 0  # in a row, and ever
         self._failed_s = 0.0
         # when the iteration that runs has begun
         self._iteration_s: float | None = None
         self._error: BaseException | None = None
-        self._state = state_of(core, 0.0)
         self._state_s = 0.0
         self._begin_s = time.perf_counter()
+        self._publish(self._begin_s)
         self._thread = threading.Thread(target=self._run, name="specc-engine", daemon=True)
         self._thread.start()
 
@@ -266,7 +271,8 @@ class Service:
             while not (self._is_closed or self._inbox or self._cancelled or scheduler.has_work):
                 scheduler.last_plans.clear()
                 self._publish(time.perf_counter())
-                self._changed.wait()
+                if self._idle.wait(self._changed):
+                    return True
             if self._is_closed:
                 return False
             arrived, self._inbox = self._inbox, deque()
@@ -284,7 +290,11 @@ class Service:
         scheduler = self.core.scheduler
         if not scheduler.has_work:
             self.core.in_flight.settle()
+            self._iteration_s = time.perf_counter()
+            self._idle.advance()
+            self._iteration_s = None
             return
+        self._idle.pause()
         begin_s = self._iteration_s = time.perf_counter()
         try:
             has_run = self.core.advance()
@@ -310,7 +320,8 @@ class Service:
 
     def _publish(self, now_s: float) -> None:
         self._state_s = now_s
-        self._state = state_of(self.core, now_s - self._begin_s, self._num_failed)
+        up_s = now_s - self._begin_s
+        self._state = state_of(self.core, up_s, self._num_failed, self._idle.share)
 
     def _fail_running(self) -> None:
         """Requests whose step failed get an error each; those that wait go on."""

@@ -45,6 +45,7 @@ class ServiceState:
         stats: counters of the engine.
         up_s: seconds since the service began.
         num_failures: iterations of the engine that failed.
+        measured: share of the engine's passes that is measured, while they are measured; else None.
     """
 
     num_running: int
@@ -59,6 +60,7 @@ class ServiceState:
     stats: SpecStats
     up_s: float
     num_failures: int = 0
+    measured: float | None = None
 
     @property
     def cache_usage(self) -> float:
@@ -66,7 +68,9 @@ class ServiceState:
         return self.num_blocks_used / self.num_blocks if self.num_blocks else 0.0
 
 
-def state_of(core: EngineCore, up_s: float, num_failures: int = 0) -> ServiceState:
+def state_of(
+    core: EngineCore, up_s: float, num_failures: int = 0, measured: float | None = None
+) -> ServiceState:
     """Look at a service; in its engine's thread."""
     scheduler = core.scheduler
     pool = core.engine.cache.allocator
@@ -83,4 +87,5 @@ def state_of(core: EngineCore, up_s: float, num_failures: int = 0) -> ServiceSta
         stats=scheduler.stats.copy(),
         up_s=up_s,
         num_failures=num_failures,
+        measured=measured,
     )

@@ -100,7 +100,7 @@ class Conversation:
 
     def _fitted(self) -> list[int]:
         most = self.llm.engine.max_seq_len - 1
-        while len(token_ids := self._token_ids()) > most:
+        while len(token_ids := self.token_ids()) > most:
             if len(self.turns) < 3:
                 raise RequestError(
                     f"a message that makes a prompt of {len(token_ids)} tokens",
@@ -112,7 +112,8 @@ class Conversation:
             self.num_dropped += 1
         return token_ids
 
-    def _token_ids(self) -> list[int]:
+    def token_ids(self) -> list[int]:
+        """Of all turns, as the template renders them."""
         from specc.runtime.requests.request_maker import RequestMaker
 
         messages: list[dict[str, str]] = []
@@ -153,11 +154,15 @@ def run_chat(
         raise EngineError(
             "an engine without a tokenizer", "one whose tokenizer reads text", "compile it with one"
         )
-    talk(Conversation(llm, found, sampling, system, max_tokens))
+    conversation = Conversation(llm, found, sampling, system, max_tokens)
+    talk(conversation)
     if stats:
+        from specc.bench.plain_speed import measure_plain
         from specc.cli.render import print_stats
 
-        print_stats(llm.get_metrics())
+        metrics = llm.get_metrics()
+        sequences = [conversation.token_ids()] if metrics.num_spec_steps else []
+        print_stats(metrics, measure_plain(llm.engine, sequences, metrics))
 
 
 def talk(conversation: Conversation) -> None:

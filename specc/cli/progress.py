@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # units that are worth a number each: programs, not bytes
 _MOST_COUNTED = 999
-# a line in a log says how far a phase is after so many seconds, if it is so much further; and in any
-# case after so many
+# a line in a log says how far a phase is after so many seconds, if it is so much further; and after
+# so many in any case
 _SECONDS_BETWEEN_COUNTS, _LEAST_STEP, _LONGEST_SILENCE_S = 10.0, 0.1, 60.0
 # before that, nobody can say how long the rest will take
 _LEAST_ELAPSED_S = 2.0
@@ -110,9 +110,7 @@ class Bars:
             self._progress.update(task, total=1, completed=1, seconds=event.seconds)
             self._progress.stop_task(task)
         elif event.total:
-            self._progress.update(
-                task, total=event.total, completed=event.done, what=event.what
-            )
+            self._progress.update(task, total=event.total, completed=event.done, what=event.what)
 
 
 class Lines:

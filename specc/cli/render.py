@@ -20,6 +20,7 @@ from specc.system.files import format_bytes
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
     from specc.artifact.model_entry import LayerEntry, ModelEntry
+    from specc.bench.plain_speed import PlainSpeed
 
 _FILE_WIDTH = 100  # columns where the output is no terminal
 
@@ -293,8 +294,13 @@ def probe_line(probe: dict[str, Any]) -> str:
     )
 
 
-def stats_rows(stats: SpecStats) -> list[tuple[str, str]]:
-    """Names and formatted values, in the order in which they are read."""
+def stats_rows(stats: SpecStats, speed: PlainSpeed | None = None) -> list[tuple[str, str]]:
+    """Names and formatted values, in the order in which they are read.
+
+    Args:
+        stats: of a run.
+        speed: of plain decoding; None is not measured.
+    """
     # a request's first token comes from its prompt; plain decoding takes a pass for each other one
     plain = stats.num_output_tokens - stats.num_first_tokens
     saved = plain - stats.num_steps
@@ -303,6 +309,7 @@ def stats_rows(stats: SpecStats) -> list[tuple[str, str]]:
     rows = [
         ("output tokens", str(stats.num_output_tokens)),
         ("tokens/s", f"{stats.tokens_per_s:.1f}"),
+        *speed_rows(stats, speed),
         ("time to first token", f"{1000 * stats.time_to_first_token:.0f} ms"),
     ]
     if stats.num_spec_steps:
@@ -329,10 +336,30 @@ def stats_rows(stats: SpecStats) -> list[tuple[str, str]]:
     return rows
 
 
-def print_stats(stats: SpecStats) -> None:
+def speed_rows(stats: SpecStats, plain: PlainSpeed | None) -> list[tuple[str, str]]:
+    """What plain decoding does on this machine, and what the plan gains or loses against it."""
+    ratio = None if plain is None else plain.ratio(stats)
+    if plain is None or ratio is None:
+        return []
+    batch = "" if plain.batch_size == 1 else f", {plain.batch_size} sequences"
+    return [
+        (
+            "plain decoding",
+            f"{plain.tokens_per_s:.1f} tokens/s on this machine, prompts left out"
+            f" ({plain.num_steps} steps after the run{batch})",
+        ),
+        (
+            "speed-up",
+            f"{ratio:.2f} times plain decoding"
+            + (": this is slower, --plan off decodes faster here" if ratio < 0.97 else ""),
+        ),
+    ]
+
+
+def print_stats(stats: SpecStats, plain: PlainSpeed | None = None) -> None:
     table = make_table(("", ""))
     table.show_header = False
-    for name, value in stats_rows(stats):
+    for name, value in stats_rows(stats, plain):
         table.add_row(name, value)
     console = make_console(stderr=True)
     console.print()

@@ -119,12 +119,19 @@ def run_request(
                 for completion in output.outputs
             ]
             _note_ends(ends)
+        sequences = [
+            [*output.prompt_token_ids, *completion.token_ids]
+            for output in outputs
+            for completion in output.outputs
+        ]
     else:
-        _stream(llm, prompts[0], params[0], limits[0])
+        sequences = [_stream(llm, prompts[0], params[0], limits[0])]
     if stats:
+        from specc.bench.plain_speed import measure_plain
         from specc.cli.render import print_stats
 
-        print_stats(llm.get_metrics())
+        metrics = llm.get_metrics()
+        print_stats(metrics, measure_plain(llm.engine, sequences, metrics))
 
 
 def _line(data: bytes, name: str) -> PromptLine:
@@ -165,9 +172,12 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Limit) -> None:
-    last, count = "", 0
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Limit) -> list[int]:
+    """Print an output as it comes; returns the token ids of the prompt and of the output."""
+    last, count, token_ids = "", 0, _token_ids(llm, prompt)
     for event in llm.stream([prompt], params):
+        if event.token_id is not None:
+            token_ids.append(event.token_id)
         # without a tokenizer, tokens are all there is
         text = event.text if llm.tokenizer is not None else f"{event.token_id} "
         sys.stdout.write(text)
@@ -178,6 +188,13 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Li
     if not last.endswith("\n"):
         sys.stdout.write("\n")
     _note_ends([(end, count, limit)])
+    return token_ids
+
+
+def _token_ids(llm: LLM, prompt: str | list[int]) -> list[int]:
+    from specc.runtime.requests.request_maker import RequestMaker
+
+    return RequestMaker(llm.engine, None).tokenize(prompt) if isinstance(prompt, str) else [*prompt]
 
 
 def _print_outputs(outputs: Iterable[RequestOutput], has_text: bool) -> None:

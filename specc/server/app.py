@@ -124,7 +124,10 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
     async def health() -> Response:
         """Whether requests can be served."""
         now = service.health
-        return JSON({"status": now.value}, status_code=200 if now is Health.OK else 503)
+        content: dict[str, Any] = {"status": now.value}
+        if (measured := service.state().measured) is not None:
+            content["measuring_latency"] = measured
+        return JSON(content, status_code=200 if now is Health.OK else 503)
 
     @app.head("/ping", include_in_schema=False)
     @app.get("/ping", **of_health())

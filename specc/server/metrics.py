@@ -167,6 +167,7 @@ class ServeMetrics(Collector):
             "plans": _plans_now(state),
             "all_plans": self._plans,
             "predicted_tokens_per_s": decision.goodput if decision else None,
+            "measuring_latency": state.measured,
             "total": {
                 "requests": stats.num_requests,
                 "prompt_tokens": stats.num_prompt_tokens,
@@ -223,6 +224,10 @@ class ServeMetrics(Collector):
         yield plan
         healthy = self._service.health is Health.OK
         yield self._gauge("engine_healthy", "1 where requests can be served.", healthy)
+        measured = 1.0 if state.measured is None else state.measured
+        yield self._gauge(
+            "latency_measured_ratio", "Share of the passes to be measured for goodput.", measured
+        )
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked for.", state.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the cache.", state.prefix_hits),

@@ -10,17 +10,19 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from specc.errors import RequestError
-from specc.runtime.engine import Engine
+from specc.errors import ConfigError, RequestError
+from specc.runtime.core import EngineCore
 from specc.runtime.engine_args import AsyncEngineArgs
+from specc.runtime.kept_latency import is_of_here
 from specc.runtime.requests.chat_template import load_template
+from specc.runtime.service.idle_work import IdleWork
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
 from specc.server.app import create_app
@@ -42,8 +44,8 @@ _END_NOW_S = 2.0
 _END_S = 5.0
 _LOOK_EVERY_S = 0.05
 _log = logging.getLogger("specc.serve")
-# an engine's latency table, as JSON
-Measure = Callable[[Engine], Mapping[str, Any]]
+# what measures an engine's passes for the policy goodput while no request runs
+Measure = Callable[[EngineCore], IdleWork]
 
 
 def serve(
@@ -106,8 +108,8 @@ def start_service(args: AsyncEngineArgs, measure: Measure | None = None) -> Serv
 
     Args:
         args: how it is opened and run.
-        measure: makes a latency table for the policy goodput, where the engine has none; None
-            lets it learn while it serves.
+        measure: makes what measures passes for the policy goodput while no request runs, where no
+            latency table of this machine is known; None lets the policy learn while it serves.
     Raises:
         SpeccError: the engine, the plan or the policy.
     """
@@ -116,14 +118,23 @@ def start_service(args: AsyncEngineArgs, measure: Measure | None = None) -> Serv
     speculates = any(plan.speculates for plan in loaded.plans.values())
     is_free = args.plan is None and args.policy is None
     wants_goodput = args.policy == "goodput" or (is_free and speculates)
-    if wants_goodput and measure is not None and "latency" not in loaded.profile:
-        loaded.profile = {**loaded.profile, "latency": measure(loaded)}
+    core = None
     if is_free and speculates:
         try:
-            return Service(replace(args, policy="goodput").make_core(), args.max_waiting)
+            core = replace(args, policy="goodput").make_core()
         except RequestError as error:
             _log.warning("no goodput policy for this engine: %s", error.found)
-    return Service(args.make_core(), args.max_waiting)
+            wants_goodput = False
+    core = core or args.make_core()
+    work = None
+    if wants_goodput and measure is not None:
+        table = loaded.profile.get("latency")
+        if table is None or not is_of_here(table, loaded):
+            try:
+                work = measure(core)
+            except ConfigError as error:
+                _log.warning("how long passes take is not measured: %s", error.found)
+    return Service(core, args.max_waiting, work)
 
 
 class HttpServer(uvicorn.Server):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from specc.errors import SpeccError
 from specc.runtime.backends.cuda.choose_products import choice_of
 from specc.runtime.backends.cuda.product_candidates import (
     Candidate,
@@ -29,10 +28,9 @@ from specc.runtime.backends.cuda.product_candidates import (
     early_candidates,
 )
 from specc.system.file_cache import FileCache
+from specc.system.kept_file import KeptFile
 
 SCHEMA_VERSION = 2
-# of a cache that is not there for this user (RuntimeError: no home)
-_FAILURES = (SpeccError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -78,48 +76,6 @@ def kernel_digest() -> str:
     return digest.hexdigest()
 
 
-class KeptFile:
-    """A file of specc's cache, as JSON.
-
-    Args:
-        name: in the cache.
-        subject: what it is about, for warnings: "products".
-        cache: None is that of the user.
-    """
-
-    def __init__(self, name: str, subject: str, cache: FileCache | None = None) -> None:
-        self._name = name
-        self._subject = subject
-        self._cache = cache
-
-    def read(self) -> Any:
-        """What was written last; None where nothing was, or it cannot be read."""
-        try:
-            data = self._open().read(self._name)
-        except _FAILURES as error:
-            self._warn("earlier is not read", error)
-            return None
-        # its hash was right: what is in it, this version of specc has written
-        return None if data is None else json.loads(data)
-
-    def write(self, content: Any) -> None:
-        """Replace all of it."""
-        try:
-            self._open().write(self._name, (json.dumps(content, indent=1) + "\n").encode())
-        except _FAILURES as error:
-            self._warn("is not kept", error)
-
-    def _open(self) -> FileCache:
-        """The cache; where it lies may be unknown."""
-        if self._cache is None:
-            self._cache = FileCache()
-        return self._cache
-
-    def _warn(self, what: str, error: Exception) -> None:
-        text = f"what was measured of {self._subject} {what}: {error}"
-        warnings.warn(text, ProductWarning, stacklevel=5)
-
-
 class KeptProducts:
     """Results of `choose_products` in specc's cache.
 
@@ -132,7 +88,7 @@ class KeptProducts:
     def __init__(
         self, conditions: Conditions, cache: FileCache | None = None, can_depend: bool = False
     ) -> None:
-        self._file = KeptFile(conditions.file_name, "products", cache)
+        self._file = KeptFile(conditions.file_name, "products", _warn, cache)
         self.can_depend = can_depend
 
     def take(self) -> int:
@@ -192,7 +148,7 @@ class KeptLaunches:
 
     def __init__(self, conditions: Conditions, engine: str, cache: FileCache | None = None) -> None:
         name = conditions.file_name.replace("products/", "launches/", 1)
-        self._file = KeptFile(name, "dependent launches", cache)
+        self._file = KeptFile(name, "dependent launches", _warn, cache)
         self._engine = engine
 
     def get(self, plan: str) -> dict[str, Any] | None:
@@ -208,6 +164,10 @@ class KeptLaunches:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         return dict(self._file.read() or {})
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, ProductWarning, stacklevel=6)
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:

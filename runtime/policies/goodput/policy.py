@@ -90,12 +90,11 @@ class GoodputPolicy(Policy):
         models = {model for plan in speculative for model in plan.models}
         if table is None or not models <= set(table.drafts):
             table = LatencyTable.neutral(sorted(models))
+        self._shares_pass, self._graph_sizes = shares_pass, graph_sizes
+        self._max_num_seqs = max_num_seqs
         self._ends = DrafterEnds(speculative)
-        self._seconds = PredictedSeconds(table, shares_pass, graph_sizes, self._ends)
         self._acceptance = RequestAcceptance(speculative, PlanPrior(acceptance or {}), self._ends)
-        self._options = PlanOptions(self._plans, self._seconds, self._acceptance)
-        self._probes = Probes(self._plans, self._seconds, self._acceptance)
-        self._load = QueueingModel(self._seconds, max_num_seqs)
+        self.use_latency(table)
         self._live_nodes: LiveNodes | None = None
         if adapts_verification:
             self._live_nodes = LiveNodes(self._plans, self._acceptance, self._ends, token_budget)
@@ -105,14 +104,12 @@ class GoodputPolicy(Policy):
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
-        # (plan, requests) → seconds of drafting by the table, committed rows not counted
-        self._drafting_s: dict[tuple[int, int], float] = {}
         # request → index of its plan, since the last decision; what newer requests run
         self._chosen: dict[str, int] = {}
         self._main = 0
         # what drafts read prompts for
         self._prepared = 0
-        self._num_decided = self._num_decisions = self._held = 0
+        self._num_decided = self._num_decisions = self._held = self._left = 0
         # iterations that pay for the last decision
         self._paid = 0
         # seconds that deciding took before the iteration that was asked for last
@@ -120,13 +117,23 @@ class GoodputPolicy(Policy):
         self._is_asked_again = False
         self._last_requests: list[Request] = []
         self._last_names: list[str] = []
-        self._left = 0
         self._probed: dict[str, int] = {}
         # the last one, until its seconds are known
         self._trial: Probe | None = None
+        self._settled = self._decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+
+    def use_latency(self, table: LatencyTable) -> None:
+        """Predict seconds by this table from now on; what requests accept is known already."""
+        self._seconds = PredictedSeconds(table, self._shares_pass, self._graph_sizes, self._ends)
+        self._options = PlanOptions(self._plans, self._seconds, self._acceptance)
+        self._probes = Probes(self._plans, self._seconds, self._acceptance)
+        self._load = QueueingModel(self._seconds, self._max_num_seqs)
+        # (plan, requests) → seconds of drafting by the table, committed rows not counted
+        self._drafting_s: dict[tuple[int, int], float] = {}
         # index of a plan → whether it could be in use, as long as the load counts as the same
         self._served: dict[int, bool] = {}
-        self._settled = self._decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
+        # the next iteration is decided anew, and by the load
+        self._left = self._next_load = 0
 
     @property
     def decision(self) -> Decision:

@@ -49,7 +49,11 @@ def chat(
         typer.Option("--chat-template", help="Jinja file to use instead of the engine's own."),
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Print acceptance and times when the chat ends.")
+        bool,
+        typer.Option(
+            "--stats",
+            help="Print acceptance, times, and what plain decoding would do, when the chat ends.",
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:

@@ -47,7 +47,11 @@ def run(
         ),
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Print acceptance and times to standard error.")
+        bool,
+        typer.Option(
+            "--stats",
+            help="Print acceptance, times, and what plain decoding would do, to standard error.",
+        ),
     ] = False,
     as_json: Json = False,
     debug: Debug = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +14,8 @@ from specc.runtime.engine_args import AsyncEngineArgs
 from specc.server.config import ConnectionLimits, Origins, Place, ServeConfig, Tls
 
 if TYPE_CHECKING:
-    from specc.runtime.engine import Engine
+    from specc.runtime.core import EngineCore
+    from specc.tune.latency import IdleLatency
 
 # seconds after which no further round of passes begins
 _MEASURE_S = 8.0
@@ -61,7 +62,8 @@ def serve(
         bool,
         typer.Option(
             "--measure/--no-measure",
-            help="Time the engine's passes first, for the policy goodput, unless specc tune has.",
+            help="Time the engine's passes while no request runs, for the policy goodput, unless"
+            " that was done on this machine, by specc tune or an earlier start.",
         ),
     ] = True,
     debug: Debug = False,
@@ -99,7 +101,8 @@ def _run(args: AsyncEngineArgs, place: Place, config: ServeConfig, *, measures: 
         args: the engine's directory, and how it is opened and run.
         place: where to listen.
         config: names, keys and limits.
-        measures: time the passes of an engine that has no latency table, where goodput wants one.
+        measures: time the passes of an engine of which no latency table of this machine is known,
+            where goodput wants one.
     Raises:
         ConfigError: the server's packages are not installed.
         SpeccError: of the engine, the port or an option.
@@ -117,11 +120,7 @@ def _run(args: AsyncEngineArgs, place: Place, config: ServeConfig, *, measures: 
     return server.serve(args, place, config, _measure if measures else None)
 
 
-def _measure(engine: Engine) -> dict[str, Any]:
-    """An engine's latency table as JSON, and a line that tells what takes so long."""
-    from specc.cli.progress import make_listener
-    from specc.progress import PhaseTimer
-    from specc.tune.latency import measure_latency
+def _measure(core: EngineCore) -> IdleLatency:
+    from specc.tune.latency import IdleLatency
 
-    with make_listener() as listen, PhaseTimer(listen).phase("measure latency") as progress:
-        return measure_latency(engine, progress, budget_s=_MEASURE_S).to_json()
+    return IdleLatency(core, _MEASURE_S)

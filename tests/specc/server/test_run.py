@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from specc.cli.main import app
@@ -222,6 +223,44 @@ def test_which_policy_chooses(save_engine) -> None:
     with free, fixed:
         kinds = [type(s.core.scheduler.policy).__name__ for s in (free, fixed)]
     assert kinds == ["GoodputPolicy" if "goodput" in NAMES else "FixedPolicy", "FixedPolicy"]
+
+
+def test_it_serves_at_once_and_measures_meanwhile(
+    save_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start measures beside requests, says so, and keeps it; the next one has it."""
+    from specc.tune.latency import IdleLatency
+
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+    measured: list[EngineCore] = []
+
+    def measure(core: EngineCore) -> IdleLatency:
+        measured.append(core)
+        return IdleLatency(core, 0.0)
+
+    args = AsyncEngineArgs(save_engine)
+    with start_service(args, measure) as service:
+        run = TestClient(create_app(service, ServeConfig(("tiny",), log_every_s=0)))
+        answer = run.post("/v1/completions", json=BODY)
+        assert answer.status_code == 200
+        health = run.get("/health").json()
+        assert health["status"] == "ok"
+        wait_for(lambda: "measuring_latency" not in run.get("/health").json(), "it never ends", 60)
+        assert run.get("/stats").json()["measuring_latency"] is None
+        assert 'latency_measured_ratio{model_name="tiny"} 1.0' in run.get("/metrics").text
+        table = service.core.scheduler.policy._seconds.table  # type: ignore[attr-defined]
+        assert table.about["source"] == "measured"
+        again = run.post("/v1/completions", json=BODY).json()
+        assert again["choices"] == answer.json()["choices"]
+    assert len(measured) == 1
+    with start_service(args, measure) as service:
+        assert service.state().measured is None
+        table = service.core.scheduler.policy._seconds.table  # type: ignore[attr-defined]
+        assert table.about["source"] == "measured"
+    # a plan of the caller's needs no seconds
+    with start_service(AsyncEngineArgs(save_engine, plan="off", max_num_seqs=1), measure):
+        pass
+    assert len(measured) == 1
 
 
 @pytest.fixture
