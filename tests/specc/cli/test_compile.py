@@ -19,7 +19,7 @@ from specc.artifact.directory import read_manifest
 from specc.cli import render
 from specc.cli.compile import next_step
 from specc.cli.main import app
-from specc.cli.progress import Lines
+from specc.cli.progress import Lines, count_text
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import SpeccError, UnsupportedAttentionError
@@ -109,26 +109,60 @@ def test_the_author_of_a_module_is_told_to_change_it(module, kind, tmp_path):
     assert module.__name__ in caught.value.do
 
 
-def test_a_log_says_how_far_a_long_phase_is(capsys):
+def lines_of(events: list[tuple[float, ProgressEvent]], capsys) -> list[str]:
+    """What a log gets of events at these seconds."""
     times = [0.0]
-    listen = Lines(lambda: times[-1])
-    with listen:
-        for at, event in (
-            (0.0, ProgressEvent("compile programs")),
-            (1.0, ProgressEvent("compile programs", 1, 3)),
-            (8.0, ProgressEvent("compile programs", 2, 3)),
-            (9.0, ProgressEvent("compile programs", 3, 3)),
-            (9.0, ProgressEvent("compile programs", seconds=9.0)),
-            (9.0, ProgressEvent("write target weights")),
-            (12.0, ProgressEvent("write target weights", 5 << 30, 20 << 30)),
-            (13.0, ProgressEvent("write target weights", seconds=4.0)),
-        ):
+    with Lines(lambda: times[-1]) as listen:
+        for at, event in events:
             times.append(at)
             listen(event)
-    assert capsys.readouterr().err.splitlines() == [
-        "compile programs … 2 of 3 … 9.0 s",
-        "write target weights … 25% … 4.0 s",
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_log_says_how_far_a_long_phase_is(capsys):
+    """Every ten seconds at most, and no more than a step of a tenth is worth."""
+    name, other = "compile programs", "write target weights"
+    counted = [(float(at), ProgressEvent(other, at << 30, 100 << 30)) for at in range(20, 100)]
+    assert lines_of(
+        [
+            (0.0, ProgressEvent(name)),
+            (1.0, ProgressEvent(name, 1, 3, what="one")),
+            (12.0, ProgressEvent(name, 2, 3, what="two")),
+            (13.0, ProgressEvent(name, 3, 3)),
+            (13.0, ProgressEvent(name, seconds=13.0)),
+            (19.0, ProgressEvent(other)),
+            *counted,
+            (100.0, ProgressEvent(other, seconds=80.0)),
+        ],
+        capsys,
+    ) == [
+        "compile programs … 2 of 3, two, about 6 s left … 13.0 s",
+        "write target weights … 29%, about 20 s left … 39%, about 30 s left"
+        " … 50%, about 30 s left … 61%, about 30 s left … 72%, about 20 s left"
+        " … 83%, about 10 s left … 93%, about 6 s left … 80.0 s",
     ]
+
+
+def test_a_log_says_of_a_slow_phase_that_it_goes_on(capsys):
+    """An hour of it, a per cent in 36 s: a line grows every minute, not every per cent."""
+    events = [(36.0 * n, ProgressEvent("tune", n, 100)) for n in range(1, 100)]
+    (line,) = lines_of(
+        [(0.0, ProgressEvent("tune")), *events, (3600.0, ProgressEvent("tune", seconds=3600.0))],
+        capsys,
+    )
+    parts = line.split(" … ")
+    assert parts[1:3] == ["2 of 100, about 59 min left", "4 of 100, about 58 min left"]
+    assert parts[-2:] == ["98 of 100, about 70 s left", "3600.0 s"]
+    assert len(parts) == 51
+
+
+def test_bars_say_what_is_measured_and_how_long_it_takes():
+    assert count_text(0, 8, 0.0, "chain-4") == "0 of 8, chain-4"
+    assert count_text(2, 8, 100.0, "chain-4") == "2 of 8, chain-4, about 5 min left"
+    assert count_text(1, 8, 1800.0) == "1 of 8, about 3 h 30 min left"
+    # nobody knows yet, or nothing is left
+    assert count_text(1, 8, 1.0) == "1 of 8"
+    assert count_text(8, 8, 100.0) == "8 of 8"
 
 
 def words_at(width: int, *tables) -> str:
