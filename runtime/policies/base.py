@@ -29,6 +29,7 @@ class Decision(NamedTuple):
         acceptance: probability that the first draft token of the main plan is accepted, over all
             requests; where all are off, of the plan with the fewest nodes.
         is_probe: made to learn, for one iteration.
+        plain: tokens a second of plain decoding for the same requests; 0 where there are none.
     """
 
     plans: Mapping[str, int]
@@ -37,6 +38,7 @@ class Decision(NamedTuple):
     tokens: float
     acceptance: float
     is_probe: bool = False
+    plain: float = 0.0
 
 
 class Policy(ABC):

@@ -167,6 +167,7 @@ class ServeMetrics(Collector):
             "plans": _plans_now(state),
             "all_plans": self._plans,
             "predicted_tokens_per_s": decision.goodput if decision else None,
+            "predicted_plain_tokens_per_s": decision.plain if decision else None,
             "measuring_latency": state.measured,
             "total": {
                 "requests": stats.num_requests,
@@ -216,6 +217,11 @@ class ServeMetrics(Collector):
         if predicted is not None:
             yield self._gauge(
                 "predicted_goodput_tokens_per_second", "What the policy expects.", predicted
+            )
+            yield self._gauge(
+                "predicted_plain_tokens_per_second",
+                "What it expects of plain decoding for the same requests.",
+                state.decision.plain if state.decision else 0.0,
             )
         plan = self._family(GaugeMetricFamily, "plan", "Requests that run this plan.", "plan")
         now = _plans_now(state)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specc.cost.contexts import Contexts
-from specc.cost.latency_table import LatencyTable
+from specc.cost.latency_table import LatencyTable, StepShape
 from specc.runtime.policies.base import Decision, Policy
 from specc.runtime.policies.goodput.allocation import (
     Allocation,
@@ -381,7 +381,10 @@ class GoodputPolicy(Policy):
             tokens, seconds = probe.tokens, probe.seconds
         counts = Counter(self._plans[index].name for index in plans)
         rate = self._first_rate()
-        return Decision(dict(counts), tokens / seconds, seconds, tokens, rate, probe is not None)
+        plain_s = self._seconds.iteration([StepShape.of(OFF, [s.cache_len for s in requests])])
+        plain = len(requests) / plain_s if plain_s else 0.0
+        goodput = tokens / seconds
+        return Decision(dict(counts), goodput, seconds, tokens, rate, probe is not None, plain)
 
     def _first_rate(self) -> float:
         index = self._prepared or 1
