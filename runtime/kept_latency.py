@@ -87,23 +87,30 @@ def is_of_here(table: Mapping[str, Any], engine: Engine) -> bool:
         machine.get("cpu") == cpu_model()
         and machine.get("usable_cores") == num_usable_cores()
         and about.get("backend") == engine.backend
+        and about.get("device", "cpu") == device_name(engine)
         and threads == torch.get_num_threads()
     )
+
+
+def device_name(engine: Engine) -> str:
+    """What an engine's programs run on: the name of a GPU, or `cpu`."""
+    device = engine.cache.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _name_of(engine: Engine) -> str:
     """In the cache: the machine's name for people, then a digest of all that a table holds for."""
     assert engine.directory is not None
-    device = engine.cache.device
-    on_gpu = device.type == "cuda"
-    machine = torch.cuda.get_device_name(device) if on_gpu else cpu_model()
+    device = device_name(engine)
+    machine = cpu_model() if device == "cpu" else device
     conditions = [
         SCHEMA_VERSION,
         __version__,
         str(torch.__version__),
         # with it, the hashes of all programs and weights
         hashlib.sha256((engine.directory / MANIFEST_FILE).read_bytes()).hexdigest(),
-        machine,
+        device,
+        cpu_model(),
         num_usable_cores(),
         isa_flags(),
         torch.get_num_threads(),

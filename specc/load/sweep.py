@@ -18,6 +18,7 @@ from specc.load.figures import figures_of
 from specc.load.request import LoadRequest, Workload
 from specc.load.result import LoadRun
 from specc.load.subject import LoadSubject
+from specc.progress import Advance, ignore
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF
 
@@ -128,7 +129,7 @@ class SweepResult:
 def run_sweep(
     sweep: Sweep,
     subject: LoadSubject,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Advance = ignore,
     trace: Callable[[dict[str, Any]], object] | None = None,
 ) -> SweepResult:
     """Serve all loads.
@@ -136,7 +137,7 @@ def run_sweep(
     Args:
         sweep: what to go through.
         subject: that serves.
-        progress: called with the requests that have ended, and of all.
+        progress: told of the requests that have ended, of all, and which load is served.
         trace: takes a line for every decision of a policy that has decisions.
     Raises:
         SpeccError: of the subject; a request that fails is a result.
@@ -154,8 +155,10 @@ def run_sweep(
     for rate, policy, number in run_keys:
         requests = loads[rate, number]
 
-        def on_request(ended: int, _: int, before: int = done) -> None:
-            progress(before + ended, total)
+        name = policy if math.isinf(rate) else f"{policy} at {rate:g}/s"
+
+        def on_request(ended: int, _: int, before: int = done, name: str = name) -> None:
+            progress(before + ended, total, name)
 
         decisions = None
         if trace is not None:

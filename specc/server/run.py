@@ -82,6 +82,7 @@ def serve(
             content_format=place.chat_template_content_format,
             may_be_empty=config.trust_request_chat_template,
         )
+        _log.info("loading %s", args.directory)
         service = start_service(args, measure)
         place = replace(place, limits=fit(place.limits, num_files))
         if hosts is None and not has_keys:

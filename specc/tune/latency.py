@@ -16,7 +16,7 @@ from specc.progress import Advance, ignore
 from specc.runtime.backends.step import Model
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.kept_latency import KeptLatency
+from specc.runtime.kept_latency import KeptLatency, device_name
 from specc.system.machine import describe_machine
 from specc.tune.overheads import ROUNDS, SHORT, Overheads
 from specc.tune.timed_pass import time_pass, vote_s
@@ -142,6 +142,7 @@ class LatencyMeasurement:
             "source": "measured",
             "machine": describe_machine(),
             "backend": self._engine.backend,
+            "device": device_name(self._engine),
             "threads": torch.get_num_threads(),
             "rounds": self._num_rounds - 1,
         }

@@ -18,7 +18,7 @@ from specc.compiler.skipped_layers import SkippedLayers
 from specc.cost.latency_table import LatencyTable
 from specc.cost.plan_choice import best_plan
 from specc.cost.step_seconds import StepSeconds
-from specc.progress import PhaseTimer
+from specc.progress import Counted, PhaseTimer
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.engine import Engine
@@ -143,18 +143,20 @@ def search_skips(
     """
     manifest = open_engine(directory, None)
     layers = SkippedLayers(directory, manifest)
-    with phases.phase("target's own outputs"):
+    with phases.phase("target's own outputs") as advance:
         engine = Engine.load(directory, verify=False)
-        _, trajectories = own_outputs(engine, prompts[:MOST_PROMPTS], options)
-    with phases.phase("latency of passes"):
-        latency = measure_latency(engine, budget_s=options.latency_s)
+        _, trajectories = own_outputs(engine, prompts[:MOST_PROMPTS], options, advance)
+    with phases.phase("latency of passes") as advance:
+        latency = measure_latency(engine, advance, options.latency_s)
     size = options.batch_sizes[0] if options.batch_sizes else 1
     context = typical_context(engine, trajectories, options)
     found = SkipSearch(layers.num_layers, size, context)
 
     def judge(choices: Sequence[tuple[int, ...]]) -> list[SkipChoice]:
-        with phases.phase(f"acceptance without layers, {len(found.choices)} measured"):
-            tables = _acceptance(engine, layers, choices, trajectories, options.max_depth)
+        name = f"acceptance without layers, {len(found.choices)} of {MOST_CHOICES} measured"
+        with phases.phase(name) as advance:
+            counted = Counted(trajectories, advance)
+            tables = _acceptance(engine, layers, choices, counted, options.max_depth)
         judged = [
             _judged(skipped, table, _seconds(latency, layers, skipped), size, context, options)
             for skipped, table in zip(choices, tables, strict=True)

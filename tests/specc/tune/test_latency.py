@@ -218,7 +218,13 @@ def test_a_table_of_another_machine_gives_way(kept_engine: Path) -> None:
     mine = {**here, "iteration_s": 0.5}
     engine.profile = {"latency": mine}
     assert KeptLatency(engine).find() == mine
-    for about in ({**here["about"], "threads": 99}, {**here["about"], "backend": "cpu"}, {}, None):
+    for about in (
+        {**here["about"], "device": "NVIDIA H200"},
+        {**here["about"], "threads": 99},
+        {**here["about"], "backend": "cpu"},
+        {},
+        None,
+    ):
         assert not is_of_here({**here, "about": about}, engine)
 
 
