@@ -33,7 +33,7 @@ class ProgressEvent:
 class Advance(Protocol):
     """Told how far a phase is."""
 
-    def __call__(self, done: int, total: int, what: str = "") -> object: ...
+    def __call__(self, done: int, total: int, what: str = "") -> None: ...
 
 
 def ignore(done: int, total: int, what: str = "") -> None:

@@ -71,7 +71,7 @@ class Recorder:
 def test_every_round_serves_all_policies_in_turn_with_the_same_requests():
     sweep = Sweep([Arrivals(1.0), Arrivals(4.0)], ["off", "fast"], workload(), rounds=2)
     subject, seen = Recorder(), []
-    result = run_sweep(sweep, subject, lambda done, total: seen.append((done, total)))
+    result = run_sweep(sweep, subject, lambda done, total, what="": seen.append((done, total)))
     assert subject.checked == ["off", "fast"]
     names = [policy for policy, _ in subject.calls]
     # the order rotates from round to round

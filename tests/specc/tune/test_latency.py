@@ -182,7 +182,9 @@ def pool_is_free(engine: Engine) -> bool:
     return engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
-def test_what_was_measured_once_is_known_to_the_next_load(kept_engine: Path) -> None:
+def test_what_was_measured_once_is_known_to_the_next_load(
+    kept_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On this machine, with as many threads and sequences; other loads measure their own."""
     engine = Engine.load(kept_engine)
     assert "latency" not in engine.profile
@@ -196,6 +198,9 @@ def test_what_was_measured_once_is_known_to_the_next_load(kept_engine: Path) -> 
     # the directory may be read-only, or belong to several machines
     assert sorted(path.name for path in kept_engine.rglob("*")) == before
     assert "latency" not in Engine.load(kept_engine, max_num_seqs=1).profile
+    with monkeypatch.context() as other:
+        other.setattr(torch, "get_num_threads", lambda: 99)
+        assert "latency" not in Engine.load(kept_engine).profile
     # profiles of specc tune are about plans
     with pytest.raises(RequestError, match="profile"):
         EngineCore(again, policy="profile")
