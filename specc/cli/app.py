@@ -210,8 +210,8 @@ def in_words_of(options: Mapping[str, str], error: SpeccError) -> SpeccError:
 def _in_advice(field: str, option: str, do: str) -> str:
     """Advice with the option in place of its field.
 
-    What stands behind dashes is an option already, and a name without an underscore, such as plan,
-    may be a word of the sentence: it is a field after what is to be done with it.
+    A name without an underscore, such as plan, may be a word of the sentence, or an option already,
+    as in --port: it is a field after what is to be done with it.
     """
     before = "" if "_" in field else r"\b(?:raise|lower|correct|pass|set|change|leave) "
-    return re.sub(rf"({before})(?<![-\w]){field}\b", rf"\g<1>{option}", do)
+    return re.sub(rf"({before})\b{field}\b", rf"\g<1>{option}", do)
