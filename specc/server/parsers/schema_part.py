@@ -142,7 +142,8 @@ class _Reader:
 
         if part is False:
             return _NOTHING
-        return self._once(part, levels, read, _NOTHING) if isinstance(part, Mapping) else None
+        unknown: frozenset[str] | None = _NOTHING
+        return self._once(part, levels, read, unknown) if isinstance(part, Mapping) else None
 
     def admits(self, part: Any, value: Any, levels: int = _MAX_LEVELS) -> bool:
         def read(part: Mapping[str, Any]) -> bool:

@@ -113,9 +113,8 @@ def test_wherever_it_is_cut(form: str) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        "apertus", "cohere_command3", "deepseek_v3", "deepseek_v32", "functiongemma", "gemma4",
-        "glm45", "granite", "hy_v3", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3", "step3",
-        "xlam",
+        "apertus", "cohere_command3", "deepseek_v3", "functiongemma", "gemma4", "granite",
+        "kimi_k2", "xlam",
     ],
 )  # fmt: skip
 def test_pieces_do_not_matter(form: str) -> None:

@@ -56,6 +56,10 @@ NEEDED = {
     "minimax_m3": ("]<]minimax[>[</s>", "]<]minimax[>[</item>"),
     "kimi_k3": ('<|open|>call tool="add" index="1"<|sep|>',),
 }  # fmt: skip
+# one of those that share all but their outer marks
+DIFFERENT = (
+    "qwen3_coder", "glm45", "hy_v3", "minimax_m2", "deepseek_v32", "step3", "kimi_k3", "minimax_m3"
+)  # fmt: skip
 MISSING = [(form, tag) for form, tags in OPTIONAL.items() for tag in tags]
 KEPT = [(form, tag) for form, tags in NEEDED.items() for tag in tags]
 
@@ -71,7 +75,7 @@ def without(text: str, *tags: str) -> str:
 def read_in_pieces(form: str, text: str) -> Found:
     """However it comes."""
     whole = read(form, text)
-    for size in (*range(1, 12), 40):
+    for size in (1, 2, 3, 5, 8, 40):
         assert read(form, text, (size,)) == whole, size
     return whole
 
@@ -121,10 +125,10 @@ def test_several_are_missing(form: str) -> None:
                 assert all(call in rest for call in values(found)), own
 
 
-@pytest.mark.parametrize(("form", "tag"), [one for one in MISSING if one[0] != "step3p5"])
+@pytest.mark.parametrize(("form", "tag"), [one for one in MISSING if one[0] in DIFFERENT])
 def test_wherever_it_is_cut(form: str, tag: str) -> None:
     text = without(WRITERS[form](CALLS), tag)
-    for end in range(0, len(text), 2):
+    for end in range(0, len(text), 5):
         found = read(form, text[:end], (5,))
         if found.is_whole:
             assert values(found) == CALLS[: len(found.calls)], text[:end]
@@ -216,10 +220,7 @@ def test_every_value_comes_as_it_was_closed() -> None:
             assert values(found) == [("add", {"s": value})], value
 
 
-FORMS = sorted(set(OPTIONAL))
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DIFFERENT)
 def test_pieces_do_not_matter(form: str) -> None:
     """Nor what is missing: all that is whole is JSON, and what is no call is text."""
     text = WRITERS[form](CALLS)
@@ -230,7 +231,7 @@ def test_pieces_do_not_matter(form: str) -> None:
         lambda tags: without(text, *(tag for tag in tags if tag.strip() in text))
     )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(
         st.lists(st.one_of(parts, whole_text), max_size=8).map("".join),
         st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
