@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.engine_args import EngineArgs
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.server.config import ServeConfig
@@ -75,10 +74,7 @@ def test_options_that_end_sharing(shares: bool) -> None:
     """As steps and requests see it: what one caller has sent or got is nothing to another."""
     suffix = SpecPlan.from_widths((1, 1, 1), ("suffix",))
     engine = build_engine(plans=[suffix, OFF])
-    args = EngineArgs.from_names(
-        engine=engine, plan=suffix.name, enable_prefix_caching=shares, shares_outputs=shares
-    )
-    with LLM.from_engine_args(args) as llm:
+    with LLM(engine, suffix.name, enable_prefix_caching=shares, shares_outputs=shares) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         prompt = [*range(3, 23)]
         first, again = (llm.generate([prompt], params)[0] for _ in range(2))
