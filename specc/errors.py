@@ -7,6 +7,8 @@ for specc's own bugs only.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SpeccError(Exception):
     """Base class of every error that a user can cause or repair.
@@ -23,7 +25,7 @@ class SpeccError(Exception):
         self.do = do
         super().__init__(f"found:  {found}\nneeded: {needed}\ndo:     {do}")
 
-    def __reduce__(self) -> tuple[type[SpeccError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.found, self.needed, self.do)
 
 
@@ -81,6 +83,24 @@ class EngineError(SpeccError):
 
 class RequestError(SpeccError):
     """A request cannot be served: empty, too long, or with invalid parameters."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt leaves no room for an output.
+
+    Args:
+        found: as of every error.
+        needed: the same.
+        do: the same.
+        max_length: tokens of prompt and output together.
+    """
+
+    def __init__(self, found: str, needed: str, do: str, max_length: int) -> None:
+        super().__init__(found, needed, do)
+        self.max_length = max_length
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.found, self.needed, self.do, self.max_length)
 
 
 class OverloadError(SpeccError):

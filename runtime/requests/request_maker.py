@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specc.errors import RequestError
+from specc.errors import ContextLengthError, RequestError
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tokens
 from specc.runtime.engine import Engine
@@ -239,19 +239,21 @@ class RequestMaker:
         if least >= self._max_seq_len:
             raise self._too_long(f"prompt {index} has {len(text)} bytes, or {least} tokens or more")
         if num_unbounded > self.max_unbounded_bytes:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt {index} has {len(text)} bytes",
                 f"at most {self.max_unbounded_bytes} of those that this engine's tokenizer may"
                 " leave out or put together without end",
                 "shorten the prompt, or pass its token ids",
+                self._max_seq_len,
             )
 
-    def _too_long(self, found: str) -> RequestError:
+    def _too_long(self, found: str) -> ContextLengthError:
         max_seq_len = self._max_seq_len
-        return RequestError(
+        return ContextLengthError(
             found,
             f"at most {max_seq_len - 1} tokens: the engine's max_seq_len is {max_seq_len}",
             "shorten the prompt, or compile with a larger --max-seq-len",
+            max_seq_len,
         )
 
     def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
@@ -279,8 +281,8 @@ class RequestMaker:
             )
         if params.stop_strings and self._engine.tokenizer is None:
             raise RequestError(
-                f"prompt {index} has stop strings",
-                "stop_token_ids: this engine has no tokenizer",
+                "stop=[…] for an engine without a tokenizer",
+                "a tokenizer: without one, nobody knows where a string ends",
                 "pass stop_token_ids",
             )
 

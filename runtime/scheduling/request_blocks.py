@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from specc.errors import RequestError
+from specc.errors import ContextLengthError
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.prefix_cache import Hit, PrefixCache
@@ -44,13 +44,15 @@ class RequestBlocks:
         return self._pool.num_free
 
     def check_fits(self, request: Request) -> None:
-        """Raises RequestError: it needs more blocks at its end than the cache has."""
+        """Raises ContextLengthError: it needs more blocks at its end than the cache has."""
         needed, available = self._most_for(request), self._pool.num_blocks
         if needed > available:
-            raise RequestError(
-                f"request {request.request_id} needs {needed} KV cache blocks",
+            raise ContextLengthError(
+                f"prompt {request.index} needs {needed} KV cache blocks for"
+                f" {request.num_prompt_tokens} prompt tokens and {request.max_tokens} of output",
                 f"at most {available}",
                 "lower max_tokens, or shorten the prompt; or give the cache more blocks",
+                available * self._size - self._shape.max_nodes,
             )
 
     def admit(self, request: Request, running: Sequence[Request]) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specc.runtime.constraints.grammar import GrammarState
     from specc.runtime.core import EngineCore
     from specc.runtime.outputs.logprobs import PromptLogprobs
+    from specc.speculation.metrics import SpecStats
 
 # iterations that fail in a row, from which on the engine counts as lost
 MAX_FAILURES = 3
@@ -105,6 +106,8 @@ class Service:
         self._state_s = 0.0
         self._begin_s = time.perf_counter()
         self._publish(self._begin_s)
+        # told the tokens of each iteration: of prompts that were read to their end, and of outputs
+        self.observe_iteration: Callable[[int], object] | None = None
         self._thread = threading.Thread(target=self._run, name="specc-engine", daemon=True)
         self._thread.start()
 
@@ -114,6 +117,7 @@ class Service:
         params: SamplingParams,
         on_update: Callable[[Update], object],
         *,
+        index: int = 0,
         request_id: str | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
@@ -128,6 +132,7 @@ class Service:
             params: options.
             on_update: called in the engine's thread with each `Update`, the last of which has
                 `is_last`: it must be quick, must not block and must not call this service.
+            index: which of the caller's prompts, for errors.
             request_id: name, of no other open request; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
@@ -149,6 +154,7 @@ class Service:
         request = self.core.requests.make(
             prompt,
             params,
+            index=index,
             request_id=request_id or f"request-{uuid.uuid4().hex[:16]}",
             is_streamed=True,
             priority=priority,
@@ -296,6 +302,7 @@ class Service:
             return
         self._idle.pause()
         begin_s = self._iteration_s = time.perf_counter()
+        num_before = _num_tokens(scheduler.stats)
         try:
             has_run = self.core.advance()
             self._num_failures = 0
@@ -310,6 +317,9 @@ class Service:
             self._iteration_s = None
         now_s = time.perf_counter()
         scheduler.stats.elapsed_s += now_s - begin_s
+        num_tokens = _num_tokens(scheduler.stats) - num_before
+        if self.observe_iteration is not None and num_tokens:
+            self.observe_iteration(num_tokens)
         self._send_news()
         if not has_run and scheduler.has_work:
             # nobody can run although somebody waits: that would go on for ever
@@ -370,6 +380,10 @@ class Service:
                 self._num_open -= 1
                 self._names.discard(ticket.request_id)
                 self._changed.notify_all()
+
+
+def _num_tokens(stats: SpecStats) -> int:
+    return stats.num_prompt_tokens + stats.num_output_tokens
 
 
 def _fault() -> FaultError:

@@ -12,7 +12,8 @@ from specc.errors import RequestError
 from specc.vllm.answers import answers_names
 from specc.vllm.sampling_options import STRUCTURED
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# what says a form; exactly one of them
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _DO = "correct this value"
 # what is refused unseen: characters, and rules or references, each of which may lead to the next
 MAX_CHARS = 2 << 20
@@ -58,11 +59,11 @@ class StructuredOutputsParams:
     digest: bytes = field(init=False, default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 f"structured outputs with {' and '.join(given) or 'nothing'}",
-                f"exactly one of {', '.join(_KINDS)}",
+                f"exactly one of {', '.join(KINDS)}",
                 _DO,
             )
         (kind,) = given

@@ -14,6 +14,7 @@ from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.service.service import Update
 from specc.server.generate import Output
 from specc.server.logprobs import (
+    TextOffsets,
     TokenTexts,
     chat_logprobs,
     completion_logprobs,
@@ -63,14 +64,17 @@ class ApiResponse(abc.ABC):
         self._model = model
         self._tokens = tokens
         self._options = options
-        # output → characters before the next token
-        self._offsets: dict[int, int] = {}
+
+    def name(self, request_id: str | None) -> None:
+        """Call the answer as the client calls its request, if it calls it anything."""
+        if request_id is not None:
+            self.id = f"{self.prefix}-{request_id}"
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """A whole answer."""
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         answer = self._head(self.kind) | {"choices": choices, "usage": self.usage(outputs)}
-        return answer | self._metrics(outputs)
+        return answer | {"kv_transfer_params": None} | self._metrics(outputs)
 
     def take(self, index: int, update: Update) -> bool:
         """Read an update, each once and in order, before its `chunk`.
@@ -103,7 +107,9 @@ class ApiResponse(abc.ABC):
         return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        names = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        # OpenAI's and vLLM's clients read these unasked: null says that there is none
+        return names | {"service_tier": None, "system_fingerprint": None}
 
     def _metrics(self, outputs: Sequence[Output]) -> dict[str, Any]:
         if not self._options.has_metrics:
@@ -114,21 +120,17 @@ class ApiResponse(abc.ABC):
         return {"metrics": {"speculative_decoding": speculation_of(stats)}}
 
     def _ids(self, news: Output | Update) -> dict[str, Any]:
-        return {"token_ids": news.token_ids} if self._options.has_token_ids else {}
+        return {"token_ids": news.token_ids if self._options.has_token_ids else None}
 
-    def _of_prompt(self, output: Output, is_first: bool = True) -> dict[str, Any]:
-        """What vLLM's answers have of a prompt, where asked for."""
-        found: dict[str, Any] = {}
-        if self._options.has_token_ids and is_first:
-            found["prompt_token_ids"] = output.job.token_ids
-        count = self._options.prompt_logprobs
-        if count is not None and output.prompt_logprobs is not None:
-            scores = with_best(output.prompt_logprobs, count)
-            found["prompt_logprobs"] = prompt_logprobs(self._tokens, scores)
-        return found
+    def _prompt_ids(self, output: Output, is_first: bool = True) -> dict[str, Any]:
+        has_ids = self._options.has_token_ids and is_first
+        return {"prompt_token_ids": output.job.token_ids if has_ids else None}
 
-    def _echo(self, output: Output) -> str:
-        return self._options.echo[output.job.prompt] if self._options.echo else ""
+    def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
+        count, scores = self._options.prompt_logprobs, output.prompt_logprobs
+        if count is None or scores is None:
+            return {"prompt_logprobs": None}
+        return {"prompt_logprobs": prompt_logprobs(self._tokens, with_best(scores, count))}
 
     @abc.abstractmethod
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
@@ -144,51 +146,49 @@ class CompletionResponse(ApiResponse):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, model: str, tokens: TokenTexts, options: Options) -> None:
+        super().__init__(model, tokens, options)
+        # output → where its next token begins
+        self._offsets: dict[int, TextOffsets] = {}
+
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        text = self._echo(output) + output.text
-        return self._of(index, output, text, output, 0, True) | self._of_prompt(output)
+        choice = self._of(index, output, output, True)
+        return choice | self._prompt_ids(output) | self._prompt_logprobs(output)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
-        offset = self._offsets.get(index, 0)
-        texts = [self._tokens.to_text(token) for token in update.token_ids]
-        text = (self._echo(output) if is_first else "") + update.text
-        if is_first and self._repeats_scores(output):
-            texts += [self._tokens.to_text(token) for token in output.job.token_ids]
-        self._offsets[index] = offset + sum(map(len, texts))
-        choice = self._of(index, output, text, update, offset, is_first)
-        return choice | self._of_prompt(output, is_first)
-
-    def _repeats_scores(self, output: Output) -> bool:
-        """The prompt's own log probabilities come before the output's."""
-        has_scores = self._options.logprobs is not None and output.prompt_logprobs is not None
-        return bool(self._options.echo) and has_scores
+        return self._of(index, output, update, is_first) | self._prompt_ids(output, is_first)
 
     def _of(
-        self,
-        index: int,
-        output: Output,
-        text: str,
-        news: Output | Update,
-        offset: int,
-        is_first: bool,
+        self, index: int, output: Output, news: Output | Update, is_first: bool
     ) -> dict[str, Any]:
-        logprobs = None
-        if self._options.logprobs is not None:
-            ids: list[int] = news.token_ids
-            scores: Sequence[TokenLogprobs | None] = news.logprobs or []
-            if is_first and self._repeats_scores(output):
-                ids = [*output.job.token_ids, *ids]
-                # both this and `prompt_logprobs` may ask for them, with counts of their own
-                own = with_best(output.prompt_logprobs or [], self._options.logprobs)
-                scores = [*own, *scores]
-            logprobs = completion_logprobs(self._tokens, ids, scores, offset)
+        echo = self._options.echo[output.job.prompt] if self._options.echo and is_first else None
+        has_logprobs = self._options.logprobs is not None
         return {
             "index": index,
-            "text": text,
-            "logprobs": logprobs,
+            "text": (echo or "") + news.text,
+            "logprobs": self._logprobs(index, output, news, echo) if has_logprobs else None,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         } | self._ids(news)
+
+    def _logprobs(
+        self, index: int, output: Output, news: Output | Update, echo: str | None
+    ) -> dict[str, Any]:
+        """Of new tokens, after those of the prompt where the text begins with it."""
+        if index not in self._offsets:
+            skips_special = output.job.params.skip_special_tokens
+            self._offsets[index] = TextOffsets(self._tokens, skips_special)
+        offsets, ids = self._offsets[index], news.token_ids
+        scores: Sequence[TokenLogprobs | None] = news.logprobs or []
+        begins: list[int] = []
+        if echo is not None:
+            begins = offsets.of_prompt(output.job.token_ids, echo)
+        begins = begins + offsets.of_output(ids, news.text)
+        if echo is not None and output.prompt_logprobs is not None:
+            # both this and `prompt_logprobs` may ask for them, with counts of their own
+            own = with_best(output.prompt_logprobs, self._options.logprobs or 0)
+            ids, scores = [*output.job.token_ids, *ids], [*own, *scores]
+        return completion_logprobs(self._tokens, ids, scores, begins[len(begins) - len(ids) :])
 
 
 class ChatResponse(ApiResponse):
@@ -207,11 +207,13 @@ class ChatResponse(ApiResponse):
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """A whole answer; what it has of the prompt is beside the choices."""
-        return super().whole(outputs) | self._of_prompt(outputs[0])
+        first = outputs[0]
+        return super().whole(outputs) | self._prompt_ids(first) | self._prompt_logprobs(first)
 
     def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
         """What is new about one output; of the prompt, beside the choices of the first chunk."""
-        return super().chunk(index, output, update, is_first) | self._of_prompt(output, is_first)
+        chunk = super().chunk(index, output, update, is_first)
+        return chunk | self._prompt_ids(output, is_first)
 
     def chunks(
         self, index: int, output: Output, update: Update, is_first: bool
@@ -223,12 +225,13 @@ class ChatResponse(ApiResponse):
         """
         chunk = self.chunk(index, output, update, is_first)
         (choice,) = chunk["choices"]
-        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
+        calls = {"tool_calls", "function_call"} & choice["delta"].keys()
+        if choice["finish_reason"] is None or not calls:
             return [chunk]
         reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
-        end = {"index": index, "delta": {}, "logprobs": None} | reasons
+        end = {"index": index, "delta": {}, "logprobs": None} | reasons | {"token_ids": None}
         choice |= dict.fromkeys(reasons)
-        return [chunk, self._head(self.chunk_kind) | {"choices": [end]}]
+        return [chunk, chunk | {"choices": [end], "prompt_token_ids": None}]
 
     def take(self, index: int, update: Update) -> bool:
         """Read an update; its text may be held back, or bring out what was."""
@@ -241,7 +244,9 @@ class ChatResponse(ApiResponse):
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         parser = self._reader.parser()
         whole = parser.feed(output.text, is_last=True)
-        message = {"role": self._reader.role, **self._reader.message(whole), "refusal": None}
+        message = {"role": self._reader.role} | self._reader.message(whole)
+        for name in ("refusal", "annotations", "audio", "function_call"):
+            message.setdefault(name, None)
         return {"index": index, "message": message} | self._end(output, output, parser)
 
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:

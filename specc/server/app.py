@@ -41,6 +41,7 @@ from specc.server.memory import memory_kept_low
 from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
 from specc.server.origins import with_origins
+from specc.server.plain_requests import PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.version import __version__
 
@@ -64,7 +65,7 @@ def create_app(
         config: names, keys and limits.
         template: of chats; None refuses them.
     """
-    metrics = ServeMetrics(service, config.model_names[0])
+    metrics = ServeMetrics(service, config.model_names[0], config.vllm_metrics)
     endpoints = Endpoints(service, config, metrics, template)
     app = FastAPI(
         title="specc",
@@ -72,6 +73,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        redirect_slashes=False,
         lifespan=lambda _: _logging(metrics, config.log_every_s, endpoints),
     )
     app.state.metrics = metrics
@@ -100,7 +102,9 @@ def create_app(
         app.add_middleware(_NeedsKey, keys=config.api_keys)
     if config.allowed_hosts is not None:
         app.add_middleware(KnownHosts, names=config.allowed_hosts)
-    describe(app)
+    # around all others: keys and names depend on the path
+    app.add_middleware(PlainRequests, has_ids=config.enable_request_id_headers)
+    describe(app, config.strict_fields)
     # around what Starlette answers where nobody expected an error, too
     app.middleware_stack = with_origins(app.build_middleware_stack(), config.origins)
     app.state.origins = config.origins
@@ -119,7 +123,6 @@ async def _guarded(work: Coroutine[Any, Any, Response]) -> Response:
 
 
 def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) -> None:
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", **of_health())
     async def health() -> Response:
         """Whether requests can be served."""
@@ -129,7 +132,6 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
             content["measuring_latency"] = measured
         return JSON(content, status_code=200 if now is Health.OK else 503)
 
-    @app.head("/ping", include_in_schema=False)
     @app.get("/ping", **of_health())
     async def ping() -> Response:
         """As /health."""
@@ -222,8 +224,8 @@ class _NeedsKey:
             return
         error = ApiError(
             401,
-            "found: no valid API key; needed: the header Authorization: Bearer KEY; do: ask the"
-            " operator of this server for a key",
+            "Incorrect API key provided, or none: expected the header Authorization: Bearer KEY."
+            " Please ask the operator of this server for a key.",
             kind="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
@@ -261,15 +263,15 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         answer = ApiError(
             404,
-            "found: no such path; needed: /v1/models, /v1/completions or /v1/chat/completions; do:"
-            " correct the URL",
+            f"Invalid URL ({request.method[:20]} {shorten(request.url.path)}). Please use"
+            " /v1/models, /v1/completions or /v1/chat/completions.",
             code="not_found",
         )
     elif error.status_code == 405:
         answer = ApiError(
             405,
-            f"found: method {request.method[:20]}; needed: {headers.get('allow', 'another one')};"
-            " do: correct the method",
+            f"Not allowed to {request.method[:20]} on {shorten(request.url.path)}; expected"
+            f" {headers.get('allow', 'another method')}. Please correct the method.",
             code="method_not_allowed",
         )
     else:
@@ -279,8 +281,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:
-    text = "found: a request of another form; needed: one of this API; do: correct it"
-    return error_response(ApiError(400, text))
+    return error_response(ApiError(400, "This is no request of this API. Please correct it."))
 
 
 async def _on_unexpected(_: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ import numpy as np
 from starlette.requests import Request
 
 from specc.server.config import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_VALUES, ServeConfig
-from specc.server.errors import ApiError, bad_request, shorten
+from specc.server.errors import ApiError, bad_request, overloaded, shorten
 
 # from this size on, what a body holds is counted before it is parsed
 COUNTED_BODY_BYTES = 64 << 10
@@ -43,14 +43,10 @@ class BodyBudget:
     def take(self, num_bytes: int) -> None:
         """Raises ApiError: there is not so much left."""
         if num_bytes > self._num_free:
-            raise ApiError(
-                503,
-                "found: many long requests at a time; needed: fewer, or shorter ones; do: try again"
-                " later",
-                kind="overloaded_error",
-                code="overloaded",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )
+            raise overloaded(
+                "there are many long requests at a time", "fewer, or shorter ones",
+                "try again later", {"Connection": "close"},
+            )  # fmt: skip
         self._num_free -= num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -73,8 +69,8 @@ async def read_body(request: Request, config: ServeConfig) -> AsyncIterator[byte
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(
             415,
-            f"found: a body of type {shorten(media_type) or 'unknown'}; needed: application/json;"
-            " do: send the header Content-Type: application/json",
+            f"The body is of type {shorten(media_type) or 'unknown'}; expected application/json."
+            " Please send the header Content-Type: application/json.",
             code="unsupported_media_type",
         )
     async with _counted(request.app.state.bodies) as count:
@@ -220,12 +216,12 @@ async def _receive(request: Request, timeout_s: float, left_s: float) -> Any:
     try:
         message = await asyncio.wait_for(request.receive(), min(timeout_s, max(0.0, left_s)))
     except TimeoutError as error:
-        found = f"no more of the body for {timeout_s:g} s"
+        found = f"No more of the body came for {timeout_s:g} s"
         if left_s < timeout_s:
-            found = f"a body of which less than {_MIN_RATE} bytes came a second"
+            found = f"Less than {_MIN_RATE} bytes of the body came a second"
         raise ApiError(
             408,
-            f"found: {found}; needed: all of it; do: send the request again",
+            f"{found}. Please send the request again.",
             code="request_timeout",
             headers={"Connection": "close"},
         ) from error
@@ -281,8 +277,8 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _too_large(limit: int) -> ApiError:
     return ApiError(
         413,
-        f"found: a body that is too large; needed: at most {limit} bytes; do: send less, or start"
-        " the server with a larger --max-body-bytes",
+        f"The body is too large; expected at most {limit} bytes. Please send less, or start the"
+        " server with a larger --max-body-bytes.",
         code="request_too_large",
         headers={"Connection": "close"},
     )

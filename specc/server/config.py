@@ -270,6 +270,10 @@ class ServeConfig:
         tool_call_parser: what tells such calls from content.
         trust_request_chat_template: chats may bring a template of their own: a program, which runs
             bounded as the engine's does, and which says what stands in the prompt.
+        strict_fields: refuse fields that no request has, which are otherwise left out and logged.
+        enable_request_id_headers: every response has a header `X-Request-Id`, also those that
+            generate nothing.
+        vllm_metrics: /metrics has figures by vLLM's names, too.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
         origins: whose pages may use it.
     Raises:
@@ -342,6 +346,23 @@ class ServeConfig:
     )
     trust_request_chat_template: bool = option(
         False, "Render the chat templates that requests bring; names of the engine's own need none."
+    )
+    strict_fields: bool = option(
+        False,
+        "Refuse requests with fields that the API has not got, such as a misspelt one; else they"
+        " are left out, and each name is logged once.",
+        "--strict-fields",
+    )
+    enable_request_id_headers: bool = option(
+        False,
+        "Every response has the X-Request-Id of its request, or one of its own; else only those"
+        " of completions and chats.",
+        "--enable-request-id-headers",
+    )
+    vllm_metrics: bool = option(
+        True,
+        "Have figures at /metrics by vLLM's names (vllm:…), too, for its dashboards.",
+        "--vllm-metrics/--no-vllm-metrics",
     )
     allowed_hosts: tuple[str, ...] | None = None
     origins: Origins = field(default_factory=Origins)

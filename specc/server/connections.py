@@ -309,7 +309,7 @@ class StrictProtocol(H11Protocol):
             return
         error = self.conn.error
         status = error.error_status_hint if error is not None else 400
-        text = f"found: {str(error)[:200]}; needed: HTTP/1.1; do: correct the request"
+        text = f"This is not HTTP/1.1: {str(error)[:200]}. Please correct the request."
         body = to_bytes(ApiError(status, text, code="malformed_http").to_json())
         headers = [
             (b"content-type", b"application/json"),
@@ -345,8 +345,8 @@ class _StatusOnly:
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     error = ApiError(
         503,
-        "found: more connections than this server takes; needed: fewer; do: try again later,"
-        " and keep connections for several requests",
+        "There are more connections than this server takes. Please try again later, and keep"
+        " connections for several requests.",
         kind="overloaded_error",
         code="too_many_connections",
         headers={"Retry-After": "1", "Connection": "close"},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -19,12 +19,20 @@ from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResp
 from specc.server.body import parse_body, read_body
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
+from specc.server.fields import UnknownFields, whole_numbers
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
 from specc.server.message_reader import MessageReader, token_ids_of
 from specc.server.metrics import ServeMetrics
-from specc.server.params import chat_params, completion_params, for_choices, is_prompt_alone
+from specc.server.params import (
+    chat_params,
+    completion_params,
+    for_choices,
+    is_prompt_alone,
+    structure_field,
+)
+from specc.server.plain_requests import HEADER, request_id_of
 from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,15 +41,16 @@ from specc.server.protocol import (
     parse,
 )
 from specc.server.stream import open_stream
-from specc.server.tools import read_tools
+from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
-# what was asked for: the request, its options, token ids of its prompts, texts to begin with
-_Completion = tuple[CompletionRequest, SamplingParams, list[list[int]], tuple[str, ...] | None]
-_Chat = tuple[ChatRequest, SamplingParams, list[int], MessageReader]
-# what rendering complains about begins with the place of the fault, where it knows one
-_PLACE = re.compile(r"(messages\.[\w.]*)[= ]|(chat_template|continue_final_message)=")
+# what was asked for: the request, its options, the field that has the form of its outputs, token
+# ids of its prompts, texts to begin with
+_Completion = tuple[
+    CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
+]
+_Chat = tuple[ChatRequest, SamplingParams, str | None, list[int], MessageReader]
 
 
 class Endpoints:
@@ -68,6 +77,7 @@ class Endpoints:
         self._engine = service.engine
         self._tokens = TokenTexts(service.engine.tokenizer)
         self._threads = PromptThreads()
+        self._unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
             service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
 
@@ -91,19 +101,23 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, self._parse(body))
+            wanted = parse(CompletionRequest, self._parse(body), self._unknown)
             self._check(wanted)
             params = completion_params(wanted, self._service.core.defaults)
+            form = structure_field(wanted)
             prompts = self._read_prompts(wanted)
             forget_long(wanted)
-            return wanted, params, *prompts
+            return wanted, params, form, *prompts
 
-        found = await self._in_thread(request, read)
-        wanted, params, token_ids, echo = found
-        options = self._options(wanted, wanted.logprobs, echo)
-        answer = CompletionResponse(self._config.model_names[0], self._tokens, options)
-        is_alone = is_prompt_alone(wanted)
-        return await self._answer(request, wanted, token_ids, params, answer, is_alone)
+        with _blaming("prompt"):
+            found = await self._in_thread(request, read)
+            wanted, params, form, token_ids, echo = found
+            options = self._options(wanted, wanted.logprobs, echo)
+            answer = CompletionResponse(self._config.model_names[0], self._tokens, options)
+            is_alone = is_prompt_alone(wanted)
+            return await self._answer(
+                request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
+            )
 
     async def chat(self, request: Request) -> Response:
         """Of /v1/chat/completions.
@@ -115,28 +129,33 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Chat:
-            wanted = parse(ChatRequest, self._parse(body))
+            wanted = parse(ChatRequest, self._parse(body), self._unknown)
             self._check(wanted)
+            with_tools(wanted, self._config, self._unknown)
             defaults = self._service.core.defaults
             params = chat_params(wanted, self._engine.max_seq_len, defaults)
             self._check_count(wanted.n or 1)
             self._check_template(wanted)
             use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
+            form = structure_field(wanted)
             if use.grammar is not None:
-                params = dataclasses.replace(params, structured_outputs=use.grammar)
+                form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
             text = render(self._template, wanted)
             requests = self._service.core.requests
             token_ids = requests.tokenize(text, not wanted.add_special_tokens)
             reader = MessageReader(self._config, wanted, text, use)
             forget_long(wanted)
-            return wanted, params, token_ids, reader
+            return wanted, params, form, token_ids, reader
 
-        found = await self._in_thread(request, read, is_chat=True)
-        wanted, params, token_ids, reader = found
-        options = self._options(wanted, params.logprobs)
-        answer = ChatResponse(self._config.model_names[0], self._tokens, options, reader)
-        shown = token_ids_of(self._engine.tokenizer, reader.markers)
-        return await self._answer(request, wanted, [token_ids], params, answer, shown=shown)
+        with _blaming("messages"):
+            found = await self._in_thread(request, read, is_chat=True)
+            wanted, params, form, token_ids, reader = found
+            options = self._options(wanted, params.logprobs)
+            answer = ChatResponse(self._config.model_names[0], self._tokens, options, reader)
+            shown = token_ids_of(self._engine.tokenizer, reader.markers)
+            return await self._answer(
+                request, wanted, [token_ids], params, answer, form, shown=shown
+            )
 
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
@@ -172,6 +191,7 @@ class Endpoints:
         token_ids: Sequence[list[int]],
         params: SamplingParams,
         answer: ApiResponse,
+        form: str | None,
         is_prompt_alone: bool = False,
         shown: frozenset[int] = frozenset(),
     ) -> Response:
@@ -180,10 +200,15 @@ class Endpoints:
             for prompt, ids in enumerate(token_ids)
             for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]
+        # as with vLLM, the header before the field
+        sent_id = request_id_of(request)
+        answer.name(sent_id or wanted.request_id)
+        headers = {HEADER: sent_id or answer.id}
         generation = Generation(
             self._service,
             jobs,
-            self._metrics.observer,
+            self._metrics.observers([(job.prompt, job.params) for job in jobs]),
+            form,
             priority=wanted.priority or 0,
             timeout_s=self._config.request_timeout_s,
             shown_token_ids=shown,
@@ -197,15 +222,16 @@ class Endpoints:
                     request,
                     generation,
                     answer,
-                    has_usage=bool(also and also.include_usage),
-                    has_all_usage=bool(also and also.continuous_usage_stats),
+                    headers,
+                    has_usage=also is not None and also.has_usage,
+                    has_all_usage=also is not None and also.has_all_usage,
                 )
                 is_handed_on = True
                 return stream
             outputs: list[Output] = await unless_gone(request, generation.collect())
             for output in outputs if is_prompt_alone else ():
                 output.forget()
-            return JSON(answer.whole(outputs), headers={"X-Request-Id": answer.id})
+            return JSON(answer.whole(outputs), headers=headers)
         finally:
             if not is_handed_on:
                 generation.close()
@@ -214,7 +240,8 @@ class Endpoints:
         names = self._config.model_names
         if wanted.model is not None and wanted.model not in names:
             raise unknown_model(wanted.model, names)
-        if wanted.stream_options is not None and not wanted.stream:
+        options = wanted.stream_options
+        if options is not None and options.model_fields_set and not wanted.stream:
             raise bad_request(
                 "stream_options without stream", "stream=true beside it", "pass stream",
                 "stream_options",
@@ -273,6 +300,15 @@ class Endpoints:
         return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
 
 
+@contextlib.contextmanager
+def _blaming(prompt: str) -> Iterator[None]:
+    """Tell errors of the engine in the words of a request whose prompt is in this field."""
+    try:
+        yield
+    except RequestError as error:
+        raise api_error_of(error, prompt=prompt) from error
+
+
 def _too_many(count: int) -> ApiError:
     return bad_request(
         f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
@@ -284,6 +320,10 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
+        # 5.0 is 5 here, too
+        prompt = whole_numbers(prompt)
+        if isinstance(prompt[0], list):
+            prompt = [whole_numbers(item) for item in prompt]
         if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
             # before a look at each of them
             raise _too_many(len(prompt))
@@ -295,7 +335,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         if lists and all(type(token) is int for item in prompt for token in item):
             return prompt
     raise bad_request(
-        "prompt of another form, or empty",
+        "the prompt is empty, or of another form",
         "a string, a list of token ids, or a list of either",
         "correct it",
         "prompt",
@@ -326,7 +366,7 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
             continue_final_message=continues,
         )
     except RequestError as error:
-        raise _api_error(error) from error
+        raise api_error_of(error, "messages", "messages") from error
 
 
 def _given(wanted: ChatRequest) -> dict[str, Any]:
@@ -349,10 +389,3 @@ def _reads_tools(template: ChatTemplate | None, wanted: ChatRequest) -> bool:
     except RequestError:
         # a chat without a template is refused by `render`
         return True
-
-
-def _api_error(error: RequestError) -> ApiError:
-    answer = api_error_of(error)
-    place = _PLACE.match(error.found)
-    answer.param = (place[1] or place[2]) if place else "messages"
-    return answer

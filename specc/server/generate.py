@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from specc.errors import RequestError
 from specc.runtime.outputs.logprobs import PromptLogprobs, TokenLogprobs
 from specc.runtime.service.service import Service, Ticket, Update
 from specc.runtime.service.stream import UpdateStream
@@ -72,7 +73,8 @@ class Generation:
     Args:
         service: that makes them.
         jobs: one for each output.
-        observe: makes what is called with each update of one output.
+        observers: called with each update of one output, one for each job.
+        form: the field that says which form outputs have, for errors.
         options: of `Service.submit`, the same for all.
     """
 
@@ -80,12 +82,14 @@ class Generation:
         self,
         service: Service,
         jobs: Sequence[OutputJob],
-        observe: Callable[[], Callable[[Update], object]],
+        observers: Sequence[Callable[[Update], object]],
+        form: str | None = None,
         **options: Any,
     ) -> None:
         self.outputs = [Output(job) for job in jobs]
         self._service = service
-        self._observe = observe
+        self._observers = observers
+        self._form = form
         self._options = options
         self._begin_s = time.monotonic()
         self._streams: list[UpdateStream] = []
@@ -100,9 +104,10 @@ class Generation:
         self._begin_s = time.monotonic()
         try:
             leaders: dict[int, UpdateStream] = {}
-            for output in self.outputs:
+            for output, observe in zip(self.outputs, self._observers, strict=True):
                 leader = leaders.get(output.job.prompt)
-                stream = await self._submit(output.job, leader.ticket if leader else None)
+                ticket = leader.ticket if leader else None
+                stream = await self._submit(output.job, observe, ticket)
                 leaders.setdefault(output.job.prompt, stream)
                 self._streams.append(stream)
         except BaseException:
@@ -179,14 +184,19 @@ class Generation:
         output.metrics = update.metrics
         return update
 
-    async def _submit(self, job: OutputJob, leader: Ticket | None) -> UpdateStream:
+    async def _submit(
+        self, job: OutputJob, observe: Callable[[Update], object], leader: Ticket | None
+    ) -> UpdateStream:
         options = dict(self._options)
         if job.params.structured_outputs is not None:
-            options["grammar"] = await start_grammar(
-                self._service.engine.grammars,
-                job.params.structured_outputs,
-                options.get("timeout_s"),
-            )
+            try:
+                options["grammar"] = await start_grammar(
+                    self._service.engine.grammars,
+                    job.params.structured_outputs,
+                    options.get("timeout_s"),
+                )
+            except RequestError as error:
+                raise api_error_of(error, self._form) from error
         if (timeout_s := options.get("timeout_s")) is not None:
             # what the outputs before this one took counts, too
             options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - self._begin_s))
@@ -196,7 +206,8 @@ class Generation:
             self._service,
             job.token_ids,
             job.params,
-            observe=self._observe(),
+            index=job.prompt,
+            observe=observe,
             loop=asyncio.get_running_loop(),
             leader=leader,
             **options,

@@ -78,8 +78,8 @@ class KnownHosts:
             return
         error = ApiError(
             403,
-            f"found: the host {shorten(header)!r}; needed: a name of this server; do: use its"
-            " address, or start it with --allowed-host NAME",
+            f"The host {shorten(header)!r} is no name of this server. Please use its address, or"
+            " start it with --allowed-host NAME.",
             kind="permission_error",
             code="host_not_allowed",
             headers={"Connection": "close"},

@@ -7,11 +7,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specc.server.chat_fields import ChatMessage
 from specc.server.config import ServeConfig
+from specc.server.fields import without_nulls
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS
 from specc.server.parsers.whole_message import message_parser
-from specc.server.protocol import ChatMessage, ChatRequest
+from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse, has_structure
 
 # characters of a prompt whose end is looked at; a marker and white space after it are fewer
@@ -35,7 +37,6 @@ class MessageReader:
         # what a grammar has made begins with its form: such an output does not think
         is_free = not has_structure(wanted) and use.grammar is None
         self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
-        self._has_reasoning = config.reasoning_parser is not None
         self._shows_reasoning = wanted.include_reasoning is not False
         self._prompt = prompt[-_END:]
         self._use = use
@@ -65,26 +66,36 @@ class MessageReader:
         fields: dict[str, Any] = {"content": self.echo + whole.content}
         if not fields["content"] and (whole.reasoning or whole.calls):
             fields["content"] = None
-        if whole.calls:
+        if whole.calls and self._use.are_functions:
+            fields["function_call"] = _call(whole.calls[0])["function"]
+        elif whole.calls:
             fields["tool_calls"] = [_call(call) for call in whole.calls]
-        if self._has_reasoning:
-            fields |= self._reasoning(whole.reasoning or None)
-        return fields
+        # null where there is none, or none is shown: clients of vLLM read it unasked
+        shown = whole.reasoning or None if self._shows_reasoning else None
+        return fields | _reasoning(shown)
 
     def delta(self, news: Delta) -> dict[str, Any]:
         """Fields of a chunk's delta."""
         fields: dict[str, Any] = {"content": news.content} if news.content else {}
-        if news.calls:
+        if news.calls and self._use.are_functions:
+            function = {"name": None, "arguments": ""}
+            for call in map(_call, news.calls):
+                function["name"] = call["function"].get("name", function["name"])
+                function["arguments"] += call["function"]["arguments"]
+            fields["function_call"] = without_nulls(function)
+        elif news.calls:
             fields["tool_calls"] = [{"index": call.index} | _call(call) for call in news.calls]
-        return fields | (self._reasoning(news.reasoning) if news.reasoning else {})
+        shown = news.reasoning if self._shows_reasoning else None
+        return fields | (_reasoning(shown) if shown else {})
 
     def finish_reason(self, reason: str | None, parser: MessageParser) -> str | None:
         """Why an output has ended, if it has."""
         return reason and self._use.finish_reason(reason, parser)
 
-    def _reasoning(self, text: str | None) -> dict[str, Any]:
-        # vLLM's name of today, and the one before it, which DeepSeek's API has
-        return {"reasoning": text, "reasoning_content": text} if self._shows_reasoning else {}
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    # vLLM's name of today, and the one before it, which DeepSeek's API has
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _text(message: ChatMessage) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,14 @@ from prometheus_client.registry import Collector
 from specc.percentile import percentile
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.state import Health, ServiceState
+from specc.sampling.params import SamplingParams
+from specc.server.metric_names import OWN, BothNames
+from specc.speculation.metrics import SpecStats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100)
 _LABEL = ["model_name"]
 # rates are of the last seconds, looked at no more often than this
 _RATE_WINDOW_S, _LOOK_EVERY_S = 5.0, 0.2
@@ -71,15 +75,25 @@ class RateWindow:
         )
 
 
+@dataclass
+class _Group:
+    """Outputs of one prompt."""
+
+    num_outputs: int = 0
+    num_ended: int = 0
+    most: int = 0
+
+
 class ServeMetrics(Collector):
     """Counts what goes through a server, and reads the rest from its service.
 
     Args:
         service: whose state is told.
         model_name: label of all figures.
+        has_vllm_names: figures that vLLM has, too, come by its names as well.
     """
 
-    def __init__(self, service: Service, model_name: str) -> None:
+    def __init__(self, service: Service, model_name: str, has_vllm_names: bool = True) -> None:
         self._service = service
         self._label = [model_name]
         self._plans = list(service.engine.plans)
@@ -105,19 +119,58 @@ class ServeMetrics(Collector):
             "e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
         )
         self._recent_first, self._recent_gap = RecentLatencies(), RecentLatencies()
-        self._prompt = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
-        self._output = self._histogram("request_generation_tokens", "Tokens of outputs.", _TOKENS)
+        self._queue, self._prefill, self._decode, self._inference, self._mean_gap = (
+            self._histogram(f"request_{name}_seconds", text, buckets)
+            for name, text, buckets in (
+                ("queue_time", "From arrival to the first pass.", _SECONDS),
+                ("prefill_time", "From the first pass to the first token.", _SECONDS),
+                ("decode_time", "From the first token to the last.", _SECONDS),
+                ("inference_time", "From the first pass to the last token.", _SECONDS),
+                ("time_per_output_token", "Mean between two tokens of a request.", _GAPS),
+            )
+        )
+        self._prompt, self._output, self._most, self._limit, self._per_iteration = (
+            self._histogram(name, text, _TOKENS)
+            for name, text in (
+                ("request_prompt_tokens", "Tokens of prompts."),
+                ("request_generation_tokens", "Tokens of outputs."),
+                ("request_max_num_generation_tokens", "Tokens of a prompt's longest output."),
+                ("request_params_max_tokens", "Tokens that an output may have."),
+                (
+                    "iteration_tokens_total",
+                    "Tokens of an iteration: prompts that are read, outputs.",
+                ),
+            )
+        )
+        self._num_outputs = self._histogram("request_params_n", "Outputs of a prompt.", _COUNTS)
         self._registry.register(self)
+        self._pages: CollectorRegistry | BothNames = self._registry
+        if has_vllm_names:
+            self._pages = BothNames(self._registry)
+        service.observe_iteration = self._per_iteration.observe
 
-    def observer(self) -> Callable[[Update], None]:
-        """Makes what is called with each update of one request, in the event loop."""
-        begin_s = last_s = time.perf_counter()
+    def observers(
+        self, jobs: Sequence[tuple[int, SamplingParams]]
+    ) -> list[Callable[[Update], None]]:
+        """What is called with each update of each output of a request, in the event loop.
+
+        Args:
+            jobs: prompt and options of each output.
+        """
+        groups = {prompt: _Group() for prompt, _ in jobs}
+        for prompt, _ in jobs:
+            groups[prompt].num_outputs += 1
+        return [self._observer(groups[prompt], params) for prompt, params in jobs]
+
+    def _observer(self, group: _Group, params: SamplingParams) -> Callable[[Update], None]:
+        begin_s = last_s = first_s = time.perf_counter()
         num_tokens = 0
 
         def observe(update: Update) -> None:
-            nonlocal last_s, num_tokens
+            nonlocal last_s, first_s, num_tokens
             now_s, count = time.perf_counter(), len(update.token_ids)
             if count and not num_tokens:
+                first_s = now_s
                 self._first_token.observe(now_s - begin_s)
                 self._recent_first.add(now_s - begin_s)
             elif count:
@@ -134,15 +187,34 @@ class ServeMetrics(Collector):
                 self._output.observe(num_tokens)
                 if update.metrics is not None and update.metrics.num_prompt_tokens:
                     self._prompt.observe(update.metrics.num_prompt_tokens)
+                    self._phases(update.metrics, now_s - first_s)
+                if num_tokens > 1:
+                    self._mean_gap.observe((last_s - first_s) / (num_tokens - 1))
+                if params.max_tokens is not None:
+                    self._limit.observe(params.max_tokens)
+                group.num_ended += 1
+                group.most = max(group.most, num_tokens)
+                if group.num_ended == group.num_outputs:
+                    self._most.observe(group.most)
+                    self._num_outputs.observe(group.num_outputs)
 
         return observe
+
+    def _phases(self, stats: SpecStats, decode_s: float) -> None:
+        """Of a request with a first token."""
+        decode_s = min(decode_s, stats.elapsed_s)
+        prefill_s = min(stats.elapsed_s - decode_s, stats.first_token_s)
+        self._queue.observe(stats.first_token_s - prefill_s)
+        self._prefill.observe(prefill_s)
+        self._decode.observe(decode_s)
+        self._inference.observe(stats.elapsed_s)
 
     def rates(self) -> Rates:
         return self._window.look(self._service.state())
 
     def to_text(self) -> bytes:
         """In the text format of Prometheus."""
-        return generate_latest(self._registry)
+        return generate_latest(self._pages)  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
         """For the page: what runs now, and all so far."""
@@ -228,6 +300,11 @@ class ServeMetrics(Collector):
         for name in self._plans:
             plan.add_metric([*self._label, name], now.get(name, 0))
         yield plan
+        shape = self._service.engine.cache.shape
+        cache = {"block_size": shape.rows_per_block, "num_gpu_blocks": state.num_blocks}
+        info = self._family(GaugeMetricFamily, "cache_config_info", "Of the cache; 1.", *cache)
+        info.add_metric([*self._label, *map(str, cache.values())], 1)
+        yield info
         healthy = self._service.health is Health.OK
         yield self._gauge("engine_healthy", "1 where requests can be served.", healthy)
         measured = 1.0 if state.measured is None else state.measured
@@ -266,7 +343,7 @@ class ServeMetrics(Collector):
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
-            f"specc:{name}", text, _LABEL, registry=self._registry, buckets=buckets
+            f"{OWN}{name}", text, _LABEL, registry=self._registry, buckets=buckets
         )
         return histogram.labels(*self._label)
 
@@ -276,7 +353,7 @@ class ServeMetrics(Collector):
         return gauge
 
     def _family(self, kind: Any, name: str, text: str, *labels: str) -> Any:
-        return kind(f"specc:{name}", text, labels=[*_LABEL, *labels])
+        return kind(f"{OWN}{name}", text, labels=[*_LABEL, *labels])
 
 
 def _latency(recent: RecentLatencies) -> dict[str, Any]:

@@ -68,11 +68,12 @@ def of_text() -> dict[str, Any]:
     return {"response_class": PlainTextResponse}
 
 
-def describe(app: FastAPI) -> None:
+def describe(app: FastAPI, has_strict_fields: bool) -> None:
     """Add the application's description, with the schemas that `request_body` names.
 
     Args:
         app: made with `openapi_url=None`: FastAPI's own route writes it anew for each request.
+        has_strict_fields: unknown fields are refused.
     """
     generate = app.openapi
 
@@ -87,8 +88,10 @@ def describe(app: FastAPI) -> None:
                     operation["responses"].pop("422", None)
             for kind in (CompletionRequest, ChatRequest):
                 schema = kind.model_json_schema(ref_template=_PLACE)
-                schemas.update(schema.pop("$defs", {}))
-                schemas[kind.__name__] = schema
+                schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
+            for schema in schemas.values():
+                if not has_strict_fields and schema.get("additionalProperties") is False:
+                    del schema["additionalProperties"]
             app.openapi_schema = description
         return app.openapi_schema
 

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from typing import Any
 
+from specc.errors import RequestError
 from specc.sampling.generation_config import SamplingDefaults
 from specc.sampling.params import MAX_LOGPROBS, SamplingParams
-from specc.sampling.structured import StructuredOutputsParams
+from specc.sampling.structured import KINDS, StructuredOutputsParams
 from specc.server.config import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-from specc.server.errors import ApiError, bad_request
-from specc.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from specc.server.errors import ApiError, api_error_of, bad_request
+from specc.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ResponseFormat,
+)
 
 # fields that mean the same in both
 _SAME = (
     "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "rule", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "speculative", "prompt_logprobs",
     "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 _COMPLETION_TOKENS = 16
+# `max_tokens` of llama.cpp's clients: up to the end of the context
+_NO_LIMIT = -1
+_SEEDS = 1 << 63
 
 
 def completion_params(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -30,9 +41,7 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
             f"best_of={request.best_of} and n={request.n or 1}", "equal ones", "leave best_of out",
             "best_of",
         )  # fmt: skip
-    tokens = request.max_tokens
-    if tokens is None and "max_tokens" not in request.model_fields_set:
-        tokens = _COMPLETION_TOKENS
+    tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     tokens = 1 if is_prompt_alone(request) else tokens
     params = _params(request, tokens, request.logprobs, defaults)
     if request.echo and request.logprobs is not None:
@@ -65,12 +74,12 @@ def chat_params(
         ApiError: a value that is out of range or cannot be served.
         RequestError: the same.
     """
-    if request.max_completion_tokens is not None:
-        tokens = request.max_completion_tokens
-    else:
-        tokens = max_seq_len if request.max_tokens is None else request.max_tokens
+    # the newer name wins, as with vLLM
+    tokens = request.max_completion_tokens
+    tokens = request.max_tokens if tokens is None else tokens
+    tokens = max_seq_len if tokens is None else tokens
     top = request.top_logprobs
-    if top is not None and not request.logprobs:
+    if top and not request.logprobs:
         raise bad_request(
             "top_logprobs without logprobs", "logprobs=true beside it", "pass logprobs",
             "top_logprobs",
@@ -108,7 +117,10 @@ def _params(
             "leave one of them out", "prompt_logprobs",
         )  # fmt: skip
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    limits = [count for count in (max_tokens, defaults.max_tokens) if count is not None]
+    if (seed := request.seed) is not None:
+        given["seed"] = _seed(seed)
+    own = None if max_tokens == _NO_LIMIT else max_tokens
+    limits = [count for count in (own, defaults.max_tokens) if count is not None]
     return defaults.params(
         max_tokens=min(limits, default=None),
         logprobs=logprobs,
@@ -116,6 +128,13 @@ def _params(
         structured_outputs=_structured(request),
         **given,
     )
+
+
+def _seed(seed: int) -> int | None:
+    """As vLLM takes it: -1 is none, other negative ones are seeds like any."""
+    if seed == -1:
+        return None
+    return seed % _SEEDS if -_SEEDS <= seed < 0 else seed
 
 
 def _stop(stop: Any) -> list[str]:
@@ -126,7 +145,7 @@ def _stop(stop: Any) -> list[str]:
         )
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise bad_request(
-            "stop of another form", "a string or a list of strings", "correct it", "stop"
+            "the field stop is neither", "a string or a list of strings", "correct it", "stop"
         )
     if "" in strings:
         raise bad_request("an empty stop string", "non-empty ones", "remove it", "stop")
@@ -141,44 +160,76 @@ def _stop(stop: Any) -> list[str]:
     return strings
 
 
+def structure_field(request: GenerationRequest) -> str | None:
+    """The field that says which form outputs have, if one does."""
+    found = _forms(request)
+    return found[0][0] if found else None
+
+
 def _structured(request: GenerationRequest) -> StructuredOutputsParams | None:
-    """From whichever of the three ways to ask for it was used."""
-    found: dict[str, dict[str, Any]] = {}
-    response_format = request.response_format
-    if response_format is not None and response_format.type != "text":
-        found["response_format"] = _of_format(request)
+    """From all ways to ask for it: clients send one form by its old and by its new name.
+
+    Raises:
+        ApiError: they say different things, or nothing.
+    """
+    forms = _forms(request)
+    if not forms:
+        return None
+    # option → the field that has it, and its value
+    found: dict[str, tuple[str, Any]] = {}
+    for field, options in forms:
+        for name, value in options.items():
+            other, known = found.setdefault(name, (field, value))
+            if _plain(name, known) != _plain(name, value):
+                raise _different(other, field)
+    fields = list(dict.fromkeys(found[name][0] for name in found if name in KINDS))
+    if len(fields) > 1:
+        raise _different(*fields[:2])
+    if not fields:
+        field = forms[0][0]
+        raise bad_request(f"{field} without a form", "json, regex, choice, …", "add one", field)
+    try:
+        return StructuredOutputsParams(**{name: value for name, (_, value) in found.items()})
+    except RequestError as error:
+        raise api_error_of(error, fields[0]) from error
+
+
+def _forms(request: GenerationRequest) -> list[tuple[str, dict[str, Any]]]:
+    """(field, options of `StructuredOutputsParams` that it has) of each field that is given."""
+    forms = []
+    if request.response_format is not None and request.response_format.type != "text":
+        forms.append(("response_format", _of_format(request.response_format)))
     if request.structured_outputs is not None:
         own = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        found["structured_outputs"] = own
-    guided: dict[str, Any] = {
-        "json": request.guided_json,
-        "regex": request.guided_regex,
-        "choice": request.guided_choice,
-        "grammar": request.guided_grammar,
-        "whitespace_pattern": request.guided_whitespace_pattern,
-    }
-    guided = {name: value for name, value in guided.items() if value is not None}
-    if guided:
-        found["guided_" + next(iter(guided))] = guided
-    if not found:
-        return None
-    if len(found) > 1:
-        raise bad_request(
-            " and ".join(found), "one of them", "leave the others out", list(found)[-1]
-        )
-    ((name, options),) = found.items()
-    if "json_object" in options and options["json_object"] is False:
-        del options["json_object"]
-    if not options:
-        raise bad_request(f"{name} without a form", "json, regex, choice, …", "add one", name)
-    return StructuredOutputsParams(**options)
+        if own.get("json_object") is False:
+            del own["json_object"]
+        forms.append(("structured_outputs", own))
+    for name in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
+        value = getattr(request, f"guided_{name}")
+        if value is not None:
+            forms.append((f"guided_{name}", {name: value}))
+    return forms
 
 
-def _of_format(request: GenerationRequest) -> dict[str, Any]:
-    wanted = request.response_format
-    assert wanted is not None
+def _plain(name: str, value: Any) -> Any:
+    """To be compared: a schema may be given as its text."""
+    if name == "json" and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _different(field: str, other: str) -> ApiError:
+    return bad_request(
+        f"{field} and {other} that say different things", "one of them, or both alike",
+        f"leave {other} out", other,
+    )  # fmt: skip
+
+
+def _of_format(wanted: ResponseFormat) -> dict[str, Any]:
     if wanted.type == "json_object":
-        return {"json_object": True}
+        schema = wanted.schema_
+        return {"json_object": True} if schema is None else {"json": schema}
     if wanted.type != "json_schema":
         raise bad_request(
             f"response_format of type {wanted.type!r}",
@@ -186,12 +237,11 @@ def _of_format(request: GenerationRequest) -> dict[str, Any]:
             "choose one of them",
             "response_format.type",
         )
-    schema = wanted.json_schema.schema_ if wanted.json_schema else None
-    if schema is None:
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise ApiError(
             400,
-            "found: response_format of type json_schema without json_schema.schema; needed: a"
-            " schema; do: add it",
-            param="response_format.json_schema",
+            "Missing required parameter: 'response_format.json_schema.schema'. Please add it.",
+            param="response_format.json_schema.schema",
+            code="missing_required_parameter",
         )
-    return {"json": schema}
+    return {"json": wanted.json_schema.schema_}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema
 
 from specc.sampling.logit_controls import MAX_BAD_WORDS, MAX_BIAS
 from specc.sampling.params import MAX_LOGPROBS
 from specc.sampling.rows import RULES
+from specc.server.chat_fields import ChatMessage, FunctionCall, Tool, ToolChoice, ToolFunction
 from specc.server.config import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from specc.server.errors import ApiError
+from specc.server.fields import Fields, Int, Ints, UnknownFields, error_of, without_nulls
 
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -60,52 +61,64 @@ _BIAS = WithJsonSchema(
     }
 )
 
+
+def _bias(value: Any) -> Any:
+    return without_nulls(value) if isinstance(value, Mapping) else value
+
+
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # what may be long and is read before anything is generated
 _LONG = (
-    "prompt", "messages", "tools", "documents", "chat_template", "structured_outputs",
+    "prompt", "messages", "tools", "functions", "documents", "chat_template", "structured_outputs",
     "response_format", *_GUIDED,
 )  # fmt: skip
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "verbosity",
-        "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
+        "prompt_cache_retention", "parallel_tool_calls", "verbosity", "prediction",
+        "length_penalty", "guided_decoding_backend", "session_id",
+        "spaces_between_special_tokens",
     )
 )  # fmt: skip
 # fields that would change the output and that this server has not got → values that ask for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "suffix": ("",),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,),
+    "logprob_token_ids": ([],),
+    # who sends one relies on it that nobody else's prefixes are used
+    "cache_salt": (),
 }
 
 
-class Strict(BaseModel):
-    """No conversions, and no fields that nobody reads."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
-
-class StreamOptions(Strict):
-    """What comes with a stream besides the text."""
+class StreamOptions(Fields):
+    """What comes with a stream besides the text; `include_usage` as in `has_usage`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
+    @property
+    def has_usage(self) -> bool:
+        """A last chunk has the usage; whoever wants it in every chunk need not say both."""
+        if self.include_usage is None:
+            return bool(self.continuous_usage_stats)
+        return self.include_usage
 
-class JSONSchema(Strict):
+    @property
+    def has_all_usage(self) -> bool:
+        """Every chunk has it, too."""
+        return self.has_usage and bool(self.continuous_usage_stats)
+
+
+class JSONSchema(Fields):
     """A schema, as OpenAI wraps it."""
 
     name: str | None = None
@@ -114,14 +127,18 @@ class JSONSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
-    """`text`, `json_object`, or `json_schema` with its schema."""
+class ResponseFormat(Fields):
+    """`text`, `json_object`, or `json_schema` with its schema.
+
+    `json_object` may have a schema of its own, as llama.cpp's has.
+    """
 
     type: str
     json_schema: JSONSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(Fields):
     """As vLLM's; exactly one of the first five."""
 
     json_: Annotated[Any, Field(alias="json"), _SCHEMA] = None
@@ -133,41 +150,42 @@ class StructuredOutputs(Strict):
     whitespace_pattern: str | None = None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Fields):
     """What both kinds of requests share; null is the default of a field."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, _number(1)] = None
+    max_tokens: Annotated[Int | None, _number(-1)] = None
     temperature: Annotated[float | None, _number(0, 1e6)] = None
     top_p: Annotated[
         float | None, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     ] = None
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    n: Annotated[Int | None, Field(ge=1, le=MAX_CHOICES)] = None
     stop: Stop = None
-    seed: Annotated[int | None, _number(0, (1 << 63) - 1)] = None
-    logit_bias: Annotated[dict[str, float] | None, _BIAS] = None
+    seed: Annotated[Int | None, _number(-(1 << 63), (1 << 63) - 1)] = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_bias), _BIAS] = None
     presence_penalty: Annotated[float | None, _number(-2, 2)] = None
     frequency_penalty: Annotated[float | None, _number(-2, 2)] = None
     response_format: ResponseFormat | None = None
     # further ones, named as vLLM's
-    top_k: Annotated[int | None, _number(-1, (1 << 31) - 1)] = None
+    top_k: Annotated[Int | None, _number(-1, (1 << 31) - 1)] = None
     min_p: Annotated[float | None, _number(0, 1)] = None
     repetition_penalty: Annotated[
         float | None, Field(json_schema_extra={"exclusiveMinimum": 0})
     ] = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
-    min_tokens: Annotated[int | None, _number(0)] = None
-    allowed_token_ids: Annotated[list[int] | None, Field(min_length=1)] = None
+    stop_token_ids: Annotated[Ints | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    min_tokens: Annotated[Int | None, _number(0)] = None
+    allowed_token_ids: Annotated[Ints | None, Field(min_length=1)] = None
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
-    prompt_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[Int | None, _number(0, MAX_LOGPROBS)] = None
     return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    priority: Annotated[int | None, Field(ge=-(1 << 31), lt=1 << 31)] = None
+    priority: Annotated[Int | None, Field(ge=-(1 << 31), lt=1 << 31)] = None
+    request_id: Annotated[str | None, Field(pattern=r"^[ -~]{1,256}$")] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Annotated[Any, _SCHEMA] = None
     guided_regex: str | None = None
@@ -184,81 +202,18 @@ class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
 
     prompt: Prompts
-    best_of: Annotated[int | None, Field(ge=1)] = None
+    best_of: Annotated[Int | None, Field(ge=1)] = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
-
-
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(BaseModel):
-    """A message; further fields go to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
-
-
-class ToolFunction(BaseModel):
-    """A function that a model may call; further fields go to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    # formats of calls have names between marks of their own
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """Of type `function`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: str
-    function: ToolFunction
-
-
-ToolChoice = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                {
-                    "type": "object",
-                    "required": ["type", "function"],
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "required": ["name"],
-                            "properties": {"name": {"type": "string"}},
-                        },
-                    },
-                },
-            ]
-        }
-    ),
-]
+    logprobs: Annotated[Int | None, _number(0, MAX_LOGPROBS)] = None
 
 
 class ChatRequest(GenerationRequest):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, _number(1)] = None
+    max_completion_tokens: Annotated[Int | None, _number(-1)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, _number(0, MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[Int | None, _number(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -271,37 +226,48 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    # what tools and tool_choice were before; see `tools.with_tools`
+    functions: list[ToolFunction] | None = None
+    function_call: FunctionCall = None
     documents: list[dict[str, Any]] | None = None
+    # calls are answered as the client asked for them
+    _has_functions: bool = PrivateAttr(default=False)
 
 
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
 
 
-def parse(kind: type[AnyRequest], data: Mapping[str, Any]) -> AnyRequest:
+def parse(
+    kind: type[AnyRequest], data: Mapping[str, Any], unknown: UnknownFields | None = None
+) -> AnyRequest:
     """Check a request's fields and their types.
 
+    Args:
+        kind: of request.
+        data: its body.
+        unknown: what becomes of fields that this server does not know.
     Raises:
-        ApiError: an unknown field, one that this server has not got, or a value of another type.
+        ApiError: a field that would change the output and that this server has not got, a value of
+            another type, or an unknown field where they are refused.
     """
     known = {}
-    for name, value in data.items():
+    for name, value in without_nulls(data).items():
         if name in kind.model_fields:
             known[name] = value
         elif name in UNSUPPORTED:
-            if value is not None and not any(_same(value, other) for other in UNSUPPORTED[name]):
+            if not any(_same(value, other) for other in UNSUPPORTED[name]):
                 raise ApiError(
                     400,
-                    f"found: {name}; needed: a request without it: this server has not got it; do:"
-                    " leave it out",
+                    f"Unsupported parameter: {name!r}. Please leave it out.",
                     param=name,
                     code="unsupported_parameter",
                 )
         elif name not in IGNORED:
             known[name] = value
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(known, context=unknown or UnknownFields())
     except ValidationError as error:
-        raise _error_of(kind, error) from error
+        raise error_of(kind, error) from error
 
 
 def forget_long(request: GenerationRequest) -> None:
@@ -313,25 +279,3 @@ def forget_long(request: GenerationRequest) -> None:
 
 def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _error_of(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    """The first thing that is wrong; an unknown field before any of its consequences."""
-    problems = error.errors(include_url=False, include_input=False, include_context=False)
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    param = ".".join(str(part)[:80] for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        fields = {field.alias or name for name, field in kind.model_fields.items()}
-        close = difflib.get_close_matches(param[:80], sorted(fields), n=1)
-        do = f"{close[0]}?" if close else "leave it out"
-        text = f"found: the unknown field {param!r}; needed: fields of this API; do: {do}"
-        return ApiError(400, text, param=param, code="unknown_parameter")
-    is_missing = first["type"] == "missing"
-    found = f"no {param}" if is_missing else f"{param} of another form"
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    return ApiError(
-        400,
-        f"found: {found}; needed: {message}; do: correct the request",
-        param=param,
-        code="missing_required_parameter" if is_missing else "invalid_type",
-    )

@@ -66,6 +66,7 @@ async def open_stream(
     request: Request,
     generation: Generation,
     answer: ApiResponse,
+    headers: dict[str, str],
     *,
     has_usage: bool,
     has_all_usage: bool,
@@ -76,6 +77,7 @@ async def open_stream(
         request: of the client, which may go meanwhile.
         generation: started.
         answer: shape of the chunks.
+        headers: of the response.
         has_usage: a last chunk holds the usage, and all others say that they do not.
         has_all_usage: every chunk holds the usage so far.
     Raises:
@@ -85,7 +87,7 @@ async def open_stream(
     updates = generation.updates()
     first = await unless_gone(request, _next(updates))
     events = _events(generation, updates, first, answer, has_usage, has_all_usage)
-    return EventStream(generation, events, {"X-Request-Id": answer.id})
+    return EventStream(generation, events, headers)
 
 
 async def _next(updates: AsyncIterator[tuple[int, Update]]) -> tuple[int, Update]:
@@ -106,7 +108,7 @@ async def _events(
         output = generation.outputs[index]
         chunks = answer.chunks(index, output, update, index not in begun)
         begun.add(index)
-        if has_usage or has_all_usage:
+        if has_usage:
             usage = answer.usage(generation.outputs) if has_all_usage else None
             chunks = [chunk | {"usage": usage} for chunk in chunks]
         return b"".join(map(_event, chunks))

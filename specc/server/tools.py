@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specc.sampling.structured import StructuredOutputsParams
+from specc.server.chat_fields import Tool
 from specc.server.config import ServeConfig
-from specc.server.errors import bad_request
+from specc.server.errors import ApiError, bad_request
+from specc.server.fields import UnknownFields
 from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
 from specc.server.parsers.bodies import CallArray, CallObject, NamedArguments
 from specc.server.parsers.calls import CallFormat
@@ -15,7 +17,11 @@ from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.protocol import ChatRequest
 
-_CHOICES = '"none", "auto", "required", or {"type": "function", "function": {"name": …}}'
+_CHOICES = (
+    '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or {"type":'
+    ' "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+)
+_MODES = ("auto", "required")
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class ToolUse:
         max_calls: of one output; None is any number.
         grammar: of outputs that have to be calls, and nothing else.
         is_named: which tool they call, the request says.
+        are_functions: calls are told as before there were tools: one, as `function_call`.
     """
 
     tools: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -35,6 +42,7 @@ class ToolUse:
     max_calls: int | None = None
     grammar: StructuredOutputsParams | None = None
     is_named: bool = False
+    are_functions: bool = False
 
     def finish_reason(self, reason: str, message: MessageParser) -> str:
         """Why an output has ended, as OpenAI's API says it.
@@ -47,7 +55,55 @@ class ToolUse:
             # the client knows that there is a call, and OpenAI's API does not say it again
             return reason
         is_cut = reason == "length" and (self.grammar is not None or not message.ends_with_call)
-        return "tool_calls" if message.has_whole_calls and not is_cut else reason
+        if not message.has_whole_calls or is_cut:
+            return reason
+        return "function_call" if self.are_functions else "tool_calls"
+
+
+def with_tools(wanted: ChatRequest, config: ServeConfig, unknown: UnknownFields) -> None:
+    """Turn `functions` and `function_call` of a request into the tools that they were before.
+
+    A server that looks for no calls leaves them out, as peers do, unless one has to be called.
+
+    Raises:
+        ApiError: they are malformed, or say something else than tools beside them.
+    """
+    functions, call = wanted.functions or [], wanted.function_call
+    wanted.functions = wanted.function_call = None
+    choice = call
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        choice = {"type": "function", "function": {"name": call["name"]}}
+    elif call not in (None, "none", "auto"):
+        raise bad_request(
+            f"function_call={call!r}", '"none", "auto", or {"name": …}', "choose one of them",
+            "function_call",
+        )  # fmt: skip
+    tools = [Tool(type="function", function=function) for function in functions]
+    if wanted.tools is not None or wanted.tool_choice is not None:
+        for name, other, value, own in (
+            ("functions", "tools", tools, wanted.tools),
+            ("function_call", "tool_choice", choice, wanted.tool_choice),
+        ):
+            if value and own and value != own:
+                raise bad_request(
+                    f"{name} and {other} that say different things", "one of them, or both alike",
+                    f"leave {name} out", name,
+                )  # fmt: skip
+        wanted.tools, wanted.tool_choice = wanted.tools or tools, wanted.tool_choice or choice
+        return
+    if not tools:
+        if isinstance(choice, dict):
+            raise bad_request(
+                f"function_call={call!r} without functions", "functions to call",
+                "pass functions", "function_call",
+            )  # fmt: skip
+        return
+    is_looked_for = config.enable_auto_tool_choice or isinstance(choice, dict)
+    if not is_looked_for and not unknown.are_refused:
+        unknown.note("functions")
+        return
+    wanted.tools, wanted.tool_choice = tools, choice
+    wanted.parallel_tool_calls, wanted._has_functions = False, True
 
 
 def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> ToolUse:
@@ -74,18 +130,22 @@ def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> T
                 f"two tools of the name {name!r}", "a name for each", "rename one", "tools"
             )
         tools[name] = tool.function.parameters
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = _allowed(choice, tools)
     _check_choice(choice, tools)
     if not tools or choice == "none":
         return ToolUse(tools)
     if choice in (None, "auto"):
-        return _automatic(wanted, config, tools, reads_tools)
+        use = _automatic(wanted, config, tools, reads_tools)
+        return replace(use, are_functions=wanted._has_functions)
     if has_structure(wanted):
         raise bad_request(
             "tool_choice beside a form of the output", "one of the two", "leave the form out",
             "tool_choice",
         )  # fmt: skip
     max_calls = 1 if wanted.parallel_tool_calls is False else None
-    return _forced(tools, choice, max_calls, config)
+    use = _forced(tools, choice, max_calls, config)
+    return replace(use, are_functions=wanted._has_functions)
 
 
 def _forced(
@@ -95,7 +155,7 @@ def _forced(
     config: ServeConfig,
 ) -> ToolUse:
     """Outputs are JSON of the tools' schemas: a list of calls, or the arguments of one."""
-    name = choice["function"]["name"] if isinstance(choice, dict) else None
+    name = _name_in(choice) if isinstance(choice, dict) else None
     if name is None:
         schema = calls_schema(tools, max_calls)
         form = CallFormat(lambda tools: CallArray(lambda: CallObject(tools)))
@@ -152,12 +212,41 @@ def has_structure(wanted: ChatRequest) -> bool:
     return has_guide or (form is not None and form.type != "text")
 
 
+def _allowed(choice: dict[str, Any], tools: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The mode and the tools of a choice that allows some of them; templates get all of them."""
+    allowed = choice.get("allowed_tools", choice)
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    named = allowed.get("tools") if isinstance(allowed, dict) else None
+    names = [_name_in(tool) for tool in named] if isinstance(named, list) else []
+    if mode not in _MODES or not names or None in names:
+        raise bad_request(f"tool_choice={choice!r}", _CHOICES, "correct it", "tool_choice")
+    for name in names:
+        if name is not None and name not in tools:
+            raise _unknown_function(name, tools)
+    return mode, {name: tools[name] for name in tools if name in names}
+
+
+def _name_in(tool: Any) -> str | None:
+    """Of a tool in a choice: Chat Completions' form, or that of Responses, which is flat."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _unknown_function(name: str, tools: dict[str, Any]) -> ApiError:
+    return bad_request(
+        f"tool_choice of the function {name!r}, which tools has not got",
+        f"one of {', '.join(tools)}",
+        "choose one of them",
+        "tool_choice",
+    )
+
+
 def _check_choice(choice: Any, tools: dict[str, Any]) -> None:
     name = None
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        is_known = choice.get("type") == "function" and isinstance(name, str)
+        name = _name_in(choice)
+        is_known = choice.get("type") == "function" and name is not None
     else:
         is_known = choice in (None, "none", "auto", "required")
     if not is_known:
@@ -169,9 +258,4 @@ def _check_choice(choice: Any, tools: dict[str, Any]) -> None:
             f"tool_choice={choice!r} without tools", "tools to call", "pass tools", "tool_choice"
         )
     if name is not None and name not in tools:
-        raise bad_request(
-            f"tool_choice of the function {name!r}, which tools has not got",
-            f"one of {', '.join(tools)}",
-            "choose one of them",
-            "tool_choice",
-        )
+        raise _unknown_function(name, tools)

@@ -150,7 +150,9 @@ def assert_error(answer: Any, status: int, *words: str, param: str | None = None
 
 
 def assert_harmless(text: str) -> None:
-    assert re.match(r"found: .+; needed: .+; do: .+", text, re.DOTALL), text
+    # a sentence or two, not the three lines of the command line
+    assert re.match(r"[A-Z0-9].+[.?…]$", text, re.DOTALL), text
+    assert not re.search(r"\b(found|needed|do): ", text), text
     assert len(text) <= 600
     for leak in ("Traceback", 'File "', "site-packages", ".py", "/work", "/tmp", "/home", "0x7"):
         assert leak not in text, text

@@ -100,9 +100,13 @@ def test_a_chat_may_fill_the_context(server) -> None:
 def test_golden_completion(server) -> None:
     """The whole answer, name by name: clients in other languages parse it strictly."""
     answer = server.complete(prompt="ab", stop="Z", **GREEDY)
-    assert list(answer) == ["id", "object", "created", "model", "choices", "usage"]
+    assert list(answer) == [
+        "id", "object", "created", "model", "service_tier", "system_fingerprint", "choices",
+        "usage", "kv_transfer_params",
+    ]  # fmt: skip
     assert list(answer["choices"][0]) == [
-        "index", "text", "logprobs", "finish_reason", "stop_reason",
+        "index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids",
+        "prompt_token_ids", "prompt_logprobs",
     ]  # fmt: skip
     assert answer["usage"] == {
         "prompt_tokens": 2,

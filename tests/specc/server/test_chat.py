@@ -23,7 +23,8 @@ def test_the_fields_of_a_message() -> None:
     call = {"role": "assistant", "name": "ü"}
     source = "{{ messages[0] | tojson }}"
     # no content, as the client has sent none; templates ask for it
-    assert rendered(source, call) == '{"role": "assistant", "name": "ü"}'
+    for more in ({}, {"content": None, "refusal": None, "function_call": None}):
+        assert rendered(source, call | more) == '{"role": "assistant", "name": "ü"}'
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "more": 1}]
     assert '"a\\nb"' in rendered(source, {"role": "user", "content": parts})
 

@@ -93,7 +93,7 @@ def test_a_stream_that_fails_says_so_and_ends(server, caplog, n: int) -> None:
     assert "[DONE]" not in answer.text
     server.wait_until_idle()
     Fault(server, 1, after=3)
-    with pytest.raises(openai.APIError, match="the engine failed"):
+    with pytest.raises(openai.APIError, match="The engine failed"):
         for _ in server.client.completions.create(
             model=MODEL, prompt="ab", stream=True, max_tokens=60, extra_body={"ignore_eos": True}
         ):
@@ -210,7 +210,7 @@ def test_an_unexpected_error_is_told_without_its_text(server, monkeypatch, caplo
     with caplog.at_level(logging.CRITICAL):
         for more in ({}, {"stream": True}):
             answer = server.post(COMPLETIONS, {"prompt": "ab"} | more)
-            found = assert_error(answer, 500, "the server failed")
+            found = assert_error(answer, 500, "he server failed")
             assert found["code"] == "internal_error"
 
 

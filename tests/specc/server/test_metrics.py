@@ -16,7 +16,28 @@ BODY = {"prompt": ["hello", "abc"], "max_tokens": 12, "temperature": 0, "ignore_
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds",
     "time_per_output_token_seconds", "e2e_request_latency_seconds",
-    "request_prompt_tokens", "request_generation_tokens",
+    "request_prompt_tokens", "request_generation_tokens", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_inference_time_seconds", "request_time_per_output_token_seconds",
+    "request_max_num_generation_tokens", "request_params_max_tokens", "request_params_n",
+    "iteration_tokens_total",
+)  # fmt: skip
+# what vLLM's dashboards for Grafana ask for
+DASHBOARDS = (
+    "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count", "prompt_tokens_total", "generation_tokens_total",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_sum",
+    "time_to_first_token_seconds_bucket", "time_to_first_token_seconds_count",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_success_total",
+    "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum",
+    "request_decode_time_seconds_sum", "request_inference_time_seconds_sum",
+    "request_max_num_generation_tokens_sum", "iteration_tokens_total_bucket",
+    "request_params_n_bucket", "request_params_max_tokens_bucket",
+    "request_time_per_output_token_seconds_bucket", "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "num_preemptions_total", "cache_config_info",
+    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total",
 )  # fmt: skip
 
 
@@ -26,19 +47,21 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def samples(server: Server) -> dict[tuple[str, str], float]:
+def samples(server: Server, prefix: str = "specc:") -> dict[tuple[str, str], float]:
     """(name, value of the label besides the model's) → value."""
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     found = {}
     for family in text_string_to_metric_families(answer.text):
-        assert family.name.startswith("specc:")
+        assert family.name.startswith(("specc:", "vllm:"))
         assert family.documentation
+        if not family.name.startswith(prefix) or family.name.endswith("_info"):
+            continue
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "tiny"
             assert len(labels) <= 1
-            key = sample.name.removeprefix("specc:"), *labels.values()
+            key = sample.name.removeprefix(prefix), *labels.values()
             found[(*key, "")[:2]] = sample.value
     return found
 
@@ -72,8 +95,27 @@ def test_metrics_are_the_engines_counters(server) -> None:
     assert found["request_success_total", "abort"] == 0
     assert found["request_generation_tokens_sum", ""] == stats.num_output_tokens == 72
     assert found["request_prompt_tokens_sum", ""] == stats.num_prompt_tokens == 24
-    assert found["time_to_first_token_seconds_count", ""] == 6
-    assert found["e2e_request_latency_seconds_count", ""] == 6
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds",
+        "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds",
+        "request_time_per_output_token_seconds", "request_params_max_tokens",
+    ):  # fmt: skip
+        assert found[f"{name}_count", ""] == 6
+    assert found["request_params_max_tokens_sum", ""] == 72
+    # by prompt: two of one output, two of two
+    assert found["request_max_num_generation_tokens_count", ""] == 4
+    assert found["request_max_num_generation_tokens_sum", ""] == 48
+    assert (found["request_params_n_count", ""], found["request_params_n_sum", ""]) == (4, 6)
+    # each token in one iteration
+    assert found["iteration_tokens_total_sum", ""] == 24 + 72
+    phases = sum(
+        found[f"request_{name}_time_seconds_sum", ""] for name in ("queue", "prefill", "decode")
+    )
+    total = found["e2e_request_latency_seconds_sum", ""]
+    assert 0 < found["request_inference_time_seconds_sum", ""] <= phases + 0.01
+    # the engine has each a little later, and a little shorter
+    assert 0.5 * total < phases <= total + 0.01
     # every token but the first of each request
     assert found["time_per_output_token_seconds_count", ""] == 66
     gaps = found["inter_token_latency_seconds_sum", ""]
@@ -82,6 +124,27 @@ def test_metrics_are_the_engines_counters(server) -> None:
     assert found["e2e_request_latency_seconds_sum", ""] == pytest.approx(firsts + gaps, abs=0.05)
     for name in HISTOGRAMS:
         assert found[f"{name}_bucket", "+Inf"] == found[f"{name}_count", ""]
+
+
+def test_vllms_names_have_the_same_figures(server) -> None:
+    """So its dashboards show them, unless nobody wants the page twice as long."""
+    server.complete(**BODY)
+    server.wait_until_published()
+    text = server.get("/metrics").text
+    for name in DASHBOARDS:
+        assert f"\nvllm:{name}{{" in text, name
+    own, others = samples(server), samples(server, "vllm:")
+    assert len(others) > 100
+    assert others.items() <= own.items()
+    missing = {name for name, _ in own} - {name for name, _ in others}
+    assert missing == {
+        "goodput_tokens_per_second", "plan", "engine_healthy", "engine_failures_total",
+    }  # fmt: skip
+    shape = server.engine.cache.shape
+    info = f'block_size="{shape.rows_per_block}",model_name="tiny",num_gpu_blocks="'
+    assert f"vllm:cache_config_info{{{info}" in text
+    with serve(vllm_metrics=False) as plain:
+        assert "vllm:" not in plain.get("/metrics").text
 
 
 def test_what_runs_is_seen(server) -> None:

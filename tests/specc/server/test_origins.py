@@ -87,7 +87,7 @@ def test_answers_and_streams_say_it(server) -> None:
     ("path", "body", "headers", "status"),
     [
         ("/v1/completions", BODY, {}, 401),
-        ("/v1/completions", BODY | {"zzz": 1}, KEY, 400),
+        ("/v1/completions", BODY | {"n": 0}, KEY, 400),
         ("/v1/completions", BODY | {"model": "zzz"}, KEY, 404),
         ("/v1/none", BODY, KEY, 404),
         ("/v1/models", BODY, KEY, 405),

@@ -82,7 +82,7 @@ def test_prompt_logprobs(server, scores) -> None:
     chat = server.post("/v1/chat/completions", body).json()
     assert len(chat["prompt_logprobs"]) == len("uhi A")
     assert "prompt_logprobs" not in chat["choices"][0]
-    assert "prompt_logprobs" not in server.complete(prompt="ab", **GREEDY)["choices"][0]
+    assert server.complete(prompt="ab", **GREEDY)["choices"][0]["prompt_logprobs"] is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,14 +125,16 @@ def test_a_prompt_alone(server, scores) -> None:
 
 
 def test_no_limit(server) -> None:
-    """Null goes on to the end of the context, as at vLLM; without the field it is 16."""
+    """-1 goes on to the end of the context, as at llama.cpp; null is 16, as without the field."""
     ids = [1] * 80
     options = {"prompt": ids, "temperature": 0, "ignore_eos": True}
-    answer = server.complete(**options, max_tokens=None)
+    answer = server.complete(**options, max_tokens=-1)
     assert answer["usage"]["completion_tokens"] == 16
     short = [1] * 60
-    assert server.complete(**options | {"prompt": short})["usage"]["completion_tokens"] == 16
-    answer = server.complete(**options | {"prompt": short}, max_tokens=None)
+    for more in ({}, {"max_tokens": None}):
+        answer = server.complete(**options | {"prompt": short}, **more)
+        assert answer["usage"]["completion_tokens"] == 16
+    answer = server.complete(**options | {"prompt": short}, max_tokens=-1)
     assert answer["usage"]["completion_tokens"] == 36
 
 
@@ -145,16 +147,17 @@ def test_token_ids(server, stream: bool) -> None:
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [token for choice in choices for token in choice["token_ids"]] == want
     assert choices[0]["prompt_token_ids"] == ids_of(server)
-    assert not any("prompt_token_ids" in choice for choice in choices[1:])
+    assert all(choice["prompt_token_ids"] is None for choice in choices[1:])
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream} | GREEDY
     answer = server.post("/v1/chat/completions", body | {"return_token_ids": True})
     chunks = events(answer.text)[:-1] if stream else [answer.json()]
     found = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert found == greedy_ids(server.engine, "uhi A", 12)
     assert chunks[0]["prompt_token_ids"] == ids_of(server, "uhi A")
-    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert all(chunk["prompt_token_ids"] is None for chunk in chunks[1:])
     for body in ({}, {"return_token_ids": False}):
-        assert "token_ids" not in server.complete(prompt="ab", **body, **GREEDY)["choices"][0]
+        (choice,) = server.complete(prompt="ab", **body, **GREEDY)["choices"]
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
 
 
 def test_n_shares_the_prompt(server) -> None:
@@ -195,7 +198,7 @@ def test_an_engine_without_a_tokenizer_answers_with_ids() -> None:
             assert (choice["text"], choice["token_ids"]) == ("", want)
             assert choice["prompt_token_ids"] == [1, 2, 3]
         (choice,) = server.complete(**body, return_token_ids=False)["choices"]
-        assert "token_ids" not in choice
+        assert choice["token_ids"] is None
         answer = server.post("/v1/completions", body | {"stream": True})
         chunks = events(answer.text)[:-1]
         found = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]

@@ -148,7 +148,7 @@ def test_what_is_refused(server, name: str) -> None:
     assert statuses(answer) == [status]
     assert b"connection: close" in answer.lower()
     body = answer.partition(b"\r\n\r\n")[2]
-    assert body.startswith(b'{"error":{"message":"found: ')
+    assert body.startswith(b'{"error":{"message":"This is not HTTP/1.1: ')
     assert len(body) < 500
     assert server.service.num_open == 0
 

@@ -143,7 +143,8 @@ def test_a_call_alone_has_null_for_content(rig) -> None:
     (choice,) = server.post(CHATS, body).json()["choices"]
     call = choice["message"]["tool_calls"][0]
     assert list(choice["message"]) == [
-        "role", "content", "tool_calls", "reasoning", "reasoning_content", "refusal"
+        "role", "content", "tool_calls", "reasoning", "reasoning_content", "refusal",
+        "annotations", "audio", "function_call",
     ]  # fmt: skip
     assert choice["message"]["content"] is None
     assert call["id"].startswith("call_")
@@ -233,7 +234,7 @@ def test_what_a_template_gets(rig) -> None:
     ]  # fmt: skip
     want = [
         USER,
-        {"role": "assistant", "content": None, "reasoning": "so", "reasoning_content": "so",
+        {"role": "assistant", "reasoning": "so", "reasoning_content": "so",
          "tool_calls": [
             {**call, "function": {"name": "add", "arguments": {"x": [1, "ü"]}}},
             {**call, "function": {"name": "now", "arguments": {}}},
@@ -274,10 +275,10 @@ AUTO = {"tools": [ADD]}
     [
         ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools.0.type",
          ["web_search"]),
-        ({"tools": [{"type": "function"}]}, "tools.0.function", ["no tools.0.function"]),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", ["Missing", "'tools.0.function'"]),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name",
          ["pattern"]),
-        ({"tools": [NOW, NOW]}, "tools", ["two tools", "now"]),
+        ({"tools": [NOW, NOW]}, "tools", ["Two tools", "now"]),
         ({"tools": 5}, "tools", []),
         (AUTO | {"tool_choice": "any"}, "tool_choice", ['"required"']),
         (AUTO | {"tool_choice": 5}, "tool_choice", ["5"]),
@@ -314,6 +315,11 @@ def test_a_server_that_does_not_look_for_calls() -> None:
         body = {"messages": [USER]} | AUTO
         words = ["--enable-auto-tool-choice", "--tool-call-parser"]
         assert_error(server.post(CHATS, body), 400, *words, param="tool_choice")
+        # as elsewhere, unless one has to be called
+        body = {"messages": [USER], "functions": [ADD["function"]], "max_tokens": 2}
+        (choice,) = server.post(CHATS, body).json()["choices"]
+        assert choice["message"]["function_call"] is None
+    body = {"messages": [USER]} | AUTO
     options = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     with serve(template="{{ messages[0].content }}", **options) as server:
         assert_error(server.post(CHATS, body), 400, "does not read them", param="tools")

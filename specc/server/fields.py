@@ -1,0 +1,117 @@
+"""What all objects of a request have in common: nulls, whole numbers, and unknown names."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from specc.server.errors import ApiError, shorten
+
+# unknown names that are remembered: clients choose them
+_MAX_NAMES = 256
+_log = logging.getLogger("specc.serve")
+
+
+class UnknownFields:
+    """Names in requests that nobody reads; each is logged once.
+
+    Args:
+        are_refused: requests with one get 400 instead.
+    """
+
+    def __init__(self, are_refused: bool = False) -> None:
+        self.are_refused = are_refused
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+
+    def note(self, name: str) -> None:
+        name = shorten(name)
+        with self._lock:
+            if name in self._names or len(self._names) == _MAX_NAMES:
+                return
+            self._names.add(name)
+            is_last = len(self._names) == _MAX_NAMES
+        more = "; no further names are logged" if is_last else ""
+        _log.warning("requests have the field %r, which has no effect here%s", name, more)
+
+
+class Fields(BaseModel):
+    """An object of a request: null is as if a field were not there, and types are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = without_nulls(data)
+        unknown = info.context
+        if cls.model_config["extra"] == "allow" or unknown is None or unknown.are_refused:
+            return given
+        names = cls.names()
+        for name in given.keys() - names:
+            unknown.note(name)
+        return {name: value for name, value in given.items() if name in names}
+
+    @classmethod
+    def names(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+
+class OpenFields(Fields):
+    """Such an object whose further fields are somebody else's, such as the chat template's."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def whole(value: Any) -> Any:
+    """5 for 5.0, which is the same number in JSON; anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def whole_numbers(values: Any) -> Any:
+    """The same of each of a list, which may be long."""
+    if isinstance(values, list) and any(type(value) is float for value in values):
+        return [whole(value) for value in values]
+    return values
+
+
+Int = Annotated[int, BeforeValidator(whole)]
+Ints = Annotated[list[int], BeforeValidator(whole_numbers)]
+
+
+def error_of(kind: type[Fields], error: ValidationError) -> ApiError:
+    """The first thing that is wrong; an unknown field before any of its consequences."""
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    param = ".".join(str(part)[:80] for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(param[:80], sorted(kind.names()), n=1)
+        do = f"Did you mean {close[0]}?" if close else "Please leave it out."
+        text = f"Unknown parameter: {shorten(param)!r}. {do}"
+        return ApiError(400, text, param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        text = f"Missing required parameter: {param!r}. Please add it."
+        return ApiError(400, text, param=param, code="missing_required_parameter")
+    is_type = first["type"].endswith("_type") or first["type"] == "int_from_float"
+    what = "type" if is_type else "value"
+    reason = first["msg"][:1].lower() + first["msg"][1:]
+    text = f"Invalid {what} for {param!r}: {reason}. Please correct it."
+    return ApiError(400, text, param=param, code=f"invalid_{what}")

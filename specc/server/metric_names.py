@@ -1,0 +1,41 @@
+"""Figures by two names: specc's, and those of vLLM, which dashboards ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+OWN, _VLLMS = "specc:", "vllm:"
+# figures that vLLM has not got; all others have its names and meanings
+_ONLY_OWN = frozenset(
+    OWN + name
+    for name in (
+        "goodput_tokens_per_second", "predicted_goodput_tokens_per_second", "plan",
+        "engine_healthy", "engine_failures",
+    )
+)  # fmt: skip
+
+
+class BothNames:
+    """Figures by their own names, and those that vLLM has by its names, too.
+
+    Args:
+        registry: of them.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            yield family
+            if family.name in _ONLY_OWN:
+                continue
+            name = family.name.replace(OWN, _VLLMS)
+            other = Metric(name, family.documentation, family.type, family.unit)
+            other.samples = [
+                sample._replace(name=sample.name.replace(OWN, _VLLMS)) for sample in family.samples
+            ]
+            yield other
