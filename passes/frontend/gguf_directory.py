@@ -76,9 +76,9 @@ def directory_of(file: Path) -> Path:
 
         cache.obtain(f"{name}/{part}", make)
     directory = cache.path(name)
-    for number, part in enumerate(files):
+    for number, source in enumerate(files):
         own = part_name("model", number, len(files)) if len(files) > 1 else "model.gguf"
-        _link(directory / own, part)
+        _link(directory / own, source)
     return directory
 
 
