@@ -133,11 +133,11 @@ class _Template:
     def _render_any(self, variables: Mapping[str, Any], wants_parts: bool) -> dict[str, str]:
         answer = self._render(variables)
         messages = variables["messages"]
-        lacks = any("content" not in message for message in messages)
-        if lacks and ("failure" in answer or "refusal" in answer):
-            # a template that wants a content in each message gets an empty one, as vLLM hands it
-            empty = {"content": Parts() if wants_parts else ""}
-            second = self._render({**variables, "messages": [empty | m for m in messages]})
+        empty = {"content": Parts() if wants_parts else ""}
+        filled = [empty | m if m["role"] == "assistant" else m for m in messages]
+        if filled != messages and ("failure" in answer or "refusal" in answer):
+            # a template that wants a content beside calls gets an empty one, as vLLM hands it
+            second = self._render({**variables, "messages": filled})
             return second if "text" in second else answer
         return answer
 
