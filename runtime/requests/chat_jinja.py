@@ -120,7 +120,9 @@ class _Template:
         is_auto = content_format == "auto"
         reads = self._reads_parts if is_auto else content_format == "openai"
         wants = self._wants_parts if is_auto else content_format == "openai"
-        messages = [_with_content(message, reads, wants) for message in variables["messages"]]
+        messages: list[Mapping[str, Any]] = [
+            _with_content(message, reads, wants) for message in variables["messages"]
+        ]
         if continues is None:
             return self._render_any({**variables, "messages": messages}, wants)
         try:

@@ -60,14 +60,16 @@ def reads_parts(template: nodes.Template) -> bool:
     names = _content_names(template)
     if any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For)):
         return True
-    for found in template.find_all(nodes.Filter):
-        if found.name in _BY_PART and _is_content(found.node, names):
+    for call in template.find_all(nodes.Filter):
+        if call.name in _BY_PART and _is_content(call.node, names):
             return True
-    for found in template.find_all((nodes.Getattr, nodes.Getitem)):
+    found: nodes.Getattr | nodes.Getitem
+    for found in template.find_all((nodes.Getattr, nodes.Getitem)):  # type: ignore[assignment]
         # messages[0].content[0].text
         part = found.node
-        has_number = isinstance(part, nodes.Getitem) and _is_number(part.arg)
-        if has_number and _field(found) in _FIELDS and _is_content(part.node, names):
+        if not isinstance(part, nodes.Getitem) or not _is_number(part.arg):
+            continue
+        if _field(found) in _FIELDS and _is_content(part.node, names):
             return True
     return False
 
