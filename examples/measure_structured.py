@@ -33,7 +33,7 @@ import typer
 
 from specc.cli.prompts import plain_prompts
 from specc.runtime.constraints.draft_masks import DraftMasks
-from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.mask_maker import MaskMaker
 from specc.runtime.constraints.grammar_masks import TreeMasks
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -119,11 +119,11 @@ class Costs:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count all masks that are made, and all hooks, meanwhile."""
-        make, hook, drafts = GrammarState._make_mask, TreeMasks.__call__, DraftMasks.__call__
+        make, hook, drafts = MaskMaker.make, TreeMasks.__call__, DraftMasks.__call__
 
-        def timed_mask(state: GrammarState) -> bytes | None:
+        def timed_mask(maker: MaskMaker, matcher: Any) -> bytes | None:
             begin = time.perf_counter()
-            found = make(state)
+            found = make(maker, matcher)
             self.mask_s += time.perf_counter() - begin
             self.num_masks += 1
             return found
@@ -141,7 +141,7 @@ class Costs:
             return found
 
         with (
-            mock.patch.object(GrammarState, "_make_mask", timed_mask),
+            mock.patch.object(MaskMaker, "make", timed_mask),
             mock.patch.object(TreeMasks, "__call__", timed_hook),
             mock.patch.object(DraftMasks, "__call__", timed_drafts),
         ):

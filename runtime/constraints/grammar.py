@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from specc.runtime.constraints.grammar_compile import Ends, shortened
+from specc.runtime.constraints.drafted_places import DraftedPlaces
+from specc.runtime.constraints.grammar_compile import DEAD_END, Ends, error_of
+from specc.runtime.constraints.mask_maker import MaskMaker
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-# seconds of the processor for the masks of one request: at all, and more for each
-_MAX_MASKS_S, _MAX_MASK_S = 1.0, 0.005
 
 
 class GrammarState:
     """Where one request is in its grammar; for one thread.
 
-    `push` and `pop` look ahead along a draft's tokens, `advance` takes what the request put out.
-    A mask is made once for each place: drafts and the target ask for the same ones.
+    Its matcher sees what plain decoding shows it, whatever drafts look at: after each token of the
+    output the mask of what follows, then the next token. So masks, the library's limits and the
+    seconds that masks may take are those of plain decoding with any plan. `drafted` looks ahead,
+    on copies.
 
     Args:
         matcher: at the root of the request's next tree; owned from now on.
@@ -29,11 +30,12 @@ class GrammarState:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = ends
+        self._maker = MaskMaker(vocab_size, ends)
         self._refused: int | None = None
-        self._num_masks, self._mask_s = 0, 0.0
-        # tokens ahead of the output, and masks that were made, by these
-        self._ahead: list[int] = []
-        self._made: dict[tuple[int, ...], bytes | None] = {}
+        # of this place, once it was asked for
+        self._mask: bytes | None = None
+        self._has_mask = False
+        self._drafted: DraftedPlaces | None = None
         self.is_over = False
 
     @property
@@ -45,92 +47,72 @@ class GrammarState:
     def error(self) -> str | None:
         """Why nothing can follow although the output is not complete."""
         if self._matcher.is_error():
-            return shortened(self._matcher.get_error())
+            return error_of(self._matcher)
+        if self._maker.is_slow:
+            return f"{self._maker.cost}, which others waited for"
+        if self._refused is not None and self.mask() is None:
+            # tokens that would follow have ids beyond the model's
+            return DEAD_END
         if self._refused is not None:
             return f"the grammar does not allow token {self._refused}"
-        if self._is_slow:
-            return f"{self._num_masks} masks took {self._mask_s:.1f} s, which others waited for"
         return None
 
     def advance(self, token_id: int) -> bool:
-        """Take a token that was put out.
+        """Take a token that is to be put out.
+
+        Sets `is_over` where the output ends with it: after EOS, or, of a model without, where
+        nothing but an end may follow.
 
         Returns:
-            whether the output ends here: after EOS, or, of a model without, where nothing but an
-            end may follow; or because of `error`.
+            False where the output ends before it, because of `error`: the token is not allowed, or
+            nothing can follow.
         """
-        if self.is_over or self._is_slow:
-            self.is_over = True
-            return True
-        is_end = token_id in self._ends.ids
-        if self._matcher.is_stopped():
-            # complete: the library takes EOS there without counting it
-            self._refused = None if is_end else token_id
-            self.is_over = True
-        elif not self.push(token_id):
+        mask = self.mask()
+        is_allowed = mask is not None and not self._maker.is_slow and _has(mask, token_id)
+        # complete: the library takes EOS there without counting it
+        if not is_allowed or not (
+            self._matcher.is_stopped() or self._matcher.try_consume_tokens([token_id]) == 1
+        ):
             self._refused = token_id
             self.is_over = True
-        else:
-            self._ahead.clear()
-            made = self._made.items()
-            self._made = {path[1:]: mask for path, mask in made if path[:1] == (token_id,)}
-            self.is_over = is_end or (self._ends.is_own and self.mask() is None)
-        return self.is_over
+            return False
+        self._has_mask = False
+        if self._drafted is not None:
+            self._drafted.follow(token_id)
+        self.is_over = token_id in self._ends.ids or (self._ends.is_own and self._is_complete)
+        return True
 
     def mask(self) -> bytes | None:
         """Tokens that may follow: bit v % 8 of byte v // 8 for token v, V bits or more.
 
         None where no token may: a complete output of a model without EOS, or an `error`.
         """
-        if self._is_slow:
-            return None
-        place = tuple(self._ahead)
-        if place not in self._made:
-            self._made[place] = self._make_mask()
-        return self._made[place]
-
-    def _make_mask(self) -> bytes | None:
-        begin_s = time.thread_time()
-        mask = self._matcher.compute_bitmask()
-        self._num_masks += 1
-        self._mask_s += time.thread_time() - begin_s
-        # of a matcher that failed, the mask would look like that of a complete output
-        if self._matcher.is_error():
-            return None
-        if self._ends.is_own:
-            mask = _without(mask, self._ends.ids[0])
-        return mask if _has_bit(mask, self._vocab_size) else None
+        if not self._has_mask:
+            self._mask = None if self._maker.is_slow else self._maker.make(self._matcher)
+            self._has_mask = True
+        return self._mask
 
     @property
-    def _is_slow(self) -> bool:
-        """It holds up all other requests of the engine."""
-        return self._mask_s > _MAX_MASKS_S + _MAX_MASK_S * self._num_masks
+    def drafted(self) -> DraftedPlaces:
+        """What may follow the tokens of drafts from here."""
+        if self._drafted is None:
+            self._drafted = DraftedPlaces(self._matcher, self._vocab_size, self._ends)
+        return self._drafted
 
-    def push(self, token_id: int) -> bool:
-        """Look one token ahead; False, and nothing changed, where the grammar does not allow it."""
-        if self._matcher.try_consume_tokens([token_id]) != 1:
-            return False
-        self._ahead.append(token_id)
-        return True
-
-    def pop(self) -> None:
-        """Take back the last token of `push`."""
-        self._matcher.rollback(1)
-        self._ahead.pop()
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether steps of this request may draft: looking ahead did not take too long so far."""
+        return self._drafted is None or not self._drafted.is_slow
 
     def goes_on(self, mask: bytes, token_id: int) -> bool:
-        """Whether this state, whose mask it is, allows a token that does not end the output."""
+        """Whether a mask allows a token that does not end the output."""
         is_token = 0 <= token_id < self._vocab_size and token_id not in self._ends.ids
-        return is_token and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+        return is_token and _has(mask, token_id)
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.mask() is None and self.error is None
 
 
-def _without(mask: bytes, token_id: int) -> bytes:
-    changed = bytearray(mask)
-    changed[token_id >> 3] &= ~(1 << (token_id & 7))
-    return bytes(changed)
-
-
-def _has_bit(mask: bytes, count: int) -> bool:
-    """Whether one of the first `count` bits is set."""
-    whole, rest = divmod(count, 8)
-    return mask.count(0, 0, whole) < whole or bool(rest and mask[whole] & (1 << rest) - 1)
+def _has(mask: bytes, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -11,6 +11,7 @@ from specc.runtime.constraints.grammar_compile import (
     GrammarSource,
     Vocabulary,
     grammar_of,
+    is_dead_end,
     matcher_of,
     refused,
 )
@@ -82,7 +83,8 @@ class GrammarChild:
             matcher.try_consume_tokens([token_id])
             if (seconds := time.thread_time() - begin_s) > _MAX_MASK_S:
                 raise refused(source, f"mask {number} takes {seconds:.2f} s, which others wait for")
-        if matcher.is_error():
+        # an output that ends without being complete is that request's, if its model goes there
+        if matcher.is_error() and not is_dead_end(matcher):
             raise refused(source, f"too complex after {number} tokens: {matcher.get_error()}")
 
 

@@ -20,6 +20,9 @@ _OWN_END = "<|end of a grammar|>"
 # tokens whose texts are compared, and characters of a text in an error
 _NUM_CHECKED = 256
 _MAX_TEXT = 160
+DEAD_END = "the grammar has a dead end: nothing may follow, and the output is not complete"
+# what the library calls that
+_NO_EXTENSION = "NoExtensionBias"
 # what has a meaning in the library's regexes, or may get one
 _SPECIAL = re.compile(r"[^\w\s]|_", re.ASCII)
 
@@ -175,6 +178,16 @@ def shortened(text: str) -> str:
     # of a long text, only the beginning is looked at
     line = " ".join(text[: 10 * _MAX_TEXT].split())
     return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 1] + "…"
+
+
+def is_dead_end(matcher: LLMatcher) -> bool:
+    """Whether a matcher has failed because no token may follow."""
+    return bool(matcher.is_error()) and matcher.get_error().startswith(_NO_EXTENSION)
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Why a matcher has failed."""
+    return DEAD_END if is_dead_end(matcher) else shortened(matcher.get_error())
 
 
 def _literal(text: str) -> str:

@@ -119,42 +119,22 @@ def tree_masks(
     """Node → mask of the grammar after the path from the root to it.
 
     Nodes are left out that no walk reaches, because the grammar does not allow their token or
-    theirs above, and those after the end of the output.
+    theirs above, and those after which plain decoding would end: after the end of the output, or
+    where nothing may follow. What a walk brings after such a node is not put out.
 
     Args:
-        grammar: at the root; it is there again afterwards.
+        grammar: at the root.
         tokens: [N] token of each node; that of the root is not looked at.
-        parents: [N], -1 at the root and at dead nodes.
+        parents: [N], each before its children; -1 at the root and at dead nodes.
     """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            children.setdefault(parent, []).append(node)
     if (root := grammar.mask()) is None:
         return {}
-    masks = {0: root}
-    # nodes from the root to where the grammar is, and their children that were not looked at yet;
-    # a chain may be deeper than Python calls
-    path = [(0, iter(children.get(0, ())))]
-    try:
-        while path:
-            node, rest = path[-1]
-            child = next(rest, None)
-            if child is None:
-                path.pop()
-                if path:
-                    grammar.pop()
-            elif grammar.goes_on(masks[node], tokens[child]) and grammar.push(tokens[child]):
-                path.append((child, iter(children.get(child, ()))))
-                if (mask := grammar.mask()) is None:
-                    path.pop()
-                    grammar.pop()
-                else:
-                    masks[child] = mask
-    finally:
-        # where something failed, too
-        for _ in path[1:]:
-            grammar.pop()
+    masks, places = {0: root}, {0: 0}
+    for node, parent in enumerate(parents):
+        if parent in masks and grammar.goes_on(masks[parent], tokens[node]):
+            places[node] = grammar.drafted.after(places[parent], tokens[node])
+            if (mask := grammar.drafted.mask(places[node])) is not None:
+                masks[node] = mask
     return masks
 
 

@@ -153,6 +153,11 @@ class Request:
         return self.token_ids[max(self.num_prompt_tokens, len(self.token_ids) - count) :]
 
     @property
+    def may_draft(self) -> bool:
+        """Whether its grammar, if it has one, can be asked what may follow drafted tokens."""
+        return self.grammar is None or self.grammar.may_look_ahead
+
+    @property
     def has_active_controls(self) -> bool:
         """Whether controls change anything from here on; once False, it stays so."""
         return self.controls is not None and self.controls.is_active(self.num_output_tokens)
@@ -209,9 +214,9 @@ class Request:
     def append_first(self, token_id: int, logprobs: list[TokenLogprobs] | None = None) -> None:
         """Take the token that the prefill pass yields."""
         self.stats.num_prompt_tokens = self.num_prompt_tokens
-        if not self._is_refused(token_id):
-            self.stats.record_first_token(self._clock() - self.arrival_s)
-        self.append([token_id], logprobs)
+        first_token_s = self._clock() - self.arrival_s
+        if self.append([token_id], logprobs):
+            self.stats.record_first_token(first_token_s)
 
     def append(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> int:
         """Take tokens in order, up to the one at which plain decoding would end.
@@ -220,14 +225,17 @@ class Request:
             token_ids: one or more.
             logprobs: of each, where the request asks for them.
         Returns:
-            tokens taken; the others come after the end. None where the controls refuse the first.
+            tokens taken; the others come after the end. None where the controls or the grammar
+            refuse the first.
         """
         for count, token_id in enumerate(token_ids, start=1):
-            if self.controls is not None and self._is_refused(token_id):
-                self.stop_reason = self._refusal()
-                self.end("error")
-                return count - 1
+            if self.controls is not None and (reason := self._refusal(token_id)) is not None:
+                return self._end_before(reason, count - 1)
             self.token_ids.append(token_id)
+            if self.grammar is not None and not self.grammar.advance(token_id):
+                # not before: an interrupt between the two would leave a request that seems whole
+                del self.token_ids[-1]
+                return self._end_before(self.grammar.error, count - 1)
             if logprobs is not None:
                 self.logprobs.append(logprobs[count - 1])
             self._update_end(token_id)
@@ -278,8 +286,9 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", token_id
         # the text of a token that ends the output is left out, as a stop string is
         has_text = self.finish_reason is None or self.params.include_stop_str_in_output
-        if self.grammar is not None and self.grammar.advance(token_id):
-            self._end_with_grammar(self.grammar)
+        if self.grammar is not None and self.grammar.is_over:
+            # nothing may follow, with `ignore_eos` either
+            self.finish_reason = self.finish_reason or "stop"
         if len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
             self.finish_reason = self.finish_reason or "length"
         if self._detokenizer is None:
@@ -295,27 +304,25 @@ class Request:
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 
-    def _is_refused(self, token_id: int) -> bool:
-        """The controls, with the grammar, do not allow a token: they had left none."""
+    def _refusal(self, token_id: int) -> str | None:
+        """Why the controls, with the grammar, do not allow a token: they had left none."""
         if self.controls is None or not self.has_active_controls:
-            return False
-        if self.grammar is not None and not self.grammar.is_over:
-            mask = self.grammar.mask()
-            if mask is not None and not mask[token_id >> 3] >> (token_id & 7) & 1:
-                return True
+            return None
+        mask = None if self.grammar is None else self.grammar.mask()
+        if self.grammar is not None and mask is None:
+            return None  # it has an error of its own
+        is_listed = mask is None or mask[token_id >> 3] >> (token_id & 7) & 1
         tail = self.output_tail(self.controls.num_tokens_read)
-        return not self.controls.allows(tail, self.num_output_tokens, token_id)
-
-    def _refusal(self) -> str:
-        assert self.controls is not None, "they refused a token"
+        if is_listed and self.controls.allows(tail, self.num_output_tokens, token_id):
+            return None
         names = [*self.controls.names, *(["structured_outputs"] if self.grammar else [])]
         return f"{' and '.join(names)} leave no token that can follow"
 
-    def _end_with_grammar(self, grammar: GrammarState) -> None:
-        """Nothing may follow, with `ignore_eos` either."""
-        self.finish_reason = self.finish_reason or "stop"
-        if grammar.error is not None:
-            self.finish_reason, self.stop_reason = "error", grammar.error
+    def _end_before(self, reason: str | None, num_taken: int) -> int:
+        """End without the token that was to come."""
+        self.stop_reason = reason
+        self.end("error")
+        return num_taken
 
     def _decode_pending(self) -> str | None:
         """Give the tokens that wait to the detokenizer; returns a stop string they complete."""

@@ -95,4 +95,4 @@ class StepGroups:
     def _speculates(self, request: Request, plan: SpecPlan, cache_len: int) -> bool:
         """The plan drafts, the request can take part, and the deepest node has a position."""
         fits = cache_len + plan.max_depth < self.position_limit
-        return plan.speculates and fits and plan.suits(request.params)
+        return plan.speculates and fits and request.may_draft and plan.suits(request.params)

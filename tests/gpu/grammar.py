@@ -8,6 +8,7 @@ know nothing of the grammar, is what the pieces cost.
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -57,8 +58,10 @@ class Automaton:
             self._path.append((2 * self._path[-1] + token // _STATES + 1) % _STATES)
         return len(tokens)
 
-    def rollback(self, count: int) -> None:
-        del self._path[-count:]
+    def deep_copy(self) -> Automaton:
+        copied = copy.copy(self)
+        copied._path = [*self._path]
+        return copied
 
     def is_error(self) -> bool:
         return False

@@ -14,9 +14,10 @@ import torch
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.constraints.draft_masks import DraftMasks
-from specc.runtime.constraints.grammar import GrammarState
+from specc.runtime.constraints.drafted_places import DraftedPlaces
 from specc.runtime.constraints.grammar_masks import TreeMasks, tree_masks
 from specc.runtime.constraints.grammars import Grammars
+from specc.runtime.constraints.mask_maker import MaskMaker
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
@@ -93,7 +94,8 @@ class Watch:
     def _fresh(self, request: Request, path: Sequence[int]) -> bytes | None:
         grammar = self._engine.grammars.start(request.params.structured_outputs)
         tokens = [*request.token_ids[request.num_prompt_tokens :], *path]
-        return None if any(grammar.advance(token) for token in tokens) else grammar.mask()
+        goes_on = all(grammar.advance(token) and not grammar.is_over for token in tokens)
+        return grammar.mask() if goes_on else None
 
 
 def _look_away(masks: TreeMasks, values: Any, b: int, allowed: dict[int, set[int]]) -> None:
@@ -213,27 +215,19 @@ def test_plans_that_share_a_pass_mask_their_drafts(engine, watch) -> None:
 
 def test_a_mask_is_made_once(engine, monkeypatch) -> None:
     """Drafts and verification ask at the same nodes."""
-    made: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    # by state: its output; states are kept, so that no two have one id
-    outputs: dict[int, list[int]] = {}
-    states: list[GrammarState] = []
-    make, advance = GrammarState._make_mask, GrammarState.advance
+    made: list[tuple[int, int, tuple[int, ...]]] = []
+    # kept, so that no two have one id
+    states: list[DraftedPlaces] = []
+    make = DraftedPlaces._make
 
-    def output_of(state: GrammarState) -> list[int]:
-        if id(state) not in outputs:
-            states.append(state)
-        return outputs.setdefault(id(state), [])
+    def counted(places: DraftedPlaces, path: list[int]) -> bytes | None:
+        states.append(places)
+        made.append((id(places), id(places._made), tuple(path)))
+        kept.append(places._made)
+        return make(places, path)
 
-    def counted(state: GrammarState) -> bytes | None:
-        made.append((id(state), tuple(output_of(state)), tuple(state._ahead)))
-        return make(state)
-
-    def advanced(state: GrammarState, token: int) -> bool:
-        output_of(state).append(token)
-        return advance(state, token)
-
-    monkeypatch.setattr(GrammarState, "_make_mask", counted)
-    monkeypatch.setattr(GrammarState, "advance", advanced)
+    kept: list[Any] = []
+    monkeypatch.setattr(DraftedPlaces, "_make", counted)
     run(engine, IRREGULAR.name)
     assert len(made) > 20
     assert len(made) == len(set(made))
@@ -259,8 +253,6 @@ def test_a_step_that_fails_leaves_no_mask(engine, monkeypatch) -> None:
             LLM(engine, "chain-3").generate(
                 "hello", SamplingParams(temperature=0, structured_outputs=CODE)
             )
-    # nor has the grammar gone ahead
-    assert state._ahead == []
     trees.clear()
     LLM(engine, "chain-3").generate("abab", FREE)
     assert trees == wanted
@@ -279,23 +271,23 @@ def test_a_grammar_is_at_the_root_after_a_failure(grammars, monkeypatch, calls) 
     wanted = tree_masks(grammars.start(StructuredOutputsParams(choice=CHOICES)), tokens, parents)
     assert len(wanted) == 6
     grammar = grammars.start(StructuredOutputsParams(choice=CHOICES))
-    make, left = grammar._make_mask, iter(range(calls))
+    make, left = MaskMaker.make, iter(range(calls))
 
-    def fails() -> bytes | None:
+    def fails(maker: MaskMaker, matcher: Any) -> bytes | None:
         if next(left, None) is None:
             raise RuntimeError("no mask")
-        return make()
+        return make(maker, matcher)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grammar, "_make_mask", fails)
+        patch.setattr(MaskMaker, "make", fails)
         with pytest.raises(RuntimeError, match="no mask"):
             tree_masks(grammar, tokens, parents)
     assert tree_masks(grammar, tokens, parents) == wanted
-    # and what is known stays true as the output grows
-    assert not grammar.advance(a)
+    # as the output grows, too
+    assert grammar.advance(a)
     below = {0: wanted[1], 1: wanted[2], 2: wanted[3], 3: wanted[4]}
     assert tree_masks(grammar, [0, b, c, d], [-1, 0, 1, 1]) == below
-    assert not grammar.advance(b)
+    assert grammar.advance(b)
     assert tree_masks(grammar, [0, c], [-1, 0]) == {0: wanted[2], 1: wanted[3]}
 
 

@@ -141,7 +141,8 @@ def check_random_trees(grammar: GrammarState, oracle: Any, seed: int, num_nodes:
             found = tree_masks(grammar, tokens, parents)
             assert {node: ids(mask) for node, mask in found.items()} == wanted
         token = dice.choice(sorted(oracle.allowed(before)))
-        assert grammar.advance(token) == (token in EOS)
+        assert grammar.advance(token)
+        assert grammar.is_over == (token in EOS)
         before += (token,)
     assert grammar.error is None
     return {len(before)}
@@ -315,7 +316,8 @@ def test_a_model_without_eos_ends_where_only_an_end_may_follow() -> None:
         grammars = Grammars(byte_tokenizer(), vocab_size, frozenset({299}))
         grammar = start(grammars, regex="a{1,2}")
         assert ids(grammar.mask()) == {64}
-        assert not grammar.advance(64)
+        assert grammar.advance(64)
+        assert not grammar.is_over
         masks = tree_masks(grammar, [0, 64, 64, 3], [-1, 0, 1, 0])
         # after the second node only an end may follow
         assert {node: ids(mask) for node, mask in masks.items()} == {0: {64}}
@@ -325,19 +327,21 @@ def test_a_model_without_eos_ends_where_only_an_end_may_follow() -> None:
 
 def test_an_end_that_is_complete_takes_eos_alone(grammars) -> None:
     grammar = start(grammars, regex="a")
-    assert not grammar.advance(64)
+    assert grammar.advance(64)
+    assert not grammar.is_over
     assert ids(grammar.mask()) == EOS
     assert grammar.advance(257)
-    assert grammar.error is None
+    assert (grammar.is_over, grammar.error) == (True, None)
     grammar = start(grammars, regex="a")
     grammar.advance(64)
-    assert grammar.advance(64)
+    assert not grammar.advance(64)
     assert "64" in (grammar.error or "")
 
 
 def test_a_token_that_the_grammar_refuses_is_an_error(grammars) -> None:
     grammar = start(grammars, regex="ab")
-    assert grammar.advance(65)
+    assert not grammar.advance(65)
+    assert grammar.is_over
     assert "65" in (grammar.error or "")
 
 
@@ -347,10 +351,11 @@ def test_a_grammar_that_becomes_too_complex_is_an_error(tokenizer) -> None:
     grammars = Grammars(tokenizer, VOCAB, EOS, limits)
     grammar = start(grammars, grammar='start: ("a" | b)+ \n b: "b" ("c" | "d" b | "e" b b | b)*')
     while grammar.mask() is not None:
-        assert not grammar.advance(65)
+        assert grammar.advance(65)
+        assert not grammar.is_over
     assert tree_masks(grammar, [0, 65], [-1, 0]) == {}
-    assert grammar.advance(65)
-    assert grammar.error
+    assert not grammar.advance(65)
+    assert "items" in (grammar.error or "")
 
 
 BAD = {

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from specc.errors import OverloadError, RequestError
-from specc.runtime.constraints import grammar, grammar_child, grammars
+from specc.runtime.constraints import grammar_child, grammars, mask_maker
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammar_child import LIMITS
 from specc.runtime.constraints.grammars import Grammars
@@ -61,8 +61,8 @@ def own(tokenizer, monkeypatch) -> Any:
 
 def allows(state: GrammarState, text: str, tokenizer: Tokenizer) -> bool:
     """Whether the grammar yields this text, and an end after it."""
-    goes_on = not any(state.advance(token) for token in tokenizer.encode(text).ids)
-    return goes_on and state.advance(256) and state.error is None
+    tokens = [*tokenizer.encode(text).ids, 256]
+    return all(state.advance(token) for token in tokens) and state.is_over
 
 
 def is_idle(made: Grammars) -> bool:
@@ -291,19 +291,16 @@ def test_a_choice_has_the_masks_of_its_rules(shared, tokenizer) -> None:
     ]
     items += ["a", "ab", "abc", "\\x{61}", "(?i)a", "\x7f\u2028\u0301"]
     rules = "start: " + " | ".join(json.dumps(item) for item in items if "\0" not in item)
-    one = shared.start(StructuredOutputsParams(choice=[i for i in items if "\0" not in i]))
-    other = shared.start(StructuredOutputsParams(grammar=rules))
     for item in items:
+        one = shared.start(StructuredOutputsParams(choice=[i for i in items if "\0" not in i]))
+        other = shared.start(StructuredOutputsParams(grammar=rules))
         tokens = tokenizer.encode(item).ids
         if "\0" not in item:
             for number, token in enumerate(tokens):
                 assert one.mask() == other.mask(), (item, number)
-                assert one.push(token)
-                assert other.push(token)
+                assert one.advance(token)
+                assert other.advance(token)
             assert one.mask() == other.mask()
-            for _ in tokens:
-                one.pop()
-                other.pop()
         assert allows(shared.start(StructuredOutputsParams(choice=items)), item, tokenizer)
 
 
@@ -311,8 +308,8 @@ def test_a_request_whose_masks_take_long_ends_alone(monkeypatch) -> None:
     engine = build_engine(eos=(256,))
     slow_one = SamplingParams(temperature=0, max_tokens=8, structured_outputs=SMALL)
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    monkeypatch.setattr(grammar, "_MAX_MASKS_S", 0.0)
-    monkeypatch.setattr(grammar, "_MAX_MASK_S", 0.0)
+    monkeypatch.setattr(mask_maker, "_MAX_MASKS_S", 0.0)
+    monkeypatch.setattr(mask_maker, "_MAX_MASK_S", 0.0)
     first, second = LLM(engine, "chain-4").generate(["ab", "cd"], [slow_one, free])
     assert first.outputs[0].finish_reason == "error"
     assert "others waited for" in first.outputs[0].stop_reason

@@ -206,15 +206,18 @@ def test_a_model_without_eos(tiny_engine, plan) -> None:
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> None:
-    """In the middle of a walk, as where the library gives up: an error, and nobody else's."""
+    """In the middle of an output, as where the library gives up: an error, and nobody else's."""
     broken = StructuredOutputsParams(regex="[a-z]{40,50}")
     start = engine.grammars.start
 
     def fragile(params: StructuredOutputsParams) -> Any:
         state = start(params)
         if params is broken:
-            push, calls = state.push, iter(range(100))
-            monkeypatch.setattr(state, "push", lambda token: next(calls) < 9 and push(token))
+            advance, calls = state.advance, iter(range(100))
+            # no token of the model
+            monkeypatch.setattr(
+                state, "advance", lambda token: advance(token if next(calls) < 9 else 299)
+            )
         return state
 
     monkeypatch.setattr(engine.grammars, "start", fragile)
@@ -224,7 +227,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine, monkeypatch) -> Non
     ]
     bad, good = (o.outputs[0] for o in LLM(engine, "tree-2-1").generate(PROMPTS[:2], params))
     assert bad.finish_reason == "error"
-    assert "grammar" in bad.stop_reason
+    assert "299" in bad.stop_reason
+    assert len(bad.token_ids) == 9
     assert_valid("choice", good.text)
 
 
