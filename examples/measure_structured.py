@@ -33,8 +33,8 @@ import typer
 
 from specc.cli.prompts import plain_prompts
 from specc.runtime.constraints.draft_masks import DraftMasks
-from specc.runtime.constraints.mask_maker import MaskMaker
 from specc.runtime.constraints.grammar_masks import TreeMasks
+from specc.runtime.constraints.mask_maker import MaskMaker
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from specc.errors import ConfigError, EngineError
 from specc.option import check_ranges, option
+from specc.sampling.structured import StructuredOutputsConfig
 from specc.system.machine import check_threads
 from specc.vllm.answers import answers_names
 from specc.vllm.engine_options import ENGINE
@@ -192,6 +193,14 @@ class EngineArgs:
         "Compare all files with their hashes, or none; else all but the weights.",
         "--verify/--no-verify",
     )
+    structured_outputs_config: Any = option(
+        None,
+        "Defaults of structured outputs, as JSON: disable_any_whitespace (false),"
+        " disable_additional_properties (true), lenient (false).",
+        type=str,
+        metavar="JSON",
+        shows_default=False,
+    )
     shares_prefixes: bool = option(
         True,
         "Share rows of prompts that begin with the same tokens.",
@@ -230,6 +239,7 @@ class EngineArgs:
         object.__setattr__(self, "offload_weights", parse_budget(self.offload_weights))
         override = _parse_override(self.override_generation_config)
         object.__setattr__(self, "override_generation_config", override)
+        StructuredOutputsConfig.read(self.structured_outputs_config)
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")
         if self.max_logprobs is not None and self.max_logprobs > 20:
@@ -308,6 +318,9 @@ class EngineArgs:
                 mmap=self.mmap,
             )
         self._check(engine)
+        if self.structured_outputs_config is not None:
+            config = StructuredOutputsConfig.read(self.structured_outputs_config)
+            engine.grammars.config = config
         return engine
 
     def make_core(self) -> EngineCore:

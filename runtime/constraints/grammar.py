@@ -115,4 +115,5 @@ class GrammarState:
 
 
 def _has(mask: bytes, token_id: int) -> bool:
-    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+    place = token_id >> 3
+    return place < len(mask) and bool(mask[place] >> (token_id & 7) & 1)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specc.errors import RequestError
+from specc.runtime.constraints.json_schema import prepared
+from specc.sampling.structured import SWITCHES, StructuredOutputsConfig, StructuredOutputsParams
 from specc.system.extras import install_command
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DO = "correct this value"
+# between the parts of JSON, as llama.cpp has it: without a bound, a model that has nothing to say
+# fills the context
+_WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 _OWN_END = "<|end of a grammar|>"
 # tokens whose texts are compared, and characters of a text in an error
 _NUM_CHECKED = 256
@@ -73,7 +78,16 @@ class GrammarSource(NamedTuple):
     kind: str
     text: str
     disable_any_whitespace: bool
+    disable_additional_properties: bool
     whitespace_pattern: str | None
+    lenient: bool
+
+    @classmethod
+    def of(cls, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSource:
+        """What a request asks for, with the engine's defaults."""
+        source = cls._make(params.key)
+        unsaid = {name: getattr(config, name) for name in SWITCHES if getattr(source, name) is None}
+        return source._replace(**unsaid)
 
 
 def read_vocabulary(
@@ -113,18 +127,21 @@ def grammar_of(source: GrammarSource) -> str:
         RequestError: it does not understand the text.
     """
     kind, text = source.kind, source.text
-    options: dict[str, Any] = {}
-    if source.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if source.whitespace_pattern is not None:
-        options["whitespace_pattern"] = source.whitespace_pattern
     if kind == "choice":
         # as rules, each item were one of a row of its parser, which takes 2,000 of them
         kind, text = "regex", "|".join(map(_literal, json.loads(text)))
     try:
-        if kind == "json":
-            return library().LLMatcher.grammar_from_json_schema(text, overrides=options)
-        return library().grammar_from(kind, text)
+        if kind != "json":
+            return library().grammar_from(kind, text)
+        schema, said = prepared(text, source.disable_additional_properties)
+        options: dict[str, Any] = {"lenient": True} if source.lenient else {}
+        if source.whitespace_pattern is not None:
+            options["whitespace_pattern"] = source.whitespace_pattern
+        elif source.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        elif not said & {"whitespace_pattern", "whitespace_flexible"}:
+            options["whitespace_pattern"] = _WHITE_SPACE
+        return library().LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except (ValueError, RecursionError) as error:
         raise refused(source, str(error)) from error
 

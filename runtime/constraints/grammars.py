@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import OverloadError, RequestError
@@ -26,12 +27,13 @@ from specc.runtime.constraints.grammar_compile import (
 from specc.runtime.processes.bounded_pool import BoundedPool, Cancellation, JobCancelled
 from specc.runtime.processes.fork_server import ChildError
 from specc.runtime.processes.threads import with_large_stack
-from specc.sampling.structured import StructuredOutputsParams
+from specc.sampling.structured import StructuredOutputsConfig, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from tokenizers import Tokenizer
 
+_log = logging.getLogger("specc.grammars")
 # grammars that stay compiled, and what they may hold together
 _NUM_CACHED = 64
 _MAX_CACHED_BYTES = 256 << 20
@@ -44,7 +46,7 @@ _MAX_HELD_BYTES = 2 << 30
 # from this length on, a grammar may take long, and small ones go on beside it
 _LARGE_CHARS = 16 << 10
 _NICENESS = 5
-_ANY_OBJECT = GrammarSource(*StructuredOutputsParams(json_object=True).key)
+_ANY_OBJECT = StructuredOutputsParams(json_object=True)
 
 
 @dataclass(eq=False)
@@ -91,6 +93,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._limits = limits
+        # for requests that come from now on
+        self.config = StructuredOutputsConfig()
         self._reading = threading.Lock()
         self._read: tuple[Vocabulary, LLTokenizer] | None = None
         self.children = BoundedPool(TARGET, lambda: self._vocabulary[0].to_data(), LIMITS)
@@ -118,7 +122,7 @@ class Grammars:
             JobCancelled: by `cancellation`.
         """
         cancellation = cancellation or Cancellation()
-        source, key = GrammarSource(*params.key), params.digest
+        source, key = GrammarSource.of(params, self.config), self._key(params)
         while True:
             if (found := self._find(key, cancellation)) is not None:
                 return self._state_of(found)
@@ -136,8 +140,12 @@ class Grammars:
     def start_compiled(self, params: StructuredOutputsParams) -> GrammarState | None:
         """The same without any wait: None where the grammar has to be compiled first."""
         with self._changed:
-            found = self._look(params.digest)
+            found = self._look(self._key(params))
         return None if found is None else self._state_of(found)
+
+    def _key(self, params: StructuredOutputsParams) -> bytes:
+        """Equal for equal grammars."""
+        return params.digest + bytes(astuple(self.config))
 
     def close(self) -> None:
         """End what is compiled, and the requests that wait for it."""
@@ -205,11 +213,13 @@ class Grammars:
             self._changed.notify_all()
 
     def _state_of(self, compiled: _Compiled) -> GrammarState:
-        self._held.check(compiled.state_bytes)
+        # and as much for what looks ahead
+        num_bytes = 2 * compiled.state_bytes
+        self._held.check(num_bytes)
         with compiled.lock:
             own = compiled.matcher.deep_copy()
         state = GrammarState(own, self._vocab_size, self._vocabulary[0].ends)
-        self._held.add(state, compiled.state_bytes, compiled)
+        self._held.add(state, num_bytes, compiled)
         return state
 
     def _compile(self, source: GrammarSource, cancellation: Cancellation) -> _Compiled:
@@ -227,7 +237,7 @@ class Grammars:
             self._held.add(made, found["bytes"])
             return made
 
-        if source == _ANY_OBJECT:
+        if source == GrammarSource.of(_ANY_OBJECT, self.config):
             # ours, no stranger's
             return again({"grammar": grammar_of(source), "bytes": 0, "state_bytes": 0})
         try:
@@ -244,6 +254,8 @@ class Grammars:
         self, source: GrammarSource, grammar: str, tokens: LLTokenizer, vocabulary: Vocabulary
     ) -> LLMatcher:
         matcher = matcher_of(source, grammar, tokens, vocabulary)
+        for warning in matcher.get_grammar_warnings():
+            _log.warning("%s %r: %s", source.kind, shortened(source.text), shortened(warning))
         # now, what the first mask costs delays no other request
         if GrammarState(matcher, self._vocab_size, vocabulary.ends).mask() is None:
             reason = matcher.get_error() or "its mask is empty"

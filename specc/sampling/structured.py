@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json as json_
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specc.errors import RequestError
+from specc.errors import ConfigError, RequestError
 from specc.vllm.answers import answers_names
 from specc.vllm.sampling_options import STRUCTURED
 
 # what says a form; exactly one of them
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _DO = "correct this value"
+# of the JSON of a schema
+SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "lenient")
+# which library compiles grammars, and others that change no output
+_OF_VLLM = ("backend", "disable_fallback", "reasoning_parser", "enable_in_reasoning")
 # what is refused unseen: characters, and rules or references, each of which may lead to the next
 MAX_CHARS = 2 << 20
 MAX_RULES = 10_000
@@ -37,9 +42,14 @@ class StructuredOutputsParams:
         choice: strings; the output is one of them.
         grammar: context-free, as llama.cpp's GBNF or as Lark.
         json_object: True for any JSON object.
-        disable_any_whitespace: JSON without white space between its parts.
-        whitespace_pattern: regex of what may stand between the parts of JSON; without it, any
-            white space of any length.
+        disable_any_whitespace: True for JSON without white space between its parts. This and the
+            next ones are for JSON alone; None is the engine's default.
+        disable_additional_properties: True: objects have no properties but those that the schema
+            names, where it says nothing about others; False: they may.
+        whitespace_pattern: regex of what may stand between the parts of JSON; without it, a space,
+            or one or two line feeds and at most twenty spaces or tabs.
+        lenient: True: keywords and formats that the library lacks are ignored, with a warning;
+            False: they are refused.
     Raises:
         RequestError: none or several of the first five, a value of another type, or one that is
             larger than `MAX_CHARS` and `MAX_RULES` say.
@@ -50,8 +60,10 @@ class StructuredOutputsParams:
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    lenient: bool | None = None
     # what was given, and its text; `json_object` is a schema by then
     kind: str = field(init=False, default="")
     text: str = field(init=False, default="")
@@ -69,16 +81,23 @@ class StructuredOutputsParams:
         (kind,) = given
         object.__setattr__(self, "kind", "json" if kind == "json_object" else kind)
         object.__setattr__(self, "text", _TEXT_OF[kind](getattr(self, kind)))
-        self._check_whitespace()
+        self._check_options()
         self._check_size()
-        options = json_.dumps([self.kind, self.disable_any_whitespace, self.whitespace_pattern])
+        options = json_.dumps([self.kind, *self.key[2:]])
         digest = hashlib.sha256(options.encode() + b"\n" + self.text.encode()).digest()
         object.__setattr__(self, "digest", digest)
 
     @property
-    def key(self) -> tuple[str, str, bool, str | None]:
+    def key(self) -> tuple[str, str, bool | None, bool | None, str | None, bool | None]:
         """Equal for equal grammars; hashable, as a schema is not."""
-        return self.kind, self.text, self.disable_any_whitespace, self.whitespace_pattern
+        return (
+            self.kind,
+            self.text,
+            self.disable_any_whitespace,
+            self.disable_additional_properties,
+            self.whitespace_pattern,
+            self.lenient,
+        )
 
     def _check_size(self) -> None:
         for name in ("text", "whitespace_pattern"):
@@ -94,20 +113,62 @@ class StructuredOutputsParams:
             if count > MAX_RULES:
                 raise RequestError(f"{self.kind} with {count} {unit}", f"at most {MAX_RULES}", _DO)
 
-    def _check_whitespace(self) -> None:
+    def _check_options(self) -> None:
         pattern = self.whitespace_pattern
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise _wrong("disable_any_whitespace", self.disable_any_whitespace, "True or False")
+        for name in SWITCHES:
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise _wrong(name, value, "True, False or None")
         if pattern is not None:
             _text("whitespace_pattern", pattern)
-        if (pattern is not None or self.disable_any_whitespace) and self.kind != "json":
-            raise RequestError(
-                f"an option of white space beside {self.kind}", "json or json_object", _DO
-            )
+        # what is False is every other form's, too, as clients that send all defaults have it
+        given = [name for name in (*SWITCHES, "whitespace_pattern") if getattr(self, name)]
+        if given and self.kind != "json":
+            raise RequestError(f"{given[0]} beside {self.kind}", "json or json_object", _DO)
         if pattern is not None and self.disable_any_whitespace:
             raise RequestError(
                 "disable_any_whitespace beside whitespace_pattern", "one of the two", _DO
             )
+
+
+@dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """What holds for the JSON of an engine's requests, unless they say otherwise.
+
+    Args:
+        disable_any_whitespace: see `StructuredOutputsParams`, as for the others.
+        disable_additional_properties: likewise.
+        lenient: likewise.
+    """
+
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    lenient: bool = False
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any] | str | None) -> StructuredOutputsConfig:
+        """From a dict or JSON, as vLLM's option of that name has it.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        try:
+            given = json_.loads(value) if isinstance(value, str) else value or {}
+        except ValueError as error:
+            raise _no_config(value) from error
+        if not isinstance(given, Mapping):
+            raise _no_config(value)
+        own = {name: item for name, item in given.items() if name not in _OF_VLLM}
+        if own.keys() - {*SWITCHES} or not all(isinstance(item, bool) for item in own.values()):
+            raise _no_config(value)
+        return cls(**own)
+
+
+def _no_config(value: Any) -> ConfigError:
+    return ConfigError(
+        f"structured_outputs_config={value!r}",
+        f"an object with {', '.join(SWITCHES)}, each true or false",
+        _DO,
+    )
 
 
 def _schema(value: Any) -> str:

@@ -9,8 +9,6 @@ from specc.errors import RequestError
 from specc.sampling.structured import StructuredOutputsParams
 from specc.server.errors import ApiError, bad_request
 
-# between the parts of JSON: without a bound, a model that has nothing to say fills the context
-_WHITE_SPACE = " ?"
 # keywords whose values are no schemas, and those whose values are schemas by names
 _DATA = ("const", "enum", "default", "examples")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -28,12 +26,12 @@ def arguments_schema(tools: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if "type" in found or "$ref" in found else {"type": "object"} | found
 
 
-def calls_schema(tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any]:
+def calls_schema(tools: Mapping[str, Any], max_calls: int) -> dict[str, Any]:
     """The schema of a list of one call or more, as vLLM's: `[{"name": …, "parameters": {…}}]`.
 
     Args:
         tools: name → schema of the arguments.
-        max_calls: of a list; None is any number.
+        max_calls: of a list.
     """
     definitions, calls = {}, []
     for index, name in enumerate(tools):
@@ -51,22 +49,29 @@ def calls_schema(tools: Mapping[str, Any], max_calls: int | None) -> dict[str, A
                 "additionalProperties": False,
             }
         )
-    limit = {} if max_calls is None else {"maxItems": max_calls}
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
-    return schema | limit
+    return {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": max_calls,
+        "items": {"anyOf": calls},
+        "$defs": definitions,
+    }
 
 
-def calls_grammar(schema: dict[str, Any], max_chars: int) -> StructuredOutputsParams:
+def calls_grammar(
+    schema: dict[str, Any], max_chars: int, options: Mapping[str, Any]
+) -> StructuredOutputsParams:
     """What an output has to be.
 
     Args:
         schema: of it.
         max_chars: of a grammar.
+        options: of the request, for JSON.
     Raises:
         ApiError: it is none, or has more characters.
     """
     try:
-        params = StructuredOutputsParams(json=schema, whitespace_pattern=_WHITE_SPACE)
+        params = StructuredOutputsParams(json=schema, **options)
     except RequestError as error:
         raise _unfit(error.found, error.needed) from error
     if len(params.text) > max_chars:

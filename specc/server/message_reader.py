@@ -10,11 +10,12 @@ from tokenizers import Tokenizer
 from specc.server.chat_fields import ChatMessage
 from specc.server.config import ServeConfig
 from specc.server.fields import without_nulls
+from specc.server.params import has_form
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS
 from specc.server.parsers.whole_message import message_parser
 from specc.server.protocol import ChatRequest
-from specc.server.tools import ToolUse, has_structure
+from specc.server.tools import ToolUse
 
 # characters of a prompt whose end is looked at; a marker and white space after it are fewer
 _END = 256
@@ -35,7 +36,7 @@ class MessageReader:
 
     def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
         # what a grammar has made begins with its form: such an output does not think
-        is_free = not has_structure(wanted) and use.grammar is None
+        is_free = not has_form(wanted) and use.grammar is None
         self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
         self._shows_reasoning = wanted.include_reasoning is not False
         self._prompt = prompt[-_END:]

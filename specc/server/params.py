@@ -211,6 +211,17 @@ def _forms(request: GenerationRequest) -> list[tuple[str, dict[str, Any]]]:
     return forms
 
 
+def has_form(request: GenerationRequest) -> bool:
+    """Whether a request says which form its outputs have."""
+    return any(name in KINDS for _, options in _forms(request) for name in options)
+
+
+def structured_options(request: GenerationRequest) -> dict[str, Any]:
+    """What a request says of JSON besides its form, by names of `StructuredOutputsParams`."""
+    forms = [options for _, options in _forms(request)]
+    return {k: v for options in forms for k, v in options.items() if k not in KINDS}
+
+
 def _plain(name: str, value: Any) -> Any:
     """To be compared: a schema may be given as its text."""
     if name == "json" and isinstance(value, str):

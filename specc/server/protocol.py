@@ -139,7 +139,7 @@ class ResponseFormat(Fields):
 
 
 class StructuredOutputs(Fields):
-    """As vLLM's; exactly one of the first five."""
+    """As vLLM's: one of the first five, unless another field says the form, and its options."""
 
     json_: Annotated[Any, Field(alias="json"), _SCHEMA] = None
     regex: str | None = None
@@ -147,7 +147,9 @@ class StructuredOutputs(Fields):
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    lenient: bool | None = None
 
 
 class GenerationRequest(Fields):

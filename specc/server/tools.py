@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +12,16 @@ from specc.server.config import ServeConfig
 from specc.server.errors import ApiError, bad_request
 from specc.server.fields import UnknownFields
 from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
+from specc.server.params import has_form, structured_options
 from specc.server.parsers.bodies import CallArray, CallObject, NamedArguments
 from specc.server.parsers.calls import CallFormat
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.protocol import ChatRequest
 
+# calls of one output that has to be calls, by `parallel_tool_calls`: without a bound, a small model
+# makes the same one until its tokens run out
+_MAX_CALLS = {False: 1, None: 4, True: 64}
 _CHOICES = (
     '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or {"type":'
     ' "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
@@ -138,21 +143,22 @@ def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> T
     if choice in (None, "auto"):
         use = _automatic(wanted, config, tools, reads_tools)
         return replace(use, are_functions=wanted._has_functions)
-    if has_structure(wanted):
+    if has_form(wanted):
         raise bad_request(
             "tool_choice beside a form of the output", "one of the two", "leave the form out",
             "tool_choice",
         )  # fmt: skip
-    max_calls = 1 if wanted.parallel_tool_calls is False else None
-    use = _forced(tools, choice, max_calls, config)
+    max_calls = _MAX_CALLS[wanted.parallel_tool_calls]
+    use = _forced(tools, choice, max_calls, config, structured_options(wanted))
     return replace(use, are_functions=wanted._has_functions)
 
 
 def _forced(
     tools: dict[str, dict[str, Any] | None],
     choice: Any,
-    max_calls: int | None,
+    max_calls: int,
     config: ServeConfig,
+    options: Mapping[str, Any],
 ) -> ToolUse:
     """Outputs are JSON of the tools' schemas: a list of calls, or the arguments of one."""
     name = _name_in(choice) if isinstance(choice, dict) else None
@@ -165,7 +171,7 @@ def _forced(
     usual = CALL_FORMATS.get(config.tool_call_parser or "")
     if usual is not None:
         form = replace(form, make_id=usual.make_id)
-    grammar = calls_grammar(schema, config.max_grammar_chars)
+    grammar = calls_grammar(schema, config.max_grammar_chars, options)
     return ToolUse(tools, form, max_calls, grammar, name is not None)
 
 
@@ -189,7 +195,7 @@ def _automatic(
             "start the server with such a template (--chat-template), or leave tools out",
             "tools",
         )
-    if has_structure(wanted):
+    if has_form(wanted):
         raise bad_request(
             "tools with tool_choice auto beside a form of the output, which leaves room for no"
             " call",
@@ -199,17 +205,6 @@ def _automatic(
         )
     max_calls = 1 if wanted.parallel_tool_calls is False else None
     return ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
-
-
-def has_structure(wanted: ChatRequest) -> bool:
-    """Whether a request says which form its outputs have."""
-    form = wanted.response_format
-    guided = (
-        wanted.guided_json, wanted.guided_regex, wanted.guided_choice, wanted.guided_grammar,
-        wanted.structured_outputs,
-    )  # fmt: skip
-    has_guide = any(value is not None for value in guided)
-    return has_guide or (form is not None and form.type != "text")
 
 
 def _allowed(choice: dict[str, Any], tools: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -101,7 +101,8 @@ class OnePath:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB, eos_token=sorted(EOS))
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
+        own = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides=own)
         self._fresh = llguidance.LLMatcher(tokens, grammar, log_level=0)
 
     def allowed(self, path: tuple[int, ...]) -> set[int]:

@@ -36,6 +36,9 @@ WRONG = {
     "two-kinds-of-white-space": {
         "json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " ?"
     },
+    "properties-of-a-regex": {"regex": "a", "disable_additional_properties": True},
+    "a-regex-that-is-lenient": {"regex": "a", "lenient": True},
+    "lenient-is-no-switch": {"json_object": True, "lenient": 1},
     "white-space-is-no-text": {"json_object": True, "whitespace_pattern": 3},
 }  # fmt: skip
 
@@ -68,6 +71,8 @@ def test_keys_tell_grammars_apart() -> None:
         StructuredOutputsParams(json={"type": "object"}),
         StructuredOutputsParams(json_object=True, disable_any_whitespace=True),
         StructuredOutputsParams(json_object=True, whitespace_pattern=" ?"),
+        StructuredOutputsParams(json_object=True, disable_additional_properties=False),
+        StructuredOutputsParams(json_object=True, lenient=True),
         StructuredOutputsParams(regex="a"),
         StructuredOutputsParams(grammar="a"),
         StructuredOutputsParams(choice=["a"]),

@@ -120,9 +120,70 @@ def test_an_output_that_is_cut(rig) -> None:
     assert (calls_of(choice.message), choice.finish_reason) == ([pick], "tool_calls")
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(False, 1), (None, 4), (True, 9)])
+def test_a_model_that_repeats_its_call_ends(rig, parallel: bool | None, count: int) -> None:
+    server, script = rig
+    text = "[" + ", ".join(['{"name": "now", "parameters": {}}'] * 9) + "]"
+    say(script, text, tools=(PICK, NOW))
+    body = {"messages": [USER], "tools": [PICK, NOW], "tool_choice": "required", "temperature": 0}
+    answer = server.post(CHATS, body | {"parallel_tool_calls": parallel}).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(choice["message"]["tool_calls"]) == count
+
+
+OPEN = {"type": "object", "properties": {"one": {"enum": ["a", "b"]}}, "required": ["one"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "content"),
+    [
+        ({}, '{"one": "b"}'),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, '{"one":"b"}'),
+        ({"structured_outputs": {"whitespace_pattern": " *"}}, '{  "one": "b"}'),
+        ({"guided_whitespace_pattern": " *"}, '{  "one": "b"}'),
+        (
+            {"structured_outputs": {"disable_additional_properties": False}},
+            '{"one": "b", "x": null}',
+        ),
+    ],
+    ids=str,
+)
+def test_a_schema_ends_where_it_names_no_more(rig, options: Any, content: str) -> None:
+    """With `strict` or without; its options may come beside it, and by every name."""
+    server, script = rig
+    own = {"json_schema": {"name": "one", "schema": OPEN, "strict": True}, "type": "json_schema"}
+    says = content if "  " in content else content.replace('"b"}', '"b", "x": null}')
+    say(script, says, True, ())
+    body = {"messages": [USER], "temperature": 0, "max_tokens": 40}
+    forms: list[dict[str, Any]] = [{"response_format": own}]
+    if "guided_whitespace_pattern" not in options:
+        given = options.get("structured_outputs", {})
+        forms.append({"structured_outputs": {"json": OPEN} | given})
+    for form in forms:
+        answer = server.post(CHATS, body | options | form).json()
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop"), form
+
+
+def test_keywords_that_the_library_lacks(rig) -> None:
+    server, script = rig
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+    say(script, "[1, 2]", True, ())
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    body = {"messages": [USER], "temperature": 0, "response_format": form}
+    assert_error(server.post(CHATS, body), 400, "uniqueItems")
+    answer = server.post(CHATS, body | {"structured_outputs": {"lenient": True}}).json()
+    assert answer["choices"][0]["message"]["content"] == "[1, 2]"
+    # options say no form
+    del body["response_format"]
+    error = server.post(CHATS, body | {"structured_outputs": {"lenient": True}})
+    assert_error(error, 400, "without a form")
+
+
 def test_references_follow_the_schemas_to_their_place() -> None:
     tools = {"pick": PICK["function"]["parameters"], "now": None, "any": {"$schema": "x"}}
-    schema = calls_schema(tools, None)
+    schema = calls_schema(tools, 4)
     good = [{"name": "pick", "parameters": {"one": "a"}}, {"name": "now", "parameters": {}}]
     jsonschema.validate(good, schema)
     for bad in (
@@ -141,7 +202,7 @@ def test_references_follow_the_schemas_to_their_place() -> None:
         jsonschema.validate(good, calls_schema(tools, 1))
     # names of properties, and data, are no references
     odd = {"properties": {"$ref": {"const": {"$ref": "#/a"}}}, "$defs": {"enum": {"$ref": "#/b"}}}
-    moved = calls_schema({"odd": odd}, None)["$defs"]["tool_0"]
+    moved = calls_schema({"odd": odd}, 4)["$defs"]["tool_0"]
     assert moved["properties"] == odd["properties"]
     assert moved["$defs"] == {"enum": {"$ref": "#/$defs/tool_0/b"}}
     assert moved["type"] == "object"
@@ -149,9 +210,9 @@ def test_references_follow_the_schemas_to_their_place() -> None:
 
 def test_schemas_that_are_too_long() -> None:
     schema = arguments_schema({"a": {"const": "b" * 500}}, "a")
-    assert calls_grammar(schema, 1000).kind == "json"
+    assert calls_grammar(schema, 1000, {}).kind == "json"
     with pytest.raises(ApiError, match="more than 500 characters") as caught:
-        calls_grammar(schema, 500)
+        calls_grammar(schema, 500, {})
     assert caught.value.param == "tools"
 
 
