@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from specc.errors import ConfigError, EngineError
 from specc.option import check_ranges, option
-from specc.sampling.structured import StructuredOutputsConfig
 from specc.system.machine import check_threads
 from specc.vllm.answers import answers_names
 from specc.vllm.engine_options import ENGINE
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from specc.runtime.core import EngineCore
     from specc.runtime.engine import Engine
     from specc.runtime.policies.base import Policy
+    from specc.sampling.structured import StructuredOutputsConfig
 
 _AUTO = "auto"
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
@@ -239,7 +239,7 @@ class EngineArgs:
         object.__setattr__(self, "offload_weights", parse_budget(self.offload_weights))
         override = _parse_override(self.override_generation_config)
         object.__setattr__(self, "override_generation_config", override)
-        StructuredOutputsConfig.read(self.structured_outputs_config)
+        _ = self._structured_outputs
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")
         if self.max_logprobs is not None and self.max_logprobs > 20:
@@ -318,8 +318,7 @@ class EngineArgs:
                 mmap=self.mmap,
             )
         self._check(engine)
-        if self.structured_outputs_config is not None:
-            config = StructuredOutputsConfig.read(self.structured_outputs_config)
+        if (config := self._structured_outputs) is not None:
             engine.grammars.config = config
         return engine
 
@@ -357,6 +356,15 @@ class EngineArgs:
         """For an engine that was loaded as these options say; those of loading are left out."""
         plain: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_LOADING}
         return replace(self, engine=engine, **plain)
+
+    @property
+    def _structured_outputs(self) -> StructuredOutputsConfig | None:
+        """Defaults of structured outputs; raises ConfigError: they are none."""
+        if self.structured_outputs_config is None:
+            return None
+        from specc.sampling.structured import StructuredOutputsConfig
+
+        return StructuredOutputsConfig.read(self.structured_outputs_config)
 
     def _check_loaded(self) -> None:
         """Raises ConfigError: options that would have had to come before the engine was loaded."""

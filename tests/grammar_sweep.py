@@ -1,9 +1,9 @@
 """Every plan puts out what plain decoding does: 200 grammars with dead ends, patterns, recursion.
 
-    python -P tests/grammar_sweep.py ENGINE --results docs/results/grammar_sweep.json
+    python -m tests.grammar_sweep --results docs/results/grammar_sweep.json
 
-ENGINE is one of the demo pair for `eager` with the plans that are named below; plans with a lookup
-are added here. Grammars are drawn from a seed.
+Models are tables over a part of the demo pair's tokenizer: the logits of a token and a place. So
+every plan has the same logits to the last bit. Grammars are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import llguidance
 import torch
 import typer
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from specc.errors import RequestError
-from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
-from specc.speculation.plans import MERGE, SpecPlan
+from specc.speculation.plans import MERGE, OFF, DynamicTree, SpecPlan
 from specc.system.machine import describe_machine
+from tests.runtime.conftest import build_engine
 
-NUM_GRAMMARS, MAX_TOKENS = 200, 48
-LOOKUPS = (
+TOKENIZER = Path(__file__).parents[1] / "examples" / "pair" / "target" / "tokenizer.json"
+NUM_GRAMMARS, MAX_TOKENS, POSITIONS, VOCAB, EOS = 200, 32, 96, 320, 0
+PLANS = (
+    OFF,
+    SpecPlan.from_widths((1, 1, 1, 1)),
+    SpecPlan.from_widths((3, 2, 1)),
+    SpecPlan.from_dynamic(DynamicTree(8, 3, 3)),
     SpecPlan.from_widths((1, 1, 1), ("lookup-2",)),
-    SpecPlan.from_widths((1, 1), ("draft_0", "lookup-2"), MERGE),
+    SpecPlan.from_widths((2, 1), ("draft_0", "lookup-2"), MERGE),
 )
 # whose outputs are those of plain decoding with the same seed; and those that are not
 COUPLED: tuple[dict[str, Any], ...] = (
@@ -47,7 +53,7 @@ COUPLED: tuple[dict[str, Any], ...] = (
     *({"temperature": 1.0, "seed": seed, "rule": "delta"} for seed in range(4)),
 )
 OTHERS = tuple(
-    {"temperature": 1.2, "seed": seed, "rule": rule} for rule in ("mss", "swor") for seed in (0, 1)
+    {"temperature": 1.2, "seed": seed, "rule": rule} for rule in ("mss", "swor") for seed in (0,)
 )
 PROMPTS = ("def f(x):\n", "JSON: ", 'x = {"a": 1, "b": ', "The answer is ", "class A:\n    ")
 _TEXTS = ("[a-c]{1,4}", "^[A-Z][a-z]{2,5}$", "^(ab|ba){1,3}$", "^[0-9]{3}-[a-f]{2,4}$", "x+y?z{2}")
@@ -152,14 +158,40 @@ def _choice(dice: random.Random) -> dict[str, Any]:
     return {"choice": dice.sample(words, dice.randint(2, 6))}
 
 
-def with_lookups(engine: Engine) -> list[str]:
-    """Names of all plans that draft, those with a lookup added."""
-    slabs = {name: len(own) for name, own in engine.cache.slabs.items()}
-    models = {"target": engine.target, "draft_0": engine.drafts[0]}
-    for plan in LOOKUPS:
-        program = json.loads(json.dumps(fuse_step(plan, slabs).to_json()))
-        engine.steps[plan.name] = EagerStep(program, models)
-    return [name for name, plan in engine.plans.items() if plan.speculates]
+def small_tokenizer() -> Tokenizer:
+    """The first tokens of the demo pair's: bytes, and some of several. Draws cost by tokens."""
+    whole = json.loads(TOKENIZER.read_text())
+    model = whole["model"]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < VOCAB}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    return Tokenizer.from_str(json.dumps(whole))
+
+
+def table_engine(batch: int = 256) -> Engine:
+    """An engine whose logits follow from a token and its place; drafts have them with noise."""
+    tokenizer = small_tokenizer()
+    size, generator = tokenizer.get_vocab_size(), torch.Generator().manual_seed(1)
+    engine = build_engine(
+        plans=PLANS, max_num_seqs=batch, max_seq_len=POSITIONS, draft_positions=POSITIONS,
+        block_size=16, prefill_chunk=256,
+    )  # fmt: skip
+    own = torch.randn(size, size, generator=generator) * 2.5
+    turn = torch.randn(16, size, generator=generator)
+    noise = torch.randn(size, size, generator=generator) * 1.5
+
+    def forward(table: Tensor) -> Any:
+        def of(tokens: Tensor, positions: Tensor, *others: Tensor, **more: Tensor) -> Tensor:
+            rows = others[5] if len(others) > 5 else more["logit_rows"]
+            return table[tokens[rows]] + turn[positions[rows] % len(turn)]
+
+        return of
+
+    engine.target.forward = forward(own)
+    for draft in engine.drafts:
+        draft.forward = forward(own + noise)
+    engine.tokenizer, engine.vocab_size = tokenizer, size
+    engine.eos_token_ids = frozenset([EOS])
+    return engine
 
 
 def compiled(engine: Engine, seed: int, count: int) -> list[StructuredOutputsParams]:
@@ -262,21 +294,15 @@ def _shown(params: SamplingParams, one: CompletionOutput, other: CompletionOutpu
     return [params.structured_outputs.text, f"{one.text!r}, {one.stop_reason}", repr(other.text)]
 
 
-def main(
-    path: Annotated[Path, typer.Argument()],
-    results: Path | None = None,
-    num_grammars: int = NUM_GRAMMARS,
-    seeds: int = 4,
-) -> None:
-    """Compare all plans of an engine under drawn grammars."""
+def main(results: Path | None = None, num_grammars: int = NUM_GRAMMARS, seeds: int = 4) -> None:
+    """Compare all plans under drawn grammars."""
     torch.set_num_threads(1)
-    engine = Engine.load(path)
-    plans = with_lookups(engine)
+    engine = table_engine()
     begin_s = time.perf_counter()
     grammars = compiled(engine, 0, num_grammars)
-    rows = compare(engine, grammars, plans, seeds)
+    rows = compare(engine, grammars, [plan.name for plan in PLANS[1:]], seeds)
     found = {
-        "command": shlex.join(["python", "-P", *sys.argv]),
+        "command": shlex.join(["python", "-m", "tests.grammar_sweep", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": describe_machine(),
         "versions": {"torch": torch.__version__, "llguidance": llguidance.__version__},
