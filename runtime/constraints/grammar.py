@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from specc.runtime.constraints.drafted_places import DraftedPlaces
@@ -24,10 +25,20 @@ class GrammarState:
         matcher: at the root of the request's next tree; owned from now on.
         vocab_size: V.
         ends: tokens that end an output.
+        ahead: the same grammar at its beginning, sharing nothing with the matcher, to look ahead
+            with, and what compiles one more; without them, copies of the matcher are used.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Ends) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        ends: Ends,
+        ahead: tuple[LLMatcher, Callable[[], LLMatcher]] | None = None,
+    ) -> None:
         self._matcher = matcher
+        self._begin = ahead or (matcher.deep_copy(), matcher.deep_copy)
+        self._output: list[int] = []
         self._vocab_size = vocab_size
         self._ends = ends
         self._maker = MaskMaker(vocab_size, ends)
@@ -77,6 +88,7 @@ class GrammarState:
             self.is_over = True
             return False
         self._has_mask = False
+        self._output.append(token_id)
         if self._drafted is not None:
             self._drafted.follow(token_id)
         self.is_over = token_id in self._ends.ids or (self._ends.is_own and self._is_complete)
@@ -96,7 +108,10 @@ class GrammarState:
     def drafted(self) -> DraftedPlaces:
         """What may follow the tokens of drafts from here."""
         if self._drafted is None:
-            self._drafted = DraftedPlaces(self._matcher, self._vocab_size, self._ends)
+            base, again = self._begin
+            self._drafted = DraftedPlaces(
+                base.deep_copy(), again, self._vocab_size, self._ends, self._output
+            )
         return self._drafted
 
     @property

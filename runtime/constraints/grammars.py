@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,15 @@ class _Compiled:
 
     Args:
         matcher: at its beginning.
+        ahead: the same, compiled once more, for what looks ahead: copies share a lexer.
+        again: compiles it once more.
         num_bytes: that it holds.
         state_bytes: that each request holds beside.
     """
 
     matcher: LLMatcher
+    ahead: LLMatcher
+    again: Callable[[], LLMatcher]
     num_bytes: int
     state_bytes: int
     # the library's objects belong to one thread at a time
@@ -217,8 +221,9 @@ class Grammars:
         num_bytes = 2 * compiled.state_bytes
         self._held.check(num_bytes)
         with compiled.lock:
-            own = compiled.matcher.deep_copy()
-        state = GrammarState(own, self._vocab_size, self._vocabulary[0].ends)
+            own, ahead = compiled.matcher.deep_copy(), compiled.ahead.deep_copy()
+        ends = self._vocabulary[0].ends
+        state = GrammarState(own, self._vocab_size, ends, (ahead, compiled.again))
         self._held.add(state, num_bytes, compiled)
         return state
 
@@ -227,14 +232,19 @@ class Grammars:
 
         def again(found: dict[str, Any]) -> _Compiled:
             """What the child has survived, in this process."""
-            self._held.check(found["bytes"])
-            matcher = with_large_stack(
-                lambda: self._matcher(source, found["grammar"], tokens, vocabulary),
-                STACK_BYTES,
-                _NICENESS,
+            self._held.check(2 * found["bytes"])
+
+            def once_more() -> LLMatcher:
+                return with_large_stack(
+                    lambda: self._matcher(source, found["grammar"], tokens, vocabulary),
+                    STACK_BYTES,
+                    _NICENESS,
+                )
+
+            made = _Compiled(
+                once_more(), once_more(), once_more, 2 * found["bytes"], found["state_bytes"]
             )
-            made = _Compiled(matcher, found["bytes"], found["state_bytes"])
-            self._held.add(made, found["bytes"])
+            self._held.add(made, made.num_bytes)
             return made
 
         if source == GrammarSource.of(_ANY_OBJECT, self.config):
