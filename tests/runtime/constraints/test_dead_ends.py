@@ -156,12 +156,12 @@ def test_looking_ahead_has_its_own_seconds(engine, monkeypatch) -> None:
         max_tokens=40, temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]{30}")
     )
     (plain,) = LLM(engine, "off").generate("hello", params)
-    monkeypatch.setattr(DraftedPlaces, "is_slow", property(lambda places: len(places._made) > 0))
+    monkeypatch.setattr(DraftedPlaces, "is_slow", property(lambda places: True))
     llm = LLM(engine, "chain-3")
     (output,) = llm.generate("hello", params)
     assert output.outputs == plain.outputs
-    # after a step that drafts, the next one does not, and what it looked at is forgotten
-    assert 1 < llm.get_metrics().num_spec_steps < 20
+    # the first step drafts, and no other
+    assert llm.get_metrics().num_spec_steps == 1
 
 
 def test_an_empty_mask_of_a_draft_is_no_error_of_the_request(grammars) -> None:
@@ -236,7 +236,7 @@ def test_limits_are_met_where_plain_decoding_meets_them(limits) -> None:
 
     letters = tokenizer.encode("abcdefg").ids
     errors, num_seen = [], 0
-    for _ in range(10):
+    for _ in range(4):
         plain, drafting = begin(), begin()
         output: list[int] = []
         while (mask := plain.mask()) is not None and not plain.is_over and len(output) < 30:
