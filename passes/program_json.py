@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specc.artifact.graph_io import graph_to_json
+from specc.artifact.graph_io import store_graph
 from specc.passes.program import (
     FEATURES,
     HANDED_ON,
@@ -77,7 +77,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "schema_version": 3 if layouts - {"rows", "blocks"} else 2 if "blocks" in layouts else 1,
         "name": program.name,
         "inputs": inputs,
-        "graph": graph_to_json(program.graph),
+        "graph": store_graph(program.graph),
     }
 
 

@@ -161,6 +161,7 @@ class Engine:
         offload_weights: int | str | None = None,
         overlaps: bool = False,
         mmap: bool | None = None,
+        check_weights: bool = True,
     ) -> Engine:
         """Open an engine directory.
 
@@ -190,6 +191,8 @@ class Engine:
             mmap: on CPUs, weights stay in the mapped files, which processes share, True, or are
                 read into memory in huge pages, where passes are faster, False. None reads them
                 where Linux gives huge pages and there is room.
+            check_weights: compare the weights with their sums in the manifest, while they are
+                read, or before they are mapped.
         Raises:
             EngineError: the directory is no engine, is altered, or needs another runtime or more
                 memory; or a rank cannot load it.
@@ -207,6 +210,8 @@ class Engine:
                 kv_cache_tokens=kv_cache_tokens,
                 weights_budget=least_of(offload_weights),
             )
+            if not check_weights:
+                manifest = manifest.unchecked()
             _check_dtypes(manifest)
             check_offload(manifest, backend or manifest.backend, offload_weights)
             check_mmap(backend or manifest.backend, mmap, offload_weights)
@@ -234,7 +239,8 @@ class Engine:
             else:
                 from specc.runtime.ranks.launch import load_led
 
-                loaded = load_led(path, manifest, backend, limits, ranks, verify, num_threads)
+                how = (verify, num_threads, check_weights)
+                loaded = load_led(path, manifest, backend, limits, ranks, *how)
             engine = cls._bind(path, manifest, backend, loaded, offload_weights)
             engine.loaded_with = {
                 "offload_weights": offload_weights,

@@ -32,7 +32,7 @@ _DTYPES |= {"fp32": "float32"}
 # of `Engine.load`: they say nothing to an engine that is loaded
 _OF_LOADING = {
     "verify", "num_threads", "max_num_seqs", "backend", "capture", "kv_cache_tokens",
-    "rank_timeout_s", "oversubscribes", "offload_weights", "overlaps", "mmap",
+    "rank_timeout_s", "oversubscribes", "offload_weights", "overlaps", "mmap", "check_weights",
 }  # fmt: skip
 
 
@@ -157,6 +157,11 @@ class EngineArgs:
         " huge pages and there is room.",
         "--mmap/--no-mmap",
         shows_default=False,
+    )
+    check_weights: bool = option(
+        True,
+        "Compare weights with their checksums while they are read, or before they are mapped.",
+        "--check-weights/--no-check-weights",
     )
     rank_timeout_s: float = option(
         30.0,
@@ -316,6 +321,7 @@ class EngineArgs:
                 offload_weights=self.offload_weights,
                 overlaps=self.overlaps,
                 mmap=self.mmap,
+                check_weights=self.check_weights,
             )
         self._check(engine)
         if (config := self._structured_outputs) is not None:

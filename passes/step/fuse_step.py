@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from specc.artifact.graph_io import graph_to_json
+from specc.artifact.graph_io import store_graph
 from specc.passes.step.draft_stage import draft_stage, num_levels
 from specc.passes.step.step_graph import (
     BLOCK_MASS,
@@ -60,7 +60,7 @@ class StepProgram:
             for name, value in self.constants.items()
         }
         stages = [
-            {"name": name, "graph": graph_to_json(graph)} for name, graph in self.stages.items()
+            {"name": name, "graph": store_graph(graph)} for name, graph in self.stages.items()
         ]
         return {
             "schema_version": SCHEMA_VERSION,

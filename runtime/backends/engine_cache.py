@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from specc.artifact.cache_rows import CacheRows
 from specc.artifact.kv_rows import AUTO, SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
-from specc.errors import ConfigError
+from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadLimits
+from specc.runtime.backends.offload_budget import free_bytes
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache, SlabShape
+from specc.system.files import format_bytes
 
 DTYPES = {
     "float32": torch.float32,
@@ -65,7 +67,36 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
+    if torch.device(device).type == "cpu":
+        _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total)
     return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
+
+
+def _check_room(
+    shape: CacheShape,
+    specs: Mapping[str, Sequence[SlabShape]],
+    dtypes: Mapping[str, torch.dtype],
+    rows: int,
+) -> None:
+    """Compare the caches with the memory that there is: what a manifest plans, its author says.
+
+    Raises:
+        EngineError: they take more.
+    """
+    # tokens of the rows, and what is noted of a block
+    of_rows, needed = shape.num_blocks * max(rows, shape.rows_per_block), shape.num_blocks * 64
+    needed += of_rows * 4
+    for model, slabs in specs.items():
+        for slab in slabs:
+            columns = slab.layers * slab.parts * slab.heads * slab.columns
+            needed += of_rows * columns * (slab.dtype or dtypes[model]).itemsize
+    free = free_bytes()
+    if free is not None and needed > free:
+        raise EngineError(
+            f"caches of {format_bytes(needed)}, and {format_bytes(free)} of memory free",
+            "room for them",
+            "load with a smaller --max-num-seqs or --kv-cache-tokens, or free memory",
+        )
 
 
 def slab_shapes(model: ModelEntry, kv_cache_dtype: str = AUTO) -> list[SlabShape]:

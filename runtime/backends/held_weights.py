@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from specc.artifact.backends import backend_names, facts_of
-from specc.artifact.safetensors_io import SafetensorsReader, read_exactly, tensor_bytes
+from specc.artifact.block_sums import read_in_blocks
+from specc.artifact.safetensors_io import SafetensorsReader, tensor_bytes
 from specc.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.backends.offload_budget import free_bytes
@@ -35,23 +35,24 @@ class HeldWeights(dict[str, Tensor]):
 
     Args:
         path: the file.
+        crc32: `BlockSums.hex` of it, compared while it is read; empty where nobody knows.
     Raises:
-        EngineError: the file is absent, cut, or no safetensors file.
+        EngineError: the file is absent, cut, no safetensors file, or was altered.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, crc32: str = "") -> None:
         super().__init__()
         try:
-            with SafetensorsReader(path, reads_float8=True) as file, open(path, "rb", 0) as data:
-                sizes = {key: file.place(key)[1] for key in file.keys()}  # noqa: SIM118
-                buffer = huge_buffer(sum(map(_aligned, sizes.values())))
-                begin = 0
-                for key, size in sizes.items():
+            with SafetensorsReader(path, reads_float8=True) as file:
+                places = {key: file.place(key) for key in file.keys()}  # noqa: SIM118
+                buffer = huge_buffer(sum(_aligned(size) for _, size in places.values()))
+                begin, parts = 0, []
+                for key, (offset, size) in places.items():
                     part = buffer[begin : begin + size]
-                    cut = partial(_cut, path)
-                    read_exactly(data, tensor_bytes(part), file.place(key)[0], cut)
+                    parts.append((offset, tensor_bytes(part)))
                     self[key] = part.view(file.dtype(key)).view(file.shape(key))
                     begin += _aligned(size)
+            read_in_blocks(path, crc32, sorted(parts, key=lambda item: item[0]))
         except (OSError, ModelNotFoundError, WeightError) as error:
             found = str(error) if isinstance(error, OSError) else error.found
             raise EngineError(found, "a safetensors file", "compile the engine again") from error
@@ -82,20 +83,21 @@ def check_mmap(backend: str, mmap: bool | None, offload_weights: int | str | Non
         )
 
 
-def load_weights(files: Mapping[str, Path], limits: LoadLimits) -> dict[str, Mapping[str, Tensor]]:
+def load_weights(
+    files: Mapping[str, Path], limits: LoadLimits, sums: Mapping[str, str] | None = None
+) -> dict[str, Mapping[str, Tensor]]:
     """Weights of models whose programs read them in every pass.
 
     Args:
         files: model → its file.
         limits: see `choose_mmap`.
+        sums: model → `BlockSums.hex` of its file, where somebody knows.
     Raises:
-        EngineError: a file is absent or no safetensors file; or there is no room.
+        EngineError: a file is absent, no safetensors file, or was altered; or there is no room.
     """
     with _one_at_a_time(files.values()):
-        maps = choose_mmap(files.values(), limits)
-        return {
-            name: (MappedWeights if maps else HeldWeights)(file) for name, file in files.items()
-        }
+        kind = MappedWeights if choose_mmap(files.values(), limits) else HeldWeights
+        return {name: kind(file, (sums or {}).get(name, "")) for name, file in files.items()}
 
 
 def choose_mmap(files: Iterable[Path], limits: LoadLimits) -> bool:
@@ -137,7 +139,3 @@ def _one_at_a_time(files: Iterable[Path]) -> Iterator[None]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _cut(path: Path, reason: str) -> WeightError:
-    return WeightError(f"{path}: {reason}", "a safetensors file", "compile the engine again")

@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx
 
+from specc.artifact.block_sums import read_in_blocks
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import SelfDraftEntry
+from specc.bounds import MOST_LAYERS
 from specc.errors import EngineError
 from specc.kernels import native
 from specc.speculation.plan_json import plan_from_json
@@ -28,7 +30,7 @@ _DO = "compile the engine again"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises EngineError: the file is absent or no JSON object."""
-    data = json_file.read_json(path, EngineError, "a readable JSON file", _DO)
+    data = json_file.read_engine_json(path, "a readable JSON file", _DO)
     if not isinstance(data, dict):
         raise EngineError(f"{path} is no JSON object", "a JSON object", _DO)
     return data
@@ -44,8 +46,8 @@ def read_self_draft(path: Path, entry: SelfDraftEntry) -> dict[str, Any]:
         EngineError: the file is absent or no JSON object, or reads caches of other layers.
     """
     program = read_json(path / entry.program_file)
-    inputs = program.get("inputs", [])
-    layers = {item.get("layer") for item in inputs if item.get("kind") == "cache"}
+    check_program(program, MOST_LAYERS)
+    layers = {item["layer"] for item in program["inputs"] if item["kind"] == "cache"}
     if layers != set(entry.layers):
         raise EngineError(
             f"{path / entry.program_file} with caches of layers {sorted(layers)}",
@@ -62,7 +64,10 @@ def plan_of(program: Mapping[str, Any]) -> SpecPlan:
         EngineError: a step program of another schema, or a malformed one.
     """
     check_schema(program, "a step program", STEP_SCHEMA_VERSIONS)
-    return plan_from_json(program.get("plan", {}))
+    plan, stages = plan_from_json(program.get("plan", {})), program.get("stages")
+    if not isinstance(stages, list) or not all(map(_is_stage, stages)):
+        raise EngineError("a step program without stages", "stages with names and graphs", _DO)
+    return plan
 
 
 def check_program(program: Mapping[str, Any], num_layers: int) -> None:
@@ -75,9 +80,10 @@ def check_program(program: Mapping[str, Any], num_layers: int) -> None:
         EngineError: another schema, or an input that is none.
     """
     check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
-    inputs = program.get("inputs")
-    if not isinstance(program.get("name"), str) or not isinstance(inputs, list):
-        raise EngineError("a program.json without name or inputs", "both", _DO)
+    inputs, graph = program.get("inputs"), program.get("graph")
+    is_whole = isinstance(inputs, list) and isinstance(graph, Mapping)
+    if not isinstance(program.get("name"), str) or not is_whole:
+        raise EngineError("a program.json without name, inputs or graph", "all three", _DO)
     for place_, entry in enumerate(inputs):
         if not (isinstance(entry, Mapping) and _is_input(entry, num_layers)):
             raise EngineError(
@@ -85,6 +91,11 @@ def check_program(program: Mapping[str, Any], num_layers: int) -> None:
                 "a weight, a constant, a cache of one of the layers, or an input of the runtime",
                 _DO,
             )
+
+
+def _is_stage(stage: Any) -> bool:
+    is_object = isinstance(stage, Mapping) and isinstance(stage.get("graph"), Mapping)
+    return is_object and isinstance(stage.get("name"), str)
 
 
 def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
@@ -185,17 +196,26 @@ def last_used(nodes: Iterable[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, lis
     return found
 
 
+def map_weights(path: Path, manifest: Manifest, name: str) -> MappedWeights:
+    """Weights in the mapped file of an engine, compared with what its manifest says."""
+    return MappedWeights(path / name, manifest.files[name].crc32)
+
+
 class MappedWeights(dict[str, Tensor]):
     """Tensors of a safetensors file, by key; they lie in the mapped file.
 
     Args:
         path: the file.
+        crc32: `BlockSums.hex` of it, which is compared before anything is mapped: all of the file
+            is read once. Empty: nobody looks.
     Raises:
-        EngineError: the file is absent or no safetensors file.
+        EngineError: the file is absent or no safetensors file, or was altered.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, crc32: str = "") -> None:
         try:
+            if crc32:
+                read_in_blocks(path, crc32)
             with safe_open(path, framework="pt") as file:
                 super().__init__((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
             self._descriptor = os.open(path, os.O_RDONLY)

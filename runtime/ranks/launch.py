@@ -57,6 +57,7 @@ def load_led(
     options: RankOptions,
     verify: bool | None = None,
     num_threads: int | None = None,
+    checks_weights: bool = True,
 ) -> LoadedPrograms:
     """Load an engine on all ranks; returns on rank 0 alone.
 
@@ -68,6 +69,7 @@ def load_led(
         options: of the ranks.
         verify: see `Engine.load`.
         num_threads: of each rank; None is the cores of this machine by the ranks on it.
+        checks_weights: see `Engine.load`.
     Returns:
         models and steps whose passes and commits all ranks run.
     Raises:
@@ -122,6 +124,7 @@ def load_led(
         "offload_weights": limits.offload_weights,
         "num_local": len(local),
         "mmap": limits.mmap,
+        "checks_weights": checks_weights,
         "num_threads": num_threads,
         "num_ranks": options.num_ranks,
         "timeout_s": options.timeout_s,

@@ -164,6 +164,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "max_waiting": _integer,
     "num_threads": _integer,
     "mmap": partial(_choice, values={"true": True, "false": False}),
+    "check_weights": partial(_choice, values={"true": True, "false": False}),
     "rank_timeout_s": _seconds,
     "oversubscribes": partial(_choice, values={"true": True, "false": False}),
     "verify": partial(_choice, values={"true": True, "false": False}),

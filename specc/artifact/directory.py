@@ -20,7 +20,7 @@ from specc.system.files import (
     hash_file,
     sample_file,
 )
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 from specc.system.machine import cpu_model, isa_flags
 from specc.version import __version__
 
@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
             "make one with specc compile",
         )
     do = "check its permissions, or compile or copy the engine again"
-    data = read_json(file, EngineError, "a manifest", do, exact=True)
+    data = read_engine_json(file, "a manifest", do)
     try:
         return Manifest.from_json(data)
     except EngineError as error:

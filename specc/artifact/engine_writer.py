@@ -39,8 +39,8 @@ class EngineWriter:
     """Builds an engine beside its destination, then renames it into place.
 
         with EngineWriter(output) as writer:
-            sha256, num_bytes = write_weights(…, writer.path("target/weights.safetensors"))
-            writer.record("target/weights.safetensors", sha256, num_bytes)
+            entry = write_weights(…, writer.path("target/weights.safetensors"))
+            writer.record("target/weights.safetensors", entry)
             writer.write_json("target/program.json", program)
             writer.commit(manifest)
 
@@ -126,9 +126,9 @@ class EngineWriter:
             raise output_error(path, error) from error
         return path
 
-    def record(self, name: str, sha256: str, num_bytes: int) -> None:
-        """State a hash that was computed while writing, so that the file is not read again."""
-        self._recorded[name] = FileEntry(sha256, num_bytes)
+    def record(self, name: str, entry: FileEntry) -> None:
+        """State what was computed while writing, so that the file is not read again."""
+        self._recorded[name] = entry
 
     def write_bytes(self, name: str, data: bytes) -> None:
         path = self.path(name)
@@ -158,7 +158,7 @@ class EngineWriter:
                 shutil.copyfile(source, path)
         except OSError as error:
             raise output_error(path, error) from error
-        self.record(name, entry.sha256, entry.bytes)
+        self.record(name, entry)
 
     def seal(self, manifest: Manifest) -> Manifest:
         """Hash all files and write the manifest: `staging` is then an engine that can be tried.

@@ -1,25 +1,26 @@
 """FX graphs as JSON: readable, diffable, and without pickle.
 
-Only operators of the `aten`, `prims` and `specc` namespaces, a few `operator` functions and calls
-of named modules can be stored, so that loading a graph cannot execute anything else.
+Only calls of operators, a few `operator` functions and named modules can be stored, so that loading
+a graph cannot execute anything else; which operators, and with what, `graph_checks` says.
 """
 
 from __future__ import annotations
 
 import keyword
 import math
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from specc.artifact.graph_checks import MOST_NODES, check_graph
+from specc.artifact.graph_operators import KNOWN, PYTHON, python_name
 from specc.errors import EngineError, UnsupportedGraphError
 
+# operators of models as they are traced, before passes have replaced what no engine holds
 _NAMESPACES = ("aten", "prims", "specc")
-# reads and creates files
-_FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")
+
 _MALFORMED = (
     KeyError,
     TypeError,
@@ -30,27 +31,6 @@ _MALFORMED = (
     SyntaxError,
     RecursionError,
 )
-_PYTHON_FUNCTIONS = {
-    f"operator.{name}": getattr(operator, name)
-    for name in (
-        "getitem",
-        "add",
-        "sub",
-        "mul",
-        "floordiv",
-        "mod",
-        "neg",
-        "le",
-        "lt",
-        "ge",
-        "gt",
-        "eq",
-    )
-}
-_PYTHON_NAMES = {function: name for name, function in _PYTHON_FUNCTIONS.items()}
-# Python's own sum and product of symbolic sizes
-_PYTHON_NAMES |= {torch.sym_max: "torch.sym_max", torch.sym_min: "torch.sym_min"}
-_PYTHON_FUNCTIONS |= {"torch.sym_max": torch.sym_max, "torch.sym_min": torch.sym_min}
 
 
 def target_name(target: Any) -> str:
@@ -59,13 +39,13 @@ def target_name(target: Any) -> str:
     Raises:
         UnsupportedGraphError: the target is outside the namespaces that a program may call.
     """
-    if isinstance(target, torch._ops.OpOverload) and _is_allowed(target):
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
         return str(target)
-    if target in _PYTHON_NAMES:
-        return _PYTHON_NAMES[target]
+    if (name := python_name(target)) is not None:
+        return name
     raise UnsupportedGraphError(
         f"the graph calls {target}",
-        f"operators of {', '.join(_NAMESPACES)} or {', '.join(sorted(_PYTHON_FUNCTIONS))}",
+        f"operators of {', '.join(_NAMESPACES)} or {', '.join(sorted(PYTHON))}",
         "report the architecture: a pass has to replace this operator",
     )
 
@@ -106,6 +86,23 @@ def graph_to_json(graph: fx.Graph) -> dict[str, Any]:
     raise UnsupportedGraphError("a graph without an output", "one output", "report this")
 
 
+def store_graph(graph: fx.Graph) -> dict[str, Any]:
+    """Encode a graph that an engine is to hold.
+
+    Raises:
+        UnsupportedGraphError: `graph_to_json` refuses it, or whatever loads the engine would.
+    """
+    try:
+        check_graph(graph)
+    except ValueError as error:
+        raise UnsupportedGraphError(
+            str(error)[:1].upper() + str(error)[1:],
+            "operators and arguments that programs of engines may hold",
+            "report the architecture: a pass has to replace this operator",
+        ) from error
+    return graph_to_json(graph)
+
+
 def graph_from_json(
     data: Mapping[str, Any],
     modules: Mapping[str, torch.nn.Module] | None = None,
@@ -125,6 +122,8 @@ def graph_from_json(
     env: dict[str, fx.Node] = {}
     modules = dict(modules or {})
     try:
+        if len(data["nodes"]) > MOST_NODES:
+            raise ValueError(f"{len(data['nodes'])} nodes, at most {MOST_NODES}")
         for entry in data["nodes"]:
             name = _identifier(entry["name"])
             if name in env:
@@ -153,6 +152,7 @@ def graph_from_json(
                 node.meta["described"] = entry["val"]
             env[name] = node
         graph.output(_decode(data["output"], env))
+        check_graph(graph)
         return fx.GraphModule(modules, graph)
     except _MALFORMED as error:
         raise EngineError(
@@ -168,22 +168,16 @@ def resolve_target(name: str) -> Any:
     Raises:
         EngineError: the name is not one that a program may call, or torch does not have it.
     """
-    if name in _PYTHON_FUNCTIONS:
-        return _PYTHON_FUNCTIONS[name]
-    parts = name.split(".")
-    if len(parts) == 3 and parts[0] in _NAMESPACES:
-        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
-        overload = getattr(packet, parts[2], None) if packet is not None else None
-        # attributes of Python objects have such names too: only the operator itself answers to it
-        if (
-            isinstance(overload, torch._ops.OpOverload)
-            and str(overload) == name
-            and _is_allowed(overload)
-        ):
-            return overload
+    if name in PYTHON:
+        return PYTHON[name]
+    if name in KNOWN:
+        namespace, packet, overload = name.split(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+        if found is not None:
+            return found
     raise EngineError(
-        f"operator {name}",
-        "an operator of this torch and this specc",
+        f"operator {name!r:.100}",
+        "one that programs of engines call (specc/artifact/graph_operators.py)",
         "compile the engine again with the installed versions",
     )
 
@@ -199,10 +193,6 @@ def describe_value(value: Any) -> str | None:
 
 def _short(value: Any) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _is_allowed(operator_: torch._ops.OpOverload) -> bool:
-    return operator_.namespace in _NAMESPACES and str(operator_) not in _FORBIDDEN
 
 
 def _identifier(name: Any) -> str:

@@ -38,6 +38,7 @@ from specc.artifact.manifest_entries import (
     TokenizerEntry,
 )
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
+from specc.bounds import MOST_LAYERS, number
 from specc.errors import EngineError
 
 SCHEMA_VERSION = 5
@@ -87,10 +88,10 @@ class Manifest:
     self_drafts: tuple[SelfDraftEntry, ...] = ()
     segments: SegmentsEntry | None = None
     kv_cache_dtype: str = AUTO
-    activation_bits: int | None = None
+    activation_bits: int | None = number(1, 64, default=None)
     probe: dict[str, Any] | None = None
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = number(0, MOST_LAYERS, default=SCHEMA_VERSION)
 
     @property
     def dtype(self) -> str:
@@ -141,6 +142,9 @@ class Manifest:
             for name in ("taps", "vocabulary", "head"):
                 if model[name] is None:
                     del model[name]
+        for entry in data["files"].values():
+            if not entry["crc32"]:
+                del entry["crc32"]
         for plan in data["plans"]:
             for name in ("heads", "sharpness", "blocks"):
                 if not plan[name]:
@@ -244,6 +248,11 @@ class Manifest:
     def stages(self) -> tuple[StageEntry, ...]:
         """Of a pipeline, one after the other; none where every rank runs all layers."""
         return self.parallel.stages if self.parallel else ()
+
+    def unchecked(self) -> Manifest:
+        """The same without sums of weights: what loads it compares none."""
+        files = {name: dataclasses.replace(entry, crc32="") for name, entry in self.files.items()}
+        return dataclasses.replace(self, files=files)
 
     def of_rank(self, rank: int) -> Manifest:
         """What a rank loads: of a target in stages, its own; else all."""

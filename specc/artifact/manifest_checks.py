@@ -6,11 +6,13 @@ import dataclasses
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.block_sums import digits_of
 from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_entries import (
     CacheRowsEntry,
@@ -31,11 +33,14 @@ from specc.artifact.model_entry import (
     SlabEntry,
 )
 from specc.artifact.quantized_layout import ACTIVATION_BITS
+from specc.bounds import Bounds, bounds_of
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 
 # what chooses the plan of a step
 POLICIES = ("fixed", "best", "profile")
+# each is a program to read
+_MOST_PLANS = 1024
 
 
 def check_models(models: Sequence[ModelEntry]) -> None:
@@ -63,6 +68,13 @@ def check_models(models: Sequence[ModelEntry]) -> None:
                     f"{model.name}.{layer.name} does not fit slab {layer.slab}",
                     f"{slab.num_layers} layers of {slab.num_kv_heads} heads, "
                     f"head_dim {slab.head_dim}",
+                )
+        taken = Counter(layer.slab for layer in model.layers)
+        for number, slab in enumerate(model.slabs):
+            if taken[number] != slab.num_layers:
+                raise invalid(
+                    f"slab {number} of {model.name} has {slab.num_layers} layers",
+                    f"the {taken[number]} that say so",
                 )
 
 
@@ -123,7 +135,6 @@ def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> N
     """
     if rectangle is None:
         return
-    check_non_negative(rectangle, "rectangle")
     needed = limits.max_seq_len + limits.max_nodes
     if rectangle.slots != needed or limits.block_size:
         raise invalid(
@@ -158,6 +169,8 @@ def check_plans(
     Raises:
         EngineError: no such plan can be, or it asks for what the engine does not have.
     """
+    if len(plans) > _MOST_PLANS:
+        raise invalid(f"{len(plans)} plans", f"at most {_MOST_PLANS}")
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
@@ -266,17 +279,20 @@ def check_sizes(
     """Limits, and the memory of each model.
 
     Raises:
-        EngineError: a negative size, or a model without memory.
+        EngineError: fewer positions than the engine serves, or a model without memory.
     """
+    for model in models:
+        if model.max_position < limits.max_seq_len:
+            raise invalid(
+                f"{model.name} has {model.max_position} positions",
+                f"{limits.max_seq_len} or more, limits.max_seq_len",
+            )
     unplanned = {model.name for model in models} ^ set(memory_plan)
     if unplanned:
         raise invalid(
             f"memory_plan and models disagree about {', '.join(sorted(unplanned))}",
             "one entry for each model",
         )
-    check_non_negative(limits, "limits")
-    for name, memory in memory_plan.items():
-        check_non_negative(memory, f"memory_plan.{name}")
 
 
 def check_files(files: Mapping[str, FileEntry], required: Sequence[str], own: str) -> None:
@@ -293,7 +309,9 @@ def check_files(files: Mapping[str, FileEntry], required: Sequence[str], own: st
         check_relative(path)
         if path == own or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
             raise invalid(f"files.{path} is {entry}", "the sha256 and size of another file")
-        check_non_negative(entry, f"files.{path}")
+        digits = digits_of(entry.bytes)
+        if len(entry.crc32) not in (0, digits) or not re.fullmatch("[0-9a-f]*", entry.crc32):
+            raise invalid(f"files.{path}.crc32 is {entry.crc32:.40}", f"{digits} hex digits")
     for path in required:
         if path not in files:
             raise invalid(f"{path} is used but not listed in files", "every file, with hash")
@@ -308,14 +326,6 @@ def check_relative(path: str) -> None:
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
         raise invalid(f"the path {path!r}", "a path inside the engine directory")
-
-
-def check_non_negative(entry: Any, where: str) -> None:
-    """Raises EngineError: a number of the entry is negative."""
-    for field in dataclasses.fields(entry):
-        value = getattr(entry, field.name)
-        if isinstance(value, int) and value < 0:
-            raise invalid(f"{where}.{field.name} is {value}", "0 or more")
 
 
 def _whether(has_it: bool) -> str:
@@ -358,35 +368,50 @@ def invalid(found: str, needed: str) -> EngineError:
     )
 
 
-def decode(kind: Any, value: Any, where: str) -> Any:
-    """Decode JSON data to an annotated type; `where` is the path of the value for messages."""
+def decode(kind: Any, value: Any, where: str, bounds: Bounds | None = None) -> Any:
+    """Decode JSON data to an annotated type.
+
+    Args:
+        kind: the type.
+        value: the data.
+        where: path of the value, for messages.
+        bounds: of the numbers in it.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         inner = next(arg for arg in args if arg is not type(None))
-        return None if value is None else decode(inner, value, where)
+        return None if value is None else decode(inner, value, where, bounds)
     if dataclasses.is_dataclass(kind):
         return _decode_object(kind, value, where)
     if origin is tuple and isinstance(value, list):
-        return tuple(decode(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        items = enumerate(value)
+        return tuple(decode(args[0], item, f"{where}[{i}]", bounds) for i, item in items)
     if origin is dict and isinstance(value, dict):
-        return {key: decode(args[1], item, f"{where}.{key}") for key, item in value.items()}
+        items_ = value.items()
+        return {key: decode(args[1], item, f"{where}.{key}", bounds) for key, item in items_}
     # bool is an int in Python; a manifest keeps them apart
     if kind is Any or type(value) is kind:
+        if bounds is not None and not bounds.holds(value):
+            raise invalid(f"{where} is {value}", str(bounds))
         return value
     names = {tuple: "a list", dict: "an object"}
-    raise invalid(f"{where} is {value!r}", names.get(origin) or f"a value of type {kind.__name__}")
+    needed = names.get(origin) or f"a value of type {kind.__name__}"
+    raise invalid(f"{where} is {value!r:.100}", needed)
 
 
 def _decode_object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise invalid(f"{where} is {value!r}", "an object")
+        raise invalid(f"{where} is {value!r:.100}", "an object")
     fields = {field.name for field in dataclasses.fields(kind)}
     optional = {f.name for f in dataclasses.fields(kind) if f.metadata.get(MAY_BE_ABSENT)}
     for name in sorted((fields ^ value.keys()) - (optional - value.keys())):
         state = "is missing" if name in fields else "is unknown"
         raise invalid(f"{_join(where, name)} {state}", _listed(fields))
     hints = typing.get_type_hints(kind)
-    return kind(**{n: decode(hints[n], item, _join(where, n)) for n, item in value.items()})
+    bounds = {field.name: bounds_of(field) for field in dataclasses.fields(kind)}
+    return kind(
+        **{n: decode(hints[n], item, _join(where, n), bounds[n]) for n, item in value.items()}
+    )
 
 
 def _join(where: str, name: str) -> str:

@@ -7,19 +7,31 @@ from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
 from specc.artifact.model_entry import MAY_BE_ABSENT
+from specc.bounds import (
+    MOST_BYTES,
+    MOST_IDS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    number,
+    within,
+)
 from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import MAX_NODES
+
+# of sequences, ranks and rows of a pass: as `CompileConfig` and traced dimensions have them
+_MOST_SEQUENCES, _MOST_RANKS, _MOST_TOKENS = 4096, 256, 1 << 20
 
 
 @dataclass(frozen=True)
 class MemoryEntry:
     """Bytes that one model takes at run time."""
 
-    weights: int
-    cache: int
-    logits: int
-    workspace: int
+    weights: int = field(metadata=within(0, MOST_BYTES))
+    cache: int = field(metadata=within(0, MOST_BYTES))
+    logits: int = field(metadata=within(0, MOST_BYTES))
+    workspace: int = field(metadata=within(0, MOST_BYTES))
 
     @property
     def total(self) -> int:
@@ -37,9 +49,9 @@ class StageEntry:
         memory: of each rank.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field(metadata=within(0, MOST_LAYERS))
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | None, ...] = field(metadata=within(0, MOST_POSITIONS))
     memory: MemoryEntry
 
 
@@ -58,10 +70,10 @@ class ParallelEntry:
     `draft_ranks`: ranks that draft models which are not cut are spread over, in turn.
     """
 
-    tensor_parallel_size: int
+    tensor_parallel_size: int = field(metadata=within(1, _MOST_RANKS))
     models: tuple[str, ...]
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
-    draft_ranks: int = 1
+    draft_ranks: int = number(1, _MOST_RANKS, default=1)
     stages: tuple[StageEntry, ...] = ()
 
     @property
@@ -86,17 +98,17 @@ class SegmentsEntry:
         num_kinds: programs that they are made of: equal layers are one.
     """
 
-    num_segments: int
-    num_kinds: int
+    num_segments: int = field(metadata=within(1, MOST_LAYERS))
+    num_kinds: int = field(metadata=within(1, MOST_LAYERS))
 
 
 @dataclass(frozen=True)
 class DynamicEntry:
     """See `specc.speculation.plans.DynamicTree`."""
 
-    num_nodes: int
-    top_k: int
-    depth: int
+    num_nodes: int = field(metadata=within(1, MAX_NODES))
+    top_k: int = field(metadata=within(1, MAX_NODES))
+    depth: int = field(metadata=within(1, MAX_NODES))
 
 
 @dataclass(frozen=True)
@@ -104,16 +116,18 @@ class PlanEntry:
     """A plan, see `specc.speculation.plans.SpecPlan`, and the file of its step program."""
 
     name: str
-    widths: tuple[int, ...]
-    parents: tuple[int, ...]
+    widths: tuple[int, ...] = field(metadata=within(0, MAX_NODES))
+    parents: tuple[int, ...] = field(metadata=within(-1, MAX_NODES))
     dynamic: DynamicEntry | None
     drafts: tuple[str, ...]
     combine: str
-    tile: int | None
+    tile: int | None = field(metadata=within(1, MAX_NODES))
     file: str
     # engines that were written before there were heads do not say
     heads: tuple[str, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
-    sharpness: tuple[tuple[float, ...], ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    sharpness: tuple[tuple[float, ...], ...] = number(
+        0.0, 1e6, default=(), metadata={MAY_BE_ABSENT: True}
+    )
     blocks: tuple[BlockDraft, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
@@ -142,13 +156,13 @@ class LimitsEntry:
     rows for all sequences together, or, where it is None, those of the longest sequences.
     """
 
-    max_batch_size: int
-    max_seq_len: int
-    block_size: int
-    prefill_chunk: int
-    max_nodes: int
-    max_logits_mb: int
-    kv_cache_tokens: int | None = None
+    max_batch_size: int = field(metadata=within(1, _MOST_SEQUENCES))
+    max_seq_len: int = field(metadata=within(1, MOST_POSITIONS))
+    block_size: int = field(metadata=within(0, 1 << 16))
+    prefill_chunk: int = field(metadata=within(1, _MOST_TOKENS))
+    max_nodes: int = field(metadata=within(1, 4 * MAX_NODES))
+    max_logits_mb: int = field(metadata=within(1, 1 << 20))
+    kv_cache_tokens: int | None = number(1, 1 << 40, default=None)
 
     @property
     def context(self) -> int:
@@ -183,10 +197,10 @@ class TokenizerEntry:
 
     file: str | None
     map_sha256: str
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...] = field(metadata=within(0, MOST_IDS))
+    bos_token_id: int | None = field(metadata=within(0, MOST_IDS))
     add_bos: bool
-    tokenizer_eos: tuple[int, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    tokenizer_eos: tuple[int, ...] = number(0, MOST_IDS, default=(), metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)
@@ -201,10 +215,10 @@ class NativeEntry:
 class CacheRowsEntry:
     """ONNX files of the models: their opset, and the rows of a cache, see `CacheRows`."""
 
-    opset: int
-    front: int
-    slots: int
-    scratch: int
+    opset: int = field(metadata=within(1, 1 << 10))
+    front: int = field(metadata=within(0, _MOST_TOKENS))
+    slots: int = field(metadata=within(1, MOST_POSITIONS))
+    scratch: int = field(metadata=within(0, _MOST_TOKENS))
 
     @property
     def rows(self) -> CacheRows:
@@ -222,7 +236,9 @@ class TensorRTEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Content of one file of the engine."""
+    """Content of one file of the engine; of weights also `BlockSums.hex`, else empty."""
 
     sha256: str
-    bytes: int
+    bytes: int = field(metadata=within(0, MOST_BYTES))
+    # engines that were written before there were sums do not say
+    crc32: str = field(default="", metadata={MAY_BE_ABSENT: True})

@@ -5,6 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from specc.bounds import (
+    MOST_BYTES,
+    MOST_COLUMNS,
+    MOST_IDS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    number,
+    within,
+)
 from specc.speculation.taps import Taps
 
 # metadata of a field that files need not have
@@ -30,17 +39,17 @@ class LayerEntry:
     """
 
     name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int
-    slab: int
-    index: int
+    num_heads: int = field(metadata=within(1, MOST_COLUMNS))
+    num_kv_heads: int = field(metadata=within(1, MOST_COLUMNS))
+    head_dim: int = field(metadata=within(1, MOST_COLUMNS))
+    window: int = field(metadata=within(0, MOST_POSITIONS))
+    slab: int = field(metadata=within(0, MOST_LAYERS))
+    index: int = field(metadata=within(0, MOST_LAYERS))
     # engines that were written before there were sinks do not say
-    sink: int = field(default=0, metadata={MAY_BE_ABSENT: True})
-    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    sink: int = number(0, MOST_POSITIONS, default=0, metadata={MAY_BE_ABSENT: True})
+    value_dim: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
     values_in_keys: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
-    chunk: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    chunk: int = number(0, MOST_POSITIONS, default=0, metadata={MAY_BE_ABSENT: True})
 
     @property
     def cached_columns(self) -> tuple[int, ...]:
@@ -57,10 +66,10 @@ class SlabEntry:
     first columns of its key, the key alone: [num_layers, 1, blocks, …, head_dim].
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int = field(default=0, metadata={MAY_BE_ABSENT: True})
+    num_layers: int = field(metadata=within(0, MOST_LAYERS))
+    num_kv_heads: int = field(metadata=within(1, MOST_COLUMNS))
+    head_dim: int = field(metadata=within(1, MOST_COLUMNS))
+    value_dim: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
     values_in_keys: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
 
     @property
@@ -79,9 +88,9 @@ class TapsEntry:
         width: columns of a row, of all boundaries together.
     """
 
-    boundaries: tuple[int, ...]
+    boundaries: tuple[int, ...] = field(metadata=within(0, MOST_LAYERS))
     is_last_normed: bool
-    width: int
+    width: int = field(metadata=within(1, MOST_IDS))
 
 
 # of heads that hand nothing on
@@ -106,8 +115,8 @@ class HeadEntry:
 
     kind: str
     layout: str
-    width: int
-    trained_length: int
+    width: int = field(metadata=within(0, MOST_IDS))
+    trained_length: int = field(metadata=within(0, MOST_POSITIONS))
     shared: tuple[str, ...]
     assumed: tuple[str, ...]
 
@@ -147,9 +156,9 @@ class VocabularyEntry:
         num_unread: of these, those that it reads as another token.
     """
 
-    num_proposed: int
-    num_target: int
-    num_unread: int
+    num_proposed: int = field(metadata=within(0, MOST_IDS))
+    num_target: int = field(metadata=within(0, MOST_IDS))
+    num_unread: int = field(metadata=within(0, MOST_IDS))
 
 
 @dataclass(frozen=True)
@@ -174,17 +183,17 @@ class ModelEntry(ProgramFiles):
     dir: str
     architecture: str
     model_type: str
-    vocab_size: int
-    num_parameters: int
-    max_position: int
+    vocab_size: int = field(metadata=within(1, MOST_IDS))
+    num_parameters: int = field(metadata=within(0, MOST_BYTES))
+    max_position: int = field(metadata=within(1, MOST_POSITIONS))
     layers: tuple[LayerEntry, ...]
     slabs: tuple[SlabEntry, ...]
     source: str
     dtype: str
     location: str | None = None
     unread_tensors: tuple[str, ...] = ()
-    nonfinite_weights: int = 0
-    rope_length: int | None = None
+    nonfinite_weights: int = number(0, MOST_BYTES, default=0)
+    rope_length: int | None = number(1, MOST_POSITIONS, default=None)
     quantization: str | None = None
     checkpoint_scheme: str | None = None
     # engines that were written before there were such drafts do not say
@@ -291,5 +300,5 @@ class SelfDraftEntry(ProgramFiles):
 
     name: str
     dir: str
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field(metadata=within(0, MOST_LAYERS))
     is_windowed: bool

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from specc.artifact.block_sums import BlockSums
+from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import DTYPES, Buffer, Progress, new_buffer, tensor_bytes
 from specc.errors import WeightError
 from specc.system.files import check_free_space, output_error
@@ -82,14 +84,14 @@ def write_safetensors(
     tensors: Iterable[OutputTensor],
     progress: Progress | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> tuple[str, int]:
+) -> FileEntry:
     """Write a safetensors file from streams of chunks; durable when it returns.
 
     Tensors are laid out in the given order; put larger items first (as `write_weights` does), so
     that every tensor is aligned to its items.
 
     Returns:
-        sha256 in hex and size in bytes of the file.
+        hash, size and sums of the file.
     Raises:
         OutputError: the file cannot be written. A partial file is removed, on any exception.
     """
@@ -97,7 +99,7 @@ def write_safetensors(
     header = _make_header(tensors, dict(metadata or {}))
     total = sum(tensor.num_bytes for tensor in tensors)
     check_free_space(path, len(header) + total)
-    digest, done = hashlib.sha256(), 0
+    digest, sums, done = hashlib.sha256(), BlockSums(), 0
     try:
         file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed below
     except OSError as error:
@@ -105,11 +107,13 @@ def write_safetensors(
     try:
         with file:
             digest.update(header)
+            sums.update(header)
             _write(file, header, path)
             for tensor in tensors:
                 begin = done
                 for chunk in tensor.chunks:
                     digest.update(chunk)
+                    sums.update(chunk)
                     _write(file, chunk, path)
                     done += memoryview(chunk).nbytes
                     if progress:
@@ -125,7 +129,7 @@ def write_safetensors(
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return digest.hexdigest(), len(header) + total
+    return FileEntry(digest.hexdigest(), len(header) + total, sums.hex())
 
 
 def _make_header(tensors: list[OutputTensor], metadata: dict[str, str]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import EngineError
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 SCHEMA_VERSION = 1
 _NEEDED, _DO = "the segments of a model, as specc writes them", "compile the engine again"
@@ -61,15 +61,15 @@ class SegmentedModel:
         Raises:
             EngineError: it cannot be read, or is malformed.
         """
-        data = read_json(path, EngineError, _NEEDED, _DO)
+        data = read_engine_json(path, _NEEDED, _DO)
         try:
             return cls.from_json(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{path}: {error}", _NEEDED, _DO) from error
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SegmentedModel:
-        """Raises KeyError, TypeError, ValueError, AttributeError: these are no segments."""
+        """Raises KeyError, IndexError, TypeError, ValueError, AttributeError: no segments."""
         if data["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"segments of schema {data['schema_version']}, not {SCHEMA_VERSION}")
         kinds = tuple(data["kinds"])

@@ -12,9 +12,8 @@ from torch import Tensor
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.artifact.safetensors_io import SafetensorsReader
-from specc.errors import EngineError
 from specc.speculation.vocabulary_map import LACKING
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 _AGAIN = "compile or copy the engine again"
 
@@ -44,7 +43,7 @@ def lacking(directory: Path, manifest: Manifest, model: ModelEntry) -> Tensor:
         EngineError: its program cannot be read.
         WeightError: its weights cannot be.
     """
-    program = read_json(directory / model.program_file, EngineError, "a program", _AGAIN)
+    program = read_engine_json(directory / model.program_file, "a program", _AGAIN)
     key = next(item["key"] for item in program["inputs"] if item["name"] == LACKING)
     with SafetensorsReader(directory / manifest.weights_file(model)) as reader:
         data = b"".join(bytes(chunk) for chunk in reader.read_chunks(key))

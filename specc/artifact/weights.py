@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.nonfinite import (
     NonFinite,
     Report,
@@ -120,7 +121,7 @@ def write_weights(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     nonfinite: Report = refuse,
-) -> tuple[str, int]:
+) -> FileEntry:
     """Stream weights into one safetensors file; every spec is checked before the first byte.
 
     Args:
@@ -134,7 +135,7 @@ def write_weights(
             overflow in the type that is written; by default it raises. Constants are not looked
             at: masks among them are full of infinities.
     Returns:
-        sha256 in hex and size in bytes of the file.
+        hash, size and sums of the file.
     Raises:
         WeightError: a tensor is absent, truncated, of another shape or kind of dtype, or, unless
             `nonfinite` takes it, holds values that are no finite numbers.

@@ -19,7 +19,7 @@ from specc.cost.critical_length import CriticalLength
 from specc.errors import ConfigError, EngineError
 from specc.sampling.generation_config import read_defaults
 from specc.system.files import format_bytes, hash_file
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 from specc.version import __version__
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _read_report(engine: Path, manifest: Manifest) -> dict[str, Any]:
     path = engine / REPORT_FILE
     if not path.exists():
         return {"passes": [], "phases": {}}
-    return read_json(path, EngineError, "a pass report", "compile or copy the engine again")
+    return read_engine_json(path, "a pass report", "compile or copy the engine again")
 
 
 def _select(passes: list[dict[str, Any]], only: str | None) -> list[dict[str, Any]]:
@@ -232,7 +232,7 @@ def _print_profile(console: Console, engine: Path, manifest: Manifest) -> None:
     path = engine / PROFILE_FILE
     if PROFILE_FILE not in manifest.files or not path.is_file():
         return
-    profile = read_json(path, EngineError, "a profile", "run specc tune again")
+    profile = read_engine_json(path, "a profile", "run specc tune again")
     try:
         lengths = [CriticalLength.from_json(one) for one in profile.get("critical_lengths", [])]
     except (KeyError, TypeError, AttributeError) as error:

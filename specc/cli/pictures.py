@@ -11,10 +11,10 @@ from specc.artifact.manifest_entries import PlanEntry
 from specc.cli import render
 from specc.close_name import advice
 from specc.cost.acceptance import node_acceptance
-from specc.errors import ConfigError, EngineError, RequestError
+from specc.errors import ConfigError, RequestError
 from specc.speculation.plans import MERGE, SpecPlan
 from specc.speculation.tree import TokenTree
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 _AGAIN = "compile or copy the engine again"
 
@@ -50,7 +50,7 @@ def draw_pictures(
     if step is not None:
         from specc.draw.step import step_svg
 
-        program = read_json(directory / entry.file, EngineError, "a step program", _AGAIN)
+        program = read_engine_json(directory / entry.file, "a step program", _AGAIN)
         step_svg(program, f"step of plan {entry.name}", step)
         console.print(f"{step}: step of plan {entry.name}", soft_wrap=True)
 
@@ -80,7 +80,7 @@ def _acceptance_of(
     """Acceptance of every node as `specc tune` measured it, or as the compiler's probe did."""
     table: Any = None
     if PROFILE_FILE in manifest.files:
-        profile = read_json(directory / PROFILE_FILE, EngineError, "a profile", _AGAIN)
+        profile = read_engine_json(directory / PROFILE_FILE, "a profile", _AGAIN)
         table = profile.get("acceptance", {}).get(plan.drafts[0])
     if table is None and manifest.probe and plan.name == manifest.default_plan:
         table = _table_of_probe(manifest.probe, tree)

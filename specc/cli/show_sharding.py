@@ -17,11 +17,11 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import StageEntry
 from specc.cli.render import heading, make_console, make_table
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError
 from specc.sharding.shard_plan import ShardPlan, WeightCut
 from specc.sharding.words import NUMBER, short_name, words_of
 from specc.system.files import format_bytes
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 _AGAIN = "compile or copy the engine again"
 
@@ -74,7 +74,7 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
         from specc.draw.sharding_items import sections
 
         (model,) = cut
-        program = read_json(engine / model.program_file, EngineError, "a program", _AGAIN)
+        program = read_engine_json(engine / model.program_file, "a program", _AGAIN)
         plan = plans[model.name]
         title = f"{model.architecture} on {plan.num_ranks} ranks"
         heads = [(layer.num_heads, layer.num_kv_heads) for layer in model.layers]

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specc.cli import render
-from specc.errors import EngineError
 from specc.system.files import format_bytes
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 from specc.tensorrt.layers import LAYERS_FILE, LayerReport
 
 if TYPE_CHECKING:
@@ -138,4 +137,4 @@ def _read(path: Path) -> dict[str, Any]:
     """Of a missing file, nothing: `specc inspect` names it at the end."""
     if not path.exists():
         return {}
-    return read_json(path, EngineError, "a build report", _AGAIN)
+    return read_engine_json(path, "a build report", _AGAIN)

@@ -31,7 +31,7 @@ from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader, StagesReader
 from specc.sharding.shard_plan import ShardPlan
 from specc.speculation.self_drafts import SelfDraft
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 _AGAIN = "compile or copy the engine again"
 # shape of a quantized weight, and how a file holds it
@@ -274,4 +274,4 @@ def read_stored(path: Path) -> Any:
     Raises:
         EngineError: there is none, or it is no JSON.
     """
-    return read_json(path, EngineError, "a program", _AGAIN)
+    return read_engine_json(path, "a program", _AGAIN)

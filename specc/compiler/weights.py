@@ -63,8 +63,8 @@ def write_model_weights(
         def advance_all(done: int, total: int, place: int = place) -> None:
             advance(place * total + done, len(files) * total)
 
-        written = write_weights(own, reader, writer.path(file), None, advance_all, report)
-        writer.record(file, *written)
+        entry = write_weights(own, reader, writer.path(file), None, advance_all, report)
+        writer.record(file, entry)
     found = list(by_name.values())
     unread = model.source.unread_tensors
     model.entry = dataclasses.replace(

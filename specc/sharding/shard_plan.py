@@ -20,7 +20,7 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.tensor_part import Range
 from specc.errors import EngineError
-from specc.system.json_file import read_json
+from specc.system.json_file import read_engine_json
 
 FIRST_ROW, OWN_ROWS, PADDING = "first_row", "own_rows", "padding"
 ALL_REDUCE = "all_reduce"
@@ -305,7 +305,7 @@ class ShardPlan:
             EngineError: it cannot be read, or is malformed.
         """
         needed, do = "the plan of a cut model", "compile or copy the engine again"
-        data = read_json(path, EngineError, needed, do)
+        data = read_engine_json(path, needed, do)
         try:
             return cls.from_json(data)
         except (KeyError, TypeError) as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.bounds import MOST_IDS, MOST_LAYERS, is_bounded, number, within
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, pack_bits
@@ -80,17 +81,17 @@ class BlockDraft:
         draft: name of the drafter, in a plan.
     """
 
-    size: int
-    mask_token_id: int
+    size: int = field(metadata=within(1, MAX_NODES))
+    mask_token_id: int = field(metadata=within(0, MOST_IDS))
     from_anchor: bool = False
     is_causal: bool = False
-    causal_layers: tuple[int, ...] = ()
+    causal_layers: tuple[int, ...] = number(0, MOST_LAYERS, default=())
     is_biased: bool = False
     is_partial: bool = False
     is_flat: bool = False
     draft: str = ""
     bias_kind: str = VANILLA
-    hidden_columns: int = 0
+    hidden_columns: int = number(0, MOST_IDS, default=0)
     confidence: str = ""
 
     @property
@@ -212,7 +213,7 @@ class BlockDraft:
         is_named = is_named and (block.is_biased or not block.reads_hidden)
         if block.is_flat and (not block.from_anchor or block.is_biased):
             raise _invalid(data)
-        if block.num_proposed < 1 or block.mask_token_id < 0 or not is_named:
+        if block.num_proposed < 1 or not is_bounded(block) or not is_named:
             raise _invalid(data)
         return block
 

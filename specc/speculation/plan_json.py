@@ -26,6 +26,10 @@ def plan_to_json(plan: SpecPlan) -> dict[str, Any]:
 def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
     """Raises EngineError: no plan."""
     try:
+        numbers = [*data["widths"], *data["parents"], *dict(data["dynamic"] or {}).values()]
+        numbers += [] if data["tile"] is None else [data["tile"]]
+        if wrong := [number for number in numbers if type(number) is not int]:
+            raise TypeError(f"{wrong[0]!r:.40} is no integer")
         return SpecPlan(
             name=data["name"],
             widths=tuple(data["widths"]),
@@ -38,7 +42,7 @@ def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
             sharpness=tuple(map(tuple, data.get("sharpness", ()))),
             blocks=tuple(map(BlockDraft.from_json, data.get("blocks", ()))),
         )
-    except (KeyError, TypeError, AssertionError) as error:
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise EngineError(
-            f"a plan {data}", "name, shape, drafts", "compile the engine again"
+            f"a plan {data!s:.300}", "name, shape, drafts", "compile the engine again"
         ) from error

@@ -11,10 +11,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specc.errors import SpeccError
+from specc.errors import EngineError, SpeccError
 
 # objects and lists inside each other; a program needs 10
 MAX_NESTING = 64
+# of a file of an engine: programs of the largest models take 3 MB
+MOST_ENGINE_BYTES = 32 << 20
 # of the name of a key, or of a number, in an error
 _MOST_TEXT = 40
 
@@ -83,6 +85,15 @@ def read_json(
         raise error(f"{path} cannot be read: {found.strerror}", needed, do) from found
     except JsonError as found:
         raise error(f"{path} is no JSON: {found}", needed, do) from found
+
+
+def read_engine_json(path: Path, needed: str, do: str) -> Any:
+    """Decode a JSON file of an engine: exactly, and none that no engine comes near in size.
+
+    Raises:
+        EngineError: see `read_json`.
+    """
+    return read_json(path, EngineError, needed, do, exact=True, max_bytes=MOST_ENGINE_BYTES)
 
 
 def _refuse_constant(name: str) -> Any:

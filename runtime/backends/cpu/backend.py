@@ -34,11 +34,10 @@ class CpuBackend(RuntimeBackend):
         memory = manifest.memory_plan.values()
         keep_freed_memory(max(entry.workspace + entry.logits for entry in memory))
         operators = load_operators(path, manifest)
-        files = {
-            model.name: path / manifest.weights_file(model, limits.rank)
-            for model in manifest.models
-        }
-        weights = load_weights(files, limits)
+        names = {model.name: manifest.weights_file(model, limits.rank) for model in manifest.models}
+        files = {model: path / name for model, name in names.items()}
+        sums = {model: manifest.files[name].crc32 for model, name in names.items()}
+        weights = load_weights(files, limits, sums)
         target = manifest.models[0]
         models: dict[str, CompiledProgram | CompiledSegments] = {}
         for model in manifest.models:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
@@ -26,7 +25,12 @@ from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
+from specc.runtime.backends.program_files import (
+    MappedWeights,
+    map_weights,
+    read_json,
+    read_self_draft,
+)
 from specc.runtime.scheduling.kv_cache import KVCache
 
 # what engines of the experimental backend aot-inductor have besides
@@ -57,7 +61,12 @@ class CudaBackend(CapturedBackend):
                 models[model.name] = load_streamed(path, manifest, cache, graphs, weights_budget)
             else:
                 models[model.name] = _load_model(
-                    path, model, manifest.weights_file(model, rank), cache, graphs.device, hashes
+                    path,
+                    model,
+                    map_weights(path, manifest, manifest.weights_file(model, rank)),
+                    cache,
+                    graphs.device,
+                    hashes,
                 )
         self_drafts = {
             entry.name: ModelProgram(
@@ -162,12 +171,12 @@ def _programs_digest(manifest: Manifest) -> str:
 def _load_model(
     path: Path,
     model: ModelEntry,
-    weights_file: str,
+    mapped: MappedWeights,
     cache: KVCache,
     device: torch.device,
     hashes: Mapping[str, str],
 ) -> ModelProgram:
-    weights = _to_device(path / weights_file, device)
+    weights = {key: weight.to(device) for key, weight in mapped.items()}
     if (path / model.dir / _PACKAGES).is_file():
         from specc.runtime.backends.experimental.aot_program import load_model
 
@@ -183,7 +192,3 @@ def _refuse_packages(directory: Path) -> None:
             "an engine of graphs, in which weights are copied around their use",
             "compile it with --backend cuda, or leave --offload-weights out",
         )
-
-
-def _to_device(file: Path, device: torch.device) -> dict[str, Tensor]:
-    return {key: weight.to(device) for key, weight in MappedWeights(file).items()}

@@ -17,7 +17,11 @@ from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.weight_copies import WeightCopies, find_weights
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
-from specc.runtime.backends.program_files import MappedWeights, check_program, read_json
+from specc.runtime.backends.program_files import (
+    check_program,
+    map_weights,
+    read_json,
+)
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.system.files import format_bytes
 
@@ -69,7 +73,7 @@ def load_streamed(
         ConfigError, EngineError: see `StreamedProgram`.
     """
     target = manifest.models[0]
-    weights = MappedWeights(path / manifest.weights_file(target))
+    weights = map_weights(path, manifest, manifest.weights_file(target))
     program = read_json(path / target.program_file)
     return StreamedProgram(program, weights, caches_of(target, cache), graphs, budget)
 

@@ -9,7 +9,7 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
-from specc.runtime.backends.program_files import MappedWeights, read_json, read_self_draft
+from specc.runtime.backends.program_files import map_weights, read_json, read_self_draft
 
 
 class EagerBackend(RuntimeBackend):
@@ -19,7 +19,7 @@ class EagerBackend(RuntimeBackend):
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
         weights = {
-            model.name: MappedWeights(path / manifest.weights_file(model, limits.rank))
+            model.name: map_weights(path, manifest, manifest.weights_file(model, limits.rank))
             for model in manifest.models
         }
         target = manifest.models[0]
@@ -27,9 +27,13 @@ class EagerBackend(RuntimeBackend):
         for model in manifest.models:
             bound = weights[model.name], caches_of(model, cache)
             if manifest.segments is not None and model is target:
-                models[model.name] = SegmentedProgram.load(path / model.segments_file, *bound)
+                models[model.name] = SegmentedProgram.load(
+                    path / model.segments_file, *bound, rehearses=True
+                )
             else:
-                models[model.name] = ModelProgram(read_json(path / model.program_file), *bound)
+                models[model.name] = ModelProgram(
+                    read_json(path / model.program_file), *bound, rehearses=True
+                )
         whole = models[target.name]
         self_drafts = {
             entry.name: ModelProgram(
@@ -37,6 +41,7 @@ class EagerBackend(RuntimeBackend):
                 weights[target.name],
                 caches_of(target, cache),
                 like=whole if isinstance(whole, ModelProgram) else None,
+                rehearses=True,
             )
             for entry in manifest.self_drafts
         }

@@ -13,9 +13,12 @@ from specc.artifact.graph_io import graph_from_json
 from specc.artifact.segments import SegmentedModel
 from specc.artifact.weight_layout import from_blocks
 from specc.errors import EngineError
+from specc.runtime.backends.eager.rehearsal import Rehearsal, cannot_run
 from specc.runtime.backends.program_files import bind_weights, check_program, place, takes_mass
 
 _DO = "compile the engine again"
+# of a program, before what only some take
+_NUM_INPUTS = 8
 
 
 class ModelProgram(nn.Module):
@@ -27,6 +30,8 @@ class ModelProgram(nn.Module):
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
         like: another program of the same weights, whose copies this one takes.
+        rehearses: its graph is somebody else's, and stays as it is: look before it runs whether it
+            can, and what it takes.
     Raises:
         EngineError: an input has no weight, or one of another shape or dtype.
     """
@@ -38,6 +43,7 @@ class ModelProgram(nn.Module):
         caches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device | str = "cpu",
         like: ModelProgram | None = None,
+        rehearses: bool = False,
     ) -> None:
         super().__init__()
         check_program(program, len(caches))
@@ -67,6 +73,11 @@ class ModelProgram(nn.Module):
                 _DO,
             )
         self._graph = place(graph, torch.device(device))
+        # of a rehearsal, without values
+        self._logits: Tensor | None = None
+        self._rehearsal: Rehearsal | None = None
+        if rehearses:
+            self._rehearsal = Rehearsal(self.name, self.graph, bound=self._weights)
 
     @property
     def graph(self) -> fx.Graph:
@@ -120,21 +131,46 @@ class ModelProgram(nn.Module):
         Returns:
             [R, V] logits; of a segment that is not the last, what the next one takes as `hidden`.
         """
-        # not the call of the module, which drops the traceback of an error and prints it instead
-        return self._graph.forward(
-            *self._weights,
-            tokens,
-            positions,
-            q_start,
-            slot,
-            cache_len,
-            ancestors,
-            block_table,
-            logit_rows,
+        given = [tokens, positions, q_start, slot, cache_len, ancestors, block_table, logit_rows]
+        inputs = self._inputs(given, mass, hidden)
+        if self._rehearsal is None:
+            # not the call of the module, which drops the traceback of an error and prints it
+            return self._graph.forward(*self._weights, *inputs)
+        self._rehearsal.check(inputs)
+        try:
+            return self._graph.forward(*self._weights, *inputs)
+        except Exception as error:
+            raise cannot_run(self.name, error) from error
+
+    def rehearse(
+        self, *given: Tensor | None, mass: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Any:
+        """`forward` on the meta device.
+
+        In full once: of other calls only the number of rows is another one, and whatever calls
+        this before a step calls `forward` in it, which looks at the sizes of the program itself.
+        """
+        rows = given[_NUM_INPUTS - 1]
+        if self._logits is not None and rows is not None and hidden is None:
+            return self._logits.new_empty(rows.shape[0], *self._logits.shape[1:])
+        rehearsal = self._rehearsal or Rehearsal(self.name, self.graph, bound=self._weights)
+        own, rest = list(given[:_NUM_INPUTS]), given[_NUM_INPUTS:]
+        inputs = self._inputs(own, *(rest or (mass,)), hidden=hidden)
+        made = rehearsal.run([None if x is None else x.to("meta") for x in inputs])
+        if isinstance(made, Tensor) and rows is not None and made.shape[:1] == rows.shape:
+            self._logits = made
+        return made
+
+    def _inputs(
+        self, given: list[Tensor | None], mass: Tensor | None = None, hidden: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """What the graph takes after its weights."""
+        return [
+            *given,
             *(self._no_mass if mass is None else [mass]),
             *([] if hidden is None else [hidden]),
             *self._caches,
-        )
+        ]
 
 
 class SegmentedProgram(nn.Module):
@@ -160,6 +196,7 @@ class SegmentedProgram(nn.Module):
         model: SegmentedModel,
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
+        rehearses: bool = False,
     ) -> SegmentedProgram:
         """Programs of all segments.
 
@@ -167,6 +204,7 @@ class SegmentedProgram(nn.Module):
             model: the segments.
             weights: key → tensor of each weight and constant.
             caches: per layer of the whole model, the k and v cache [blocks, block_size, HK, D].
+            rehearses: see `ModelProgram`.
         Raises:
             EngineError: an input has no weight, or one of another shape or dtype.
         """
@@ -175,7 +213,8 @@ class SegmentedProgram(nn.Module):
             own = [caches[layer] for layer in segment.layers]
             # copies of what several of them read are shared
             like = segments[0] if segments else None
-            segments.append(ModelProgram(model.program(number), weights, own, like=like))
+            program = model.program(number)
+            segments.append(ModelProgram(program, weights, own, "cpu", like, rehearses))
         made = cls(model.name, segments)
         made.weights = weights
         return made
@@ -186,9 +225,10 @@ class SegmentedProgram(nn.Module):
         path: Path,
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
+        rehearses: bool = False,
     ) -> SegmentedProgram:
         """See `bind`; `path` is the file of the segments."""
-        return cls.bind(SegmentedModel.read(path), weights, caches)
+        return cls.bind(SegmentedModel.read(path), weights, caches, rehearses)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Inputs and result are those of `ModelProgram.forward`, of a whole model."""
@@ -196,6 +236,13 @@ class SegmentedProgram(nn.Module):
         value = first(*inputs)
         for segment in others:
             value = segment(*inputs, hidden=value)
+        return value
+
+    def rehearse(self, *inputs: Tensor | None) -> Any:
+        """`forward` on the meta device."""
+        value = None
+        for segment in self.segments:
+            value = segment.rehearse(*inputs, hidden=value)
         return value
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
+from specc.runtime.backends.eager.rehearsal import Rehearsal, cannot_run
 from specc.runtime.backends.program_files import plan_of
 from specc.runtime.backends.step import StagedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
@@ -51,7 +52,7 @@ class EagerStep:
         # while drafts run
         self._mask_drafts: list[MaskDrafts] = []
         drafts = {name: _Masked(model, self._mask_drafts) for name, model in models.items()}
-        self._stages: list[tuple[str, list[str], nn.Module]] = []
+        self._stages: list[tuple[str, list[str], nn.Module, Rehearsal]] = []
         for stage in program["stages"]:
             called = drafts if stage["name"] == "draft" else models
             graph = graph_from_json(stage["graph"], modules=called)
@@ -60,7 +61,8 @@ class EagerStep:
             # the module and its graph name each other: with that cycle, weights and caches would
             # outlive the engine until the garbage collector comes by
             graph.graph.owning_module = None
-            self._stages.append((stage["name"], names, graph))
+            rehearsal = Rehearsal(f"{stage['name']} of {self.plan.name}", graph.graph, called)
+            self._stages.append((stage["name"], names, graph, rehearsal))
 
     @torch.inference_mode()
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
@@ -74,13 +76,20 @@ class EagerStep:
 
     def _run_stages(self, environment: dict[str, Tensor], names: Sequence[str]) -> dict[str, float]:
         stage_s = {}
-        for name, inputs, graph in self._stages:
+        for name, inputs, graph, rehearsal in self._stages:
             if name not in names:
                 continue
             if name == "accept_commit" and self.before_accept is not None:
                 self.before_accept(environment)
             begin = time.perf_counter()
-            environment.update(graph(*(environment[key] for key in inputs)))
+            try:
+                values = [environment[key] for key in inputs]
+                rehearsal.check(values)
+                # not the call of the module, which prints an error, too
+                made = graph.forward(*values)
+            except Exception as error:
+                raise cannot_run(f"{name} of {self.plan.name}", error) from error
+            environment.update(made)
             stage_s[name] = time.perf_counter() - begin
         return stage_s
 
@@ -149,6 +158,7 @@ class _Masked(nn.Module):
         # not a module of this one: it is listed elsewhere
         self._program = [program]
         self._masks = masks
+        self.rehearse = getattr(program, "rehearse", None)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         logits = self._program[0](*inputs)
@@ -176,12 +186,26 @@ def _result(
     stage_s: dict[str, float],
     reads: Sequence[str],
 ) -> StepResult:
-    """What the host reads of an environment after the last stage."""
-    return StepResult(
-        environment["num_accepted"].tolist(),
-        environment["output_tokens"].tolist(),
-        environment["next_cache_len"].tolist(),
-        {index: environment[name].tolist() for index, name in plan.draft_lens.items()},
-        stage_s,
-        {name: environment[name] for name in reads},
-    )
+    """What the host reads of an environment after the last stage.
+
+    Raises:
+        EngineError: it is not there.
+    """
+    try:
+        accepted, tokens = environment["num_accepted"], environment["output_tokens"]
+        lengths = [environment[name] for name in ("next_cache_len", *plan.draft_lens.values())]
+        batch = environment["cache_len"].shape
+        if any(value.shape != batch for value in (accepted, *lengths)) or tokens.dim() != 2:
+            raise ValueError("results of other shapes than one for each sequence")
+        if tokens.shape[:1] != batch or not ((accepted >= 0) & (accepted < tokens.shape[1])).all():
+            raise ValueError(f"{accepted.tolist()!s:.60} accepted tokens")
+        return StepResult(
+            accepted.tolist(),
+            tokens.tolist(),
+            environment["next_cache_len"].tolist(),
+            {index: environment[name].tolist() for index, name in plan.draft_lens.items()},
+            stage_s,
+            {name: environment[name] for name in reads},
+        )
+    except (KeyError, AttributeError, ValueError) as error:
+        raise cannot_run(f"plan {plan.name}", error) from error

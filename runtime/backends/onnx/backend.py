@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from specc.artifact.block_sums import read_in_blocks
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
@@ -28,6 +29,10 @@ class OnnxBackend(RuntimeBackend):
         assert rows is not None, "the manifest was validated"
         cache = make_cache(manifest, limits, rows=rows, grows=can_grow())
         operators = load_operators(path, manifest)
+        for name in manifest.weights_files:
+            # onnxruntime maps them
+            if crc32 := manifest.files[name].crc32:
+                read_in_blocks(path / name, crc32)
         models = {model.name: _load_model(path, model, cache) for model in manifest.models}
 
         def adapt(graph: fx.GraphModule) -> None:

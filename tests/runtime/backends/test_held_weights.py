@@ -101,7 +101,7 @@ def test_a_cut_file(file: Path) -> None:
 
 def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(EngineError, match=r"weights\.safetensors: it ends at byte \d+"):
+    with pytest.raises(EngineError, match=r"weights\.safetensors ends at byte \d+"):
         HeldWeights(file)
 
 

@@ -16,6 +16,7 @@ import pytest
 from specc.artifact import engine_writer
 from specc.artifact.directory import Manifest, open_engine
 from specc.artifact.engine_writer import EngineWriter
+from specc.artifact.manifest_entries import FileEntry
 from specc.errors import EngineError, OutputError
 from tests.specc.artifact.engine_folders import (
     FILES,
@@ -65,13 +66,13 @@ class TestWriter:
         with EngineWriter(tmp_path / "engine") as writer:
             for name, data in FILES.items():
                 writer.path(name).write_bytes(data)
-            writer.record("report.json", "ab" * 32, 2)
+            writer.record("report.json", FileEntry("ab" * 32, 2))
             manifest = writer.commit(make_manifest())
             assert manifest.files["report.json"].sha256 == "ab" * 32
         refused(tmp_path / "engine", r"report\.json has sha256")
         with EngineWriter(tmp_path / "other") as writer:
             writer.path("report.json").write_bytes(b"[]")
-            writer.record("report.json", "ab" * 32, 3)
+            writer.record("report.json", FileEntry("ab" * 32, 3))
             with pytest.raises(ValueError, match="2 bytes, 3 were recorded"):
                 writer.commit(make_manifest())
 

@@ -132,7 +132,7 @@ def test_graph_without_output_is_refused():
 def test_hostile_name_is_refused(name):
     with pytest.raises(EngineError) as caught:
         resolve_target(name)
-    assert name in caught.value.found
+    assert repr(name) in caught.value.found
     assert caught.value.needed
     assert caught.value.do
     with pytest.raises(EngineError):

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import zlib
 
 import pytest
 import torch
@@ -244,11 +245,11 @@ class TestWriteWeights:
     def test_file_is_valid_for_safetensors(self, reader, tensors, dtype, tmp_path):
         path, calls = tmp_path / "out.safetensors", []
         specs = [spec_of(key, tensors) for key in tensors]
-        sha256, size = write_weights(
-            specs, reader, path, dtype, progress=lambda *call: calls.append(call)
-        )
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-        assert path.stat().st_size == size
+        entry = write_weights(specs, reader, path, dtype, progress=lambda *call: calls.append(call))
+        data = path.read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry.sha256
+        assert f"{zlib.crc32(data):08x}" == entry.crc32
+        assert path.stat().st_size == entry.bytes
         got = load_file(path)
         assert got.keys() == tensors.keys()
         for key, value in tensors.items():
