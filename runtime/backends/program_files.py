@@ -81,8 +81,8 @@ def check_program(program: Mapping[str, Any], num_layers: int) -> None:
     """
     check_schema(program, "program.json", PROGRAM_SCHEMA_VERSIONS)
     inputs, graph = program.get("inputs"), program.get("graph")
-    is_whole = isinstance(inputs, list) and isinstance(graph, Mapping)
-    if not isinstance(program.get("name"), str) or not is_whole:
+    is_named = isinstance(program.get("name"), str)
+    if not (is_named and isinstance(inputs, list) and isinstance(graph, Mapping)):
         raise EngineError("a program.json without name, inputs or graph", "all three", _DO)
     for place_, entry in enumerate(inputs):
         if not (isinstance(entry, Mapping) and _is_input(entry, num_layers)):

@@ -155,7 +155,7 @@ class ModelProgram(nn.Module):
             return self._logits.new_empty(rows.shape[0], *self._logits.shape[1:])
         rehearsal = self._rehearsal or Rehearsal(self.name, self.graph, bound=self._weights)
         own, rest = list(given[:_NUM_INPUTS]), given[_NUM_INPUTS:]
-        inputs = self._inputs(own, *(rest or (mass,)), hidden=hidden)
+        inputs = self._inputs(own, rest[0] if rest else mass, hidden)
         made = rehearsal.run([None if x is None else x.to("meta") for x in inputs])
         if isinstance(made, Tensor) and rows is not None and made.shape[:1] == rows.shape:
             self._logits = made
