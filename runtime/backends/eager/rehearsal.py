@@ -7,6 +7,7 @@ runs with larger inputs than before: in milliseconds, and without memory.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from specc.artifact.graph_operators import is_known
 from specc.errors import EngineError, SpeccError
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.program_files import last_used
@@ -25,13 +27,23 @@ _LEAST_BYTES, _TIMES = 1 << 30, 4
 _META = torch.device("meta")
 
 
+@functools.cache
+def _import_shapes() -> None:
+    """Let torch import what it computes shapes with, 2 s of it, where an engine is loaded.
+
+    In its first pass ranks would wait for each other meanwhile, and give each other up.
+    """
+    row = torch.empty(1, 1, device=_META)
+    torch.cat([row @ row] * 2)
+
+
 class Rehearsal:
     """Computes the shapes of a graph's values, where its inputs are larger than they were.
 
     Args:
         name: of the graph, for errors.
-        graph: of operators, and of calls of modules that have a method `rehearse`; with others
-            nothing is computed.
+        graph: of operators that engines call, and of calls of modules that have a method
+            `rehearse`; with others, which a backend has put there, nothing is computed.
         modules: name → module.
         bound: of its first inputs, those that stay the same.
     """
@@ -43,12 +55,15 @@ class Rehearsal:
         modules: Mapping[str, nn.Module] | None = None,
         bound: Sequence[Tensor] = (),
     ) -> None:
+        _import_shapes()
         self._name, self._graph = name, graph
         called = {str(node.target) for node in graph.find_nodes(op="call_module")}
         self._calls = {
             key: getattr(module, "rehearse", None) for key, module in (modules or {}).items()
         }
-        self._is_known = all(self._calls.get(key) is not None for key in called)
+        self._is_known = all(self._calls.get(key) is not None for key in called) and all(
+            is_known(node.target) for node in graph.nodes if node.op == "call_function"
+        )
         self._bound = [_as_meta(value) for value in bound]
         self._bound_bytes = sum(value.nbytes for value in bound)
         # dimensions of the inputs → the largest sizes of each
