@@ -218,20 +218,33 @@ class ChatResponse(ApiResponse):
     def chunks(
         self, index: int, output: Output, update: Update, is_first: bool
     ) -> list[dict[str, Any]]:
-        """One, and one more for the end of an output whose last tokens call a tool.
+        """One, and one more for an end that clients expect alone.
 
         At OpenAI an end stands alone, and their client takes no call for done that begins beside
-        it: it never tells that the arguments are there.
+        it: it never tells that the arguments are there. And the token that ends an output has no
+        text: clients that put texts together from log probabilities pass over it only where a
+        chunk has no content.
         """
         chunk = self.chunk(index, output, update, is_first)
         (choice,) = chunk["choices"]
-        calls = {"tool_calls", "function_call"} & choice["delta"].keys()
-        if choice["finish_reason"] is None or not calls:
+        if choice["finish_reason"] is None:
+            return [chunk]
+        delta = choice["delta"]
+        own: dict[str, Any] = {"logprobs": None, "token_ids": None}
+        if {"tool_calls", "function_call"} & delta.keys():
+            end: dict[str, Any] = {}
+        elif delta.get("content") and _ends_by_token(output) and len(update.logprobs or []) > 1:
+            end = {"content": ""}
+            scores = choice["logprobs"]["content"]
+            own["logprobs"] = choice["logprobs"] | {"content": [scores.pop()]}
+            if (ids := choice["token_ids"]) is not None:
+                choice["token_ids"], own["token_ids"] = ids[:-1], ids[-1:]
+        else:
             return [chunk]
         reasons = {name: choice[name] for name in ("finish_reason", "stop_reason")}
-        end = {"index": index, "delta": {}, "logprobs": None} | reasons | {"token_ids": None}
         choice |= dict.fromkeys(reasons)
-        return [chunk, chunk | {"choices": [end], "prompt_token_ids": None}]
+        last_choice = {"index": index, "delta": end} | own | reasons
+        return [chunk, chunk | {"choices": [last_choice], "prompt_token_ids": None}]
 
     def take(self, index: int, update: Update) -> bool:
         """Read an update; its text may be held back, or bring out what was."""
@@ -267,6 +280,12 @@ class ChatResponse(ApiResponse):
             "finish_reason": self._reader.finish_reason(output.finish_reason, parser),
             "stop_reason": output.stop_reason,
         } | self._ids(news)
+
+
+def _ends_by_token(output: Output) -> bool:
+    """Whether the last token ended an output, and its text is left out."""
+    is_text = isinstance(output.stop_reason, str) or output.job.params.include_stop_str_in_output
+    return output.finish_reason == "stop" and not is_text
 
 
 def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:

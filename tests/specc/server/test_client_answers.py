@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,29 @@ def test_keys_are_asked_for_whatever_the_path_ends_with() -> None:
         for path in ("/v1/models", "/v1/models/", "/v1//", "/v1/completions//"):
             assert server.get(path).status_code == 401
             assert server.http.request("HEAD", server.base + path).status_code == 401
+
+
+def test_the_token_that_ends_a_chat_comes_without_content(server) -> None:
+    """Clients put texts together from the tokens of chunks with content, whatever they say."""
+    ends = set()
+    for seed in range(6):
+        stream = server.client.chat.completions.create(
+            model=MODEL, messages=USER, stream=True, logprobs=True, temperature=1, seed=seed,
+            extra_body={"structured_outputs": {"regex": "[ab]{4}"}, "return_token_ids": True},
+        )  # fmt: skip
+        choices = [chunk.choices[0] for chunk in stream]
+        said = [choice for choice in choices if choice.delta.content]
+        content = "".join(choice.delta.content for choice in said)
+        assert re.fullmatch("[ab]{4}", content)
+        tokens = [token.token for choice in said for token in choice.logprobs.content]
+        assert "".join(tokens) == content
+        (end,) = choices[-1].logprobs.content
+        assert end.token not in content
+        ends.add((choices[-1].delta.content, choices[-1].finish_reason))
+        assert all(len(c.token_ids) == len(c.logprobs.content) for c in choices)
+        assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    # beside text, and in a step of its own
+    assert ends == {("", "stop"), (None, "stop")}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
