@@ -340,7 +340,7 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
             Manifest.from_json(data)
 
     changed(lambda x: x["plans"][0].pop("blocks"), r"plan chain-3 has blocks of \(none\)")
-    changed(lambda x: x["plans"][0]["blocks"][0].update(size=0), "a block")
+    changed(lambda x: x["plans"][0]["blocks"][0].update(size=0), r"blocks\[0\].size is 0")
     changed(lambda x: x["plans"][0].update(heads=["draft_0"]), "plan chain-3 has heads draft_0")
     changed(lambda x: x["models"][0].pop("taps"), "no taps of the target")
     changed(lambda x: x["models"][1]["head"].update(kind="eagle3"), "rows of 0 columns")

@@ -146,7 +146,7 @@ def _moving() -> set[str]:
     [
         ({"boundaries": [0, 3], "is_last_normed": False, "width": 8}, r"boundaries \[0, 3\]"),
         ({"boundaries": [], "is_last_normed": False, "width": 8}, r"boundaries \[\]"),
-        ({"boundaries": [0], "is_last_normed": False, "width": 0}, "of 0 columns"),
+        ({"boundaries": [0], "is_last_normed": False, "width": 0}, "width is 0"),
         ({"boundaries": [0], "width": 8}, "is_last_normed is missing"),
     ],
 )
