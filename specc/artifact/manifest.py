@@ -21,9 +21,8 @@ from specc.artifact.manifest_checks import (
     check_plans,
     check_self_drafts,
     check_sizes,
-    decode,
-    invalid,
 )
+from specc.artifact.manifest_decoding import decode, invalid
 from specc.artifact.manifest_entries import (
     CacheRowsEntry,
     FileEntry,

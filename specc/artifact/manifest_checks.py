@@ -1,19 +1,16 @@
-"""Decoding a manifest: types, and what types cannot say: paths, references, sizes of one engine."""
+"""What types of a manifest cannot say: paths, references, sizes of one engine."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import types
-import typing
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.artifact.block_sums import digits_of
 from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
+from specc.artifact.manifest_decoding import invalid
 from specc.artifact.manifest_entries import (
     CacheRowsEntry,
     FileEntry,
@@ -26,14 +23,12 @@ from specc.artifact.manifest_entries import (
 )
 from specc.artifact.model_entry import (
     BLOCK_KINDS,
-    MAY_BE_ABSENT,
     LayerEntry,
     ModelEntry,
     SelfDraftEntry,
     SlabEntry,
 )
 from specc.artifact.quantized_layout import ACTIVATION_BITS
-from specc.bounds import Bounds, bounds_of
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 
@@ -359,64 +354,3 @@ def _check_plan(entry: PlanEntry, models: Sequence[str], limits: LimitsEntry) ->
             f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {limits.max_nodes}",
             "rows for every plan",
         )
-
-
-def invalid(found: str, needed: str) -> EngineError:
-    """The error of a manifest with a wrong value."""
-    return EngineError(
-        f"the manifest is invalid: {found}", needed, "compile or copy the engine again"
-    )
-
-
-def decode(kind: Any, value: Any, where: str, bounds: Bounds | None = None) -> Any:
-    """Decode JSON data to an annotated type.
-
-    Args:
-        kind: the type.
-        value: the data.
-        where: path of the value, for messages.
-        bounds: of the numbers in it.
-    """
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        inner = next(arg for arg in args if arg is not type(None))
-        return None if value is None else decode(inner, value, where, bounds)
-    if dataclasses.is_dataclass(kind):
-        return _decode_object(kind, value, where)
-    if origin is tuple and isinstance(value, list):
-        items = enumerate(value)
-        return tuple(decode(args[0], item, f"{where}[{i}]", bounds) for i, item in items)
-    if origin is dict and isinstance(value, dict):
-        items_ = value.items()
-        return {key: decode(args[1], item, f"{where}.{key}", bounds) for key, item in items_}
-    # bool is an int in Python; a manifest keeps them apart
-    if kind is Any or type(value) is kind:
-        if bounds is not None and not bounds.holds(value):
-            raise invalid(f"{where} is {value}", str(bounds))
-        return value
-    names = {tuple: "a list", dict: "an object"}
-    needed = names.get(origin) or f"a value of type {kind.__name__}"
-    raise invalid(f"{where} is {value!r:.100}", needed)
-
-
-def _decode_object(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise invalid(f"{where} is {value!r:.100}", "an object")
-    fields = {field.name for field in dataclasses.fields(kind)}
-    optional = {f.name for f in dataclasses.fields(kind) if f.metadata.get(MAY_BE_ABSENT)}
-    for name in sorted((fields ^ value.keys()) - (optional - value.keys())):
-        state = "is missing" if name in fields else "is unknown"
-        raise invalid(f"{_join(where, name)} {state}", _listed(fields))
-    hints = typing.get_type_hints(kind)
-    bounds = {field.name: bounds_of(field) for field in dataclasses.fields(kind)}
-    return kind(
-        **{n: decode(hints[n], item, _join(where, n), bounds[n]) for n, item in value.items()}
-    )
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _listed(fields: Iterable[str]) -> str:
-    return f"the fields {', '.join(sorted(fields))}"
