@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError
 from specc.option import check_ranges, option
+from specc.runtime.engine_checks import check_cut, check_dtype, check_length, engine_directory
 from specc.system.machine import check_threads
 from specc.vllm.answers import answers_names
 from specc.vllm.engine_options import ENGINE
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from specc.sampling.structured import StructuredOutputsConfig
 
 _AUTO = "auto"
-_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
-_DTYPES |= {"fp32": "float32"}
 # of `Engine.load`: they say nothing to an engine that is loaded
 _OF_LOADING = {
     "verify", "num_threads", "max_num_seqs", "backend", "capture", "kv_cache_tokens",
@@ -274,26 +273,7 @@ class EngineArgs:
             ConfigError: it is no path.
             EngineError: it is a checkpoint, or the name of one.
         """
-        found = self.engine
-        if not isinstance(found, str | Path):
-            raise ConfigError(
-                f"an engine of type {type(found).__name__}",
-                "an engine directory, or an Engine",
-                "pass one of these",
-            )
-        path = Path(found)
-        is_checkpoint = (path / "config.json").is_file() and not (path / "manifest.json").is_file()
-        if is_checkpoint or (not path.exists() and _is_hub_id(str(found))):
-            what = "a Hugging Face checkpoint" if is_checkpoint else "which does not exist"
-            command = f"specc compile --target {found} --draft DRAFT -o engine/"
-            raise EngineError(
-                f"{found}, {what}",
-                "an engine directory, which specc compile writes",
-                f"compile it first: {command}"
-                if is_checkpoint
-                else f"correct the path; a model of the hub is compiled first: {command}",
-            )
-        return path
+        return engine_directory(self.engine)
 
     def load(self) -> Engine:
         """Open the engine, unless it is.
@@ -323,7 +303,9 @@ class EngineArgs:
                 mmap=self.mmap,
                 check_weights=self.check_weights,
             )
-        self._check(engine)
+        check_dtype(engine, self.dtype)
+        check_cut(engine, self.tensor_parallel_size, self.pipeline_parallel_size)
+        check_length(engine, self.max_model_len)
         if (config := self._structured_outputs) is not None:
             engine.grammars.config = config
         return engine
@@ -387,41 +369,6 @@ class EngineArgs:
                 f"pass {'it' if len(late) == 1 else 'them'} to Engine.load, or the directory here",
             )
 
-    def _check(self, engine: Engine) -> None:
-        """Raises ConfigError: the engine is another one than these options ask for."""
-        name = str(self.dtype).removeprefix("torch.")
-        name = _DTYPES.get(name, name)
-        own = engine.manifest.dtype if engine.manifest else name
-        if self.dtype not in (None, "auto") and name != own:
-            raise ConfigError(
-                f"dtype={name}, and an engine of {own}",
-                f"{own}, or auto",
-                "leave dtype out, or compile the engine again with --dtype",
-            )
-        self._check_cut(engine)
-        most = engine.max_seq_len
-        length = self.max_model_len
-        if length is not None and (type(length) is not int or not 2 <= length <= most):
-            raise ConfigError(
-                f"max_model_len={length!r}",
-                f"2 … {most}, the engine's max_seq_len",
-                "choose a number in this range, or compile with a larger --max-seq-len",
-            )
-
-    def _check_cut(self, engine: Engine) -> None:
-        """Raises ConfigError: the engine has other ranks or stages than these options ask for."""
-        cut = engine.manifest
-        for name, own in (
-            ("tensor_parallel_size", cut.tensor_parallel_size if cut else 1),
-            ("pipeline_parallel_size", (len(cut.stages) if cut else 0) or 1),
-        ):
-            if (given := getattr(self, name)) not in (None, own):
-                raise ConfigError(
-                    f"{name}={given!r}, and an engine that was cut for {own}",
-                    f"{own}, or None",
-                    "leave it out, or cut the engine otherwise: specc reshard",
-                )
-
 
 @answers_names(ENGINE, ConfigError)
 @dataclass(frozen=True)
@@ -438,9 +385,3 @@ def _say(text: str) -> None:
     """Once in a process, however often the engine is opened."""
     if text:
         logging.getLogger("specc.engine").warning(text)
-
-
-def _is_hub_id(name: str) -> bool:
-    """`owner/name`, as models of the hub are called."""
-    owner, slash, rest = name.partition("/")
-    return bool(slash and owner and rest) and "/" not in rest and owner not in (".", "..", "~")
