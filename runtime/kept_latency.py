@@ -13,7 +13,8 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,9 +26,19 @@ from specc.system.machine import cpu_model, isa_flags, num_usable_cores
 from specc.version import __version__
 
 if TYPE_CHECKING:
-    from specc.runtime.engine import Engine
+    from specc.runtime.scheduling.kv_cache import KVCache
 
 _log = logging.getLogger(__name__)
+
+
+class LoadedEngine(Protocol):
+    """Of an `Engine`, which looks for its table while it is loaded."""
+
+    directory: Path | None
+    profile: Mapping[str, Any]
+    backend: str
+    cache: KVCache
+    loaded_with: Mapping[str, Any]
 
 
 class KeptLatency:
@@ -37,7 +48,7 @@ class KeptLatency:
         engine: loaded; one that was made by hand has no table.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LoadedEngine) -> None:
         self._engine = engine
         self._file = None
         if engine.directory is not None:
@@ -69,13 +80,13 @@ class KeptLatency:
             self._file.write(table.to_json())
 
 
-def with_kept_latency(engine: Engine) -> Mapping[str, Any]:
+def with_kept_latency(engine: LoadedEngine) -> Mapping[str, Any]:
     """An engine's profile, with the latency table of this machine, where one is known."""
     table = KeptLatency(engine).find()
     return engine.profile if table is None else {**engine.profile, "latency": table}
 
 
-def is_of_here(table: Mapping[str, Any], engine: Engine) -> bool:
+def is_of_here(table: Mapping[str, Any], engine: LoadedEngine) -> bool:
     """Whether a table was measured on a machine like this, with as many cores and threads."""
     about = table.get("about")
     machine = about.get("machine") if isinstance(about, Mapping) else None
@@ -92,13 +103,13 @@ def is_of_here(table: Mapping[str, Any], engine: Engine) -> bool:
     )
 
 
-def device_name(engine: Engine) -> str:
+def device_name(engine: LoadedEngine) -> str:
     """What an engine's programs run on: the name of a GPU, or `cpu`."""
     device = engine.cache.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _name_of(engine: Engine) -> str:
+def _name_of(engine: LoadedEngine) -> str:
     """In the cache: the machine's name for people, then a digest of all that a table holds for."""
     assert engine.directory is not None
     device = device_name(engine)
