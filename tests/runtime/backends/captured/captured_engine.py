@@ -28,7 +28,7 @@ def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPla
         device: that its steps, its prefill passes and its link use.
         plans: that it gets besides its own; their rows fit into its cache.
     """
-    engine = Engine.load(path)
+    engine = loaded(path)
     models = models_of(engine)
     cache = engine.cache
     programs = {e.name: read_json(path / e.file) for e in engine.manifest.plans}
@@ -43,6 +43,14 @@ def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPla
     engine.target, *engine.drafts = [DeviceModel(model, device) for model in models.values()]
     engine.operators, engine.link = DeviceOperators(device), DeviceLink(device)
     engine.backend = "cuda"
+    return engine
+
+
+def loaded(path: Path) -> Engine:
+    """An engine whose programs run unseen, as those that a backend has changed."""
+    engine = Engine.load(path)
+    for model in models_of(engine).values():
+        model._rehearsal = None
     return engine
 
 

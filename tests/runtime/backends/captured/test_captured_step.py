@@ -22,6 +22,7 @@ from specc.runtime.backends.program_files import read_json
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from tests.mixed_sampling import mixed_sampling
+from tests.runtime.backends.captured.captured_engine import loaded
 from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice
 from tests.tiers import every
 
@@ -81,7 +82,7 @@ def late_rig(tiny_engine) -> Rig:
 
 
 def make_rig(tiny_engine: Path, device: SimulatedDevice) -> Rig:
-    eager, other = Engine.load(tiny_engine), Engine.load(tiny_engine)
+    eager, other = Engine.load(tiny_engine), loaded(tiny_engine)
     shape = other.cache.shape
     buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
     models = {"target": other.target, "draft_0": other.drafts[0]}
