@@ -221,8 +221,7 @@ class Place:
     )
     chat_template_content_format: str = option(
         "auto",
-        "What templates get as a message's content: string; openai, a list of parts; or auto,"
-        " whichever they read.",
+        "What templates get as content: string; openai, a list of parts; auto, what they read.",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
