@@ -70,7 +70,9 @@ def check_length(engine: Engine, max_model_len: Any) -> None:
         )
 
 
-def check_cut(engine: Engine, tensor_parallel_size: Any, pipeline_parallel_size: Any) -> None:
+def check_cut(
+    engine: Engine, tensor_parallel_size: Any = None, pipeline_parallel_size: Any = None
+) -> None:
     """Raises ConfigError: the engine has other ranks or stages than these, where they are given."""
     cut = engine.manifest
     for name, given, own in (

@@ -16,6 +16,7 @@ from specc.errors import ConfigError, EngineError, RequestError
 from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs, EngineArgs
+from specc.runtime.engine_checks import check_cut
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
 from specc.sampling.params import SamplingParams
@@ -82,14 +83,14 @@ def test_the_number_of_ranks_and_stages_is_the_engines(name):
     manifest = SimpleNamespace(dtype="float32", tensor_parallel_size=2, stages=("a", "b"))
     engine = SimpleNamespace(manifest=manifest, max_seq_len=64)
     for given in (None, 2):
-        EngineArgs.of_engine(engine="a", **{name: given})._check(engine)
+        check_cut(engine, **{name: given})
     for given in (1, 4):
         with pytest.raises(ConfigError, match=f"{name}={given}, and an engine that was cut for 2"):
-            EngineArgs.of_engine(engine="a", **{name: given})._check(engine)
+            check_cut(engine, **{name: given})
     manifest.tensor_parallel_size, manifest.stages = 1, ()
-    EngineArgs.of_engine(engine="a", **{name: 1})._check(engine)
+    check_cut(engine, **{name: 1})
     with pytest.raises(ConfigError, match=f"{name}=2, and an engine that was cut for 1"):
-        EngineArgs.of_engine(engine="a", **{name: 2})._check(engine)
+        check_cut(engine, **{name: 2})
 
 
 def test_a_checkpoint_is_no_engine(tmp_path):
