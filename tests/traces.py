@@ -50,6 +50,7 @@ SOURCES = (
     "passes/frontend",
     "passes/program.py",
     "specc/artifact",
+    "specc/bounds.py",
     "specc/errors.py",
     "specc/sampling",
     "specc/sharding",
