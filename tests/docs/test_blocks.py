@@ -94,7 +94,9 @@ def test_commands_and_options_exist(block: Block) -> None:
         if program == "make":
             assert words[1] in TARGETS
         elif program.startswith("python"):
-            script = next(word for word in words if word.endswith(".py"))
+            module = words[words.index("-m") + 1] if "-m" in words else ""
+            files = [word for word in words if word.endswith(".py")]
+            script = files[0] if files else module.replace(".", "/") + ".py"
             text = text_of(ROOT / script)
             for option in (word for word in words if word.startswith("--")):
                 # of argparse, or a parameter that typer makes one

@@ -47,7 +47,7 @@ def test_a_follower_leaves_room_for_the_drafts_of_rank_0(path, monkeypatch) -> N
     monkeypatch.setattr(follower, "backend_of", lambda name: Backend())
     setup = {
         "rank": 1, "backend": "eager", "max_num_seqs": None, "kv_cache_tokens": None,
-        "offload_weights": "auto", "num_local": 2, "mmap": None,
+        "offload_weights": "auto", "num_local": 2, "mmap": None, "checks_weights": True,
     }  # fmt: skip
     follower.load_part(path, manifest, setup)
     ((part, limits),) = heard
