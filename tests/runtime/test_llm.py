@@ -133,7 +133,7 @@ def test_without_tokenizer(make_engine, greedy) -> None:
     assert output.outputs[0].text == ""
     with pytest.raises(RequestError, match="is text"):
         llm.generate("a")
-    with pytest.raises(RequestError, match="stop=.* without a tokenizer"):
+    with pytest.raises(RequestError, match="without a tokenizer"):
         llm.generate([[1]], SamplingParams(temperature=0, stop="a"))
 
 

@@ -208,7 +208,7 @@ def test_branches_with_the_same_lexeme_have_masks_of_their_own() -> None:
     "limits",
     [
         llguidance.LLParserLimits(step_max_items=60),
-        llguidance.LLParserLimits(step_lexer_fuel=100),
+        llguidance.LLParserLimits(step_lexer_fuel=135),
         llguidance.LLParserLimits(max_lexer_states=34),
     ],
     ids=["items", "fuel", "states"],

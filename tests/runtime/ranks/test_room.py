@@ -180,7 +180,7 @@ def test_ranks_hold_their_weights_together_or_map_them(
         limits: list[LoadLimits] = []
         monkeypatch.setattr(follower, "backend_of", lambda name, to=limits: Recorder(to))
         setup = {"rank": 1, "backend": "cpu", "max_num_seqs": 1, "kv_cache_tokens": None}
-        more = {"offload_weights": None, "num_local": 2, "mmap": told}
+        more = {"offload_weights": None, "num_local": 2, "mmap": told, "checks_weights": True}
         follower.load_part(cut_path, manifest, setup | more)
         assert [each.mmap for each in limits] == [told]
 
