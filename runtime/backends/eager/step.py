@@ -87,6 +87,8 @@ class EagerStep:
                 rehearsal.check(values)
                 # not the call of the module, which prints an error, too
                 made = graph.forward(*values)
+            except _HookError as failed:
+                raise failed.error from None
             except Exception as error:
                 raise cannot_run(f"{name} of {self.plan.name}", error) from error
             environment.update(made)
@@ -163,8 +165,19 @@ class _Masked(nn.Module):
     def forward(self, *inputs: Tensor | None) -> Tensor:
         logits = self._program[0](*inputs)
         for mask in self._masks:
-            logits = mask(inputs, logits)
+            try:
+                logits = mask(inputs, logits)
+            except Exception as error:
+                raise _HookError(error) from error
         return logits
+
+
+class _HookError(Exception):
+    """Takes the error of a hook past what blames the graph that called it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _environment(inputs: StepInputs, slabs: Mapping[str, Tensor]) -> dict[str, Tensor]:
