@@ -263,7 +263,10 @@ def parse_metrics(text: str) -> SpecStats | None:
     """
     stats, depths = SpecStats(), dict[int, int]()
     is_known = False
-    for family in text_string_to_metric_families(text):
+    families = list(text_string_to_metric_families(text))
+    # specc's servers have the same figures under vLLM's names, too
+    own = [family for family in families if family.name.startswith("specc:")]
+    for family in own or families:
         for sample in family.samples:
             # older servers name their counters without the suffix
             name = sample.name.partition(":")[2].removesuffix("_total")
