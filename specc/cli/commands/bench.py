@@ -34,6 +34,7 @@ def bench(
         Fields(
             "num_threads",
             "verify",
+            "check_weights",
             "offload_weights",
             "mmap",
             "rank_timeout_s",
@@ -84,6 +85,7 @@ def bench_serve(
             "num_threads",
             "backend",
             "verify",
+            "check_weights",
             "offload_weights",
             "mmap",
             "rank_timeout_s",

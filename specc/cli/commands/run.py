@@ -27,6 +27,7 @@ def run(
             "confidence_threshold",
             "multi_step_ms",
             "verify",
+            "check_weights",
             "num_threads",
             "backend",
             "offload_weights",

@@ -38,6 +38,7 @@ def serve(
             "shares_outputs",
             "max_waiting",
             "verify",
+            "check_weights",
             "num_threads",
             "backend",
             "offload_weights",

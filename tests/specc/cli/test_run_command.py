@@ -166,8 +166,10 @@ def flip_byte(path: Path) -> None:
 def test_flipped_byte(engine):
     flip_byte(engine / "target" / "weights.safetensors")
     assert_refused(invoke("run", engine, "a", "--verify"), "sha256", "weights.safetensors")
-    # weights are mapped, not read, unless somebody asks
-    assert invoke("run", engine, "a", "--max-tokens", "1").exit_code == 0
+    # and their checksums, unless somebody asks for nothing
+    assert_refused(invoke("run", engine, "a"), "crc32", "weights.safetensors")
+    unchecked = invoke("run", engine, "a", "--max-tokens", "1", "--no-check-weights")
+    assert unchecked.exit_code == 0
     flip_byte(engine / "target" / "program.json")
     assert_refused(invoke("run", engine, "a"), "sha256", "program.json")
     flip_byte(engine / "target" / "program.json")
