@@ -103,7 +103,6 @@ ENGINE: Mapping[str, Answer] = {
     "collect_detailed_traces": Ignored("there are no traces; metrics are at /metrics"),
     "show_hidden_metrics_for_version": _LOG,
     "guided_decoding_backend": _LOG,
-    "structured_outputs_config": Ignored("llguidance compiles all grammars", (None, {})),
     "reasoning_parser": Ignored("specc serve has --reasoning-parser, Python read_message"),
     "additional_config": Ignored("there are no plugins", (None, {})),
     # of other models than those of text

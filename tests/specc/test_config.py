@@ -8,7 +8,6 @@ import pytest
 
 from specc.config import DTYPES, CompileConfig
 from specc.errors import ConfigError, SpeccError
-from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
 
 
@@ -68,7 +67,7 @@ def test_compile_option_out_of_range(options, found):
 
 @pytest.mark.parametrize(
     "instance",
-    [OFF, CompileConfig(), SamplingParams(temperature=0)],
+    [OFF, CompileConfig()],
     ids=lambda o: type(o).__name__,
 )
 def test_options_are_frozen(instance):

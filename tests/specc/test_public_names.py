@@ -16,7 +16,8 @@ import specc
 @pytest.mark.parametrize("name", specc.__all__)
 def test_names_are_those_of_their_modules(name):
     found = getattr(specc, name)
-    assert found.__name__ == name
+    # vLLM has two names for one class
+    assert found.__name__ == {"AsyncLLMEngine": "AsyncLLM"}.get(name, name)
     assert found.__module__ == specc._EXPORTS[name]
     assert inspect.getdoc(found)
 
