@@ -19,12 +19,11 @@ MAX_STOP_TOKEN_IDS = 256
 # outputs of one HTTP request: prompts times n
 MAX_CHOICES = 128
 # levels of lists and objects in a body, and how many of what takes time to parse it holds
-MAX_DEPTH = 64
+MAX_DEPTH, MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 64, 1 << 20, 1 << 15, 1 << 14
 # any origin, method or header, as browsers write it
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 1 << 20, 1 << 15, 1 << 14
 
 
 @dataclass(frozen=True)
