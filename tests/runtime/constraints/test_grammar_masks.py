@@ -443,8 +443,7 @@ def test_grammars_are_compiled_once_and_requests_share_nothing(tokenizer, monkey
     grammars = Grammars(tokenizer, VOCAB, EOS)
     monkeypatch.setattr(llguidance, "LLMatcher", Counted)
     first, second = (start(grammars, json_object=True) for _ in range(2))
-    # one for requests, one for what their drafts look at
-    assert len(made) == 2
+    assert len(made) == 2  # one for requests, one for what their drafts look at
     begin = ids(second.mask())
     first.advance(tokenizer.encode("{").ids[0])
     assert ids(first.mask()) != begin
