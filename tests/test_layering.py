@@ -369,7 +369,7 @@ FORBIDDEN = (
     # of several processes: an engine of one has nothing to do with them
     *(
         f"specc.runtime.ranks.{name}"
-        for name in ("launch", "leader", "channel", "rendezvous", "group", "gloo")
+        for name in ("launch", "leader", "channel", "rendezvous", "group", "sockets")
     ),
 )
 
