@@ -3,7 +3,6 @@
 #include "compiled_program.h"
 #include "segments.h"
 #include "step_runner.h"
-#include "weight_stream.h"
 
 namespace specc {
 
@@ -20,16 +19,6 @@ TORCH_LIBRARY_FRAGMENT(specc, library) {
       .def("expect_flat_inputs", &CompiledProgram::expect_flat_inputs)
       .def("expect_hidden", &CompiledProgram::expect_hidden)
       .def("run", &CompiledProgram::run);
-  // before what takes one: a class has to be known
-  library.class_<WeightStream>("WeightStream")
-      .def(torch::init<const std::string&, std::vector<int64_t>, std::vector<int64_t>, bool>())
-      .def("piece", &WeightStream::piece)
-      .def("acquire", &WeightStream::acquire)
-      .def("release", &WeightStream::release)
-      .def("is_direct", &WeightStream::is_direct)
-      .def("set_patience", &WeightStream::set_patience)
-      .def("bytes_read", &WeightStream::bytes_read)
-      .def("seconds", &WeightStream::seconds);
   library.class_<SegmentedProgram>("SegmentedProgram")
       .def(torch::init<bool>())
       .def("add", &SegmentedProgram::add)

@@ -14,7 +14,8 @@ class SegmentedProgram : public Program {
 
   // The next segment; `piece` is that of the stream in which its weights lie, -1: they stay.
   void add(const c10::intrusive_ptr<CompiledProgram>& program, int64_t piece);
-  void set_stream(const c10::intrusive_ptr<WeightStream>& stream) { stream_ = stream; }
+  // `handle`: of specc_stream_open.
+  void set_stream(int64_t handle) { stream_ = stream_of(reinterpret_cast<const void*>(handle)); }
   at::Tensor run(std::vector<at::Tensor> inputs) override;
   // Of all segments.
   void set_num_threads(int64_t count);
@@ -25,7 +26,7 @@ class SegmentedProgram : public Program {
     int64_t piece;
   };
   std::vector<Segment> segments_;
-  c10::intrusive_ptr<WeightStream> stream_;
+  std::shared_ptr<WeightStream> stream_;
   bool takes_mass_;
 };
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from specc.artifact.offload import OffloadPlan, Piece
 from specc.artifact.segments import SegmentedModel
 from specc.errors import EngineError
 from specc.kernels.ranks import rank_error
+from specc.kernels.weight_stream import WeightStream
 from specc.runtime.backends.cpu.compiled_program import (
     CompiledProgram,
     unpacked_package,
@@ -59,13 +59,13 @@ class CompiledSegments:
         self.offload = offload
         programs = [model.program(number) for number in range(len(model.segments))]
         self.native = torch.classes.specc.SegmentedProgram(takes_mass(programs[0]))
-        self.stream: Any = None
+        self.stream: WeightStream | None = None
         bound, pieces = dict(weights), {}
         if offload is not None and file is not None:
             bound |= _copied(file, offload.kept, weights)
             if offload.streamed:
                 self.stream = open_stream(file, offload.streamed)
-                self.native.set_stream(self.stream)
+                self.native.set_stream(self.stream.handle)
                 if not self.stream.is_direct():
                     _log.warning(
                         "%s is on a file system without O_DIRECT: weights are read through the"
@@ -107,7 +107,7 @@ class CompiledSegments:
         runner.call_segments(self.native, result)
 
 
-def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> Any:
+def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> WeightStream:
     """What reads pieces of a file while others are used; see kernels/cpu/weight_stream.h.
 
     Args:
@@ -119,7 +119,7 @@ def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> Any
     """
     offsets, sizes = [p.offset for p in pieces], [p.size for p in pieces]
     try:
-        return torch.classes.specc.WeightStream(os.fspath(file), offsets, sizes, direct)
+        return WeightStream(file, offsets, sizes, direct)
     except RuntimeError as error:
         raise EngineError(
             str(error).strip().splitlines()[0],
