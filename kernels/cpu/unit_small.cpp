@@ -9,4 +9,5 @@
 #include "slab_rows.cpp"
 #include "step.cpp"
 #include "trees.cpp"
+#include "weight_blocks.cpp"
 #include "weight_stream.cpp"
