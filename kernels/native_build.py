@@ -142,7 +142,9 @@ def _compile(compiler: str, scratch: Path, children: ChildProcesses) -> Path:
 
     def compile_one(source: Path) -> Path:
         made = scratch / f"{source.stem}.o"
-        run([compiler, *flags_of(source), "-I", str(SOURCE_DIR), "-c", str(source), "-o", str(made)])
+        run(
+            [compiler, *flags_of(source), "-I", str(SOURCE_DIR), "-c", str(source), "-o", str(made)]
+        )
         return made
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -175,9 +175,7 @@ def _pack_tensor(memory: Any, place: int, x: Tensor) -> int:
     return place + TENSOR.size
 
 
-def _result(
-    memory: Any, index: int, allocated: list[Tensor], arguments: list[Tensor]
-) -> Tensor:
+def _result(memory: Any, index: int, allocated: list[Tensor], arguments: list[Tensor]) -> Tensor:
     data, code, dim, *rest = TENSOR.unpack_from(memory, index * TENSOR.size)
     dtype = DTYPES[code]
     sizes, strides = rest[:dim], rest[MOST_DIMS : MOST_DIMS + dim]

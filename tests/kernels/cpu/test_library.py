@@ -70,7 +70,7 @@ def test_comments_are_no_part_of_the_interface(tmp_path, monkeypatch):
 
 def test_sources_that_changed_since(native_operators, tmp_path, monkeypatch):
     """The other way around: the library is loaded, and another specc is installed over this one."""
-    native.load(native.build())
+    native.load()
     library = native.build()
     sources = shutil.copytree(native.SOURCE_DIR, tmp_path / "sources")
     (sources / "step_runner.h").write_text("struct Another;\n")
@@ -247,7 +247,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from specc.kernels import native
 from specc.runtime.backends.program_files import MappedWeights
-native.load(native.build())
+native.load()
 from tests.file_limits import file_size_limit
 from tests.kernels.probe import load_probe, probe_inputs
 path = Path(sys.argv[3])
