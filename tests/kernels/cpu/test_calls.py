@@ -111,7 +111,7 @@ def test_memory_of_the_library() -> None:
         ({"strides": [MOST]}, "a tensor has no such size"),
         ({"dim": 2, "sizes": [2**40, 2**40], "strides": [0, 0]}, "a tensor has no such size"),
         ({"dim": 2, "sizes": [2, 2], "strides": [MOST, 1]}, "a tensor has no such size"),
-        ({"dtype": 9}, "a tensor of dtype 9"),
+        ({"dtype": 10}, "a tensor of dtype 10"),
         ({"dtype": -1}, "a tensor of dtype -1"),
     ],
 )
