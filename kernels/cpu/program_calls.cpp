@@ -28,9 +28,6 @@ struct SpeccResult {
   std::shared_ptr<specc::ArenaPool> pool;
   specc::HeldArena arena;
 };
-struct SpeccStream {
-  std::shared_ptr<specc::WeightStream> stream;
-};
 struct SpeccStep {
   specc::StepRunner runner;
 };
@@ -200,10 +197,10 @@ SpeccProgram* specc_program_new(SpeccCode* code, const int64_t* inputs, int64_t 
   });
 }
 SpeccProgram* specc_segments_new(SpeccProgram* const* segments, const int64_t* pieces,
-                                 int64_t count, SpeccStream* stream, int takes_mass) {
+                                 int64_t count, const void* stream, int takes_mass) {
   return made_by([&] {
     auto made = std::make_shared<specc::SegmentedProgram>(takes_mass != 0);
-    if (stream != nullptr) made->set_stream(stream->stream);
+    if (stream != nullptr) made->set_stream(specc::stream_of(stream));
     const auto given = items(pieces, count);
     for (int64_t i = 0; i < count; ++i) made->add(segments[i]->callee, given[i]);
     return new SpeccProgram{made, nullptr};

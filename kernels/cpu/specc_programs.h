@@ -16,7 +16,6 @@ typedef struct SpeccPool SpeccPool;
 typedef struct SpeccProgram SpeccProgram;
 typedef struct SpeccResult SpeccResult;
 typedef struct SpeccStep SpeccStep;
-typedef struct SpeccStream SpeccStream;
 
 /* Values 0 … num_slots - 1; null where that fails. */
 SPECC_EXPORT SpeccCode* specc_code_new(int64_t num_slots);
@@ -74,10 +73,10 @@ SPECC_EXPORT void specc_set_poison(int poisons);
 /* A model, or a segment of one. inputs: values that a call gives, in that order. */
 SPECC_EXPORT SpeccProgram* specc_program_new(SpeccCode* code, const int64_t* inputs,
                                              int64_t num_inputs, int64_t result);
-/* Segments, each on what the one before it returns. stream may be null; piece of each: of the stream
+/* Segments, each on what the one before it returns. stream: of specc_stream_open, or null; piece of each: of the stream
  * that its weights lie in, or -1. */
 SPECC_EXPORT SpeccProgram* specc_segments_new(SpeccProgram* const* segments, const int64_t* pieces,
-                                              int64_t count, SpeccStream* stream, int takes_mass);
+                                              int64_t count, const void* stream, int takes_mass);
 SPECC_EXPORT void specc_program_free(SpeccProgram* program);
 /* Weights, caches: the memory has to outlive the program. */
 SPECC_EXPORT int specc_program_bind(SpeccProgram* program, int64_t slot, const SpeccTensor* value);

@@ -66,6 +66,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "specc_pool_counts": (_INT, (_POINTER, _INTS)),
     "specc_set_poison": (None, (_INT,)),
     "specc_program_new": (_POINTER, (_POINTER, _INTS, _INT64, _INT64)),
+    "specc_segments_new": (
+        _POINTER, (ctypes.POINTER(_POINTER), _INTS, _INT64, _POINTER, _INT),
+    ),
     "specc_program_free": (None, (_POINTER,)),
     "specc_program_bind": (_INT, (_POINTER, _INT64, _TENSOR)),
     "specc_program_watch": (_INT, (_POINTER, _POINTER, ctypes.c_size_t)),
