@@ -138,7 +138,12 @@ void call(const char* name, const SpeccValue* arguments, int64_t num_arguments,
 }  // namespace
 }  // namespace specc
 
+#define SPECC_TEXT_OF(x) #x
+#define SPECC_TEXT(x) SPECC_TEXT_OF(x)
+
 extern "C" {
+
+const char specc_interface[] = "specc-interface:" SPECC_TEXT(SPECC_INTERFACE_VERSION);
 
 int specc_interface_version(void) { return SPECC_INTERFACE_VERSION; }
 

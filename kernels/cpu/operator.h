@@ -200,15 +200,15 @@ struct Boxed<kFunction> {
 }  // namespace specc
 
 #define SPECC_JOINED(a, b) a##b
-#define SPECC_REGISTRATION(line) SPECC_JOINED(specc_registration_, line)
+#define SPECC_REGISTRATION(number) SPECC_JOINED(specc_registration_, number)
 // SPECC_OPERATOR("specc::linear", linear): all arguments of the schema, in its order, defaults
 // filled in by the caller.
-#define SPECC_OPERATOR(name, function)                          \
-  static const ::specc::Registration SPECC_REGISTRATION(__LINE__)( \
+#define SPECC_OPERATOR(name, function)                                \
+  static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
       {name, ::specc::boxing::Boxed<&function>::run, false,       \
        ::specc::boxing::Boxed<&function>::kNumArguments})
 // the same, of an operator whose results may lie in the memory of its arguments
-#define SPECC_VIEW_OPERATOR(name, function)                     \
-  static const ::specc::Registration SPECC_REGISTRATION(__LINE__)( \
+#define SPECC_VIEW_OPERATOR(name, function)                           \
+  static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
       {name, ::specc::boxing::Boxed<&function>::run, true,        \
        ::specc::boxing::Boxed<&function>::kNumArguments})

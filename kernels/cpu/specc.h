@@ -22,6 +22,8 @@ extern "C" {
  * fit. It changes whenever a structure, a function or an operator's arguments do. */
 #define SPECC_INTERFACE_VERSION 1
 SPECC_EXPORT int specc_interface_version(void);
+/* The same as text, for whoever compares messages: "specc-interface:1". */
+SPECC_EXPORT extern const char specc_interface[];
 
 /* Why the last function of this thread that failed did; valid until the next one fails. */
 SPECC_EXPORT const char* specc_error(void);
