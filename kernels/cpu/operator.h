@@ -205,10 +205,10 @@ struct Boxed<kFunction> {
 // filled in by the caller.
 #define SPECC_OPERATOR(name, function)                                \
   static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, false,       \
+      {name, ::specc::boxing::Boxed<&function>::run, false, \
        ::specc::boxing::Boxed<&function>::kNumArguments})
 // the same, of an operator whose results may lie in the memory of its arguments
 #define SPECC_VIEW_OPERATOR(name, function)                           \
   static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, true,        \
+      {name, ::specc::boxing::Boxed<&function>::run, true,                        \
        ::specc::boxing::Boxed<&function>::kNumArguments})

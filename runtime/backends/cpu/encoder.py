@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
+from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.native_calls import (
-    CODE_OF_DTYPE,
     checked,
     describe,
     functions,
@@ -200,7 +200,7 @@ class Encoder:
         elif isinstance(value, str):
             checked(library.specc_code_text(code, value.encode()))
         elif isinstance(value, torch.dtype):
-            checked(library.specc_code_int(code, CODE_OF_DTYPE[value]))
+            checked(library.specc_code_int(code, CODES[value]))
         elif isinstance(value, Tensor):
             checked(library.specc_code_scalar(code, describe(value)))
         else:  # None, a device, a layout, a memory format

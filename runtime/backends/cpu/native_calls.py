@@ -12,17 +12,10 @@ from torch import Tensor
 
 from specc.errors import EngineError
 from specc.kernels import native
+from specc.kernels.native_calls import CODES, DTYPES, MOST_DIMS
 
-_MOST_DIMS = 8
 _INT64, _TEXT, _POINTER = ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p
 _INTS, _INT = ctypes.POINTER(ctypes.c_int64), ctypes.c_int
-# torch's ScalarType, by its numbers
-CODE_OF_DTYPE = {
-    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
-    torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.complex64: 9, torch.bool: 11,
-    torch.bfloat16: 15, torch.float8_e4m3fn: 24, torch.float8_e8m0fnu: 44,
-}  # fmt: skip
-DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 
 
 class NativeTensor(ctypes.Structure):
@@ -32,8 +25,8 @@ class NativeTensor(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("dim", ctypes.c_int32),
-        ("sizes", ctypes.c_int64 * _MOST_DIMS),
-        ("strides", ctypes.c_int64 * _MOST_DIMS),
+        ("sizes", ctypes.c_int64 * MOST_DIMS),
+        ("strides", ctypes.c_int64 * MOST_DIMS),
         ("bytes", ctypes.c_int64),
     )
 
@@ -94,7 +87,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "specc_step_seconds": (_POINTER, (_POINTER, _INTS)),
     "specc_step_program_seconds": (_POINTER, (_POINTER, _INTS)),
     "specc_error": (_TEXT, ()),
-    "specc_operator_names": (ctypes.POINTER(_TEXT), (_INTS,)),
 }  # fmt: skip
 
 
@@ -111,9 +103,7 @@ def functions() -> ctypes.CDLL:
 @functools.cache
 def operators() -> frozenset[str]:
     """Operators that have a kernel: `specc::linear`, `aten::add.Tensor`."""
-    count = ctypes.c_int64()
-    names = functions().specc_operator_names(ctypes.byref(count))
-    return frozenset(names[i].decode() for i in range(count.value))
+    return frozenset(native.operator_names())
 
 
 def error_text() -> str:
@@ -147,10 +137,10 @@ def describe(tensor: Tensor, into: NativeTensor | None = None) -> NativeTensor:
     found = NativeTensor() if into is None else into
     shape, itemsize = tensor.shape, tensor.itemsize
     found.data = tensor.data_ptr()
-    found.dtype = CODE_OF_DTYPE.get(tensor.dtype, -1)
+    found.dtype = CODES.get(tensor.dtype, -1)
     found.dim = dim = len(shape)
-    if dim > _MOST_DIMS:
-        raise ValueError(f"a tensor of {dim} dimensions, at most {_MOST_DIMS}")
+    if dim > MOST_DIMS:
+        raise ValueError(f"a tensor of {dim} dimensions, at most {MOST_DIMS}")
     found.sizes[:dim] = shape
     found.strides[:dim] = tensor.stride()
     found.bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
@@ -179,7 +169,7 @@ def view_of(
 def tensor_at(found: NativeTensor) -> Tensor:
     """`view_of` what the library describes."""
     dim = found.dim
-    dtype = DTYPE_OF_CODE[found.dtype]
+    dtype = DTYPES[found.dtype]
     return view_of(found.data or 0, dtype, found.sizes[:dim], found.strides[:dim], found.bytes)
 
 

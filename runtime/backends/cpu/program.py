@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import EngineError
+from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.encoder import Encoder
 from specc.runtime.backends.cpu.native_calls import (
-    CODE_OF_DTYPE,
     NativeTensor,
     Pool,
     checked,
@@ -62,7 +62,7 @@ class CpuProgram:
         self.weights = weights
         self._pool = Pool() if pool is None else pool
         self._library = functions()
-        self._encoder, result = _encode(program)
+        self._encoder, result = encode(program)
         entries = program["inputs"]
         given = [i for i, entry in enumerate(entries) if entry["kind"] == "input"]
         slots = (ctypes.c_int64 * len(given))(*given)
@@ -128,7 +128,7 @@ class CpuProgram:
                 checked(self._library.specc_program_watch(self.pointer, begin, size))
 
 
-def _encode(program: Mapping[str, Any]) -> tuple[Encoder, int]:
+def encode(program: Mapping[str, Any]) -> tuple[Encoder, int]:
     """A program's instructions, whose inputs are its first values; and the slot of its result."""
     graph = graph_from_json(program["graph"]).graph
     inputs = graph.find_nodes(op="placeholder")
@@ -193,7 +193,7 @@ def failed() -> BaseException:
 
 
 def _code_of(name: str) -> int:
-    return CODE_OF_DTYPE[getattr(torch, name)]
+    return CODES[getattr(torch, name)]
 
 
 def narrow_rows(program: Mapping[str, Any]) -> int:

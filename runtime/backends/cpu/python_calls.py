@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.runtime.backends.cpu.native_calls import (
-    CODE_OF_DTYPE,
-    DTYPE_OF_CODE,
-    functions,
-    view_of,
-)
+from specc.kernels.native_calls import CODES, DTYPES
+from specc.runtime.backends.cpu.native_calls import functions, view_of
 
 # of kernels/cpu/frame.h
 _WORDS = 21
@@ -96,7 +92,7 @@ def _call(id_: int, count: int, num_results: int, message: int) -> int:
 def _read(row: list[int]) -> Any:
     if row[0] == _TENSOR:
         dim = row[3]
-        return view_of(row[1], DTYPE_OF_CODE[row[2]], row[4 : 4 + dim], row[12 : 12 + dim], row[20])
+        return view_of(row[1], DTYPES[row[2]], row[4 : 4 + dim], row[12 : 12 + dim], row[20])
     return row[1] if row[0] == _INTEGER else None
 
 
@@ -106,7 +102,7 @@ def _written(value: Any) -> list[int]:
     shape, strides = list(value.shape), list(value.stride())
     rest = [0] * (8 - len(shape))
     num_bytes = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
-    head = [_TENSOR, value.data_ptr(), CODE_OF_DTYPE[value.dtype], len(shape)]
+    head = [_TENSOR, value.data_ptr(), CODES[value.dtype], len(shape)]
     return [*head, *shape, *rest, *strides, *rest, num_bytes]
 
 
