@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specc.artifact.backends import backend_names, facts_of
-from specc.artifact.manifest import MANIFEST_FILE, Manifest
+from specc.artifact.manifest import INSTRUCTIONS_VERSION, MANIFEST_FILE, Manifest
 from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import Progress
 from specc.close_name import advice
@@ -21,7 +21,6 @@ from specc.system.files import (
     sample_file,
 )
 from specc.system.json_file import read_engine_json
-from specc.system.machine import cpu_model, isa_flags
 from specc.version import __version__
 
 

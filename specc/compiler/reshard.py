@@ -43,6 +43,7 @@ from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import KeptGraphs, WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.lower.cpu.phases import CPU
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program
@@ -306,7 +307,8 @@ def _cut_anew(
     if model.name == TARGET:
         staged_at = backend.phase_of_stages(config.pipeline_parallel_size, positions)
     is_cut = config.tensor_parallel_size > 1 or staged_at is not None
-    keeps_whole = is_cut or (is_rounded and model.name == TARGET)
+    is_lowered = any(phase == CPU for phase, _ in layout)
+    keeps_whole = is_cut or is_lowered or (is_rounded and model.name == TARGET)
     whole = WholeGraph(program, is_rounded)
     kept = KeptGraphs(program, (), staged_at=staged_at)
     if config.tensor_parallel_size > 1:

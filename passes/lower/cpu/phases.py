@@ -7,6 +7,9 @@ from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.pipeline import Phases
 
+# of graphs before it other ones can be made: it does nothing itself
+CPU = "cpu"
+
 
 def cpu_phases(num_positions: int) -> Phases:
     """The phases of an engine.
@@ -16,6 +19,7 @@ def cpu_phases(num_positions: int) -> Phases:
             drafter's pass may lie beyond the last position that the engine serves.
     """
     return (
+        (CPU, ()),
         ("layout", (PackWeights, PackExperts)),
         ("products", (LowerLinear, LowerExperts)),
     )

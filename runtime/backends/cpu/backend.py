@@ -35,8 +35,8 @@ class CpuBackend(RuntimeBackend):
         memory = manifest.memory_plan.values()
         reserve = max(entry.workspace + entry.logits for entry in memory)
         keep_freed_memory(reserve)
-        pool = Pool(reserve)
         operators = load_operators()
+        pool = Pool(reserve)
         names = {model.name: manifest.weights_file(model, limits.rank) for model in manifest.models}
         files = {model: path / name for model, name in names.items()}
         sums = {model: manifest.files[name].crc32 for model, name in names.items()}
