@@ -52,9 +52,9 @@ def load(library: Path | None = None) -> None:
 def open_library(path: Path) -> ctypes.CDLL:
     """Open the file of a library, and see that it is of this version."""
     try:
-        if openmp := _openmp():
-            # its symbols are those that the library's kernels call
-            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        # its symbols are those that the library's kernels call
+        if openmp := _bundled_openmp() or ctypes.util.find_library("gomp"):
+            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         opened = ctypes.CDLL(str(path))
         version = opened.specc_interface_version()
     except (OSError, AttributeError) as error:
@@ -131,11 +131,16 @@ def forget_memory(data: Tensor) -> None:
     c_functions().specc_forget_memory(ctypes.c_void_p(data.data_ptr()))
 
 
-def _openmp() -> str | None:
-    # torch's own copy, where it has one: two OpenMP runtimes in a process spin against each other
+def openmp_flags() -> list[str]:
+    """What links a kernel, compiled on its own, to the OpenMP of this process."""
+    return [str(_bundled_openmp() or "-fopenmp")]
+
+
+def _bundled_openmp() -> Path | None:
+    # torch's own copy: two OpenMP runtimes in a process spin against each other
     root = Path(torch.__file__).parent / "lib"
-    bundled = sorted(root.glob("libgomp*.so*")) + sorted(root.glob("libomp*.so*"))
-    return str(bundled[0]) if bundled else ctypes.util.find_library("gomp")
+    found = sorted(root.glob("libgomp*.so*")) + sorted(root.glob("libomp*.so*"))
+    return found[0] if found else None
 
 
 def _register(names: list[str]) -> None:

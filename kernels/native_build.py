@@ -56,8 +56,6 @@ _GLUE = ("unit_interface.cpp", "unit_operators.cpp", "unit_ranks.cpp")
 _GLUE_FLAGS = ("-O1",)
 # a source that another one includes has no object of its own
 _INCLUDED = re.compile(r'(?m)^#include "(\w+\.cpp)"$')
-# includes torch's headers, until steps run without them
-_WITH_TORCH = "torch_classes.cpp"
 
 
 def build(cache_dir: Path | None = None, children: ChildProcesses | None = None) -> Path:
@@ -82,10 +80,8 @@ def build(cache_dir: Path | None = None, children: ChildProcesses | None = None)
 
 def sources() -> list[Path]:
     """What the compiler is called on."""
-    found = [path for path in SOURCE_DIR.glob("*.cpp") if path.name != _WITH_TORCH]
-    apart = SOURCE_DIR / _WITH_TORCH
-    units = [*found, apart] if apart.exists() else found
-    included = {name for path in units for name in _included(path)}
+    found = list(SOURCE_DIR.glob("*.cpp"))
+    included = {name for path in found for name in _included(path)}
     return sorted(path for path in found if path.name not in included)
 
 

@@ -23,7 +23,8 @@ NONE, OF_TENSOR, INT, REAL, BOOL, TEXT, INTS, REALS, TENSORS = range(9)
 # the numbers of torch's ScalarType
 DTYPES = {
     0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64,
-    5: torch.float16, 6: torch.float32, 7: torch.float64, 11: torch.bool, 15: torch.bfloat16,
+    5: torch.float16, 6: torch.float32, 7: torch.float64, 9: torch.complex64, 11: torch.bool,
+    15: torch.bfloat16, 24: torch.float8_e4m3fn, 44: torch.float8_e8m0fnu,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # no such type: the library says so

@@ -49,11 +49,10 @@ def load_wrapper(
     def make(made: Path) -> None:
         made.mkdir()
         (made / "wrapper.cpp").write_text(text, encoding="utf-8")
-        files = [made / "wrapper.cpp", *(native_build.SOURCE_DIR / name for name in sources)]
-        native_build.run_compiler(
-            [find_compiler(), *flags, "-I", str(native_build.SOURCE_DIR), "-shared", *map(str, files),
-             *last, "-o", str(made / "library.so")]
-        )  # fmt: skip
+        root = native_build.SOURCE_DIR
+        files = [made / "wrapper.cpp", *(root / name for name in sources)]
+        command = [find_compiler(), *flags, "-I", str(root), "-shared", *map(str, files), *last]
+        native_build.run_compiler([*command, "-o", str(made / "library.so")])
 
     keep(directory, make, text, *flags, *sources, *last, sources=("kernels/cpu",))
     return ctypes.CDLL(str(directory / "library.so"))

@@ -62,6 +62,7 @@ struct Operator {
   void (*run)(Call&);
   // results may lie in the memory of arguments
   bool is_view = false;
+  int num_arguments = 0;
 };
 
 // What is registered under a name; null where nothing is.
@@ -178,6 +179,7 @@ template <auto kFunction>
 struct Boxed;
 template <class Result, class... Arguments, Result (*kFunction)(Arguments...)>
 struct Boxed<kFunction> {
+  static constexpr int kNumArguments = sizeof...(Arguments);
   static void run(Call& call) { with(call, std::index_sequence_for<Arguments...>{}); }
 
  private:
@@ -203,8 +205,10 @@ struct Boxed<kFunction> {
 // filled in by the caller.
 #define SPECC_OPERATOR(name, function)                                \
   static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, false})
+      {name, ::specc::boxing::Boxed<&function>::run, false, \
+       ::specc::boxing::Boxed<&function>::kNumArguments})
 // the same, of an operator whose results may lie in the memory of its arguments
 #define SPECC_VIEW_OPERATOR(name, function)                           \
   static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, true})
+      {name, ::specc::boxing::Boxed<&function>::run, true,                        \
+       ::specc::boxing::Boxed<&function>::kNumArguments})

@@ -25,8 +25,8 @@ const char* name_of(Element dtype) {
     case kInt8: return "int8";
     case kUInt8: return "uint8";
     case kBool: return "bool";
+    default: return "another dtype";  // a rank may say anything
   }
-  return "another dtype";  // a rank may say anything
 }
 
 constexpr const char* kKindNames[] = {"nothing", "all_reduce", "gather_rows", "from_first",

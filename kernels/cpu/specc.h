@@ -43,8 +43,11 @@ enum {
   SPECC_FLOAT16 = 5,
   SPECC_FLOAT32 = 6,
   SPECC_FLOAT64 = 7,
+  SPECC_COMPLEX64 = 9,
   SPECC_BOOL = 11,
-  SPECC_BFLOAT16 = 15
+  SPECC_BFLOAT16 = 15,
+  SPECC_FLOAT8_E4M3FN = 24,
+  SPECC_FLOAT8_E8M0FNU = 44
 };
 
 /* Memory of the caller, and how elements lie in it. */

@@ -30,8 +30,11 @@ enum class Element : int32_t {
   kFloat16 = 5,
   kFloat32 = 6,
   kFloat64 = 7,
+  kComplex64 = 9,
   kBool = 11,
   kBFloat16 = 15,
+  kFloat8E4M3 = 24,
+  kFloat8E8M0 = 44,
 };
 
 // Bytes of an element; throws for one that no kernel knows.
@@ -40,6 +43,8 @@ inline int64_t bytes_of(Element element) {
     case Element::kUInt8:
     case Element::kInt8:
     case Element::kBool:
+    case Element::kFloat8E4M3:
+    case Element::kFloat8E8M0:
       return 1;
     case Element::kInt16:
     case Element::kFloat16:
@@ -50,6 +55,7 @@ inline int64_t bytes_of(Element element) {
       return 4;
     case Element::kInt64:
     case Element::kFloat64:
+    case Element::kComplex64:
       return 8;
   }
   fail("a tensor of dtype " + std::to_string(static_cast<int32_t>(element)));

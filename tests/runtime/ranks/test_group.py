@@ -29,7 +29,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True, scope="module")
 def _library() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def add(*values: float) -> Any:
@@ -242,7 +242,7 @@ OPEN = """
 import sys
 from specc.errors import RankError
 from specc.kernels import native
-native.load(native.build())
+native.load()
 from specc.runtime.ranks.group import SharedGroup
 for call in sys.argv[1:]:
     ticket, rank, num_ranks = call.rsplit(",", 2)
@@ -324,7 +324,7 @@ def test_a_group_imports_nothing_of_torch_distributed():
         before = set(sys.modules)
         from specc.kernels import native
         from specc.runtime.ranks.group import SharedGroup
-        native.load(native.build())
+        native.load()
         group = SharedGroup.create(1)
         torch.ops.specc.all_reduce(torch.ones(2))
         group.close()
@@ -342,7 +342,7 @@ import sys
 import torch
 from specc.errors import RankError
 from specc.kernels import native
-native.load(native.build())
+native.load()
 from specc.runtime.ranks.sockets import join_sockets
 try:
     group = join_sockets(sys.argv[1], int(sys.argv[2]), 2, float(sys.argv[3]))

@@ -25,7 +25,7 @@ HEAD_BYTES = 88
 
 @pytest.fixture(autouse=True, scope="module")
 def _library() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def free_address() -> str:
