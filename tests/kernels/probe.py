@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specc.artifact.weight_layout import blocks_shape
 from specc.kernels import native, ops
-from specc.runtime.backends.cpu.compiled_program import unpacked_package
+from specc.runtime.backends.cpu.program import unpacked_package
 from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
 from specc.system.machine import isa_flags
@@ -96,7 +96,7 @@ def _compile(package: Path, directory: Path) -> None:
 def load_probe(package: Path, weight: Tensor | None = None) -> Any:
     """The package with its weight bound; needs the native library loaded."""
     with unpacked_package(package) as path:
-        program = torch.classes.specc.CompiledProgram(path)
+        program = torch.classes.specc.CpuProgram(path)
     program.bind_weights(["w0"], [torch.zeros(WEIGHT_SHAPE) if weight is None else weight])
     program.bind_caches([])
     return program

@@ -17,7 +17,7 @@ from specc.artifact.weight_layout import blocks_shape, to_blocks
 from specc.kernels import native, ops
 from specc.kernels.ranks import rank_error
 from specc.passes.lower.inductor import package
-from specc.runtime.backends.cpu.compiled_program import unpacked_package
+from specc.runtime.backends.cpu.program import unpacked_package
 from specc.runtime.ranks.group import SharedGroup
 from specc.system.cxx_compiler import compiler_version, find_compiler
 from specc.system.file_cache import FileCache
@@ -80,7 +80,7 @@ def weight_of(rank: int) -> Tensor:
 
 def load(path: Path, rank: int) -> Any:
     with unpacked_package(path) as unpacked:
-        program = torch.classes.specc.CompiledProgram(unpacked)
+        program = torch.classes.specc.CpuProgram(unpacked)
     program.bind_weights(["w0"], [to_blocks(weight_of(rank))])
     program.bind_caches([])
     return program

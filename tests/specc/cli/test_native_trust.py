@@ -24,7 +24,7 @@ from specc.runtime import engine as engine_module
 from specc.runtime.engine import Engine
 from specc.system.cxx_compiler import find_compiler
 from specc.system.files import hash_file
-from tests.runtime.backends.cpu.compiled_pair import load_program
+from tests.runtime.backends.cpu.cpu_pair import load_program
 
 LIBRARY = "native/libspecc_cpu.so"
 SOURCE = """
