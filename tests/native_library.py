@@ -12,6 +12,7 @@ from specc.errors import CompilerError
 from specc.kernels import native, native_build
 from specc.system.cxx_compiler import find_compiler
 from tests.kept import keep
+from tests.kernels.remote_calls import use_remote
 
 
 def load_native() -> None:
@@ -25,6 +26,7 @@ def load_native() -> None:
     except CompilerError as error:
         pytest.skip(str(error))
     native.load()
+    use_remote()
 
 
 def load_wrapper(
