@@ -37,7 +37,7 @@ from specc.compiler.model_entries import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.inductor.package import lower
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program_json import program_to_json

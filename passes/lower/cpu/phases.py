@@ -9,6 +9,8 @@ from specc.passes.pipeline import Phases
 
 # of graphs before it other ones can be made: it does nothing itself
 CPU = "cpu"
+LAYOUT_PHASES: Phases = (("layout", (PackWeights, PackExperts)),)
+CPU_PHASES: Phases = (("products", (LowerLinear, LowerExperts)),)
 
 
 def cpu_phases(num_positions: int) -> Phases:
@@ -18,8 +20,4 @@ def cpu_phases(num_positions: int) -> Phases:
         num_positions: rows of passes are at positions 0 … num_positions - 1. Those of a block
             drafter's pass may lie beyond the last position that the engine serves.
     """
-    return (
-        (CPU, ()),
-        ("layout", (PackWeights, PackExperts)),
-        ("products", (LowerLinear, LowerExperts)),
-    )
+    return ((CPU, ()), *LAYOUT_PHASES, *CPU_PHASES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.graph_io import target_name
+from specc.artifact.graph_operators import python_name
 from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.native_calls import (
     checked,
@@ -49,7 +49,7 @@ class Encoder:
     @property
     def python_names(self) -> list[str]:
         """Operators that Python calls, of each instruction that does."""
-        return [target_name(call.target) for call in self._python]
+        return [name_of(call.target) for call in self._python]
 
     def input(self) -> int:
         """The slot of another value that is set from outside."""
@@ -87,7 +87,7 @@ class Encoder:
             node: the call.
             may_be_static: of steps: what depends on the batch size alone is computed once for it.
         """
-        name = target_name(node.target)
+        name = name_of(node.target)
         if name == "operator.getitem" and isinstance(self.slots.get(node.args[0]), list):  # type: ignore[arg-type]
             self.slots[node] = self.slots[node.args[0]][node.args[1]]  # type: ignore[arg-type, index]
             if node.args[0] in self.static:
@@ -146,7 +146,7 @@ class Encoder:
         is_view = schema is None or any(item.alias_info is not None for item in schema.returns)
         checked(
             self._library.specc_code_python(
-                self.code, call.id, target_name(node.target).encode(), first, count, is_view,
+                self.code, call.id, name_of(node.target).encode(), first, count, is_view,
                 is_static,
             )
         )  # fmt: skip
@@ -207,17 +207,21 @@ class Encoder:
             checked(library.specc_code_none(code))
 
 
+def name_of(target: Any) -> str:
+    """Of a call's target: `aten.add.Tensor`, `operator.getitem`."""
+    return python_name(target) or str(target)
+
+
 def _native_name(target: Any) -> str:
     overload = target._overloadname
     return target._schema.name + ("" if overload == "default" else f".{overload}")
 
 
 def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and target_name(node.target) == "operator.getitem"
+    return node.op == "call_function" and name_of(node.target) == "operator.getitem"
 
 
 def _free(library: Any, code: int, calls: list[PythonCall]) -> None:
     library.specc_code_free(code)
     for call in calls:
         call.close()
-
