@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import PROFILE_FILE
+from specc.artifact.missing_kernels import missing_kernels
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.cli import render, render_plans
@@ -116,9 +117,10 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         f" {manifest.backend} on {manifest.device}, {manifest.dtype}",
         f"created {manifest.created}",
     ]
-    if manifest.specc_version != __version__:
+    is_data = facts_of(manifest.backend).is_data
+    if manifest.specc_version != __version__ and not is_data:
         said.append(f"specc run refuses it: this is specc {__version__}")
-    if manifest.torch_version != torch_version():
+    if manifest.torch_version != torch_version() and not is_data:
         said.append(f"specc run refuses it: this installation has torch {torch_version()}")
     print_lines(console, said)
     console.print()
@@ -134,6 +136,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     print_lines(console, (line for describe in lines for line in describe(manifest)))
     console.print()
     console.print(render.layers_table(manifest.models))
+    print_lines(console, _kernel_lines(engine, manifest))
     tokenizer = manifest.tokenizer
     eos = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
     if tokenizer.tokenizer_eos:
@@ -147,6 +150,19 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(render_plans.describe_plan(plan.plan), soft_wrap=True)
         if plan.plan.speculates and plan.plan.dynamic is None:
             console.print(render_plans.draw_tree(plan.plan.largest_tree))
+
+
+def _kernel_lines(engine: Path, manifest: Manifest) -> list[str]:
+    """What the library of the CPU has no kernel for, which torch runs."""
+    if manifest.backend != "cpu":
+        return []
+    found = missing_kernels(engine, manifest)
+    if found is None:
+        return []
+    if not found:
+        return ["", "every operator has a kernel"]
+    named = ", ".join(f"{name} × {count}" for name, count in found.most_common())
+    return ["", f"{found.total()} instructions without a kernel, which torch runs: {named}"]
 
 
 def _sampling_line(engine: Path) -> str:

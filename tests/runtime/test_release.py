@@ -118,7 +118,7 @@ def test_weights_outlive_a_program_that_shared_them(path: Path) -> None:
     engine = Engine.load(path)
     caches = [(layer[0], layer[1]) for layer in engine.cache.slabs["target"][0]]
     program = read_json(path / "target/program.json")
-    made = CpuProgram(program, path / "target/program.pt2", weights, caches)
+    made = CpuProgram(program, weights, caches)
     assert made.weights is weights
     del made
     for key, copy in copies.items():

@@ -133,10 +133,15 @@ class Encoder:
             kind = argument.real_type
             if isinstance(value, int | float) and kind.isSubtypeOf(_TENSOR):
                 value = torch.tensor(value)  # as torch's own parser of arguments does
-            elif str(kind).startswith("List[") and isinstance(value, int | fx.Node):
-                if not isinstance(self.slots.get(value), list):  # type: ignore[arg-type]
-                    value = [value]  # one for all dimensions
+            elif str(kind).startswith("List[") and self._is_one(value):
+                value = [value]  # one for all dimensions
             self._argument(value)
+
+    def _is_one(self, value: Any) -> bool:
+        """Whether it is one number, or one value."""
+        if isinstance(value, fx.Node):
+            return isinstance(self.slots[value], int)
+        return isinstance(value, int)
 
     def _python_call(
         self, node: fx.Node, schema: Any, first: int, count: int, is_static: bool

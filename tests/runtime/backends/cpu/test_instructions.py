@@ -57,6 +57,18 @@ def test_nothing_is_allocated_for_sizes_that_were_seen() -> None:
     assert program.pool.counts() == (1, size, peak, growths)
 
 
+def test_chunks_become_one() -> None:
+    """A pass that takes more than ever before takes it in pieces, the next one in one piece."""
+    graph = random_graph(4, num_nodes=120)
+    program = PlainProgram(graph)
+    for rows in (100, 3000, 30_000):
+        program(*_inputs(rows, rows))
+    _, size, _, growths = program.pool.counts()
+    assert growths >= 4
+    program(*_inputs(30_000, 1))
+    assert program.pool.counts()[1::2] == (size, growths)
+
+
 def test_values_share_memory() -> None:
     graph = fx.Graph()
     x = graph.placeholder("a")
