@@ -86,9 +86,7 @@ class CpuProgram:
                 # one more input, last
                 sizes = [-1 if size is None else size for size in entry["shape"]]
                 found, code = (ctypes.c_int64 * len(sizes))(*sizes), _code_of(entry["dtype"])
-                checked(
-                    self._library.specc_program_hidden(self.pointer, found, len(sizes), code)
-                )
+                checked(self._library.specc_program_hidden(self.pointer, found, len(sizes), code))
         self._limits = narrow_rows(program), reserve
         self.set_num_threads(torch.get_num_threads())
 

@@ -338,9 +338,7 @@ class CpuStep:
     ) -> StepResult:
         """Run the stages that are left, and read the results."""
         native = self._native
-        ints = native.step(
-            flat_rows, block_table, first, self._end, reads=True, stays=bool(reads)
-        )
+        ints = native.step(flat_rows, block_table, first, self._end, reads=True, stays=bool(reads))
         values: dict[str, Tensor] = {}
         if reads:
             values = {name: native.get(self._encoder.slot_of(name)) for name in reads}
