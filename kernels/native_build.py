@@ -47,9 +47,11 @@ EXACT_FLAGS = (
     "-ffp-contract=off",
 )
 _EXACT_SOURCES = (
-    "accept.cpp", "column_winners.cpp", "draft_children.cpp", "filters.cpp", "kv_rows.cpp",
-    "linear_fp8.cpp", "linear_q.cpp",
-    "node_winners.cpp", "noise.cpp", "penalties.cpp", "ranks_math.cpp",
+    "accept.cpp", "aten_binary.cpp", "aten_copies.cpp", "aten_loops.cpp", "aten_reductions.cpp",
+    "aten_rows.cpp", "aten_unary.cpp", "aten_views.cpp", "column_winners.cpp",
+    "draft_children.cpp", "filters.cpp", "gates.cpp", "kv_rows.cpp", "linear_fp8.cpp",
+    "linear_q.cpp", "node_winners.cpp", "noise.cpp", "norms.cpp", "penalties.cpp",
+    "ranks_math.cpp", "rotary.cpp",
 )  # fmt: skip
 # they compute nothing themselves: what they call decides how fast a call is
 _GLUE = ("unit_interface.cpp", "unit_operators.cpp", "unit_ranks.cpp")
