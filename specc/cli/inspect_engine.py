@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import PROFILE_FILE
-from specc.artifact.missing_kernels import missing_kernels
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.cli import render, render_plans
@@ -17,7 +16,7 @@ from specc.cli.print_table import print_lines
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.close_name import advice
 from specc.cost.critical_length import CriticalLength
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError, EngineError, SpeccError
 from specc.sampling.generation_config import read_defaults
 from specc.system.files import format_bytes, hash_file
 from specc.system.json_file import read_engine_json
@@ -156,9 +155,13 @@ def _kernel_lines(engine: Path, manifest: Manifest) -> list[str]:
     """What the library of the CPU has no kernel for, which torch runs."""
     if manifest.backend != "cpu":
         return []
-    found = missing_kernels(engine, manifest)
-    if found is None:
-        return []
+    # it reads the graphs as torch's, which takes a second
+    from specc.runtime.backends.cpu.missing_kernels import missing_kernels
+
+    try:
+        found = missing_kernels(engine, manifest)
+    except SpeccError as error:
+        return ["", f"kernels: {error.found}"]
     if not found:
         return ["", "every operator has a kernel"]
     named = ", ".join(f"{name} × {count}" for name, count in found.most_common())

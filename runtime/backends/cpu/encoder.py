@@ -117,12 +117,11 @@ class Encoder:
         )
         if is_static:
             self.static.add(node)
-        name = _native_name(target) if is_operator else ""
         first, count = self._places(node, schema)
-        if name not in operators() or not takes(node, name):
+        if schema is None or not has_kernel(node):
             self._python_call(node, schema, first, count, is_static)
             return
-        assert schema is not None
+        name = _native_name(target)
         checked(
             self._library.specc_code_operator(self.code, name.encode(), first, count, is_static)
         )
@@ -213,6 +212,12 @@ class Encoder:
             checked(library.specc_code_int(code, 0))  # not what it is copied from
         else:  # None, a device, a layout, another memory format
             checked(library.specc_code_none(code))
+
+
+def has_kernel(node: fx.Node) -> bool:
+    """Whether the library, or its runner, computes what an operator is called for."""
+    name = _native_name(node.target)
+    return name == "aten::sym_size.int" or (name in operators() and takes(node, name))
 
 
 def name_of(target: Any) -> str:
