@@ -6,6 +6,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ import torch
 from specc.artifact.offload import PAGE, Piece
 from specc.errors import RankError
 from specc.kernels import native
-from specc.runtime.backends.cpu import segments
 from specc.runtime.backends.cpu.segments import CpuSegments, open_stream, stream_error
+from specc.runtime.backends.cpu.step import NativeStep
 from tests.mapping_flags import mapping_flags
 
 # offsets that are no pages, sizes from a part of a page to several reads
@@ -170,20 +171,25 @@ def test_other_errors_are_none_of_a_stream() -> None:
     assert stream_error(RuntimeError("weights of shape [2, 3], not [3, 2]")) is None
 
 
+@pytest.mark.parametrize("kind", [CpuSegments, NativeStep])
 def test_what_another_rank_could_not_read_is_an_error_of_ranks(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its text quotes that of the rank, and the next pass would not read anew."""
     quoted = RankError("rank 1: weights cannot be read at byte 8: gone", "all ranks", "start again")
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError(f"{quoted}\nException raised from a compiled program")
-
-    made: Any = object.__new__(CpuSegments)
-    made.pointer = made._pool = None
-    monkeypatch.setattr(segments, "run_program", fail)
+    error = RuntimeError(f"{quoted}\nException raised from a program")
+    monkeypatch.setattr("specc.runtime.backends.cpu.program.failed", lambda: error)
+    monkeypatch.setattr("specc.runtime.backends.cpu.step.failed", lambda: error)
+    made: Any = object.__new__(kind)
+    made.pointer, made._pool = 0, SimpleNamespace(pointer=0)
+    monkeypatch.setattr(
+        "specc.runtime.backends.cpu.program.functions",
+        lambda: SimpleNamespace(specc_program_run=lambda *_: None),
+    )
+    call = made if kind is CpuSegments else lambda *_: made._check(-1)
     with pytest.raises(RankError) as caught:
-        made(*[torch.zeros(1)] * 8)
+        call(*[torch.zeros(1)] * 8)
     assert caught.value.found == quoted.found
 
 
