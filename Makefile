@@ -32,7 +32,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-full sanitize lint \
+.PHONY: help aarch64 decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-full sanitize lint \
 	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
 OLDEST_TRITON := 3.6.0
@@ -47,6 +47,7 @@ help:
 	@echo "                AGAIN=1 runs again the files in which a test of FILE.json failed"
 	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
+	@echo "make aarch64    the C++ operators for aarch64, in an emulator, under their tests"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
 	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/cuda.md"
 	@echo "make gpu-rehearsal  the same without a GPU, with faults put into it"
@@ -85,6 +86,10 @@ test-full: lint $(VENV)/.library build/triton-$(OLDEST_TRITON)/.installed build/
 sanitize: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.kernels.sanitize -m "not slow" -n $(WORKERS) --dist loadfile \
 		$(PYTEST_ARGS)
+
+# needs g++-aarch64-linux-gnu and qemu-user
+aarch64: $(VENV)/.dev
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.kernels.aarch64 $(PYTEST_ARGS)
 
 # ARGS="--only 'step/*' --jobs 2 --resume --json docs/results/mutants.json"; tests/mutants/README.md
 mutants: $(VENV)/.dev

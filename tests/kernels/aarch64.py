@@ -1,6 +1,6 @@
 """The tests of the CPU operators against the library for aarch64, in an emulator.
 
-    python -P tests/kernels/aarch64.py [--isa neon_i8mm] [PYTEST ARGUMENT …]
+    make aarch64 PYTEST_ARGS="--isa neon tests/kernels/test_commit_kv.py"
 
 Needs a cross compiler and QEMU's user emulation (Debian: g++-aarch64-linux-gnu, qemu-user). The
 library is built as by the package, in build/aarch64; Python and the oracles run on this machine.
