@@ -60,15 +60,6 @@ _EXACT_SOURCES = (
 _CLASSES = "torch_classes.cpp"
 # it computes nothing itself: what it calls decides how fast a step is
 _CLASSES_FLAGS = ("-O1",)
-# the library's operators, as torch.ops.specc_cpu; the oracles stay torch.ops.specc
-CPU_OPERATORS = (
-    "tree_attention", "attend_expanded", "block_mass", "linear", "linear_q", "grouped_mm_q",
-    "grouped_linear", "embedding_of_blocks", "tree_expand", "accept_winners", "commit_kv",
-    "tree_rows", "commit_rows", "next_tokens", "draft_children", "accept", "merge_trees",
-    "rerank_tree", "ancestor_words", "image_slots",
-    "vote_chain", "lookup", "record_tokens", "node_winners", "column_winners", "all_reduce",
-    "gather_rows", "from_first", "best_of_ranks", "write_rows", "take_rows",
-)  # fmt: skip
 # operator → declaration of the C function that AOTInductor's code calls in its place
 C_SHIMS = {
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle,"
@@ -184,11 +175,11 @@ def load(library: Path, sha256: str | None = None) -> None:
             f"a library for torch {torch.__version__} on this machine",
             "compile the engine again on this machine",
         ) from error
-    from specc.kernels.ops import FAKES
+    from specc.kernels.ops import of_cpu
 
     try:
-        for name in CPU_OPERATORS:
-            torch.library.register_fake(f"specc_cpu::{name}", FAKES[name])
+        for operator in of_cpu():
+            torch.library.register_fake(f"specc_cpu::{operator.name}", operator.fake)
     except RuntimeError as error:
         raise EngineError(
             f"{library} is of another version of specc: {str(error).strip().splitlines()[0]}",

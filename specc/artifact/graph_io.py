@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from specc.artifact.graph_checks import MOST_NODES, check_graph
-from specc.artifact.graph_operators import KNOWN, PYTHON, python_name
+from specc.artifact.graph_operators import PYTHON, operator_named, python_name
 from specc.errors import EngineError, UnsupportedGraphError
 
 # operators of models as they are traced, before passes have replaced what no engine holds
@@ -170,11 +170,8 @@ def resolve_target(name: str) -> Any:
     """
     if name in PYTHON:
         return PYTHON[name]
-    if name in KNOWN:
-        namespace, packet, overload = name.split(".")
-        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-        if found is not None:
-            return found
+    if (found := operator_named(name)) is not None:
+        return found
     raise EngineError(
         f"operator {name!r:.100}",
         "one that programs of engines call (specc/artifact/graph_operators.py)",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.errors import CompilerError
-from specc.kernels import fakes, native, ops
+from specc.kernels import native, operators, ops
 from specc.passes.lower.inductor.warm import warm_inductor
 from specc.passes.program import FEATURE_ROWS, HIDDEN, MASS
 from specc.system.child_processes import ChildProcesses
@@ -232,7 +232,7 @@ def _content_key(program: Mapping[str, Any], compiler: str) -> str:
     parts += [Path(__file__).read_text(encoding="utf-8")]
     # Inductor takes the layouts of results from the fakes, and the C functions make them
     made = ("quantized_operators.cpp", "ranks_operators.cpp", "register.cpp", "tensors.h")
-    sources = [Path(ops.__file__), Path(fakes.__file__)]
+    sources = [Path(ops.__file__), *sorted(Path(operators.__path__[0]).glob("*.py"))]
     sources += [native.SOURCE_DIR / name for name in made]
     if Path(compiler).is_relative_to(FileCache().root):
         sources.append(Path(compiler))  # a script that holds the arguments of CXX
