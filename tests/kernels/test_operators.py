@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from specc.kernels import ops
+from specc.kernels import generate, ops
 from specc.kernels.operator import (
     Cut,
     Lookup,
@@ -224,6 +224,11 @@ def test_kernels_for_cuda_are_there(operator):
     assert parameters == [argument.name for argument in taken]
     # what only the CPU has is left at its default
     assert all(argument.has_default_value() for argument in rest)
+
+
+def test_what_cpp_is_told_is_the_table():
+    """`python -m specc.kernels.generate` writes it."""
+    assert generate.PATH.read_text(encoding="utf-8") == generate.declarations()
 
 
 def test_an_operator_is_found_by_what_graphs_call():
