@@ -69,11 +69,12 @@ def calls(name: str) -> Iterator[dict[str, Any]]:
 
 
 def layout(value: Any) -> Any:
-    """What a fake has to say: shape, type, and strides where an element is anywhere but first."""
+    """What a fake says: shape, type, device, and strides, where more than one element has them."""
     if not isinstance(value, Tensor):
         return value
     strides = [step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1]
-    return tuple(value.shape), value.dtype, strides if value.numel() else None
+    steps = strides if value.numel() else None
+    return tuple(value.shape), value.dtype, value.device, steps
 
 
 def test_every_operator_has_calls():
