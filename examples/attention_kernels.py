@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from specc.kernels import native
+from specc.kernels import native, native_build
 from specc.system.cxx_compiler import find_compiler
 
 # of kernel sources; those of earlier commits lack the last
@@ -87,10 +87,10 @@ class Kernels:
     def __init__(self, sources: Path, scratch: Path) -> None:
         library = scratch / f"attention-{len(list(scratch.iterdir()))}.so"
         files = [str(sources / name) for name in SOURCES if (sources / name).exists()]
-        flags = [flag for flag in native._FLAGS if flag != "-fvisibility=hidden"]
+        flags = [flag for flag in native_build.FLAGS if flag != "-fvisibility=hidden"]
         root = Path(torch.__file__).parent
         command = [find_compiler(), *flags, "-shared", *files, "-o", str(library)]
-        subprocess.run([*command, *native._openmp(root)], check=True)
+        subprocess.run([*command, *native.openmp_flags()], check=True)
         loaded = ctypes.CDLL(str(library))
         self.attend = getattr(loaded, ATTENTION)
         self.attend.argtypes, self.attend.restype = (ctypes.c_void_p, ctypes.c_int), None

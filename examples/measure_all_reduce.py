@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    native.load(native.build())
+    native.load()
     torch.set_num_threads(1)
     if arguments.rank is not None:
         times = measure(arguments.rank, arguments.ranks[0], arguments.port, arguments.rounds)

@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of one case")
     parser.add_argument("--only", default="", help="cases whose name or dtype contains this")
     arguments = parser.parse_args()
-    native.load(native.build())
+    native.load()
     torch.manual_seed(0)
     results = []
     columns = ("specc paged", "specc dense", "packed SDPA", "SDPA", "causal SDPA", "packed loop")

@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    native.load(native.build())
+    native.load()
     cases = []
     for threads, mixture, dtype, tokens in itertools.product(
         arguments.threads, MIXTURES, DTYPES, arguments.tokens

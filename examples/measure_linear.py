@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of one row of a table")
     arguments = parser.parse_args()
-    native.load(native.build())
+    native.load()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     results = []

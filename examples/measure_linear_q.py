@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of one row of a table")
     parser.add_argument("--ggml", type=Path, help="directory of libggml-base.so, libggml-cpu.so")
     arguments = parser.parse_args()
-    native.load(native.build())
+    native.load()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     ggml = Ggml(arguments.ggml) if arguments.ggml else None

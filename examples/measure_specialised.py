@@ -215,7 +215,7 @@ def main() -> None:
         return
     if arguments.context + max(arguments.tokens) > DEFAULT_MAX_SEQ_LEN:
         parser.error(f"--context and --tokens: {DEFAULT_MAX_SEQ_LEN} rows at most")
-    native.load(native.build())
+    native.load()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     results = []

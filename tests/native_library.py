@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specc.errors import CompilerError
-from specc.kernels import native
+from specc.kernels import native, native_build
 from specc.system.cxx_compiler import find_compiler
 from tests.kept import keep
 
@@ -24,7 +24,7 @@ def load_native() -> None:
         find_compiler()
     except CompilerError as error:
         pytest.skip(str(error))
-    native.load(native.build())
+    native.load()
 
 
 def load_wrapper(
@@ -47,11 +47,10 @@ def load_wrapper(
     def make(made: Path) -> None:
         made.mkdir()
         (made / "wrapper.cpp").write_text(text, encoding="utf-8")
-        files = [made / "wrapper.cpp", *(native.SOURCE_DIR / name for name in sources)]
-        native._run(
-            [find_compiler(), *flags, "-I", str(native.SOURCE_DIR), "-shared", *map(str, files),
-             *last, "-o", str(made / "library.so")]
-        )  # fmt: skip
+        root = native_build.SOURCE_DIR
+        files = [made / "wrapper.cpp", *(root / name for name in sources)]
+        command = [find_compiler(), *flags, "-I", str(root), "-shared", *map(str, files), *last]
+        native_build.run_compiler([*command, "-o", str(made / "library.so")])
 
     keep(directory, make, text, *flags, *sources, *last, sources=("kernels/cpu",))
     return ctypes.CDLL(str(directory / "library.so"))

@@ -1,7 +1,6 @@
-// The CPU kernels, on raw pointers: no torch in here, so that each file compiles in seconds and a
-// program without torch could link them. All strides count elements; the last dimension of every
-// tensor is contiguous unless a stride is named. Callers check shapes (register.cpp,
-// step_operators.cpp) and bounds (check_bounds).
+// The CPU kernels, on raw pointers. All strides count elements; the last dimension of every tensor is
+// contiguous unless a stride is named. Callers check shapes (the operators in *_operators.cpp) and
+// bounds (check_bounds).
 #pragma once
 
 #include <algorithm>
@@ -94,6 +93,17 @@ struct Linear {
 };
 // Products that differ in their rows and weights alone: one, or those of a mixture's experts.
 void linear(const Linear* products, int64_t count, int num_threads);
+
+// Rows [N, K] as such a w; what that has beyond N and K is zero.
+struct PackBlocks {
+  DType dtype;
+  int64_t n, k;
+  const void* rows;
+  int64_t row_stride;
+  void* blocks;  // of `bytes_of_blocks`
+};
+void pack_blocks(const PackBlocks& a, int num_threads);
+int64_t bytes_of_blocks(DType dtype, int64_t n, int64_t k);
 
 // specc::linear_q; semantics: linear_q_reference. y = x @ w.T + bias of a quantized weight in the
 // blocks of specc/artifact/quantized_layout.py.

@@ -44,7 +44,8 @@ struct Number {
 
 constexpr size_t kMostResults = 4;
 
-// One call: what an operator gets, and where it puts what it makes.
+// One call: what an operator gets, and where it puts what it makes. Tensors among the arguments are
+// checked when they are unboxed (check_tensor).
 struct Call {
   std::span<const Value* const> arguments;
   std::array<Tensor, kMostResults> results;
@@ -61,6 +62,7 @@ struct Operator {
   void (*run)(Call&);
   // results may lie in the memory of arguments
   bool is_view = false;
+  int num_arguments = 0;
 };
 
 // What is registered under a name; null where nothing is.
@@ -82,10 +84,11 @@ template <>
 struct Unbox<const Tensor&> {
   static const Tensor& get(const Value& value) {
     check(value.kind == Value::Kind::kTensor, "an argument is a tensor");
+    check_tensor(value.tensor);
     return value.tensor;
   }
 };
-// one that may be absent
+// one that may be absent: null
 template <>
 struct Unbox<const Tensor*> {
   static const Tensor* get(const Value& value) {
@@ -131,17 +134,25 @@ struct Unbox<std::string_view> {
     return value.text;
   }
 };
+// A list without items may come as one of any kind.
+inline bool is_empty_list(const Value& value) {
+  return value.kind >= Value::Kind::kInts && value.ints.empty() && value.reals.empty() &&
+         value.tensors.empty();
+}
 template <>
 struct Unbox<Ints> {
   static Ints get(const Value& value) {
-    check(value.kind == Value::Kind::kInts, "an argument is a list of integers");
+    check(value.kind == Value::Kind::kInts || is_empty_list(value),
+          "an argument is a list of integers");
     return value.ints;
   }
 };
 template <>
 struct Unbox<Tensors> {
   static Tensors get(const Value& value) {
-    check(value.kind == Value::Kind::kTensors, "an argument is a list of tensors");
+    check(value.kind == Value::Kind::kTensors || is_empty_list(value),
+          "an argument is a list of tensors");
+    for (const Tensor& each : value.tensors) check_tensor(each);
     return value.tensors;
   }
 };
@@ -168,6 +179,7 @@ template <auto kFunction>
 struct Boxed;
 template <class Result, class... Arguments, Result (*kFunction)(Arguments...)>
 struct Boxed<kFunction> {
+  static constexpr int kNumArguments = sizeof...(Arguments);
   static void run(Call& call) { with(call, std::index_sequence_for<Arguments...>{}); }
 
  private:
@@ -188,13 +200,15 @@ struct Boxed<kFunction> {
 }  // namespace specc
 
 #define SPECC_JOINED(a, b) a##b
-#define SPECC_REGISTRATION(line) SPECC_JOINED(specc_registration_, line)
+#define SPECC_REGISTRATION(number) SPECC_JOINED(specc_registration_, number)
 // SPECC_OPERATOR("specc::linear", linear): all arguments of the schema, in its order, defaults
 // filled in by the caller.
-#define SPECC_OPERATOR(name, function)                          \
-  static const ::specc::Registration SPECC_REGISTRATION(__LINE__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, false})
+#define SPECC_OPERATOR(name, function)                                \
+  static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
+      {name, ::specc::boxing::Boxed<&function>::run, false, \
+       ::specc::boxing::Boxed<&function>::kNumArguments})
 // the same, of an operator whose results may lie in the memory of its arguments
-#define SPECC_VIEW_OPERATOR(name, function)                     \
-  static const ::specc::Registration SPECC_REGISTRATION(__LINE__)( \
-      {name, ::specc::boxing::Boxed<&function>::run, true})
+#define SPECC_VIEW_OPERATOR(name, function)                           \
+  static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
+      {name, ::specc::boxing::Boxed<&function>::run, true,                        \
+       ::specc::boxing::Boxed<&function>::kNumArguments})

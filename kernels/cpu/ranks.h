@@ -83,7 +83,6 @@ void drop_group();  // and close it
 std::shared_ptr<Group> create_shared(int size, int64_t slot_bytes, double time_limit,
                                      int* descriptor);
 std::shared_ptr<Group> open_shared(const std::string& path, int rank, int size);
-std::shared_ptr<Group> open_gloo(const std::string& name, double time_limit);
 
 // sum[i] = parts[0][i] + parts[1][i] + …, accumulated in float32 and rounded once.
 void sum_in_order(Element element, const void* const* parts, int num_parts, int64_t count,

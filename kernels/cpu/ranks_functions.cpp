@@ -68,11 +68,6 @@ SPECC_EXPORT int specc_ranks_open(const char* path, int rank, int size) {
   return guarded([&] { open_group([&] { return open_shared(path, rank, size); }); });
 }
 
-// `name`: of a process group of torch.distributed.
-SPECC_EXPORT int specc_ranks_open_gloo(const char* name, double time_limit) {
-  return guarded([&] { open_group([&] { return open_gloo(name, time_limit); }); });
-}
-
 SPECC_EXPORT int specc_ranks_wait(double seconds) {
   return guarded([&] { group()->wait_for_all(seconds); });
 }

@@ -59,11 +59,6 @@ SPECC_EXPORT int specc_links_open(const char* path, int* number) {
   return guarded([&] { *number = add(open_shared(path, 1, 2)); });
 }
 
-// `name`: of a process group of torch.distributed of two ranks.
-SPECC_EXPORT int specc_links_open_gloo(const char* name, double time_limit, int* number) {
-  return guarded([&] { *number = add(open_gloo(name, time_limit)); });
-}
-
 // The sender, rank 0 of the two or else rank 1, gives `bytes` at `data`; the receiver takes as many
 // there.
 SPECC_EXPORT int specc_links_pass(int number, int first_sends, void* data, int dtype, int64_t rows,

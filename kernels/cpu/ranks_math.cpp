@@ -1,7 +1,5 @@
 // What collectives compute. Rounded as it is written, and in the order of ranks: every rank has the
 // same bits, whoever computes them (kernels/native.py, _EXACT_SOURCES).
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,11 +14,9 @@ using vec::BFloat16;
 using vec::from_float;
 using vec::to_float;
 
-struct Half {
-  uint16_t bits;
-};
-float to_float(Half x) { return c10::detail::fp16_ieee_to_fp32_value(x.bits); }
-void from_float(float x, Half* y) { y->bits = c10::detail::fp16_ieee_from_fp32_value(x); }
+using Half = _Float16;
+float to_float(Half x) { return x; }
+void from_float(float x, Half* y) { *y = static_cast<Half>(x); }
 
 constexpr int64_t kBlock = 1024;  // floats: a sum stays in the first-level cache
 

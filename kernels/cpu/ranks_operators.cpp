@@ -1,131 +1,113 @@
-// Binds the collectives to the operators of kernels/ops.py, and all_reduce to compiled programs.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
+// Collectives of the ranks of a sharded engine, as operators of tensors.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <optional>
+#include <vector>
 
 #include "ranks.h"
-#include "shims.h"
 #include "tensors.h"
 
-using torch::stable::Tensor;
-using namespace specc::tensors;
-
-namespace specc::ranks {
-
+namespace specc::operators {
 namespace {
 
-struct DTypeName {
-  int32_t code;
-  const char* name;
-};
+using ranks::Kind;
 
-const char* dtype_name(int32_t code) {
-  static const DTypeName names[] = {
-      {aoti_torch_dtype_float32(), "float32"},   {aoti_torch_dtype_bfloat16(), "bfloat16"},
-      {aoti_torch_dtype_float16(), "float16"},   {aoti_torch_dtype_float64(), "float64"},
-      {aoti_torch_dtype_int64(), "int64"},       {aoti_torch_dtype_int32(), "int32"},
-      {aoti_torch_dtype_int16(), "int16"},       {aoti_torch_dtype_int8(), "int8"},
-      {aoti_torch_dtype_uint8(), "uint8"},       {aoti_torch_dtype_bool(), "bool"}};
-  for (const DTypeName& each : names)
-    if (each.code == code) return each.name;
-  return "another dtype";
+const char* name_of(Element dtype) {
+  switch (dtype) {
+    case kFloat32: return "float32";
+    case kBFloat16: return "bfloat16";
+    case kFloat16: return "float16";
+    case kFloat64: return "float64";
+    case kInt64: return "int64";
+    case kInt32: return "int32";
+    case kInt16: return "int16";
+    case kInt8: return "int8";
+    case kUInt8: return "uint8";
+    case kBool: return "bool";
+    default: return "another dtype";  // a rank may say anything
+  }
 }
 
 constexpr const char* kKindNames[] = {"nothing", "all_reduce", "gather_rows", "from_first",
                                       "best_of_ranks"};
 
-// The same values in the order of memory; the tensor itself where they are already.
+// Copies the elements of dimensions from `dim` on, in their order; returns where `to` has got.
+char* pack(const Tensor& x, int32_t dim, const char* from, int64_t item, char* to) {
+  if (dim == x.dim) {
+    std::memcpy(to, from, item);
+    return to + item;
+  }
+  if (dim == x.dim - 1 && x.strides[dim] == 1) {
+    std::memcpy(to, from, x.sizes[dim] * item);
+    return to + x.sizes[dim] * item;
+  }
+  for (int64_t i = 0; i < x.sizes[dim]; ++i)
+    to = pack(x, dim + 1, from + i * x.strides[dim] * item, item, to);
+  return to;
+}
+
+// The values of a tensor in the order of memory: its own, where they are already.
 class Packed {
  public:
-  explicit Packed(AtenTensorHandle handle) : view(handle) {
-    if (view.is_contiguous()) return;
-    std::vector<int64_t> strides(view.dim);
-    int64_t step = 1;
-    for (int64_t i = view.dim - 1; i >= 0; --i) {
-      strides[i] = step;
-      check(!__builtin_mul_overflow(step, view.sizes[i], &step), "a tensor has no such size");
-    }
-    AtenTensorHandle copy = nullptr;
-    if (aoti_torch_empty_strided(view.dim, view.sizes, strides.data(), view.dtype,
-                                 aoti_torch_device_type_cpu(), 0, &copy) != 0)
-      fail("no memory for " + std::to_string(step) + " elements");
-    copy_.emplace(copy);
-    call(aoti_torch_copy_(copy, handle, 0));
-    view = View(copy);
+  explicit Packed(const Tensor& x) : bytes(x.count() * bytes_of(x.dtype)), data(x.as<char>()) {
+    if (x.is_contiguous()) return;
+    copy_.emplace(bytes);
+    pack(x, 0, x.as<char>(), bytes_of(x.dtype), copy_->data());
+    data = copy_->data();
   }
 
-  View view;
+  int64_t bytes;
+  const char* data;
 
  private:
-  std::optional<Tensor> copy_;
+  std::optional<Scratch> copy_;
 };
 
-AtenTensorHandle empty_like(const View& view) {
-  std::vector<int64_t> strides(view.dim);
-  int64_t step = 1;
-  for (int64_t i = view.dim - 1; i >= 0; --i) {
-    strides[i] = step;
-    step *= view.sizes[i];
-  }
-  AtenTensorHandle result = nullptr;
-  if (aoti_torch_empty_strided(view.dim, view.sizes, strides.data(), view.dtype,
-                               aoti_torch_device_type_cpu(), 0, &result) != 0)
-    fail("no memory for a result of " + std::to_string(step) + " elements");
-  return result;
+Tensor empty_like(const Tensor& x) {
+  return empty(Ints(x.sizes, static_cast<size_t>(x.dim)), x.dtype);
 }
 
-int64_t count_of(const View& view) {
-  int64_t count = 1;
-  for (int64_t i = 0; i < view.dim; ++i) count *= view.sizes[i];
-  return count;
-}
-
-Call call_of(Kind kind, const View& view) {
-  Call call;
+ranks::Call call_of(Kind kind, const Tensor& x) {
+  ranks::Call call;
   call.kind = kind;
-  call.dtype = view.dtype;
-  const int64_t count = count_of(view);
-  call.columns = view.dim > 0 ? view.sizes[view.dim - 1] : 1;
+  call.dtype = static_cast<int32_t>(x.dtype);
+  const int64_t count = x.count();
+  call.columns = x.dim > 0 ? x.sizes[x.dim - 1] : 1;
   call.rows = call.columns > 0 ? count / call.columns : 0;
-  call.bytes = count * static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
+  call.bytes = count * bytes_of(x.dtype);
   return call;
 }
 
-Element element_of(const View& view) {
-  if (view.dtype == aoti_torch_dtype_float32()) return Element::kFloat32;
-  if (view.dtype == aoti_torch_dtype_bfloat16()) return Element::kBFloat16;
-  if (view.dtype == aoti_torch_dtype_float16()) return Element::kFloat16;
-  fail("all_reduce takes float32, bfloat16 and float16");
+ranks::Element summand_of(const Tensor& x) {
+  switch (x.dtype) {
+    case kFloat32: return ranks::Element::kFloat32;
+    case kBFloat16: return ranks::Element::kBFloat16;
+    case kFloat16: return ranks::Element::kFloat16;
+    default: fail("all_reduce takes float32, bfloat16 and float16");
+  }
 }
 
-AtenTensorHandle all_reduce(AtenTensorHandle x_handle) {
-  const std::shared_ptr<Group> members = group();
-  const Packed x(x_handle);
-  const Element element = element_of(x.view);
-  Tensor y(empty_like(x.view));
-  members->all_reduce(call_of(Kind::kAllReduce, x.view), element, x.view.data, data_of(y.get()));
-  AtenTensorHandle result = nullptr;
-  call(aoti_torch_new_tensor_handle(y.get(), &result));
-  return result;
+Tensor all_reduce(const Tensor& x) {
+  const std::shared_ptr<ranks::Group> members = ranks::group();
+  const ranks::Element element = summand_of(x);
+  const Packed mine(x);
+  const Tensor y = empty_like(x);
+  members->all_reduce(call_of(Kind::kAllReduce, x), element, mine.data, y.data);
+  return y;
 }
 
-Tensor boxed_all_reduce(Tensor x) { return Tensor(all_reduce(x.get())); }
-
-Tensor gather_rows(Tensor x_tensor) {
-  const std::shared_ptr<Group> members = group();
-  const Packed x(x_tensor.get());
-  check(x.view.dim == 2, "x is [R, C]");
-  const Call call = call_of(Kind::kGatherRows, x.view);
-  const int64_t rows = x.view.sizes[0], columns = x.view.sizes[1];
+Tensor gather_rows(const Tensor& x) {
+  const std::shared_ptr<ranks::Group> members = ranks::group();
+  check(x.dim == 2, "x is [R, C]");
+  const Packed mine(x);
+  const ranks::Call call = call_of(Kind::kGatherRows, x);
+  const int64_t rows = x.sizes[0], columns = x.sizes[1];
   int64_t all_columns = 0;
   check(!__builtin_mul_overflow(columns, members->size(), &all_columns),
         "a result has no such size");
-  Tensor y(empty({rows, members->rank() == 0 ? all_columns : 0}, x.view.dtype));
-  char* target = static_cast<char*>(data_of(y.get()));
+  const Tensor y = empty({rows, members->rank() == 0 ? all_columns : 0}, x.dtype);
+  char* target = y.as<char>();
   const int64_t width = rows > 0 ? call.bytes / rows : 0;
   // a piece may begin and end within rows
   const auto put = [&](int r, int64_t offset, const char* data, int64_t bytes) {
@@ -138,79 +120,64 @@ Tensor gather_rows(Tensor x_tensor) {
       bytes -= size;
     }
   };
-  members->share(call, x.view.data, put);
+  members->share(call, mine.data, put);
   return y;
 }
 
-Tensor from_first(Tensor x_tensor) {
-  const std::shared_ptr<Group> members = group();
-  const Packed x(x_tensor.get());
-  Tensor y(empty_like(x.view));
-  char* target = static_cast<char*>(data_of(y.get()));
-  members->share(call_of(Kind::kFromFirst, x.view), x.view.data,
+Tensor from_first(const Tensor& x) {
+  const std::shared_ptr<ranks::Group> members = ranks::group();
+  const Packed mine(x);
+  const Tensor y = empty_like(x);
+  char* target = y.as<char>();
+  members->share(call_of(Kind::kFromFirst, x), mine.data,
                  [&](int, int64_t offset, const char* data, int64_t bytes) {
                    if (bytes > 0) std::memcpy(target + offset, data, bytes);
                  });
   return y;
 }
 
-Tensor best_of_ranks(Tensor score_tensor, Tensor token_tensor) {
-  const std::shared_ptr<Group> members = group();
-  const Packed score(score_tensor.get()), token(token_tensor.get());
-  check(score.view.dtype == aoti_torch_dtype_float32(), "score is float32");
-  check(token.view.dtype == aoti_torch_dtype_int64(), "token is int64");
-  check(score.view.dim == token.view.dim &&
-            std::equal(score.view.sizes, score.view.sizes + score.view.dim, token.view.sizes),
+Tensor best_of_ranks(const Tensor& score, const Tensor& token) {
+  const std::shared_ptr<ranks::Group> members = ranks::group();
+  check(score.dtype == kFloat32, "score is float32");
+  check(token.dtype == kInt64, "token is int64");
+  check(score.dim == token.dim && std::equal(score.sizes, score.sizes + score.dim, token.sizes),
         "score and token have one shape");
-  Call call = call_of(Kind::kBestOfRanks, token.view);
-  const int64_t count = count_of(token.view);
-  const size_t score_bytes = count * sizeof(float), token_bytes = count * sizeof(int64_t);
-  call.bytes = static_cast<int64_t>(score_bytes + token_bytes);
-  std::vector<char> mine(call.bytes), all(call.bytes * members->size());
-  if (count > 0) {
-    std::memcpy(mine.data(), score.view.data, score_bytes);
-    std::memcpy(mine.data() + score_bytes, token.view.data, token_bytes);
+  const Packed scores(score), tokens(token);
+  ranks::Call call = call_of(Kind::kBestOfRanks, token);
+  call.bytes = scores.bytes + tokens.bytes;
+  const Scratch mine(call.bytes), all(call.bytes * members->size());
+  if (call.bytes > 0) {
+    std::memcpy(mine.data(), scores.data, scores.bytes);
+    std::memcpy(mine.data() + scores.bytes, tokens.data, tokens.bytes);
   }
   members->share(call, mine.data(), [&](int r, int64_t offset, const char* data, int64_t bytes) {
     if (bytes > 0) std::memcpy(all.data() + r * call.bytes + offset, data, bytes);
   });
   std::vector<const char*> parts;
   for (int r = 0; r < members->size(); ++r) parts.push_back(all.data() + r * call.bytes);
-  Tensor best(empty_like(token.view));
-  best_in_order(parts.data(), members->size(), count, static_cast<int64_t*>(data_of(best.get())));
+  const Tensor best = empty_like(token);
+  ranks::best_in_order(parts.data(), members->size(), token.count(), best.as<int64_t>());
   return best;
 }
 
 }  // namespace
 
+SPECC_OPERATOR("specc::all_reduce", all_reduce);
+SPECC_OPERATOR("specc::gather_rows", gather_rows);
+SPECC_OPERATOR("specc::from_first", from_first);
+SPECC_OPERATOR("specc::best_of_ranks", best_of_ranks);
+
+}  // namespace specc::operators
+
+namespace specc::ranks {
+
 std::string describe(const Call& call) {
+  using namespace operators;
   const auto kind = static_cast<size_t>(call.kind);
   std::string text = kind < std::size(kKindNames) ? kKindNames[kind] : "another kind";
-  return text + " of " + dtype_name(call.dtype) + " [" + std::to_string(call.rows) + ", " +
-         std::to_string(call.columns) + "] (collective " + std::to_string(call.number) + ")";
+  text += std::string(" of ") + name_of(static_cast<specc::Element>(call.dtype));
+  return text + " [" + std::to_string(call.rows) + ", " + std::to_string(call.columns) +
+         "] (collective " + std::to_string(call.number) + ")";
 }
 
 }  // namespace specc::ranks
-
-STABLE_TORCH_LIBRARY_FRAGMENT(specc_cpu, library) {
-  library.def("all_reduce(Tensor x) -> Tensor");
-  library.def("gather_rows(Tensor x) -> Tensor");
-  library.def("from_first(Tensor x) -> Tensor");
-  library.def("best_of_ranks(Tensor score, Tensor token) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specc_cpu, CPU, library) {
-  library.impl("all_reduce", TORCH_BOX(&specc::ranks::boxed_all_reduce));
-  library.impl("gather_rows", TORCH_BOX(&specc::ranks::gather_rows));
-  library.impl("from_first", TORCH_BOX(&specc::ranks::from_first));
-  library.impl("best_of_ranks", TORCH_BOX(&specc::ranks::best_of_ranks));
-}
-
-extern "C" {
-
-// Declared to AOTInductor in kernels/native.py, C_SHIMS.
-__attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_all_reduce(
-    AtenTensorHandle x, AtenTensorHandle* result) {
-  return specc::guarded([&] { *result = specc::ranks::all_reduce(x); });
-}
-}

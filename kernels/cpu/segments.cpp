@@ -1,6 +1,9 @@
 #include "segments.h"
 
-#include <ATen/ops/empty.h>
+#include <array>
+#include <utility>
+
+#include "weight_stream.h"
 
 namespace specc {
 namespace {
@@ -22,28 +25,60 @@ class Held {
   int64_t piece_;
 };
 
+// What a segment returned, until the next one has run.
+class HandedOn {
+ public:
+  explicit HandedOn(Arena& arena) : arena_(arena) {}
+  ~HandedOn() { replace(nullptr); }
+  HandedOn(const HandedOn&) = delete;
+  HandedOn& operator=(const HandedOn&) = delete;
+
+  void replace(void* block) {
+    if (block_ != nullptr) arena_.give(block_);
+    block_ = block;
+  }
+  void* release() { return std::exchange(block_, nullptr); }
+
+ private:
+  Arena& arena_;
+  void* block_ = nullptr;
+};
+
 }  // namespace
 
-void SegmentedProgram::add(const c10::intrusive_ptr<CompiledProgram>& program, int64_t piece) {
-  TORCH_CHECK(piece < 0 || stream_, "a stream first");
-  segments_.push_back({program, piece});
+void SegmentedProgram::add(std::shared_ptr<Callee> program, int64_t piece) {
+  check(program != nullptr, "a program");
+  check(piece < 0 || stream_ != nullptr, "a stream first");
+  segments_.push_back({std::move(program), piece});
 }
 
 void SegmentedProgram::set_num_threads(int64_t count) {
   for (Segment& segment : segments_) segment.program->set_num_threads(count);
 }
 
-at::Tensor SegmentedProgram::run(std::vector<at::Tensor> inputs) {
-  TORCH_CHECK(!segments_.empty(), "a segment first");
-  if (takes_mass_ && inputs.size() == kNumFlat) inputs.push_back(at::empty({1, 0}, at::kFloat));
-  at::Tensor hidden;
+int64_t SegmentedProgram::num_threads() const {
+  check(!segments_.empty(), "a segment first");
+  return segments_[0].program->num_threads();
+}
+
+Tensor SegmentedProgram::call(std::span<const Tensor> given, Arena& arena, void*& block) {
+  check(!segments_.empty(), "a segment first");
+  std::vector<Tensor> inputs(given.begin(), given.end());
+  if (takes_mass_ && inputs.size() == kNumFlat)
+    inputs.push_back(shaped(std::array<int64_t, 2>{1, 0}, Element::kFloat32));
+  const size_t count = inputs.size();
+  HandedOn hidden(arena);
+  Tensor made;
   for (const Segment& segment : segments_) {
-    std::vector<at::Tensor> given = inputs;
-    if (hidden.defined()) given.push_back(std::move(hidden));
     const Held held(stream_.get(), segment.piece);
-    hidden = segment.program->run(std::move(given));
+    void* own = nullptr;
+    made = segment.program->call(inputs, arena, own);
+    hidden.replace(own);
+    inputs.resize(count);
+    inputs.push_back(made);
   }
-  return hidden;
+  block = hidden.release();
+  return made;
 }
 
 }  // namespace specc

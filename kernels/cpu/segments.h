@@ -1,31 +1,34 @@
 // A model's segments as one program: each runs on what the one before it hands on.
 #pragma once
 
+#include <memory>
 #include <vector>
 
-#include "compiled_program.h"
-#include "weight_stream.h"
+#include "program.h"
 
 namespace specc {
 
-class SegmentedProgram : public Program {
+class WeightStream;
+
+class SegmentedProgram : public Callee {
  public:
   explicit SegmentedProgram(bool takes_mass) : takes_mass_(takes_mass) {}
 
   // The next segment; `piece` is that of the stream in which its weights lie, -1: they stay.
-  void add(const c10::intrusive_ptr<CompiledProgram>& program, int64_t piece);
-  void set_stream(const c10::intrusive_ptr<WeightStream>& stream) { stream_ = stream; }
-  at::Tensor run(std::vector<at::Tensor> inputs) override;
+  void add(std::shared_ptr<Callee> program, int64_t piece);
+  void set_stream(std::shared_ptr<WeightStream> stream) { stream_ = std::move(stream); }
+  Tensor call(std::span<const Tensor> inputs, Arena& arena, void*& block) override;
   // Of all segments.
-  void set_num_threads(int64_t count);
+  void set_num_threads(int64_t count) override;
+  int64_t num_threads() const override;
 
  private:
   struct Segment {
-    c10::intrusive_ptr<CompiledProgram> program;
+    std::shared_ptr<Callee> program;
     int64_t piece;
   };
   std::vector<Segment> segments_;
-  c10::intrusive_ptr<WeightStream> stream_;
+  std::shared_ptr<WeightStream> stream_;
   bool takes_mass_;
 };
 

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.h"
+#include "tensors.h"
+#include "threads.h"
 
 namespace specc {
 namespace {
@@ -48,3 +49,65 @@ void take_rows(const SlabRows& a, int num_threads) {
 }
 
 }  // namespace specc
+
+namespace specc::operators {
+namespace {
+
+// What the arguments say of slab, tokens and tables, without the rows themselves.
+SlabRows rows_of(const Tensor& slab, const Tensor& slot, int64_t per_token,
+                        const Tensor& q_start, const Tensor& block_table) {
+  check(slab.dim == 3 && slab.is_dense_row(), "slab is [blocks, block_size, W], rows contiguous");
+  check(slab.sizes[1] >= 1, "a block has 1 row or more");
+  check_index(q_start, 1, kInt32, "q_start is [B + 1] int32");
+  check_index(block_table, 2, kInt32, "block_table is [B, n] int32");
+  check(q_start.sizes[0] == block_table.sizes[0] + 1, "q_start and block_table agree");
+  SlabRows a{};
+  a.item_bytes = to_dtype(slab) == DType::kFloat32 ? 4 : 2;
+  a.num_tokens = slot.sizes[0];
+  a.per_token = per_token;
+  a.width = slab.sizes[2];
+  a.slab = slab.data;
+  a.block_stride = slab.strides[0];
+  a.row_stride = slab.strides[1];
+  a.num_blocks = slab.sizes[0];
+  a.block_size = slab.sizes[1];
+  a.q_start = q_start.as<int32_t>();
+  a.slot = slot.as<int32_t>();
+  a.batch = block_table.sizes[0];
+  a.block_table = block_table.as<int32_t>();
+  a.blocks_per_sequence = block_table.sizes[1];
+  check_bounds(a);
+  return a;
+}
+
+void write_rows(const Tensor& x, const Tensor& slab, const Tensor& q_start, const Tensor& slot,
+                const Tensor& block_table) {
+  check(x.dim == 2 && x.is_dense_row(), "x is [Nt, W], rows contiguous");
+  check_index(slot, 1, kInt32, "slot is [Nt] int32");
+  check(slab.dim == 3 && x.dtype == slab.dtype && x.sizes[1] == slab.sizes[2] &&
+            x.sizes[0] == slot.sizes[0],
+        "x, slab and slot agree");
+  check_apart(slab, {&q_start, &slot, &block_table});
+  SlabRows a = rows_of(slab, slot, 1, q_start, block_table);
+  a.rows = x.data;
+  a.rows_stride = x.strides[0];
+  specc::write_rows(a, kernel_threads());
+}
+
+Tensor take_rows(const Tensor& slab, const Tensor& slots, const Tensor& q_start,
+                 const Tensor& block_table) {
+  check_index(slots, 2, kInt32, "slots is [Nt, K] int32");
+  SlabRows a = rows_of(slab, slots, slots.sizes[1], q_start, block_table);
+  const Tensor out = empty({a.num_tokens, a.per_token, a.width}, slab.dtype);
+  a.rows = out.data;
+  a.rows_stride = a.width;
+  specc::take_rows(a, kernel_threads());
+  return out;
+}
+
+}  // namespace
+
+SPECC_OPERATOR("specc::write_rows", write_rows);
+SPECC_OPERATOR("specc::take_rows", take_rows);
+
+}  // namespace specc::operators

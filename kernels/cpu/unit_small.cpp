@@ -9,3 +9,4 @@
 #include "slab_rows.cpp"
 #include "step.cpp"
 #include "trees.cpp"
+#include "weight_blocks.cpp"

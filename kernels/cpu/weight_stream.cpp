@@ -1,6 +1,5 @@
 #include "weight_stream.h"
 
-#include <ATen/ops/from_blob.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -10,11 +9,14 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 
 #include "clock.h"
+#include "ranks_guard.h"
 
 namespace specc {
 namespace {
@@ -24,7 +26,12 @@ namespace {
 constexpr int64_t kReadBytes = int64_t{16} << 20;
 // Threads that read: while one of them waits for its turn, the device has work of the other.
 constexpr int kReaders = 2;
+constexpr int64_t kMaxEnd = int64_t{1} << 62;  // of pieces, in bytes
 constexpr int64_t kHugePage = int64_t{2} << 20;
+
+void require(bool is_true, const std::string& text) {
+  if (!is_true) throw std::runtime_error(text);
+}
 
 int64_t page_end(int64_t byte) {
   return (byte + WeightStream::kPage - 1) / WeightStream::kPage * WeightStream::kPage;
@@ -40,7 +47,7 @@ std::shared_ptr<char> make_buffer(int64_t bytes) {
   const int64_t mapped = size + alignment;
   void* const begin =
       mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(begin != MAP_FAILED, "no memory for a buffer of ", bytes, " bytes");
+  require(begin != MAP_FAILED, "no memory for a buffer of " + std::to_string(bytes) + " bytes");
   const auto address = reinterpret_cast<uintptr_t>(begin);
   char* const data = static_cast<char*>(begin) + (alignment - address % alignment) % alignment;
   // a system that has none, or none to spare, reads into small pages
@@ -48,33 +55,33 @@ std::shared_ptr<char> make_buffer(int64_t bytes) {
   return std::shared_ptr<char>(data, [begin, mapped](char*) { munmap(begin, mapped); });
 }
 
-struct Piece {
-  int64_t offset, size;
-
-  int64_t first_page() const { return offset / WeightStream::kPage * WeightStream::kPage; }
-  int64_t lead() const { return offset - first_page(); }
-  // Bytes that are read, whole pages; a file may end within the last one.
-  int64_t span() const { return page_end(offset + size) - first_page(); }
-};
-
-struct Slot {
-  std::shared_ptr<char> data;
-  int64_t held = -1;    // the piece that lies in it, -1: none
-  int64_t wanted = -1;  // the piece that is to be there next
-  int64_t read = -1;    // the piece that is being read into it, -1: none
-  int64_t given = 0, num_pending = 0;  // its bytes that a reader has taken, and reads under way
-  bool is_used = false, failed = false;  // between acquire and release; a read failed
-};
-
-// What one reader does next: `count` bytes from `begin` of a slot's piece.
-struct Part {
-  Slot* slot;
-  int64_t begin, count;
-};
-
 }  // namespace
 
 struct WeightStream::State {
+  struct Piece {
+    int64_t offset, size;
+
+    int64_t first_page() const { return offset / WeightStream::kPage * WeightStream::kPage; }
+    int64_t lead() const { return offset - first_page(); }
+    // Bytes that are read, whole pages; a file may end within the last one.
+    int64_t span() const { return page_end(offset + size) - first_page(); }
+  };
+
+  struct Slot {
+    std::shared_ptr<char> data;
+    int64_t held = -1;    // the piece that lies in it, -1: none
+    int64_t wanted = -1;  // the piece that is to be there next
+    int64_t read = -1;    // the piece that is being read into it, -1: none
+    int64_t given = 0, num_pending = 0;  // its bytes that a reader has taken, and reads under way
+    bool is_used = false, failed = false;  // between acquire and release; a read failed
+  };
+
+  // What one reader does next: `count` bytes from `begin` of a slot's piece.
+  struct Part {
+    Slot* slot;
+    int64_t begin, count;
+  };
+
   std::string path;
   int descriptor = -1;
   bool is_direct = false, is_over = false;
@@ -91,6 +98,11 @@ struct WeightStream::State {
 
   ~State() {
     if (descriptor >= 0) close(descriptor);
+  }
+
+  void check(int64_t piece) const {
+    require(piece >= 0 && piece < static_cast<int64_t>(pieces.size()),
+            "piece " + std::to_string(piece));
   }
 
   Slot& slot_of(int64_t piece) { return slots[piece % kSlots]; }
@@ -205,16 +217,19 @@ WeightStream::WeightStream(const std::string& path, std::vector<int64_t> offsets
                            std::vector<int64_t> sizes, bool direct)
     : state_(std::make_shared<State>()) {
   State& state = *state_;
-  TORCH_CHECK(!offsets.empty() && offsets.size() == sizes.size(), "an offset and a size of each");
+  require(!offsets.empty() && offsets.size() == sizes.size(), "an offset and a size of each");
   state.path = path;
   for (size_t i = 0; i < offsets.size(); ++i) {
-    TORCH_CHECK(offsets[i] >= 0 && sizes[i] > 0, "a piece of one byte or more");
+    int64_t end = 0;
+    require(offsets[i] >= 0 && sizes[i] > 0 &&
+                !__builtin_add_overflow(offsets[i], sizes[i], &end) && end < kMaxEnd,
+            "a piece of one byte or more");
     state.pieces.push_back({offsets[i], sizes[i]});
   }
   if (direct) state.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
   state.is_direct = state.descriptor >= 0;
   if (!state.is_direct) state.descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  TORCH_CHECK(state.descriptor >= 0, path, ": ", std::strerror(errno));
+  require(state.descriptor >= 0, path + ": " + std::strerror(errno));
   const int64_t count = static_cast<int64_t>(state.pieces.size());
   for (int64_t i = 0; i < std::min(kSlots, count); ++i) {
     int64_t bytes = 0;
@@ -233,19 +248,18 @@ WeightStream::~WeightStream() {
   state_->changed.notify_all();
 }
 
-at::Tensor WeightStream::piece(int64_t index) {
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(state_->pieces.size()), "piece ", index);
-  const Piece& piece = state_->pieces[index];
+WeightStream::Bytes WeightStream::piece(int64_t index) {
+  state_->check(index);
+  const State::Piece& piece = state_->pieces[index];
   std::shared_ptr<char> data = state_->slot_of(index).data;
-  char* begin = data.get() + piece.lead();
-  return at::from_blob(begin, {piece.size}, [data](void*) {}, at::kByte);
+  return {data.get() + piece.lead(), piece.size, data};
 }
 
 void WeightStream::acquire(int64_t index) {
   State& state = *state_;
-  TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(state.pieces.size()), "piece ", index);
+  state.check(index);
   std::unique_lock<std::mutex> lock(state.mutex);
-  Slot& slot = state.slot_of(index);
+  State::Slot& slot = state.slot_of(index);
   const auto begin = Clock::now();
   auto heard = begin;
   int64_t known = state.bytes_read;
@@ -258,24 +272,27 @@ void WeightStream::acquire(int64_t index) {
     if (!state.failure.empty()) {
       std::string text;
       text.swap(state.failure);
-      TORCH_CHECK(false, text);
+      throw std::runtime_error(text);
     }
     state.changed.wait_for(lock, std::chrono::milliseconds(200));
     if (state.bytes_read != known) {
       known = state.bytes_read;
       heard = Clock::now();
     }
-    TORCH_CHECK(seconds_since(heard) < state.patience || slot.held == index, state.path,
-                ": no byte of the weights was read for ", state.patience,
-                " seconds: the device does not answer");
+    if (seconds_since(heard) < state.patience || slot.held == index) continue;
+    char patience[32];
+    std::snprintf(patience, sizeof patience, "%g", state.patience);
+    throw std::runtime_error(state.path + ": no byte of the weights was read for " + patience +
+                             " seconds: the device does not answer");
   }
   slot.is_used = true;
   state.waiting += seconds_since(begin);
 }
 
 void WeightStream::release(int64_t index) {
+  state_->check(index);
   const std::lock_guard<std::mutex> guard(state_->mutex);
-  Slot& slot = state_->slot_of(index);
+  State::Slot& slot = state_->slot_of(index);
   slot.is_used = false;
   slot.wanted = state_->after(index);
   state_->next = (index + 1) % static_cast<int64_t>(state_->pieces.size());
@@ -300,3 +317,67 @@ std::vector<double> WeightStream::seconds() {
 }
 
 }  // namespace specc
+
+// What Python calls (kernels/weight_stream.py). A handle is a shared pointer, which programs copy
+// (`stream_of`); a function that fails returns -1 and leaves the text to specc_stream_error.
+
+using specc::WeightStream;
+using specc::ranks::guarded;
+
+#define SPECC_EXPORT extern "C" __attribute__((visibility("default")))
+
+SPECC_EXPORT const char* specc_stream_error() { return specc::ranks::error_text.c_str(); }
+
+SPECC_EXPORT int specc_stream_open(const char* path, const int64_t* offsets, const int64_t* sizes,
+                                   int64_t count, int direct, void** handle) {
+  return guarded([&] {
+    *handle = new std::shared_ptr<WeightStream>(std::make_shared<WeightStream>(
+        path, std::vector<int64_t>(offsets, offsets + count),
+        std::vector<int64_t>(sizes, sizes + count), direct != 0));
+  });
+}
+
+SPECC_EXPORT int specc_stream_acquire(void* handle, int64_t index) {
+  return guarded([&] { specc::stream_of(handle)->acquire(index); });
+}
+
+SPECC_EXPORT int specc_stream_release(void* handle, int64_t index) {
+  return guarded([&] { specc::stream_of(handle)->release(index); });
+}
+
+// `owner` keeps the bytes there, also without the stream, until specc_stream_free.
+SPECC_EXPORT int specc_stream_piece(void* handle, int64_t index, void** data, int64_t* size,
+                                    void** owner) {
+  return guarded([&] {
+    WeightStream::Bytes found = specc::stream_of(handle)->piece(index);
+    *owner = new std::shared_ptr<char>(std::move(found.owner));
+    *data = found.data;
+    *size = found.size;
+  });
+}
+
+SPECC_EXPORT void specc_stream_free(void* owner) {
+  delete static_cast<std::shared_ptr<char>*>(owner);
+}
+
+SPECC_EXPORT int specc_stream_is_direct(void* handle) {
+  return specc::stream_of(handle)->is_direct();
+}
+
+SPECC_EXPORT void specc_stream_set_patience(void* handle, double seconds) {
+  specc::stream_of(handle)->set_patience(seconds);
+}
+
+SPECC_EXPORT int64_t specc_stream_bytes_read(void* handle) {
+  return specc::stream_of(handle)->bytes_read();
+}
+
+// Of reading, and of waiting in acquire.
+SPECC_EXPORT void specc_stream_seconds(void* handle, double* both) {
+  const std::vector<double> found = specc::stream_of(handle)->seconds();
+  std::copy(found.begin(), found.end(), both);
+}
+
+SPECC_EXPORT void specc_stream_close(void* handle) {
+  delete static_cast<std::shared_ptr<WeightStream>*>(handle);
+}

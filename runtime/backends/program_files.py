@@ -162,19 +162,13 @@ def place(graph: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     return graph
 
 
-def load_operators(path: Path, manifest: Manifest) -> Any:
-    """Namespace of the `specc::` operators on the host: the engine's own, where it has a library.
+def load_operators() -> Any:
+    """Namespace of the `specc::` operators on the host: those of the library.
 
-    Args:
-        path: the engine directory.
-        manifest: its manifest.
     Raises:
-        EngineError: the library is absent or was altered, or does not load.
+        EngineError: the library does not load on this machine.
     """
-    if manifest.native is None:
-        return torch.ops.specc
-    library = manifest.native.library
-    native.load(path / library, manifest.files[library].sha256)
+    native.load()
     return torch.ops.specc_cpu
 
 

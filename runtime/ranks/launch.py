@@ -277,7 +277,7 @@ def _check_alone(manifest: Manifest) -> None:
 def _check_collectives(manifest: Manifest, backend: str) -> None:
     """A cut engine for GPUs has no library for the host."""
     is_on_host = not facts_of(backend).is_on_gpu
-    if manifest.parallel is not None and manifest.native is None and is_on_host:
+    if manifest.parallel is not None and facts_of(manifest.backend).is_on_gpu and is_on_host:
         raise ConfigError(
             f"the backend {backend}, and an engine that was cut for GPUs",
             f"the backend {manifest.backend}, whose collectives it was compiled for",
@@ -294,6 +294,6 @@ def _check_backend(manifest: Manifest, backend: str) -> None:
             "run it with one rank, or compile it for one of them"
             if manifest.parallel is None
             else "compile it for one of them"
-            if manifest.native is None
+            if facts_of(manifest.backend).is_on_gpu
             else "run its graphs with --backend eager, or compile it for one of them",
         )

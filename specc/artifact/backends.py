@@ -32,7 +32,7 @@ class BackendFacts:
         shares_pass: prompt chunks and the trees of all plans are one pass of the target.
         scores_prompts: a pass may give logits of every token, not only of as many as there are
             requests.
-        native: whether an engine brings a library of C++ operators.
+        is_data: its engines hold nothing that depends on a processor or on a version of torch.
         model_files: fields of `ModelEntry` that name the files of a model beside its program and
             weights.
         by_default: chosen where the user names none; others have to be asked for, or say of the
@@ -80,7 +80,7 @@ class BackendFacts:
     is_captured: bool = False
     shares_pass: bool = False
     scores_prompts: bool = True
-    native: Literal["always", "sometimes", "never"] = "never"
+    is_data: bool = False
     model_files: tuple[str, ...] = ()
     by_default: bool = False
     unrun_dtypes: tuple[str, ...] = ()
@@ -175,8 +175,8 @@ def backend_names() -> tuple[str, ...]:
 
 register(
     BackendFacts(
-        "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="always",
-        model_files=("package_file",), by_default=True, takes_views=True, fills_blocks=True,
+        "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
+        by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
@@ -196,7 +196,7 @@ register(
 )  # fmt: skip
 register(
     BackendFacts(
-        "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, native="sometimes",
+        "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
@@ -206,7 +206,7 @@ register(
 )  # fmt: skip
 register(
     BackendFacts(
-        "onnx", _DTYPES, "cpu", "padded", native="sometimes", model_files=("onnx_file",),
+        "onnx", _DTYPES, "cpu", "padded", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), quantized_extras=_QUANTIZED_EXTRAS,
         attention_extras=("slopes", "chunks", LATENT_ROWS),
     )

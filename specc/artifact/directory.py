@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specc.artifact.backends import backend_names, facts_of
-from specc.artifact.manifest import MANIFEST_FILE, Manifest
+from specc.artifact.manifest import INSTRUCTIONS_VERSION, MANIFEST_FILE, Manifest
 from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import Progress
 from specc.close_name import advice
@@ -21,7 +21,6 @@ from specc.system.files import (
     sample_file,
 )
 from specc.system.json_file import read_engine_json
-from specc.system.machine import cpu_model, isa_flags
 from specc.version import __version__
 
 
@@ -166,14 +165,22 @@ def available_memory_bytes() -> int | None:
 
 def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) -> None:
     again = "compile the engine again on this installation"
-    if manifest.specc_version != __version__:
+    if manifest.instructions != INSTRUCTIONS_VERSION:
+        raise EngineError(
+            f"an engine of instructions {manifest.instructions}, made by specc"
+            f" {manifest.specc_version}",
+            f"instructions {INSTRUCTIONS_VERSION}, of specc {__version__}",
+            again,
+        )
+    is_data = manifest.backend in backend_names() and facts_of(manifest.backend).is_data
+    if not is_data and manifest.specc_version != __version__:
         # a graph calls operators by name, and what they mean is that version's
         raise EngineError(
             f"an engine of specc {manifest.specc_version}, and specc {__version__}",
             "the same version",
             f"install specc-llm {manifest.specc_version}, or {again}",
         )
-    if manifest.torch_version != torch_version():
+    if not is_data and manifest.torch_version != torch_version():
         raise EngineError(
             f"an engine for torch {manifest.torch_version}, and torch {torch_version()}",
             "the same version",
@@ -193,8 +200,6 @@ def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) 
             if backend not in backends
             else f"compile the engine again with --backend {backend}",
         )
-    if manifest.native is not None and not runs_all:
-        _check_isa(manifest.native.isa_flags)
     kind = manifest.device.split(":")[0]
     # graphs of a GPU's engine run on the CPU, too, operator by operator
     has_device = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
@@ -203,16 +208,6 @@ def _check_runtime(manifest: Manifest, backend: str, backends: Collection[str]) 
             f"an engine for device {manifest.device}, which torch does not see on this machine",
             "an engine for this machine's devices",
             f"run it on a machine that has one, run its graphs with --backend eager, or {again}",
-        )
-
-
-def _check_isa(needed: Collection[str]) -> None:
-    lacking = sorted(set(needed) - set(isa_flags()))
-    if lacking:
-        raise EngineError(
-            f"this CPU ({cpu_model()}) lacks {', '.join(lacking)}",
-            "the instruction sets of the machine that compiled the engine",
-            "compile the engine again on this machine, or run its graphs with --backend eager",
         )
 
 

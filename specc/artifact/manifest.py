@@ -28,7 +28,6 @@ from specc.artifact.manifest_entries import (
     FileEntry,
     LimitsEntry,
     MemoryEntry,
-    NativeEntry,
     ParallelEntry,
     PlanEntry,
     SegmentsEntry,
@@ -40,7 +39,9 @@ from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.bounds import MOST_LAYERS, number
 from specc.errors import EngineError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+# of the operators that graphs call, and of what these mean: graphs of another one do not run
+INSTRUCTIONS_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 # written by `specc tune`
 PROFILE_FILE = "profile.json"
@@ -56,7 +57,6 @@ class Manifest:
         models: the target first.
         memory_plan: model name → bytes.
         policy: what chooses the plan of a step, see `CompileConfig`.
-        native: what compiled code needs of the machine; None where there is none.
         rectangle: cache rows of engines whose programs take padded batches; else None.
         tensorrt: of engines for TensorRT; else None.
         self_drafts: programs that self-drafts run beside the target's own.
@@ -65,6 +65,7 @@ class Manifest:
         activation_bits: of the integers that rows become before quantized weights multiply them;
             None is as many as their type asks for.
         probe: what the compiler measured at the end, or None.
+        instructions: version of the operators that its graphs call.
         files: every file but the manifest, path with `/` relative to the engine → content.
     """
 
@@ -80,7 +81,6 @@ class Manifest:
     tokenizer: TokenizerEntry
     memory_plan: dict[str, MemoryEntry]
     policy: str = "fixed"
-    native: NativeEntry | None = None
     rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     parallel: ParallelEntry | None = None
@@ -89,6 +89,7 @@ class Manifest:
     kv_cache_dtype: str = AUTO
     activation_bits: int | None = number(1, 64, default=None)
     probe: dict[str, Any] | None = None
+    instructions: int = number(0, MOST_LAYERS, default=INSTRUCTIONS_VERSION)
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     schema_version: int = number(0, MOST_LAYERS, default=SCHEMA_VERSION)
 
@@ -223,7 +224,7 @@ class Manifest:
             EngineError: a path leaves the directory, or a reference has no referent.
         """
         check_models(self.models)
-        check_backend(self.backend, self.native, self.rectangle, self.tensorrt)
+        check_backend(self.backend, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
         check_kv_rows(self.kv_cache_dtype, self.backend)
         check_activation_bits(self.activation_bits, self.backend)
@@ -366,13 +367,8 @@ class Manifest:
                 files.remove(file := getattr(model, field))
                 files += [model.part_of(file, rank) for rank in self.ranks_of(model)]
         if self.segments is not None:
-            target = self.models[0]
-            files.append(target.segments_file)
-            if target.package_file in files:
-                files.remove(target.package_file)
-                files += map(target.segment_package, range(self.segments.num_kinds))
+            files.append(self.models[0].segments_file)
         if self.stages:
-            files = [file for file in files if file != self.models[0].package_file]
             parts = [self._stage_entry(number) for number in range(len(self.stages))]
             files += [getattr(part, field) for part in parts for field in fields]
         files += self.weights_files
@@ -382,8 +378,6 @@ class Manifest:
         if self.is_cut(self.models[0]):
             files += [draft.whole_file for draft in self.self_drafts]
         files += [*self.step_files.values(), *self.winners_files.values()]
-        if self.native is not None:
-            files.append(self.native.library)
         return (*files, self.tokenizer.file) if self.tokenizer.file else tuple(files)
 
 

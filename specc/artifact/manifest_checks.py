@@ -16,7 +16,6 @@ from specc.artifact.manifest_entries import (
     FileEntry,
     LimitsEntry,
     MemoryEntry,
-    NativeEntry,
     ParallelEntry,
     PlanEntry,
     TensorRTEntry,
@@ -98,7 +97,6 @@ def _geometry(entry: LayerEntry | SlabEntry) -> tuple[int, int, int, bool]:
 
 def check_backend(
     name: str,
-    native: NativeEntry | None,
     rectangle: CacheRowsEntry | None,
     tensorrt: TensorRTEntry | None,
 ) -> None:
@@ -115,11 +113,8 @@ def check_backend(
             "compile the engine again on this installation",
         )
     facts = facts_of(name)
-    _check_part(facts, "native", native, facts.native)
     _check_part(facts, "rectangle", rectangle, _whether(facts.is_padded))
     _check_part(facts, "tensorrt", tensorrt, _whether(facts.has_plan_files))
-    if native is not None:
-        check_relative(native.library)
 
 
 def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> None:

@@ -204,14 +204,6 @@ class TokenizerEntry:
 
 
 @dataclass(frozen=True)
-class NativeEntry:
-    """Compiled code for CPUs: the operators' library, and the instruction sets that it may use."""
-
-    library: str
-    isa_flags: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class CacheRowsEntry:
     """ONNX files of the models: their opset, and the rows of a cache, see `CacheRows`."""
 

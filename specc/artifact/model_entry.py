@@ -140,11 +140,6 @@ class ProgramFiles:
         """The graph before it was cut for ranks, for other cuts; only where it is cut."""
         return f"{self.dir}/whole.json"
 
-    @property
-    def package_file(self) -> str:
-        """The compiled program, in engines of a compiled backend."""
-        return f"{self.dir}/program.pt2"
-
 
 @dataclass(frozen=True)
 class VocabularyEntry:
@@ -243,10 +238,6 @@ class ModelEntry(ProgramFiles):
     def segments_file(self) -> str:
         """Its segments, see `specc.artifact.segments`, where it is cut into some."""
         return f"{self.dir}/segments.json"
-
-    def segment_package(self, kind: int) -> str:
-        """The compiled program of one kind of segment, in engines of a compiled backend."""
-        return f"{self.dir}/segment-{kind}.pt2"
 
     def stage(self, number: int, layers: tuple[int, ...]) -> ModelEntry:
         """The part of a model that one stage of a pipeline runs.

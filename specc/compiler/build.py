@@ -67,7 +67,6 @@ from specc.config import CompileConfig
 from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PassRecord, Phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
@@ -141,7 +140,6 @@ def build(
     config = backend.adapt(config)
     with (
         rare_collections(),
-        inductor_directory(),
         EngineWriter(output, force=force) as writer,
         contextlib.ExitStack() as beside,
     ):
@@ -332,7 +330,6 @@ def _describe(
         limits=engine.limits,
         tokenizer=tokens.entry,
         memory_plan=dict(memory),
-        native=emitted.native,
         rectangle=emitted.rectangle,
         tensorrt=emitted.tensorrt,
         parallel=parallel,

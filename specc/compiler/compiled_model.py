@@ -23,6 +23,7 @@ from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
+from specc.passes.lower.cpu.phases import CPU
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import (
     FUSE,
@@ -180,7 +181,7 @@ def compile_models(
         own = lowering if source.head is None or lowering_of_heads is None else lowering_of_heads
         # an uncut draft stays as it is, whatever the target becomes
         is_rounded = any(phase == QUANTIZE for phase, _ in own)
-        firsts = (CUT, *((QUANTIZE,) if source.name == TARGET else ()))
+        firsts = (CUT, CPU, *((QUANTIZE,) if source.name == TARGET else ()))
         last: Phases = ()
         if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
             last = ((VOTES, (InsertBlockMass,)),)

@@ -43,8 +43,8 @@ from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import KeptGraphs, WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.lower.cpu.phases import CPU
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.lower.inductor.package import inductor_directory
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
@@ -88,7 +88,7 @@ def reshard_engine(
         tensor_parallel_size=num_ranks,
         pipeline_parallel_size=1 if num_stages is None else num_stages,
     )
-    with inductor_directory(), EngineWriter(output, force=force) as writer:
+    with EngineWriter(output, force=force) as writer:
         with phases.phase("check engine"):
             old, backend = _check(engine, asked, num_stages is None)
         num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
@@ -155,7 +155,6 @@ def reshard_engine(
             models=tuple(model.entry for model in models),
             plans=steps,
             memory_plan=memory,
-            native=emitted.native,
             parallel=parallel,
             probe=None,
             files={},
@@ -308,7 +307,8 @@ def _cut_anew(
     if model.name == TARGET:
         staged_at = backend.phase_of_stages(config.pipeline_parallel_size, positions)
     is_cut = config.tensor_parallel_size > 1 or staged_at is not None
-    keeps_whole = is_cut or (is_rounded and model.name == TARGET)
+    is_lowered = any(phase == CPU for phase, _ in layout)
+    keeps_whole = is_cut or is_lowered or (is_rounded and model.name == TARGET)
     whole = WholeGraph(program, is_rounded)
     kept = KeptGraphs(program, (), staged_at=staged_at)
     if config.tensor_parallel_size > 1:
@@ -340,17 +340,11 @@ def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}
     for rank in range(manifest.num_ranks if manifest.stages else 0):
         part = manifest.of_rank(rank).models[0]
-        made |= {part.program_file, part.package_file}
+        made.add(part.program_file)
     if manifest.segments is not None:
-        target = manifest.models[0]
-        kinds = range(manifest.segments.num_kinds)
-        made |= {target.segments_file, *map(target.segment_package, kinds)}
-    made |= {model.package_file for model in manifest.models}
-    made |= {draft.package_file for draft in manifest.self_drafts}
+        made.add(manifest.models[0].segments_file)
     made |= {x for draft in manifest.self_drafts for x in (draft.program_file, draft.whole_file)}
     made |= {*manifest.step_files.values(), *manifest.winners_files.values()}
-    if manifest.native is not None:
-        made.add(manifest.native.library)
     for name, entry in manifest.files.items():
         if name not in made:
             writer.link_file(engine / name, name, entry)

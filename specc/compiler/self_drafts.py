@@ -17,6 +17,7 @@ from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
 from specc.compiler.whole_graph import WholeGraph
 from specc.errors import ConfigError
 from specc.passes.base import Pass
+from specc.passes.lower.cpu.phases import CPU
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE, quantize_phases
 from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, Weight, constant_key
@@ -134,7 +135,7 @@ def cut_and_lower(
     is_rounded = any(phase == QUANTIZE for phase, _ in lowering)
 
     def keep(_: str, phase: str) -> None:
-        if phase in (CUT, QUANTIZE) and not whole:
+        if phase in (CUT, CPU, QUANTIZE) and not whole:
             whole.append(WholeGraph(program, is_rounded))
 
     records = Pipeline(layout, dump, keep).run(program)

@@ -216,12 +216,11 @@ def _acceptance(
     """Acceptance of the first child of chains, [choices][depth][1]."""
     target = engine.target
     caches = caches_of(engine.manifest.models[0], engine.cache)  # type: ignore[union-attr]
-    programs, like = {}, None
+    programs = {}
     drafts = [_draft_without(skipped) for skipped in choices]
     for draft, skipped in zip(drafts, choices, strict=True):
         weights = target.weights  # type: ignore[attr-defined]
-        made = ModelProgram(layers.program(skipped), weights, caches, like=like)
-        programs[draft.name], like = made, like or made
+        programs[draft.name] = ModelProgram(layers.program(skipped), weights, caches)
     trying = replace(engine, self_drafts={**engine.self_drafts, **programs})
     return self_acceptance(trying, drafts, trajectories, 1, depth)
 

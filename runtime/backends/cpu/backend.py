@@ -1,4 +1,4 @@
-"""The backend cpu: compiled programs and C++ operators of the engine, on the host."""
+"""The backend cpu: programs as instructions of the C++ library, on the host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from specc.artifact.manifest import Manifest
 from specc.artifact.segments import SegmentedModel
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
-from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.cpu.native_calls import Pool
+from specc.runtime.backends.cpu.program import CpuProgram
+from specc.runtime.backends.cpu.segments import CpuSegments
+from specc.runtime.backends.cpu.step import CpuStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.held_weights import load_weights
 from specc.runtime.backends.offload_budget import offload_of
@@ -32,39 +33,38 @@ class CpuBackend(RuntimeBackend):
         """See `RuntimeBackend.load`."""
         cache = make_cache(manifest, limits)
         memory = manifest.memory_plan.values()
-        keep_freed_memory(max(entry.workspace + entry.logits for entry in memory))
-        operators = load_operators(path, manifest)
+        reserve = max(entry.workspace + entry.logits for entry in memory)
+        keep_freed_memory(reserve)
+        operators = load_operators()
+        pool = Pool(reserve)
         names = {model.name: manifest.weights_file(model, limits.rank) for model in manifest.models}
         files = {model: path / name for model, name in names.items()}
         sums = {model: manifest.files[name].crc32 for model, name in names.items()}
         weights = load_weights(files, limits, sums)
         target = manifest.models[0]
-        models: dict[str, CompiledProgram | CompiledSegments] = {}
+        models: dict[str, CpuProgram | CpuSegments] = {}
         for model in manifest.models:
             bound = weights[model.name], caches_of(model, cache)
             if manifest.segments is not None and model is target:
-                models[model.name] = _load_segments(path, manifest, limits, *bound)
+                models[model.name] = _load_segments(path, manifest, limits, *bound, pool, reserve)
             else:
-                models[model.name] = CompiledProgram(
-                    read_json(path / model.program_file),
-                    path / model.package_file,
-                    *bound,
-                    manifest.files[model.package_file].sha256,
+                models[model.name] = CpuProgram(
+                    read_json(path / model.program_file), *bound, pool, reserve
                 )
         self_drafts = {
-            entry.name: CompiledProgram(
+            entry.name: CpuProgram(
                 read_self_draft(path, entry),
-                path / entry.package_file,
                 weights[target.name],
                 caches_of(target, cache),
-                manifest.files[entry.package_file].sha256,
+                pool,
+                reserve,
             )
             for entry in manifest.self_drafts
         }
         programs = models | self_drafts
         steps, winners_steps = (
             {
-                name: CompiledStep(read_json(path / file), programs)
+                name: CpuStep(read_json(path / file), programs, pool)
                 for name, file in files.items()
                 if name not in limits.skips
             }
@@ -87,16 +87,14 @@ def _load_segments(
     limits: LoadLimits,
     weights: Mapping[str, Tensor],
     caches: Sequence[tuple[Tensor, Tensor]],
-) -> CompiledSegments:
+    pool: Pool,
+    reserve: int,
+) -> CpuSegments:
     """The target, of engines that have it as segments."""
     target, file = manifest.models[0], path / manifest.weights_file(manifest.models[0], limits.rank)
     model = SegmentedModel.read(path / target.segments_file)
-    packages = [
-        (path / name, manifest.files[name].sha256)
-        for name in map(target.segment_package, range(len(model.kinds)))
-    ]
     offload = offload_of(manifest, limits, model, file)
-    return CompiledSegments(model, packages, weights, caches, offload, file)
+    return CpuSegments(model, weights, caches, offload, file, pool, reserve)
 
 
 BACKEND = CpuBackend()

@@ -34,13 +34,11 @@ class EagerBackend(RuntimeBackend):
                 models[model.name] = ModelProgram(
                     read_json(path / model.program_file), *bound, rehearses=True
                 )
-        whole = models[target.name]
         self_drafts = {
             entry.name: ModelProgram(
                 read_self_draft(path, entry),
                 weights[target.name],
                 caches_of(target, cache),
-                like=whole if isinstance(whole, ModelProgram) else None,
                 rehearses=True,
             )
             for entry in manifest.self_drafts

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.segments import SegmentedModel
-from specc.artifact.weight_layout import from_blocks
 from specc.errors import EngineError
 from specc.runtime.backends.eager.rehearsal import Rehearsal, cannot_run
 from specc.runtime.backends.program_files import bind_weights, check_program, place, takes_mass
@@ -29,7 +28,6 @@ class ModelProgram(nn.Module):
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
-        like: another program of the same weights, whose copies this one takes.
         rehearses: its graph is somebody else's, and stays as it is: look before it runs whether it
             can, and what it takes.
     Raises:
@@ -42,7 +40,6 @@ class ModelProgram(nn.Module):
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device | str = "cpu",
-        like: ModelProgram | None = None,
         rehearses: bool = False,
     ) -> None:
         super().__init__()
@@ -50,9 +47,7 @@ class ModelProgram(nn.Module):
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
-        self._rows: dict[str, Tensor] = {} if like is None else like._rows
-        bound = bind_weights(program, weights)
-        self._weights: list[Tensor] = weights_in_rows(program, bound, self._rows)
+        self._weights: list[Tensor] = bind_weights(program, weights)
         self._caches: list[Tensor] = [
             caches[entry["layer"]][entry["part"] == "v"]
             for entry in program["inputs"]
@@ -211,10 +206,8 @@ class SegmentedProgram(nn.Module):
         segments: list[ModelProgram] = []
         for number, segment in enumerate(model.segments):
             own = [caches[layer] for layer in segment.layers]
-            # copies of what several of them read are shared
-            like = segments[0] if segments else None
             program = model.program(number)
-            segments.append(ModelProgram(program, weights, own, "cpu", like, rehearses))
+            segments.append(ModelProgram(program, weights, own, "cpu", rehearses))
         made = cls(model.name, segments)
         made.weights = weights
         return made
@@ -244,26 +237,3 @@ class SegmentedProgram(nn.Module):
         for segment in self.segments:
             value = segment.rehearse(*inputs, hidden=value)
         return value
-
-
-def weights_in_rows(
-    program: Mapping[str, Any], bound: Sequence[Tensor], rows: dict[str, Tensor] | None = None
-) -> list[Tensor]:
-    """What `bind_weights` returns, as the graph reads it.
-
-    The weights that a CPU engine stores in blocks are copied, which takes memory and time: eager
-    graphs of such engines are for looking into a result.
-
-    Args:
-        program: content of `program.json`.
-        bound: what it reads, as it is stored.
-        rows: key → what another program of these weights reads; gets what is new.
-    """
-    entries = [e for e in program["inputs"] if e["kind"] in ("weight", "constant")]
-    rows = {} if rows is None else rows
-    for entry, weight in zip(entries, bound, strict=True):
-        # inputs of one key are one tensor
-        if entry["key"] not in rows:
-            is_packed = "blocks_of" in entry
-            rows[entry["key"]] = from_blocks(weight, entry["blocks_of"]) if is_packed else weight
-    return [rows[entry["key"]] for entry in entries]

@@ -28,7 +28,7 @@ class OnnxBackend(RuntimeBackend):
         rows = rows_of(manifest)
         assert rows is not None, "the manifest was validated"
         cache = make_cache(manifest, limits, rows=rows, grows=can_grow())
-        operators = load_operators(path, manifest)
+        operators = load_operators()
         for name in manifest.weights_files:
             # onnxruntime maps them
             if crc32 := manifest.files[name].crc32:

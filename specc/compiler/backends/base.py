@@ -12,7 +12,7 @@ import torch
 from specc.artifact.backends import BackendFacts, facts_of
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry, TensorRTEntry
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
 from specc.compiler.self_drafts import SelfDraftProgram
@@ -54,14 +54,12 @@ class Emitted:
     """What a backend has added to an engine.
 
     Args:
-        native: of engines that bring compiled operators.
         rectangle: of engines whose programs take padded batches.
         tensorrt: of engines for TensorRT.
         records: what its passes did.
         warnings: what the user should know.
     """
 
-    native: NativeEntry | None = None
     rectangle: CacheRowsEntry | None = None
     tensorrt: TensorRTEntry | None = None
     records: list[PassRecord] = field(default_factory=list)

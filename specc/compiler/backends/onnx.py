@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from specc.artifact.backends import facts_of
 from specc.artifact.cache_rows import CacheRows
-from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
-from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, NativeEntry
+from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.lower.cpu import lower as lower_cpu
 from specc.passes.lower.onnx import lower as lower_onnx
 from specc.passes.lower.onnx.operators import OPSET
 from specc.passes.lower.onnx.quantized import Products
@@ -109,14 +107,11 @@ def cache_rows_of(limits: LimitsEntry, plans: Sequence[SpecPlan]) -> CacheRowsEn
 
 
 class OnnxCompiler(PaddedCompiler):
-    """Adds the compiled operators of a step, where there is a compiler for them."""
+    """ONNX files for onnxruntime; the step's own operators are those of specc's library."""
 
     facts = facts_of("onnx")
     aliases = ("onnxruntime",)
     options = (*RANK_OPTIONS, "quantize")
-
-    def emit(self, engine: UnfinishedEngine) -> Emitted:
-        return dataclasses.replace(super().emit(engine), native=native_operators(engine.writer))
 
     def probe_refusal(self, manifest: Manifest) -> str | None:
         if any(model.dtype in self.facts.unrun_dtypes for model in manifest.models):
@@ -125,14 +120,6 @@ class OnnxCompiler(PaddedCompiler):
                 " specc run needs --backend eager; the ONNX files are for other readers"
             )
         return super().probe_refusal(manifest)
-
-
-def native_operators(writer: EngineWriter) -> NativeEntry | None:
-    """Compiled operators of a step, where there is a compiler; without them the oracles run."""
-    if lower_cpu.missing_compiler() is not None:
-        return None
-    isa_flags = lower_cpu.copy_operators(writer.path(lower_cpu.LIBRARY_FILE))
-    return NativeEntry(lower_cpu.LIBRARY_FILE, isa_flags)
 
 
 BACKEND = OnnxCompiler()

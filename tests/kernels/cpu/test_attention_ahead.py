@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from specc.kernels import native
+from specc.kernels import native_build
 from specc.system.cxx_compiler import find_compiler
 
 # a request is recorded; the headers before it use the builtin no further
@@ -85,9 +85,9 @@ extern "C" int64_t requests_of_int8(int64_t rows, int64_t dim) {{
 def compiled(source: str, folder, *flags: str) -> ctypes.CDLL:
     path, out = folder / "wrapper.cpp", folder / "wrapper.so"
     path.write_text(source, encoding="utf-8")
-    include = ["-I", str(native.SOURCE_DIR)]
+    include = ["-I", str(native_build.SOURCE_DIR)]
     command = [find_compiler(), "-std=c++20", "-shared", "-fPIC", *flags, *include]
-    native._run([*command, str(path), "-o", str(out)])
+    native_build.run_compiler([*command, str(path), "-o", str(out)])
     return ctypes.CDLL(str(out))
 
 

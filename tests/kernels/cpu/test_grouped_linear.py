@@ -15,7 +15,7 @@ from tests.kernels.cpu.test_linear import DTYPES, assert_close, in_poison
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def owners(ends: list[int], rows: int) -> list[int | None]:

@@ -22,7 +22,7 @@ K, N = 48, 100
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
-    native.load(native.build())
+    native.load()
 
 
 @pytest.mark.parametrize("layout", **EVERY)

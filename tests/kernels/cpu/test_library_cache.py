@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specc.kernels import native
+from specc.kernels import native, native_build
 from tests.fake_compiler import SLOW_BUILD, fake_compiler
 
 
@@ -38,7 +38,7 @@ def test_the_second_build_is_the_first(runs, tmp_path):
     assert library.is_relative_to(tmp_path / "cache" / "native")
     assert library.read_text().startswith("made of")
     count = runs()
-    assert count == len(native._sources()) + 1
+    assert count == len(native_build.sources()) + 1
     assert native.build(tmp_path / "cache") == library
     assert runs() == count
     # nothing but the library and its hash is kept
@@ -47,23 +47,21 @@ def test_the_second_build_is_the_first(runs, tmp_path):
 
 def test_whatever_a_library_is_made_of_is_in_its_key(runs, tmp_path, monkeypatch):
     sources = tmp_path / "sources"
-    shutil.copytree(native.SOURCE_DIR, sources)
+    shutil.copytree(native_build.SOURCE_DIR, sources)
     # each is a process for each library
     for path in sources.glob("*.cpp"):
-        if path.name not in ("step.cpp", *native._INTERFACE):
+        if path.name != "step.cpp":
             path.unlink()
-    monkeypatch.setattr(native, "SOURCE_DIR", sources)
+    monkeypatch.setattr(native_build, "SOURCE_DIR", sources)
     made = {native.build(tmp_path / "cache")}
     for name in ("vec.h", "step.cpp"):
         (sources / name).write_text((sources / name).read_text() + "// changed\n")
         made.add(native.build(tmp_path / "cache"))
-    for name, value in (("isa_flags", lambda: ("avx9",)), ("_FLAGS", (*native._FLAGS, "-g"))):
+    for name, value in (("isa_flags", lambda: ("avx9",)), ("FLAGS", (*native_build.FLAGS, "-g"))):
         with monkeypatch.context() as patch:
-            patch.setattr(native, name, value)
+            patch.setattr(native_build, name, value)
             made.add(native.build(tmp_path / "cache"))
-    monkeypatch.setattr(native.torch, "__version__", "9.9.9")
-    made.add(native.build(tmp_path / "cache"))
-    assert len(made) == 6
+    assert len(made) == 5
 
 
 def included(name: str) -> set[str]:
@@ -71,7 +69,7 @@ def included(name: str) -> set[str]:
     found: set[str] = set()
     waiting = [name]
     while waiting:
-        path = native.SOURCE_DIR / waiting.pop()
+        path = native_build.SOURCE_DIR / waiting.pop()
         if path.is_file():
             named = set(re.findall(r'^#include [<"](.+)[>"]', path.read_text(), re.MULTILINE))
             waiting += named - found
@@ -79,36 +77,21 @@ def included(name: str) -> set[str]:
     return found
 
 
-def test_torchs_own_headers_are_read_once():
-    """Reading them takes seconds; the stable interface takes one, the C functions less."""
-    heavy = re.compile(r"ATen/|c10/|torch/(?!csrc/stable/|csrc/inductor/aoti_torch/|headeronly/)")
-    readers = {
-        source.name
-        for source in native._sources()
-        if any(heavy.match(name) for name in included(source.name))
-    }
-    assert readers == {native._CLASSES}
-    assert native._sources()[0].name == native._CLASSES
+def test_no_source_includes_torch():
+    """What is compiled needs the compiler alone."""
+    for source in native_build.sources():
+        assert not {x for x in included(source.name) if re.match("torch|ATen|c10", x)}, source
 
 
 def test_every_source_is_compiled_once():
-    compiled = [source.name for source in native._sources()]
-    for source in native._sources():
+    compiled = [source.name for source in native_build.sources()]
+    for source in native_build.sources():
         members = [name for name in included(source.name) if name.endswith(".cpp")]
         compiled += members
         # a unit says nothing itself
         lines = source.read_text().splitlines()
         assert not members or all(line.startswith(("//", "#include")) for line in lines)
-    assert sorted(compiled) == sorted(path.name for path in native.SOURCE_DIR.glob("*.cpp"))
-
-
-def test_torchs_stable_interface_is_read_once():
-    readers = {
-        source.name
-        for source in native._sources()
-        if "torch/csrc/stable/library.h" in included(source.name)
-    }
-    assert readers == {"unit_operators.cpp"}
+    assert sorted(compiled) == sorted(path.name for path in native_build.SOURCE_DIR.glob("*.cpp"))
 
 
 @pytest.mark.slow
@@ -131,9 +114,9 @@ def test_two_builds_at_once(tmp_path, monkeypatch):
 def test_where_the_cache_lies(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert native.default_cache_dir() == tmp_path / "a"
+    assert native_build.default_cache_dir() == tmp_path / "a"
     monkeypatch.delenv("SPECC_CACHE_DIR")
-    assert native.default_cache_dir() == tmp_path / "b" / "specc"
+    assert native_build.default_cache_dir() == tmp_path / "b" / "specc"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert native.default_cache_dir() == tmp_path / ".cache" / "specc"
+    assert native_build.default_cache_dir() == tmp_path / ".cache" / "specc"

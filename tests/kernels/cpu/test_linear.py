@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.artifact.weight_layout import to_blocks
-from specc.kernels import native
+from specc.kernels import native, native_build
+from specc.system.machine import isa_flags
 from tests.native_library import load_wrapper
 from tests.tiers import only
 
@@ -70,10 +70,10 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(native.isa_flags()):
+    if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    flags = [f for f in native._FLAGS if not f.startswith("-march")] + [f"-march={isa}"]
-    openmp = native._openmp(Path(torch.__file__).parent)
+    flags = [f for f in native_build.FLAGS if not f.startswith("-march")] + [f"-march={isa}"]
+    openmp = native.openmp_flags()
     return load_wrapper(
         tmp_path_factory.mktemp("linear"), WRAPPER, flags, ("linear.cpp",), tuple(openmp)
     )
@@ -81,7 +81,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def operators() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
-from specc.kernels import native
+from specc.kernels import native, native_build
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
+from specc.system.machine import isa_flags
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
 from tests.native_library import load_wrapper
 from tests.tiers import checkered, every, only
@@ -85,15 +85,19 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(native.isa_flags()):
+    if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
     kernels = ("linear_q.cpp", "linear_fp8.cpp")
     each = [
-        [f for f in native._flags_of(native.SOURCE_DIR / k) if not f.startswith("-march")]
+        [
+            f
+            for f in native_build.flags_of(native_build.SOURCE_DIR / k)
+            if not f.startswith("-march")
+        ]
         for k in kernels
     ]
     assert each[0] == each[1]
-    openmp = native._openmp(Path(torch.__file__).parent)
+    openmp = native.openmp_flags()
     return load_wrapper(
         tmp_path_factory.mktemp("linear_q"),
         WRAPPER,
@@ -343,7 +347,7 @@ def test_reads_nothing_beyond_x_and_weight(library, k, layout):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators_are_told_how_many_bits_rows_have(dtype):
-    native.load(native.build())
+    native.load()
     x, layout = torch.randn(6, 100).to(dtype), LAYOUTS[2]
     arguments = (70, *numbers_of(layout))
     stored = random_weight(70, 100, layout)
@@ -365,7 +369,7 @@ def test_operators_are_told_how_many_bits_rows_have(dtype):
 @pytest.mark.parametrize("layout", **EVERY)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operator(dtype, layout):
-    native.load(native.build())
+    native.load()
     x = in_poison(7, 48, dtype=dtype, padding=16)
     stored, bias = random_weight(100, 48, layout), torch.randn(100).to(dtype)
     arguments = (100, *numbers_of(layout))

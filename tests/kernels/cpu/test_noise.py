@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.kernels import native
+from specc.kernels import native_build
 from specc.kernels.reference.sampling import (
     DRAW_NOISE,
     TOKEN_NOISE,
@@ -20,6 +20,7 @@ from specc.kernels.reference.sampling import (
     uniform_reference,
 )
 from specc.system.cxx_compiler import find_compiler
+from specc.system.machine import isa_flags
 from tests.kernels.cpu.test_linear import ISAS
 from tests.native_library import load_wrapper
 from tests.tiers import every, only
@@ -66,9 +67,9 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
     isa = request.param
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(native.isa_flags()):
+    if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    flags = native._flags_of(native.SOURCE_DIR / "noise.cpp")
+    flags = native_build.flags_of(native_build.SOURCE_DIR / "noise.cpp")
     flags = (*(flag for flag in flags if not flag.startswith("-march")), f"-march={isa}")
     loaded = load_wrapper(tmp_path_factory.mktemp("noise"), WRAPPER, flags)
     loaded.uniform_of.restype = ctypes.c_float
@@ -147,21 +148,21 @@ def test_what_rounds_like_the_oracle_is_compiled_that_way(monkeypatch):
     """Whatever includes `exact_math.h`; and the flags are in the library's key."""
     includers = {
         path.name
-        for path in native.SOURCE_DIR.glob("*.cpp")
+        for path in native_build.SOURCE_DIR.glob("*.cpp")
         if '#include "exact_math.h"' in path.read_text(encoding="utf-8")
     }
     assert includers
-    assert includers <= set(native._EXACT_SOURCES)
+    assert includers <= set(native_build._EXACT_SOURCES)
     # also where several are compiled as one
-    compiled = {native.SOURCE_DIR / name: {name} for name in native._EXACT_SOURCES}
-    compiled |= {s: set(native._included(s)) or {s.name} for s in native._sources()}
+    compiled = {native_build.SOURCE_DIR / name: {name} for name in native_build._EXACT_SOURCES}
+    compiled |= {s: set(native_build._included(s)) or {s.name} for s in native_build.sources()}
     for source, names in compiled.items():
-        assert (exact := names & set(native._EXACT_SOURCES)) in (set(), names), source
-        assert ("-ffp-contract=off" in native._flags_of(source)) == bool(exact)
+        assert (exact := names & set(native_build._EXACT_SOURCES)) in (set(), names), source
+        assert ("-ffp-contract=off" in native_build.flags_of(source)) == bool(exact)
     compiler = find_compiler()
-    keys = {native._content_key(compiler)}
-    for name, value in (("_EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("linear_q.cpp",))):
+    keys = {native_build.content_key(compiler)}
+    for name, value in (("EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("linear_q.cpp",))):
         with monkeypatch.context() as patch:
-            patch.setattr(native, name, value)
-            keys.add(native._content_key(compiler))
+            patch.setattr(native_build, name, value)
+            keys.add(native_build.content_key(compiler))
     assert len(keys) == 3

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from pathlib import Path
 
 import pytest
-import torch
 
 from specc.kernels import native
 from tests.native_library import load_wrapper
@@ -123,7 +121,7 @@ EXPORT int64_t cache_bytes() { return sysconf(_SC_LEVEL2_CACHE_SIZE); }
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    openmp = native._openmp(Path(torch.__file__).parent)
+    openmp = native.openmp_flags()
     flags = ["-std=c++20", "-O2", "-fopenmp", "-fPIC"]
     found = load_wrapper(tmp_path_factory.mktemp("team"), TEAM, flags, (), tuple(openmp))
     for name in ("work", "ask", "cache_bytes"):

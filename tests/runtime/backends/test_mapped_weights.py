@@ -73,7 +73,7 @@ FORKS = """
 import faulthandler, json, os, pathlib, signal, sys, torch
 from specc.kernels import native
 from specc.runtime.backends.program_files import MappedWeights
-native.load(native.build())
+native.load()
 root, ends = pathlib.Path(sys.argv[1]), {}
 for name, code in json.load(sys.stdin).items():
     pid = os.fork()

@@ -29,7 +29,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(autouse=True, scope="module")
 def _library() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def add(*values: float) -> Any:
@@ -246,7 +246,7 @@ OPEN = """
 import sys
 from specc.errors import RankError
 from specc.kernels import native
-native.load(native.build())
+native.load()
 from specc.runtime.ranks.group import SharedGroup
 for call in sys.argv[1:]:
     ticket, rank, num_ranks = call.rsplit(",", 2)
@@ -328,7 +328,7 @@ def test_a_group_imports_nothing_of_torch_distributed():
         before = set(sys.modules)
         from specc.kernels import native
         from specc.runtime.ranks.group import SharedGroup
-        native.load(native.build())
+        native.load()
         group = SharedGroup.create(1)
         torch.ops.specc.all_reduce(torch.ones(2))
         group.close()
@@ -346,7 +346,7 @@ import sys
 import torch
 from specc.errors import RankError
 from specc.kernels import native
-native.load(native.build())
+native.load()
 from specc.runtime.ranks.gloo import join_gloo
 try:
     group = join_gloo(sys.argv[1], int(sys.argv[2]), 2, float(sys.argv[3]))

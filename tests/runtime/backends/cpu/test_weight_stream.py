@@ -27,7 +27,7 @@ START = 2 * PAGE + 520
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
-    native.load(native.build())
+    native.load()
 
 
 def make(path: Path, sizes: tuple[int, ...]) -> tuple[np.ndarray, list[Piece]]:

@@ -1,27 +1,23 @@
-"""A model's compiled segments: one program for each kind, and weights that may stay in a file."""
+"""A model's segments as instructions, and weights that may stay in a file."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
-import os
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from specc.artifact.offload import OffloadPlan, Piece
 from specc.artifact.segments import SegmentedModel
 from specc.errors import EngineError
 from specc.kernels.ranks import rank_error
-from specc.runtime.backends.cpu.compiled_program import (
-    CompiledProgram,
-    unpacked_package,
-    with_ancestors,
-)
+from specc.kernels.weight_stream import WeightStream
+from specc.runtime.backends.cpu.native_calls import Pool, functions, made
+from specc.runtime.backends.cpu.program import CpuProgram, run_program, with_ancestors
 from specc.runtime.backends.program_files import takes_mass
 
 _log = logging.getLogger(__name__)
@@ -32,40 +28,41 @@ _FAILED = re.compile(
 )
 
 
-class CompiledSegments:
-    """As `CompiledProgram`, of a model that was compiled as segments.
+class CpuSegments:
+    """As `CpuProgram`, of a model that was compiled as segments.
 
     Args:
         model: the segments.
-        packages: the `.pt2` of each kind, and its sha256.
         weights: key → tensor of each weight and constant.
         caches: per layer of the whole model, the k and v cache [blocks, block_size, HK, D].
         offload: what stays in the file; None: whatever the system keeps of it.
         file: of the weights, where some of them stay in it.
+        pool: memory of the engine's programs; None: its own.
+        reserve: bytes that its values are known to take.
     Raises:
-        EngineError: a package cannot be loaded or was altered, or an input has no weight.
+        EngineError: an input has no weight, or instructions cannot run.
     """
 
     def __init__(
         self,
         model: SegmentedModel,
-        packages: Sequence[tuple[Path, str | None]],
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         offload: OffloadPlan | None = None,
         file: Path | None = None,
+        pool: Pool | None = None,
+        reserve: int = 0,
     ) -> None:
         self.name, self.weights = model.name, weights
         self.offload = offload
+        self._pool = Pool() if pool is None else pool
         programs = [model.program(number) for number in range(len(model.segments))]
-        self.native = torch.classes.specc.SegmentedProgram(takes_mass(programs[0]))
-        self.stream: Any = None
+        self.stream: WeightStream | None = None
         bound, pieces = dict(weights), {}
         if offload is not None and file is not None:
             bound |= _copied(file, offload.kept, weights)
             if offload.streamed:
                 self.stream = open_stream(file, offload.streamed)
-                self.native.set_stream(self.stream)
                 if not self.stream.is_direct():
                     _log.warning(
                         "%s is on a file system without O_DIRECT: weights are read through the"
@@ -73,22 +70,28 @@ class CompiledSegments:
                         file,
                     )
             for place, piece in enumerate(offload.streamed):
+                assert self.stream is not None
                 pieces[piece.segment] = place
                 bound |= _views(self.stream.piece(place), piece, weights)
-        with contextlib.ExitStack() as stack:
-            paths = [stack.enter_context(unpacked_package(*package)) for package in packages]
-            self._segments = [
-                CompiledProgram(
-                    program,
-                    packages[segment.kind][0],
-                    bound,
-                    [caches[layer] for layer in segment.layers],
-                    unpacked=paths[segment.kind],
-                )
-                for program, segment in zip(programs, model.segments, strict=True)
-            ]
-        for number, program in enumerate(self._segments):
-            self.native.add(program.native, pieces.get(number, -1))
+        self._segments = [
+            CpuProgram(program, bound, [caches[i] for i in segment.layers], self._pool, reserve)
+            for program, segment in zip(programs, model.segments, strict=True)
+        ]
+        count = len(self._segments)
+        pointers = (ctypes.c_void_p * count)(*[program.pointer for program in self._segments])
+        places = (ctypes.c_int64 * count)(*[pieces.get(number, -1) for number in range(count)])
+        library = functions()
+        self.pointer = made(
+            library.specc_segments_new(
+                pointers,
+                places,
+                count,
+                None if self.stream is None else self.stream.handle,
+                takes_mass(programs[0]),
+            )
+        )
+        self._finalizer = weakref.finalize(self, library.specc_program_free, self.pointer)
+        self._finalizer.atexit = False
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """Run over flat tokens; inputs and result are those of `ModelProgram.forward`.
@@ -98,16 +101,26 @@ class CompiledSegments:
             RankError: another rank is why a collective failed, whatever it could not read.
         """
         try:
-            return self.native.run(with_ancestors(inputs))
+            return run_program(self.pointer, self._pool, with_ancestors(inputs))
         except RuntimeError as error:
             raise rank_error(error) or stream_error(error) or error from None
 
-    def call_in(self, runner: Any, result: int) -> None:
-        """Let a native runner of steps call it; arguments follow."""
-        runner.call_segments(self.native, result)
+    @property
+    def python_names(self) -> list[str]:
+        """Operators without a kernel, of each instruction that calls one."""
+        return [name for program in self._segments for name in program.python_names]
+
+    @property
+    def num_threads(self) -> int:
+        return self._segments[0].num_threads
+
+    def set_num_threads(self, count: int) -> None:
+        """Threads of every pass, whichever thread calls."""
+        for program in self._segments:
+            program.set_num_threads(count)
 
 
-def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> Any:
+def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> WeightStream:
     """What reads pieces of a file while others are used; see kernels/cpu/weight_stream.h.
 
     Args:
@@ -119,7 +132,7 @@ def open_stream(file: Path, pieces: Sequence[Piece], direct: bool = True) -> Any
     """
     offsets, sizes = [p.offset for p in pieces], [p.size for p in pieces]
     try:
-        return torch.classes.specc.WeightStream(os.fspath(file), offsets, sizes, direct)
+        return WeightStream(file, offsets, sizes, direct)
     except RuntimeError as error:
         raise EngineError(
             str(error).strip().splitlines()[0],

@@ -1,0 +1,25 @@
+"""The phases of an engine for the CPU: what they leave is what its kernels run."""
+
+from __future__ import annotations
+
+from specc.passes.lower.cpu.experts import LowerExperts, PackExperts
+from specc.passes.lower.cpu.linear import LowerLinear
+from specc.passes.lower.cpu.pack_weights import PackWeights
+from specc.passes.pipeline import Phases
+
+# of graphs before it other ones can be made: it does nothing itself
+CPU = "cpu"
+
+
+def cpu_phases(num_positions: int) -> Phases:
+    """The phases of an engine.
+
+    Args:
+        num_positions: rows of passes are at positions 0 … num_positions - 1. Those of a block
+            drafter's pass may lie beyond the last position that the engine serves.
+    """
+    return (
+        (CPU, ()),
+        ("layout", (PackWeights, PackExperts)),
+        ("products", (LowerLinear, LowerExperts)),
+    )
