@@ -50,8 +50,8 @@ class _Layouts:
             self._note(places, item, self._words_of(key))
         self._note(places, self._node, _words(self._rule.result, self._node.meta["val"].dim()))
         for first, *others in places.values():
-            for element in others:
-                self._found.same(*first, *element)
+            for other in others:
+                self._found.same(*first, *other)
         if self._rule.contracted is not None:
             key, word = self._rule.contracted
             place = self._words_of(key).index(word)

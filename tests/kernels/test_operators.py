@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from specc.kernels import generate, ops
+from specc.kernels import generate, native, ops
 from specc.kernels.operator import (
     Cut,
     Lookup,
@@ -116,6 +116,11 @@ def assert_fake_is(function: Any, fake: Any, operator: Operator) -> None:
 def test_fakes_are_like_the_oracle(operator):
     """Shapes, types and strides of results; what the schema does not name stays as it was."""
     assert_fake_is(operator.reference, getattr(ops, operator.name), operator)
+
+
+def test_the_library_has_what_the_table_says(native_operators):
+    names = {name for name in native.operator_names() if name.startswith("specc::")}
+    assert names == {f"specc::{operator.name}" for operator in ops.of_cpu()}
 
 
 @pytest.mark.parametrize("operator", ops.of_cpu(), ids=lambda item: item.name)
