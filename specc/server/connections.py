@@ -22,8 +22,9 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from specc.server.config import ConnectionLimits, Origins
+from specc.server.config import ConnectionLimits
 from specc.server.errors import ApiError, error_response, to_bytes
+from specc.server.origin_options import Origins
 from specc.server.origins import with_origins
 from specc.server.strict_http import StrictConnection
 from specc.server.turns import Turns
