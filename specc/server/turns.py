@@ -109,7 +109,7 @@ class Turns(FlowControl):
             self._next.cancel()
 
     def step(self) -> bool:
-        """Parse a part of what has come; whether another one is due."""
+        """Parse a part of what has come, unless nobody reads it now; whether more is left."""
         if self.read_paused or not self._left:
             return False
         part = bytes(self._left[:TURN_BYTES])
@@ -120,7 +120,7 @@ class Turns(FlowControl):
             self.close()
         elif self._left:
             self._transport.pause_reading()
-            return not self.read_paused
+            return True
         elif not self.read_paused:
             self._transport.resume_reading()
         return False
