@@ -30,6 +30,7 @@ from specc.kernels.operator import (
     PassLimits,
     Product,
     SortedRows,
+    nothing,
 )
 from specc.kernels.ops import OPERATORS
 from specc.kernels.reference.ranks import LockstepGroup, use_group, use_links
@@ -238,13 +239,20 @@ def test_what_cpp_is_told_is_the_table():
 
 
 def test_an_operator_is_found_by_what_graphs_call():
-    assert ops.operator_of(ops.block_mass) is OPERATORS["block_mass"]
+    for name, operator in OPERATORS.items():
+        assert ops.operator_of(getattr(ops, name)) is operator
     assert ops.operator_of(torch.ops.aten.linear.default) is None
     assert ops.operator_of(max) is None
-    assert OPERATORS["block_mass"].writes
-    assert not OPERATORS["linear"].writes
+
+
+@every_operator
+def test_what_writes_returns_nothing_new_or_says_so(operator):
+    written = [argument for argument in arguments_of(operator) if argument.is_write]
+    assert operator.writes == bool(written)
+    assert operator.writes or operator.fake is not nothing
 
 
 def test_no_name_is_taken_twice():
-    with pytest.raises(AssertionError, match="block_mass is registered"):
-        ops.register(OPERATORS["block_mass"])
+    name, operator = next(iter(OPERATORS.items()))
+    with pytest.raises(AssertionError, match=f"{name} is registered"):
+        ops.register(operator)
