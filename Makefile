@@ -53,7 +53,7 @@ help:
 	@echo "make lint       formatting, lint, types and imports between packages only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
 
-demo: $(VENV)/.compile
+demo: $(VENV)/.library
 	@$(RUN) $(BIN)/python examples/demo.py
 
 decode: build/decode
@@ -65,11 +65,11 @@ build/decode: examples/decode.cpp $(VENV)/.compile
 		-Wl,-rpath,$$torch/lib,--allow-shlib-undefined -ltorch_cpu -lc10
 
 # checks of one thread each, side by side
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.library
 	@$(MAKE) -s --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-full: lint build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
+test-full: lint $(VENV)/.library build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@rm -f $(REPORT); files=; if [ -n "$(AGAIN)" ]; then \
 			[ -z "$(PART)$(PYTEST_ARGS)" ] || { printf '%s\n' \
 				"found:  AGAIN=1 with PART or PYTEST_ARGS, which choose tests" \
@@ -117,7 +117,7 @@ lint: $(VENV)/.dev
 		--config $(CURDIR)/pyproject.toml 2>&1) || { echo "$$said"; exit 1; }
 
 clean:
-	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build out kernels/lib $(VENV)/.library .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 distclean: clean
@@ -129,8 +129,15 @@ $(VENV)/.dev: $(VENV)/.compile
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	@touch $@
 
+# what the library of the CPU's operators is made of: objects of the rest are kept
+$(VENV)/.library: $(VENV)/.compile CMakeLists.txt $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+	@if [ -f build/library/build.ninja ]; then \
+		$(BIN)/cmake --build build/library -- --quiet; \
+	else $(PIP) --no-deps --no-build-isolation --editable .; fi
+	@touch $@
+
 $(VENV)/.compile: $(VENV)/.torch pyproject.toml constraints.txt editable_build.py
-	@echo "specc: installing transformers, tokenizers and specc"
+	@echo "specc: installing transformers, tokenizers and specc, and compiling its operators"
 	@$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[compile]"
 	@touch $@
 
@@ -158,7 +165,7 @@ build/.rewritten: $(VENV)/.dev $(shell find tests -name '*.py')
 # torch comes first and alone: nothing that depends on it may choose another build
 $(VENV)/.torch: $(VENV)/.python constraints.txt
 	@echo "specc: installing $$(grep '^torch==' constraints.txt) (the largest download)"
-	@$(PIP) --constraint constraints.txt setuptools
+	@$(PIP) --constraint constraints.txt scikit-build-core cmake ninja
 	@$(PIP) --constraint constraints.txt $(TORCH_PIP_ARGS) torch
 	@touch $@
 

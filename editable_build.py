@@ -1,10 +1,15 @@
-"""The build backend: setuptools', whose editable installs lose to no folder called `specc`.
+"""The build backend: scikit-build-core's, with editable installs for this layout of folders.
 
-Python looks through the folders of sys.path before it asks what setuptools puts into an editable
-install. Where one of them holds a clone of this repository, whose root is no package, that would
-be what `import specc` finds: a namespace package of nothing. So an editable install also gets a
-finder that comes first. It lets real packages win, as a plain wheel does by itself, and finds the
-checkout where there would be such a folder, or nothing.
+Two things its own editable installs cannot do. The folders passes, runtime and kernels beside specc
+are parts of it: its mode `redirect` would have to list each of their modules, at every start of
+Python and again after each new file. And with it the checkout would win over everything, also over
+a real package of this name that is first on the path, such as a copy of the checkout whose tests
+run; in its mode `inplace`, which builds among the sources, any folder called specc would win
+over the checkout, for instance the clone itself, whose root is no package.
+
+So an editable install gets a finder that comes before the folders of sys.path. It lets real
+packages win, as a plain wheel does by itself, and finds the checkout where there would be such a
+folder, or nothing. In the checkout specc/__init__.py finds the other parts.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403 - all that a backend has
+from scikit_build_core import build as backend
+from scikit_build_core.build import *  # noqa: F403 - all that a backend has
 
 _MODULE = "_specc_checkout"
+# scikit-build-core's own finder, which would find nothing
+_REPLACED = "_editable_skbc_"
 _FINDER = '''\
 """Finds specc in its checkout before folders of this name; editable_build.py there wrote it."""
 
@@ -51,27 +58,30 @@ def build_editable(
     config_settings: dict[str, Any] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """PEP 660: what setuptools builds, and the finder."""
-    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    """PEP 660: what scikit-build-core builds, the library in the checkout, and the finder."""
+    name = backend.build_editable(wheel_directory, config_settings, metadata_directory)
     init = str(Path("specc", "__init__.py").resolve())
     added = {
         f"{_MODULE}.py": _FINDER.format(init=init),
         f"{_MODULE}.pth": f"import {_MODULE}\n",
     }
-    _add_files(Path(wheel_directory, name), added)
+    _change_files(Path(wheel_directory, name), added)
     return name
 
 
-def _add_files(wheel: Path, added: dict[str, str]) -> None:
-    """Put files into a wheel, and into its RECORD, which names all of them with their hashes."""
+def _change_files(wheel: Path, added: dict[str, str]) -> None:
+    """Put files into a wheel, in place of its finder, and into its RECORD with their hashes."""
     with zipfile.ZipFile(wheel) as archive:
-        contents = {item: archive.read(item) for item in archive.infolist()}
+        kept = [one for one in archive.infolist() if not one.filename.startswith(_REPLACED)]
+        contents = {item: archive.read(item) for item in kept}
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in added.items():
             archive.writestr(name, text)
         for item, data in contents.items():
             if item.filename.endswith(".dist-info/RECORD"):
-                data += "".join(map(_record, added, added.values())).encode()
+                lines = data.decode().splitlines(keepends=True)
+                listed = [line for line in lines if not line.startswith(_REPLACED)]
+                data = "".join([*listed, *map(_record, added, added.values())]).encode()
             archive.writestr(item, data)
 
 

@@ -1,11 +1,11 @@
-"""Measure `specc::all_reduce` between processes of this machine: shared memory beside gloo.
+"""Measure `specc::all_reduce` between processes of this machine: shared memory, TCP, gloo.
 
     OMP_NUM_THREADS=1 python examples/measure_all_reduce.py --json all_reduce.json
 
 Methods take turns, a block of calls each, in the same processes; times are those of rank 0, one
-call each, the operator's dispatch included. `gloo` is specc's operator over a process group of
-torch.distributed, whose sums have the order of ranks; `torch` is torch.distributed.all_reduce on
-the same group, whose sums have gloo's order, and which adds up in place.
+call each, the operator's dispatch included. `sockets` is specc's operator over TCP, whose sums have
+the order of ranks; `torch` is torch.distributed.all_reduce over gloo, whose sums have gloo's order,
+and which adds up in place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from specc.kernels import native
 from specc.percentile import percentile
-from specc.runtime.ranks.gloo import join_gloo
 from specc.runtime.ranks.group import SharedGroup
+from specc.runtime.ranks.sockets import join_sockets
 from specc.system.machine import describe_machine
 
 SHAPES = ((1, 2048), (8, 2048), (64, 2048))
-METHODS = ("shared", "torch", "gloo")
+METHODS = ("shared", "torch", "sockets")
 BLOCK = 50  # calls; those of a block come right after each other, as in a pass
 
 
@@ -63,12 +63,12 @@ def measure(rank: int, num_ranks: int, port: int, rounds: int) -> dict[str, list
                 times.setdefault(f"torch {shape}", []).extend(by_torch)
         dist.barrier()
         group.close()
-        group = join_gloo(address, rank, num_ranks)
+        group = join_sockets(free_address(rank), rank, num_ranks)
         for shape, x in inputs.items():
             assert torch.equal(torch.ops.specc_cpu.all_reduce(x), expected[shape])
-            by_gloo = run_block(torch.ops.specc_cpu.all_reduce, x)
+            by_sockets = run_block(torch.ops.specc_cpu.all_reduce, x)
             if number:
-                times.setdefault(f"gloo {shape}", []).extend(by_gloo)
+                times.setdefault(f"sockets {shape}", []).extend(by_sockets)
         group.close()
     dist.destroy_process_group()
     return times
@@ -93,6 +93,23 @@ def open_shared(rank: int, num_ranks: int) -> SharedGroup:
     return group
 
 
+def free_address(rank: int) -> str:
+    """One of this machine, of all ranks alike."""
+    import torch.distributed as dist
+
+    chosen: list[str | None] = [None]
+    if rank == 0:
+        chosen = [f"tcp://127.0.0.1:{free_port()}"]
+    dist.broadcast_object_list(chosen)
+    return str(chosen[0])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def run_block(function: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
     times = []
     for _ in range(BLOCK):
@@ -104,9 +121,7 @@ def run_block(function: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
 
 def start(num_ranks: int, rounds: int) -> dict[str, list[float]]:
     """Run the ranks as processes; the times that rank 0 writes."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-P", __file__, "--rounds", str(rounds), "--ranks", str(num_ranks)]
     processes = [
         subprocess.Popen([*command, "--rank", str(rank), "--port", str(port)], stdout=pipe)
@@ -121,7 +136,8 @@ def start(num_ranks: int, rounds: int) -> dict[str, list[float]]:
 def summary(num_ranks: int, times: dict[str, list[float]]) -> list[dict]:
     rows = []
     for shape in SHAPES:
-        row: dict = {"ranks": num_ranks, "shape": list(shape), "calls": len(times[f"gloo {shape}"])}
+        calls = len(times[f"shared {shape}"])
+        row: dict = {"ranks": num_ranks, "shape": list(shape), "calls": calls}
         for method in METHODS:
             values = sorted(times[f"{method} {shape}"])
             row[f"{method}_us"] = {
@@ -129,7 +145,7 @@ def summary(num_ranks: int, times: dict[str, list[float]]) -> list[dict]:
                 "median": round(percentile(values, 50), 1),
                 "p90": round(percentile(values, 90), 1),
             }
-        for other in ("torch", "gloo"):
+        for other in ("torch", "sockets"):
             ratio = row["shared_us"]["median"] / row[f"{other}_us"]["median"]
             row[f"shared_over_{other}"] = round(ratio, 3)
         rows.append(row)

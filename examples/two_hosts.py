@@ -83,14 +83,10 @@ def main() -> int:
     started: list[subprocess.Popen[bytes]] = []
     with network(pair):
         try:
-            for node, (name, interface, _) in enumerate(pair):
+            for node, (name, _, _) in enumerate(pair):
                 line = command(node, pair[0][2], [str(args.engine.resolve()), *rest])
-                # gloo asks for the address of the host's name, which may be that of another network
-                variables = {"GLOO_SOCKET_IFNAME": interface}
-                shown = shlex.join(["torchrun", *line[3:]])
-                print(f"{name}: GLOO_SOCKET_IFNAME={interface} {shown}", file=sys.stderr)
-                inside = ["ip", "netns", "exec", name, *line]
-                started.append(subprocess.Popen(inside, env={**os.environ, **variables}))
+                print(f"{name}: {shlex.join(['torchrun', *line[3:]])}", file=sys.stderr)
+                started.append(subprocess.Popen(["ip", "netns", "exec", name, *line]))
             # rank 0 prints what was generated; the other ends when it does
             return max(process.wait(args.seconds) for process in started)
         finally:

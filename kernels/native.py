@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
-from specc.kernels import native_build, native_calls
-from specc.kernels.native_build import SOURCE_DIR as SOURCE_DIR
-from specc.kernels.native_build import build as build
+from specc.kernels import native_calls
+from specc.kernels.library_files import library_path
 
+SOURCE_DIR = Path(__file__).parent / "cpu"
 # of specc.h
 INTERFACE_VERSION = 1
 _PREFIX = "specc::"
@@ -33,16 +33,16 @@ def load(library: Path | None = None) -> None:
     """Open the library and make its operators known as `specc_cpu::`; once a process.
 
     Args:
-        library: the file; None is the one for this machine, built where there is none.
+        library: the file; None is the one for this machine.
     Raises:
-        CompilerError: it has to be built, and cannot be.
-        EngineError: it cannot be loaded, or is of another version of specc.
+        ConfigError: SPECC_ISA names a set of instructions that this processor lacks.
+        EngineError: there is none, it cannot be loaded, or it is of another version of specc.
     """
     global _library
     with _lock:
         if _library is not None:
             return
-        opened = open_library(native_build.build() if library is None else library)
+        opened = open_library(library_path() if library is None else library)
         native_calls.bind(opened)
         _register(operator_names(opened))
         _library = opened

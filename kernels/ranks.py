@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ _I32, _I64, _F64, _TEXT = ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "create": (_I32, _I64, _F64, ctypes.POINTER(_I32)),
     "open": (_TEXT, _I32, _I32),
-    "open_gloo": (_TEXT, _F64),
+    "open_sockets": (ctypes.POINTER(_I32), _I32, _I32, _F64),
     "wait": (_F64,),
     "abort": (_TEXT,),
     "states": (ctypes.POINTER(_I64), _I32),
@@ -27,8 +28,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 _LINK_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "create": (_I64, _F64, ctypes.POINTER(_I32), ctypes.POINTER(_I32)),
     "open": (_TEXT, ctypes.POINTER(_I32)),
-    "open_gloo": (_TEXT, _F64, ctypes.POINTER(_I32)),
-    "pass": (_I32, _I32, ctypes.c_void_p, _I32, _I64, _I64, _I64),
+    "open_sockets": (ctypes.POINTER(_I32), _I32, _F64, ctypes.POINTER(_I32)),
+    "pass": (_I32, ctypes.c_void_p, _I32, _I64, _I64, _I64),
     "abort": (_I32, _TEXT),
     "close": (_I32,),
 }
@@ -72,9 +73,9 @@ def open_shared(path: str, rank: int, num_ranks: int) -> None:
     _call("open", path.encode(), rank, num_ranks)
 
 
-def open_gloo(name: str, time_limit: float) -> None:
-    """Open a group over the process group of this name, which has a gloo backend."""
-    _call("open_gloo", name.encode(), time_limit)
+def open_sockets(sockets: Sequence[int], rank: int, time_limit: float) -> None:
+    """Open a group over connections to all other ranks, in their order; closes them, too."""
+    _call("open_sockets", (_I32 * len(sockets))(*sockets), rank, len(sockets), time_limit)
 
 
 def wait_for_all(seconds: float) -> None:
@@ -114,27 +115,33 @@ def open_link(path: str) -> int:
     return number.value
 
 
-def open_gloo_link(name: str, time_limit: float) -> int:
-    """A link over the process group of this name, of two ranks; returns its number."""
+def open_sockets_link(sockets: Sequence[int], rank: int, time_limit: float) -> int:
+    """A link over a connection of two ranks, of which this is the first or the second.
+
+    Args:
+        sockets: of both; this rank's is not read, and the other one is the link's.
+        rank: 0 or 1.
+        time_limit: seconds that a side waits for the other one.
+    Returns:
+        its number.
+    """
     number = _I32(0)
-    _call_link("open_gloo", name.encode(), time_limit, ctypes.byref(number))
+    both = (_I32 * 2)(*sockets)
+    _call_link("open_sockets", both, rank, time_limit, ctypes.byref(number))
     return number.value
 
 
-def pass_on(number: int, values: torch.Tensor, first_sends: bool = True) -> None:
+def pass_on(number: int, values: torch.Tensor) -> None:
     """Give values to the receiver, or fill them with those of the sender.
 
     Args:
         number: of the link.
         values: contiguous, on the host; dtype and shape have to be the same on both sides.
-        first_sends: rank 0 of the two is the sender, as it is in shared memory.
     """
     columns = values.shape[-1] if values.ndim else 1
     rows = values.numel() // columns if columns else 0
     code = _DTYPE_CODES[values.dtype]
-    _call_link(
-        "pass", number, int(first_sends), values.data_ptr(), code, rows, columns, values.nbytes
-    )
+    _call_link("pass", number, values.data_ptr(), code, rows, columns, values.nbytes)
 
 
 def abort_link(number: int, error: RankError) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of a file of weights, read around a pass while others are used; kernels/cpu/weight_stream.h.
+"""Pieces of a weight file, read around a pass while others are used (kernels/cpu/weight_stream.h).
 
 The library of the C++ operators has to be loaded.
 """

@@ -9,16 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from specc.runtime.ranks.group import SharedGroup
+from specc.kernels import ranks
+from specc.runtime.ranks.group import TIME_LIMIT_S, SharedGroup
 
 _FORK = multiprocessing.get_context("fork")
 # of a test as a whole: what hangs is a failure, not a wait
@@ -32,8 +34,8 @@ class RankProcesses:
         num_ranks: processes.
         body: returns what can be pickled.
         arguments: of all ranks alike.
-        transport: `shared` or `gloo`.
-        options: of `SharedGroup.create` and `join_gloo`.
+        transport: `shared` or `sockets`.
+        options: of `SharedGroup.create` and `join_sockets`.
     """
 
     def __init__(
@@ -48,23 +50,20 @@ class RankProcesses:
         self._ends: list[Connection] = []
         options.setdefault("time_limit", PATIENCE_S)
         tickets = [_FORK.Pipe() for _ in range(num_ranks)]
-        if transport == "gloo":
-            # a store in a file: in a fork of a process of tests, torch's of TCP may not answer
-            self._store = tempfile.TemporaryDirectory()
-            address = f"file://{self._store.name}/store"
-            for _, theirs in tickets:
-                theirs.send(address)
+        pairs = connected_pairs(num_ranks) if transport == "sockets" else {}
         for rank in range(num_ranks):
             mine, theirs = _FORK.Pipe()
             process = _FORK.Process(
                 target=_run,
-                args=(transport, rank, tickets, theirs, body, arguments, options),
+                args=(pairs, rank, tickets, theirs, body, arguments, options),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self.processes.append(process)
             self._ends.append(mine)
+        for one in pairs.values():
+            one.close()
 
     def result(self, rank: int, patience: float = PATIENCE_S) -> Any:
         """What the rank returned; its exception is raised."""
@@ -128,8 +127,18 @@ def timed_error(function: Callable[..., Any], *arguments: Any) -> tuple[str, flo
     raise AssertionError("no error")
 
 
+def connected_pairs(num_ranks: int) -> dict[tuple[int, int], socket.socket]:
+    """Rank and rank of the other end → a connection over TCP, of each two ranks."""
+    found = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for first, second in combinations(range(num_ranks), 2):
+            found[second, first] = socket.create_connection(listener.getsockname())
+            found[first, second] = listener.accept()[0]
+    return found
+
+
 def _run(
-    transport: str,
+    pairs: dict[tuple[int, int], socket.socket],
     rank: int,
     tickets: list[tuple[Any, Any]],
     answer: Any,
@@ -139,7 +148,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        group = _open(transport, rank, tickets, options)
+        group = _open(pairs, rank, tickets, options)
         try:
             value = body(group, *arguments)
         finally:
@@ -151,13 +160,19 @@ def _run(
 
 
 def _open(
-    transport: str, rank: int, tickets: list[tuple[Any, Any]], options: dict[str, Any]
+    pairs: dict[tuple[int, int], socket.socket],
+    rank: int,
+    tickets: list[tuple[Any, Any]],
+    options: dict[str, Any],
 ) -> SharedGroup:
     num_ranks = len(tickets)
-    if transport == "gloo":
-        from specc.runtime.ranks.gloo import join_gloo
-
-        return join_gloo(tickets[rank][0].recv(), rank, num_ranks, **options)
+    if pairs:
+        for (of, _), one in pairs.items():
+            if of != rank:
+                one.close()
+        sockets = [pairs[rank, r].detach() if r != rank else -1 for r in range(num_ranks)]
+        ranks.open_sockets(sockets, rank, options.get("time_limit", TIME_LIMIT_S))
+        return SharedGroup(rank, num_ranks, "", None)
     if rank == 0:
         group = SharedGroup.create(num_ranks, **options)
         for _, theirs in tickets[1:]:

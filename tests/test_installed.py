@@ -26,7 +26,7 @@ SCRIPT = textwrap.dedent(
 def clone(folder: Path) -> Path:
     """A checkout in a folder of its own, with links."""
     folder.mkdir(parents=True)
-    for name in (*PARTS, "pyproject.toml", "README.md", "MANIFEST.in", "editable_build.py"):
+    for name in (*PARTS, "pyproject.toml", "README.md", "CMakeLists.txt", "editable_build.py"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -46,7 +46,7 @@ def installed(tmp_path_factory) -> tuple[Path, str]:
     wheels, site = root.parent / "wheels", root.parent / "site"
     wheels.mkdir()
     build = f"import sys; sys.path.insert(0, '.'); import editable_build as build;\
-        build.build_editable({str(wheels)!r})"
+        build.build_editable({str(wheels)!r}, {{'wheel.cmake': 'false'}})"
     python(build, root, "-P")
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as archive:

@@ -1,9 +1,10 @@
 // Collectives of the ranks of a sharded engine; semantics: kernels/reference/ranks.py. A process is
 // one rank of one group at most, and a group has one transport: shared memory for the ranks of a
-// host (ranks_shared.cpp), gloo for those of several (ranks_gloo.cpp).
+// host (ranks_shared.cpp), TCP for those of several (ranks_sockets.cpp).
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -45,6 +46,17 @@ inline std::string three_lines(const std::string& found, const std::string& need
   throw std::runtime_error(three_lines(found, needed, what_to_do));
 }
 
+inline std::string seconds_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", value);
+  return text;
+}
+
+// Up to here every rank adds up all data of all ranks, in one exchange; above, its part of them,
+// and then all take all sums.
+constexpr int64_t kDirectBytes = 65536;
+constexpr int kMaxRanks = 64;
+
 // What a rank last told the others.
 struct State {
   int64_t pid = 0;         // 0: not opened yet
@@ -83,6 +95,9 @@ void drop_group();  // and close it
 std::shared_ptr<Group> create_shared(int size, int64_t slot_bytes, double time_limit,
                                      int* descriptor);
 std::shared_ptr<Group> open_shared(const std::string& path, int rank, int size);
+// `sockets[r]` is connected to rank r, its own place is not read; they belong to the group, or are
+// closed where there can be none.
+std::shared_ptr<Group> open_sockets(const int* sockets, int rank, int size, double time_limit);
 
 // sum[i] = parts[0][i] + parts[1][i] + …, accumulated in float32 and rounded once.
 void sum_in_order(Element element, const void* const* parts, int num_parts, int64_t count,

@@ -68,6 +68,15 @@ SPECC_EXPORT int specc_ranks_open(const char* path, int rank, int size) {
   return guarded([&] { open_group([&] { return open_shared(path, rank, size); }); });
 }
 
+// `sockets`: one for each rank, this one's aside; they are the library's from now on.
+SPECC_EXPORT int specc_ranks_open_sockets(const int* sockets, int rank, int size,
+                                          double time_limit) {
+  return guarded([&] {
+    const std::shared_ptr<Group> made = open_sockets(sockets, rank, size, time_limit);
+    open_group([&] { return made; });
+  });
+}
+
 SPECC_EXPORT int specc_ranks_wait(double seconds) {
   return guarded([&] { group()->wait_for_all(seconds); });
 }

@@ -1,5 +1,6 @@
-// Links between two ranks, besides the group of a process: values go one way. Python (kernels/ranks.py) knows them by number. As groups do, both sides say what they
-// pass on, so a receiver that expects something else gets an error and no wrong values.
+// Links between two ranks, besides the group of a process: values go one way. Python
+// (kernels/ranks.py) knows them by number. As groups do, both sides say what they pass on, so a
+// receiver that expects something else gets an error and no wrong values.
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -59,22 +60,26 @@ SPECC_EXPORT int specc_links_open(const char* path, int* number) {
   return guarded([&] { *number = add(open_shared(path, 1, 2)); });
 }
 
-// The sender, rank 0 of the two or else rank 1, gives `bytes` at `data`; the receiver takes as many
-// there.
-SPECC_EXPORT int specc_links_pass(int number, int first_sends, void* data, int dtype, int64_t rows,
-                                  int64_t columns, int64_t bytes) {
+// `sockets`: two, of which the one of the other rank is the library's from now on.
+SPECC_EXPORT int specc_links_open_sockets(const int* sockets, int rank, double time_limit,
+                                          int* number) {
+  return guarded([&] { *number = add(open_sockets(sockets, rank, 2, time_limit)); });
+}
+
+// The sender, rank 0 of the two, gives `bytes` at `data`; the receiver takes as many there.
+SPECC_EXPORT int specc_links_pass(int number, void* data, int dtype, int64_t rows, int64_t columns,
+                                  int64_t bytes) {
   return guarded([&] {
     const std::shared_ptr<Group> both = link(number);
     Call call;
-    call.kind = first_sends ? Kind::kFromFirst : Kind::kGatherRows;
+    call.kind = Kind::kFromFirst;
     call.dtype = dtype;
     call.rows = rows;
     call.columns = columns;
     call.bytes = bytes;
-    const int sender = first_sends ? 0 : 1;
-    const bool receives = both->rank() != sender;
-    both->share(call, data, [&](int from, int64_t offset, const char* part, int64_t size) {
-      if (receives && from == sender && size > 0)
+    const bool receives = both->rank() != 0;
+    both->share(call, data, [&](int, int64_t offset, const char* part, int64_t size) {
+      if (receives && size > 0)
         std::memcpy(static_cast<char*>(data) + offset, part, size);
     });
   });

@@ -13,7 +13,6 @@
 
 namespace specc::ranks {
 
-constexpr int kMaxRanks = 64;
 constexpr size_t kTextBytes = 2000;
 
 struct alignas(128) Cell {

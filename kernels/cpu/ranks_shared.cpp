@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -24,8 +23,6 @@ namespace {
 
 constexpr int kSpins = 400;
 constexpr auto kBeat = std::chrono::milliseconds(200);
-// up to here every rank adds all slots up: half the turns, but each reads all data of all ranks
-constexpr int64_t kDirectBytes = 65536;
 constexpr int64_t kLine = 64;
 
 void pause() {
@@ -34,12 +31,6 @@ void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-std::string seconds(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", value);
-  return text;
 }
 
 void copy(void* target, const void* source, int64_t bytes) {
@@ -144,7 +135,7 @@ class SharedGroup : public Group {
       if (missing.empty()) return;
       if (segment_.is_aborted()) throw std::runtime_error(segment_.abort_text());
       if (Segment::now_ns() >= end)
-        give_up(three_lines(missing + " not there after " + seconds(limit), "every rank",
+        give_up(three_lines(missing + " not there after " + seconds_text(limit), "every rank",
                             "see why it did not start, or give it more time"));
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
@@ -253,14 +244,14 @@ class SharedGroup : public Group {
         absent += " has closed the group after collective ";
       } else {
         const int64_t age = std::max<int64_t>(0, Segment::now_ns() - cell.heartbeat_ns.load());
-        absent += ", heartbeat " + seconds(static_cast<double>(age) * 1e-9) +
+        absent += ", heartbeat " + seconds_text(static_cast<double>(age) * 1e-9) +
                   " old, last collective ";
       }
       absent += std::to_string(cell.num_calls.load());
     }
     if (!is_gone && waited < segment_.time_limit()) return;
-    give_up(three_lines(absent + ": not at " + describe(call_) + " after " + seconds(waited),
-                        "every rank within the time limit of " + seconds(segment_.time_limit()),
+    give_up(three_lines(absent + ": not at " + describe(call_) + " after " + seconds_text(waited),
+                        "every rank within the time limit of " + seconds_text(segment_.time_limit()),
                         "see what became of it; give ranks more time if it is only slow"));
   }
 

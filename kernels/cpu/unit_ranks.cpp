@@ -1,5 +1,6 @@
-// Groups and links of ranks but for gloo, as one translation unit (docs/cpu.md).
+// Groups and links of ranks, as one translation unit (docs/cpu.md).
 #include "ranks_functions.cpp"
 #include "ranks_links.cpp"
 #include "ranks_segment.cpp"
 #include "ranks_shared.cpp"
+#include "ranks_sockets.cpp"

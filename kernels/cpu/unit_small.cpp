@@ -10,3 +10,4 @@
 #include "step.cpp"
 #include "trees.cpp"
 #include "weight_blocks.cpp"
+#include "weight_stream.cpp"

@@ -8,7 +8,7 @@ Rank 0 makes it and gives the others its `ticket`; they open it:
 
 Ranks of one host share memory: a file without a name, which a ticket names by process and
 descriptor, so that nothing of it is left whoever is killed. For several hosts there is
-`specc.runtime.ranks.gloo`. The library of the C++ operators has to be loaded.
+`specc.runtime.ranks.sockets`. The library of the C++ operators has to be loaded.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from specc.runtime.ranks.rank_group import Copies, Gathering, RankGroup, joined
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.ranks.rendezvous import Launched, Rendezvous
 from specc.runtime.ranks.room import check_cores, check_memory, mmap_of_ranks, threads_of_rank
+from specc.runtime.ranks.sockets import with_secret
 from specc.runtime.ranks.stage_groups import StageGroups, place_of
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
@@ -109,6 +110,8 @@ def load_led(
         load_operators(path, manifest)
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
+            if not is_on_gpu:
+                address = with_secret(address)
         place = place_of(manifest, 0)
         if place is not None and not is_on_gpu:
             group = StageGroups(place, local, options.collective_timeout_s)

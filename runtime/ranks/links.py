@@ -1,6 +1,6 @@
 """Links between two ranks: values go one way, from the one that has made it to the other one.
 
-On one host they go through shared memory, between hosts over gloo, as those of a group do. Both
+On one host they go through shared memory, between hosts over TCP, as those of a group do. Both
 sides say dtype and shape, so a receiver that expects something else gets an error. A value is
 passed on when the other side is there: a sender waits for that, and rank 0 has a thread that waits
 for the results of the last stage.
@@ -32,13 +32,9 @@ class Link:
     Args:
         number: by which the operators' library knows it.
         descriptor: what keeps the shared memory there for the receiver; None where there is none.
-        first_sends: of the two ranks, in the order of their group, the first is the sender.
     """
 
-    def __init__(
-        self, number: int, descriptor: int | None = None, first_sends: bool = True
-    ) -> None:
-        self._first_sends = first_sends
+    def __init__(self, number: int, descriptor: int | None = None) -> None:
         self._number = number
         self._descriptor = descriptor
         self._is_open = True
@@ -64,9 +60,15 @@ class Link:
         return cls(ranks.open_link(ticket))
 
     @classmethod
-    def over(cls, name: str, time_limit: float, first_sends: bool) -> Link:
-        """A link over a process group of torch.distributed of two ranks."""
-        return cls(ranks.open_gloo_link(name, time_limit), None, first_sends)
+    def over(cls, sockets: Sequence[int], rank: int, time_limit: float) -> Link:
+        """A link of two hosts.
+
+        Args:
+            sockets: as of `Meeting.connect`, of the sender and the receiver.
+            rank: 0 of the sender, 1 of the receiver.
+            time_limit: seconds that a side waits for the other one.
+        """
+        return cls(ranks.open_sockets_link(sockets, rank, time_limit))
 
     @property
     def ticket(self) -> str:
@@ -80,7 +82,7 @@ class Link:
         Raises:
             RankError: the receiver is gone, late, or expects something else.
         """
-        ranks.pass_on(self._number, values.contiguous(), self._first_sends)
+        ranks.pass_on(self._number, values.contiguous())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What the sender gives next.
@@ -89,7 +91,7 @@ class Link:
             RankError: the sender is gone, late, or sends something else.
         """
         values = torch.empty(tuple(shape), dtype=dtype)
-        ranks.pass_on(self._number, values, self._first_sends)
+        ranks.pass_on(self._number, values)
         return values
 
     def abort(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """The group of an engine's ranks, of whatever kind: made by rank 0, and opened by the others.
 
-What only one kind needs is loaded for that kind: an engine on one host has no torch.distributed.
+What only one kind needs is loaded for that kind: an engine on one host needs no network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_group(
 
         return NcclGathering(address, size, place)
     if address is not None:
-        return Gathering(address, size, partial(_join_gloo, address, 0, size))
+        return Gathering(address, size, partial(_join, address, 0, size, timeout_s))
     from specc.runtime.ranks.group import SharedGroup
 
     return SharedGroup.create(size, timeout_s)
@@ -63,7 +63,7 @@ def open_group(
 
         return join_nccl(ticket.removeprefix(NCCL), rank, size, timeout_s, place)
     if ticket.startswith("tcp://"):
-        return _join_gloo(ticket, rank, size, timeout_s)
+        return _join(ticket, rank, size, timeout_s, None)
     if not ticket.startswith("/proc/"):
         raise FaultError(
             f"a group {ticket!r}", "a group of this specc", "start all ranks with one installation"
@@ -73,8 +73,8 @@ def open_group(
     return SharedGroup.open(ticket, rank, size)
 
 
-def _join_gloo(address: str, rank: int, size: int, timeout_s: float) -> RankGroup:
-    # loaded nowhere else: engines on one host need no torch.distributed
-    from specc.runtime.ranks.gloo import join_gloo
+def _join(address: str, rank: int, size: int, timeout_s: float, limit_s: float | None) -> RankGroup:
+    # loaded nowhere else: engines on one host need no network
+    from specc.runtime.ranks.sockets import join_sockets
 
-    return join_gloo(address, rank, size, timeout_s)
+    return join_sockets(address, rank, size, timeout_s, limit_s)

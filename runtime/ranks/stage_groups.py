@@ -8,10 +8,10 @@ how: all offer what they have made, and then meet.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from specc.runtime.ranks.links import Link, StageResults
 from specc.runtime.ranks.rank_group import Copies, RankGroup
 
 # in a ticket, and as that of rank 0 in what the others load
-GLOO, STAGED = "gloo", "stages"
+HOSTS, STAGED = "hosts", "stages"
 # the link over which rank 0 gets logits or tokens
 RESULTS = "results"
 # what a rank that waits for another stage has been through: all
@@ -115,7 +115,6 @@ class StageGroups:
             lambda shape, dtype: self._links[RESULTS].receive(shape, dtype)
         )
         self._waits = 0
-        self._has_joined = False
 
     def offer(self) -> dict[str, str]:
         """Make what this rank is the first member of; returns name → ticket."""
@@ -123,7 +122,7 @@ class StageGroups:
             if ranks[0] != self.where.rank:
                 continue
             if not set(ranks) <= set(self._local):
-                self._made[name] = GLOO
+                self._made[name] = HOSTS
             elif name.startswith("stage"):
                 self.group = SharedGroup.create(self.size, self._time_limit)
                 self._made[name] = self.group.ticket
@@ -137,7 +136,7 @@ class StageGroups:
 
         Args:
             tickets: of all groups and links.
-            address: `tcp://HOST:PORT` of rank 0, where some are between hosts.
+            address: of rank 0, where some are between hosts; see `Meeting`.
             timeout_s: to wait for the others there.
         Raises:
             RankError: a rank is gone, or cannot be reached.
@@ -147,11 +146,11 @@ class StageGroups:
             raise RankError(
                 f"nobody has made {', '.join(sorted(missing))}", "all of them", "report this"
             )
-        over = [name for name in members if tickets[name] == GLOO]
+        over = [name for name in members if tickets[name] == HOSTS]
         if over:
             self._meet_hosts({name: members[name] for name in over}, str(address), timeout_s)
         for name, ranks in self.where.own():
-            if name in self._made or tickets[name] == GLOO:
+            if name in self._made or tickets[name] == HOSTS:
                 continue
             if name.startswith("stage"):
                 self.group = SharedGroup.open(
@@ -163,23 +162,21 @@ class StageGroups:
     def _meet_hosts(
         self, members: Mapping[str, tuple[int, ...]], address: str, timeout_s: float
     ) -> None:
-        # loaded nowhere else: engines on one host need no torch.distributed
+        # loaded nowhere else: engines on one host need no network
         from specc.kernels import ranks as native
-        from specc.runtime.ranks.gloo import join_all, new_processes
+        from specc.runtime.ranks.sockets import Meeting
 
-        world = self.where.tensor * self.where.stages
-        join_all(address, self.where.rank, world, timedelta(seconds=timeout_s))
-        self._has_joined = True
-        # every rank makes all of them, in this order
-        for name, ranks in members.items():
-            group = new_processes(ranks, timedelta(seconds=self._time_limit))
-            if self.where.rank not in ranks:
-                continue
-            if name.startswith("stage"):
-                native.open_gloo(group, self._time_limit)
-                self.group = SharedGroup(self.rank, self.size, GLOO, None)
-            else:
-                self._links[name] = Link.over(group, self._time_limit, ranks[0] < ranks[1])
+        world, own = self.where.tensor * self.where.stages, self.where.rank
+        with contextlib.closing(Meeting(address, own, world, timeout_s)) as meeting:
+            for number, (name, ranks) in enumerate(members.items(), start=1):
+                if own not in ranks:
+                    continue
+                sockets = meeting.connect(ranks, number)
+                if name.startswith("stage"):
+                    native.open_sockets(sockets, self.rank, self._time_limit)
+                    self.group = SharedGroup(self.rank, self.size, HOSTS, None)
+                else:
+                    self._links[name] = Link.over(sockets, ranks.index(own), self._time_limit)
 
     def give_on(self, hidden: Tensor) -> None:
         """To the same rank of the next stage."""
@@ -237,8 +234,3 @@ class StageGroups:
         for link in list(self._links.values()):
             link.close()
         self._results.close()
-        if self._has_joined:
-            from specc.runtime.ranks.gloo import leave_all
-
-            self._has_joined = False
-            leave_all()

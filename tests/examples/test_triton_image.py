@@ -62,10 +62,9 @@ def test_what_is_copied_is_the_whole_package() -> None:
     copied = [line.split()[1:-1] for line in instructions() if line.startswith("COPY")]
     names = {name for group in copied for name in group}
     assert all((ROOT / name).exists() for name in names)
-    folders = {
-        folder.split("/")[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()
-    }
-    assert folders | {"pyproject.toml", PROJECT["project"]["readme"]} <= names
+    folders = set(PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values())
+    build = {"pyproject.toml", f"{PROJECT['build-system']['build-backend']}.py"}
+    assert folders | build | {PROJECT["project"]["readme"]} <= names
 
 
 def test_addresses_and_health() -> None:

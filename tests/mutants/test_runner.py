@@ -129,7 +129,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
             "source/code.py": CODE,
             "tests/test_code.py": TESTS,
             "tests/mutants/toy.toml": mutants,
-            "pyproject.toml": '[tool.setuptools.package-dir]\ntoy = "source"\n'
+            "pyproject.toml": '[tool.scikit-build.wheel.packages]\ntoy = "source"\n'
             '[tool.pytest.ini_options]\nmarkers = ["slow"]\n',
             ".gitignore": "build/\n",
         }

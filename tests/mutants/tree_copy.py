@@ -46,7 +46,7 @@ def commit_of(root: Path) -> str | None:
 class TreeCopy:
     """A copy of a working tree, made anew.
 
-    Packages whose folder has another name than they (`package-dir` of pyproject.toml) are links in
+    Packages whose folder has another name than they (`packages` of pyproject.toml) are links in
     it, so that with the copy alone on PYTHONPATH nothing is imported from where it was copied.
 
     Args:
@@ -72,9 +72,9 @@ class TreeCopy:
         if not project.is_file():
             return
         tools = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
-        folders = tools.get("setuptools", {}).get("package-dir", {})
+        folders = tools.get("scikit-build", {}).get("wheel", {}).get("packages", {})
         for package, folder in sorted(folders.items()):
-            link = self.path.joinpath(*package.split("."))
+            link = self.path.joinpath(*package.split("/"))
             if not link.exists():
                 link.symlink_to(os.path.relpath(self.path / folder, link.parent))
 

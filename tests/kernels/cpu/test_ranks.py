@@ -1,4 +1,4 @@
-"""Collectives of processes, over shared memory and over gloo, against the lockstep group."""
+"""Collectives of processes, over shared memory and over TCP, against the lockstep group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("native_operators")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # elements: around a cache line, a block of a sum, 64 KB of each dtype, and several slots
 SIZES = (0, 1, 2, 3, 15, 17, 31, 1023, 1025, 16384, 16385, 32768, 32771, 70001)
-TRANSPORTS = ("shared", "gloo")
+TRANSPORTS = ("shared", "sockets")
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -63,8 +63,8 @@ def test_sums_are_the_oracles(num_ranks, slot_bytes):
     "num_ranks",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
 )
-def test_sums_over_gloo_are_the_oracles(num_ranks):
-    assert run_ranks(num_ranks, sums, transport="gloo") == [[]] * num_ranks
+def test_sums_over_sockets_are_the_oracles(num_ranks):
+    assert run_ranks(num_ranks, sums, transport="sockets") == [[]] * num_ranks
 
 
 def cancel(group: SharedGroup) -> list[float]:
@@ -238,7 +238,7 @@ def call_often(group: SharedGroup, num_calls: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(
     ("transport", "num_ranks", "num_calls"),
-    [("shared", 3, 5_000), pytest.param("gloo", 2, 1_000, marks=pytest.mark.slow)],
+    [("shared", 3, 5_000), pytest.param("sockets", 2, 1_000, marks=pytest.mark.slow)],
     ids=TRANSPORTS,
 )
 def test_many_calls(transport, num_ranks, num_calls):

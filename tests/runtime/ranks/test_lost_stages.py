@@ -87,7 +87,7 @@ def test_a_file_of_a_stage_that_is_missing_or_another_stages(zoo: Zoo, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "local"), [(1, 1), (2, 2), (2, 1)])
-def test_launches_of_several_hosts_meet_over_gloo(
+def test_launches_of_several_hosts_meet_over_tcp(
     zoo: Zoo, tmp_path: Path, tensor: int, local: int
 ) -> None:
     """As torchrun starts them: `local` ranks on each host, with stages between or across hosts."""

@@ -67,7 +67,7 @@ def test_votes_of_tiles_are_counted_once() -> None:
 
 
 def test_a_rank_that_cannot_come_ends_the_wait_for_it() -> None:
-    """Rank 0 hears of it from the thread that watches; gloo would wait for its time limit."""
+    """Rank 0 hears of it from the thread that watches; the meeting would wait for its limit."""
     is_over = threading.Event()
     waiting = Gathering("tcp://127.0.0.1:9", 2, is_over.wait)
 

@@ -260,10 +260,10 @@ def test_files_of_ranks_that_are_mixed_up_are_told(zoo: Zoo, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_launches_meet_over_gloo(zoo: Zoo, load: Engines, tmp_path: Path) -> None:
+def test_two_launches_meet_over_tcp(zoo: Zoo, load: Engines, tmp_path: Path) -> None:
     """As torchrun starts them on two hosts, each with one rank: the same tokens as one process."""
     path = path_of(zoo, "llama", "eager", 2)
-    # the launcher's, which gloo must not take for that of rank 0
+    # the launcher's
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     prompts = tmp_path / "prompts.jsonl"
     given = models.prompts()[1]
