@@ -47,7 +47,7 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, Two(T)>;
   if (name == "specc::attend")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, O, T, O, O, double, int64_t, int64_t,
-        bool, bool, int64_t)>;
+        double, bool, bool, int64_t, int64_t)>;
   if (name == "specc::attend_expanded")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, O, T, O, int64_t, double,
         double)>;

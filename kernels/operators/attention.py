@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specc.artifact.backends import NATIVE, SPLIT
+from specc.artifact.backends import NATIVE, PARTS, SPLIT
 from specc.kernels.operator import Cut, NoRule, OfHeads, Operand, Operator, PassLimits, nothing
 from specc.kernels.reference import core, dense, latent
 
@@ -33,16 +33,17 @@ def _tree_attention_fake(
     return q.new_empty(q.shape[1], q.shape[0], v.shape[2]).transpose(0, 1)
 
 
-def _tree_attention_scratch(
-    limits: PassLimits, q: Operand, k: Operand, v: Operand, **_: object
-) -> int:
+def _scratch(limits: PassLimits, q: Operand, k_cache: Operand, value_dim: int) -> int:
     """In C++: tiles and partial results of each thread. In torch: gathered keys and values.
 
-    Besides, there, scores and probabilities of as many rows as it takes at once.
+    Besides, there, scores and probabilities of as many rows as it takes at once. On a GPU: partial
+    results of the splits of a context, which fill the machine up to four times.
     """
-    num_heads, num_kv_heads = int(q.shape[0]), int(k.shape[0])
+    num_heads, num_kv_heads = int(q.shape[0]), int(k_cache.shape[2])
+    if limits.attention == PARTS:
+        return _FLOAT_BYTES * SPLIT_ROWS * (value_dim + 1)
     # the wider of keys and values
-    head_dim = max(int(item.shape[2]) for item in (k, v))
+    head_dim = max(int(q.shape[2]), value_dim)
     if limits.attention == NATIVE:
         return _native_scratch(head_dim)
     rows = limits.longest
@@ -76,7 +77,7 @@ TREE_ATTENTION = Operator(
         _WHOLE,
         heads=("q", "k"),
     ),
-    scratch=_tree_attention_scratch,
+    scratch=lambda limits, q, k_cache, v, **_: _scratch(limits, q, k_cache, int(v.shape[2])),
     cuda="tree_attention:tree_attention",
     cpu=True,
 )
@@ -157,6 +158,7 @@ WRITE_KV = Operator(
     tokens=OfHeads(("k", "v")),
     cut=NoRule("made of tree_attention after the cut"),
     cuda="tree_attention:write_kv",
+    cpu=True,
 )
 
 
@@ -164,21 +166,19 @@ def _attend_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **_
     return q.new_empty(q.shape[1], q.shape[0], v_cache.shape[3]).transpose(0, 1)
 
 
-def _attend_scratch(limits: PassLimits, v_cache: Operand, **_: object) -> int:
-    """Partial results of the splits of a context, which fill the machine up to four times."""
-    head_dim = int(v_cache.shape[3])
-    return _FLOAT_BYTES * SPLIT_ROWS * (head_dim + 1)
-
-
 ATTEND = Operator(
     "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
     " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table,"
     " Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0,"
-    " bool values_in_keys=False, bool rounds_bias=False, int chunk=0) -> Tensor",
+    " float softcap=0.0, bool values_in_keys=False, bool rounds_bias=False, int most_rows=0,"
+    " int chunk=0) -> Tensor",
     reference=core.attend_reference,
     fake=_attend_fake,
     tokens=OfHeads(("q",), parameters=_OF_HEADS),
     cut=NoRule("made of tree_attention after the cut"),
-    scratch=_attend_scratch,
+    scratch=lambda limits, q, k_cache, v_cache, **_: _scratch(
+        limits, q, k_cache, int(v_cache.shape[3])
+    ),
     cuda="tree_attention:attend",
+    cpu=True,
 )

@@ -37,6 +37,7 @@ RMS_NORM = Operator(
     cut=Cut({"x": "... *", "weight": "*"}, "... *", "a norm goes over it"),
     onnx=_rms_norm_onnx,
     cuda="rms_norm:rms_norm",
+    cpu=True,
 )
 
 
@@ -54,6 +55,7 @@ ADD_RMS_NORM = Operator(
     tokens=AlongLast(),
     cut=_FUSED,
     cuda="rms_norm:add_rms_norm",
+    cpu=True,
 )
 
 
@@ -68,4 +70,5 @@ ACT_AND_MUL = Operator(
     tokens=AlongLast(),
     cut=_FUSED,
     cuda="act_and_mul:act_and_mul",
+    cpu=True,
 )

@@ -41,6 +41,7 @@ ROPE_WRITE = Operator(
     tokens=OfHeads(("q", "k", "v"), ("cos", "sin")),
     cut=_FUSED,
     cuda="rope_write:rope_write",
+    cpu=True,
 )
 
 

@@ -1,4 +1,4 @@
-"""Calls of the operators that the C++ library does not have, of random shapes and values."""
+"""Calls of all operators, of random shapes and values."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from specc.runtime.backends.cpu.native_calls import (
     made,
     operators,
 )
+from specc.runtime.backends.cpu.native_forms import takes
 from specc.runtime.backends.cpu.python_calls import PythonCall
 
 _TENSOR = torch.TensorType.get()
@@ -118,7 +119,7 @@ class Encoder:
             self.static.add(node)
         name = _native_name(target) if is_operator else ""
         first, count = self._places(node, schema)
-        if name not in operators():
+        if name not in operators() or not takes(node, name):
             self._python_call(node, schema, first, count, is_static)
             return
         assert schema is not None
@@ -203,7 +204,9 @@ class Encoder:
             checked(library.specc_code_int(code, CODES[value]))
         elif isinstance(value, Tensor):
             checked(library.specc_code_scalar(code, describe(value)))
-        else:  # None, a device, a layout, a memory format
+        elif value is torch.contiguous_format:
+            checked(library.specc_code_int(code, 0))  # not what it is copied from
+        else:  # None, a device, a layout, another memory format
             checked(library.specc_code_none(code))
 
 
@@ -220,4 +223,3 @@ def _free(library: Any, code: int, calls: list[PythonCall]) -> None:
     library.specc_code_free(code)
     for call in calls:
         call.close()
-

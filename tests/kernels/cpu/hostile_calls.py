@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cpu.call_parts import DTYPES, Arguments
-from tests.kernels.cpu.engine_calls import BUILDERS
+from tests.kernels.more_calls import CALLS
 
 _INTS = (
     -(2**63), 1 - 2**63, -(2**62), -(2**31) - 1, -(2**31), 1 - 2**31, -65, -2, -1, 0, 1, 2, 7,
@@ -34,7 +34,7 @@ def calls(operator: str, seed: int, num_spoiled: int | None = None) -> Arguments
     """
     rng = random.Random(f"{operator}/{seed}")
     torch.manual_seed(rng.getrandbits(32))
-    arguments = BUILDERS[operator](rng)
+    arguments = CALLS[operator](rng)
     count = rng.choice((0, 1, 1, 1, 2, 3)) if num_spoiled is None else num_spoiled
     for _ in range(count):
         name = rng.choice(list(arguments))
