@@ -15,6 +15,8 @@ from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 
 # of graphs before it other ones can be made: it does nothing itself
 CPU = "cpu"
+LAYOUT_PHASES: Phases = (("layout", (PackWeights, PackExperts)),)
+CPU_PHASES: Phases = (("products", (LowerLinear, LowerExperts)),)
 
 
 def cpu_phases(num_positions: int) -> Phases:
@@ -31,6 +33,6 @@ def cpu_phases(num_positions: int) -> Phases:
         # from here on operators communicate through the caches, in the order of the graph
         ("caches", (FuseRopeWrite, SplitTreeAttention)),
         ("tables", (partial(TabulateRotary, num_positions),)),
-        ("layout", (PackWeights, PackExperts)),
-        ("products", (LowerLinear, LowerExperts)),
+        *LAYOUT_PHASES,
+        *CPU_PHASES,
     )

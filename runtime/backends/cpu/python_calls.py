@@ -84,7 +84,7 @@ def _call(id_: int, count: int, num_results: int, message: int) -> int:
             for i in range(num_results):
                 words[i * _WORDS : (i + 1) * _WORDS] = _written(results[i])
         return 0
-    except BaseException as error:  # noqa: BLE001  the runner's caller raises it again
+    except BaseException as error:
         _state.error = error
         return 1
 

@@ -1,5 +1,6 @@
 import concurrent.futures
 import ctypes
+import operator
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from torch import fx
 
 from specc.errors import EngineError
 from specc.runtime.backends.cpu.native_calls import Pool, checked, functions, made
+from specc.runtime.backends.cpu.program import run_program
 from tests.native_library import load_native
 from tests.runtime.backends.cpu.plain_program import PlainProgram, expected
 from tests.runtime.backends.cpu.random_graph import COLUMNS, random_graph
@@ -53,6 +55,18 @@ def test_nothing_is_allocated_for_sizes_that_were_seen() -> None:
     for rows in (3000, 1, 700, 3000):
         program(*_inputs(rows, rows))
     assert program.pool.counts() == (1, size, peak, growths)
+
+
+def test_chunks_become_one() -> None:
+    """A pass that takes more than ever before takes it in pieces, the next one in one piece."""
+    graph = random_graph(4, num_nodes=120)
+    program = PlainProgram(graph)
+    for rows in (100, 3000, 30_000):
+        program(*_inputs(rows, rows))
+    _, size, _, growths = program.pool.counts()
+    assert growths >= 4
+    program(*_inputs(30_000, 1))
+    assert program.pool.counts()[1::2] == (size, growths)
 
 
 def test_values_share_memory() -> None:
@@ -211,8 +225,8 @@ def test_arguments_follow_instructions() -> None:
     code = _begun()
     with pytest.raises(EngineError, match="an instruction first"):
         code.int(1)
+    other = _Code(2)
     with pytest.raises(EngineError, match="a stage is begun first"):
-        other = _Code(2)
         other.size(0, 0, 1)
 
 
@@ -222,8 +236,6 @@ def test_a_program_of_too_many_values() -> None:
 
 
 def _run_sizes(code: _Code, *inputs: torch.Tensor) -> None:
-    from specc.runtime.backends.cpu.program import run_program
-
     library = functions()
     slots = (ctypes.c_int64 * 1)(0)
     pointer = made(library.specc_program_new(code.pointer, slots, 1, 0))
@@ -277,8 +289,6 @@ def test_sizes_are_computed_as_python_does(a: int, b: int) -> None:
     # what is computed shows as the size of what is made
     graph = fx.Graph()
     x = graph.placeholder("a")
-    import operator
-
     size = graph.call_function(aten.sym_size.int, (x, 0))
     zero = graph.call_function(operator.sub, (size, size))
     found = []

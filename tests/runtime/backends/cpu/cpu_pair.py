@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.program import CpuProgram
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.engine import Engine
 from tests import models
@@ -50,16 +50,12 @@ def load_pair(zoo: Zoo, name: str) -> Pair:
     return Pair(path, Engine.load(path), Engine.load(path, backend="eager"))
 
 
-def load_program(
-    directory: Path, caches: Sequence[tuple[Tensor, Tensor]], sha256: str | None = None
-) -> CompiledProgram:
+def load_program(directory: Path, caches: Sequence[tuple[Tensor, Tensor]]) -> CpuProgram:
     """The program of a model's directory, as the backend loads it."""
-    return CompiledProgram(
+    return CpuProgram(
         read_json(directory / "program.json"),
-        directory / "program.pt2",
         MappedWeights(directory / "weights.safetensors"),
         caches,
-        sha256,
     )
 
 

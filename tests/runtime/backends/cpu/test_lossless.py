@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.cpu.program import CpuProgram
+from specc.runtime.backends.cpu.step import CpuStep
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput
@@ -68,8 +68,8 @@ def test_the_engine_runs_compiled_code(zoo: Zoo, name: str) -> None:
     """Else the tests below would say nothing."""
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
     assert engine.backend == "cpu"
-    assert {type(model) for model in (engine.target, *engine.drafts)} == {CompiledProgram}
-    assert {type(step) for step in engine.steps.values()} == {CompiledStep}
+    assert {type(model) for model in (engine.target, *engine.drafts)} == {CpuProgram}
+    assert {type(step) for step in engine.steps.values()} == {CpuStep}
     assert engine.steps.keys() == set(PLAN_IDS)
 
 
@@ -122,7 +122,7 @@ def test_two_threads(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, "noisy", block_size=16, prefill_chunk=512, **CPU)
     for plan in ("off", "chain-4", "tree-3-2-1-1"):
         run_case(zoo, name, engine, plan, models.prompts())
-    assert engine.target.native.num_threads() == 2
+    assert engine.target.num_threads == 2
 
 
 @pytest.mark.slow
@@ -186,8 +186,8 @@ def alone(zoo: Zoo) -> Callable[[str], list[CompletionOutput]]:
 @contextlib.contextmanager
 def threads_of(engine: Engine, num_threads: int) -> Iterator[None]:
     """Programs have as many threads as torch had when they were made, unless they are told."""
-    programs = [model.native for model in (engine.target, *engine.drafts)]
-    before = [program.num_threads() for program in programs]
+    programs = [engine.target, *engine.drafts]
+    before = [program.num_threads for program in programs]
     for program in programs:
         program.set_num_threads(num_threads)
     try:
@@ -222,7 +222,7 @@ def test_log_probabilities_have_the_bits_of_plain_decoding(
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)
     with threads_of(engine, 2):
         outputs = LLM(engine, plan=plan.name).generate(models.prompts(), SCORED)
-        assert engine.target.native.num_threads() == 2
+        assert engine.target.num_threads == 2
     for one, other in zip(wanted, (output.outputs[0] for output in outputs), strict=True):
         assert len(one.logprobs) == 70
         assert one.logprobs == other.logprobs

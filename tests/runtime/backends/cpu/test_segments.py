@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from specc.config import CompileConfig
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
-from specc.runtime.backends.cpu.compiled_segments import CompiledSegments
+from specc.runtime.backends.cpu.program import CpuProgram
+from specc.runtime.backends.cpu.segments import CpuSegments
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.speculation.plans import SpecPlan
@@ -25,8 +25,8 @@ from tests import engines, models
 from tests.lossless import Zoo, collect_figures
 from tests.near_ties import Reference, forgive_near_ties, greedy_params
 from tests.passes.shard.lockstep import assert_alike
-from tests.runtime.backends.cpu.compiled_pair import Pair
-from tests.runtime.backends.cpu.test_compiled_program import NARROW, pass_inputs
+from tests.runtime.backends.cpu.cpu_pair import Pair
+from tests.runtime.backends.cpu.test_program import NARROW, pass_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +64,8 @@ def test_compiled_segments_are_the_compiled_model(
 ) -> None:
     paths = [compiled(zoo, name, segments) for segments in (True, False)]
     cut, whole = map(Engine.load, paths)
-    assert isinstance(cut.target, CompiledSegments)
-    assert isinstance(whole.target, CompiledProgram)
+    assert isinstance(cut.target, CpuSegments)
+    assert isinstance(whole.target, CpuProgram)
     figures.append({"model": name} | compare_passes(Pair(paths[0], cut, whole)))
     figures[-1] |= compare_tokens(cut, whole, name)
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.program import CpuProgram
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.engine import Engine
 from specc.speculation.tree import TokenTree
 from tests import models
 from tests.lossless import PLAN_IDS, Zoo
-from tests.runtime.backends.cpu.compiled_pair import (
+from tests.runtime.backends.cpu.cpu_pair import (
     Environment,
     Pair,
     block_table,
@@ -52,15 +52,15 @@ def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Iterator[Pai
 def threads(request: pytest.FixtureRequest, pair: Pair) -> Iterator[int]:
     """Threads of torch and of the programs, which keep the number that they were loaded with."""
     models = [pair.compiled.target, *pair.compiled.drafts]
-    before = [model.native.num_threads() for model in models]
+    before = [model.num_threads for model in models]
     for model in models:
-        model.native.set_num_threads(request.param)
+        model.set_num_threads(request.param)
     ambient = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(ambient)
     for model, number in zip(models, before, strict=True):
-        model.native.set_num_threads(number)
+        model.set_num_threads(number)
 
 
 def run_both(
@@ -291,16 +291,16 @@ def test_numbers_of_tokens(pair: Pair, threads: int, words: int | None) -> None:
 @pytest.mark.parametrize("threads", [2], indirect=True, ids=["2-threads"])
 def test_threads_of_the_loops_change_no_bit(pair: Pair, threads: int) -> None:
     """How many share the loops between products depends on rows and widths (`narrow_rows`)."""
-    native = pair.compiled.target.native
+    target = pair.compiled.target
     for num_tokens in (1, 2, 5, 9, 33):
         inputs = pass_inputs(pair.eager, num_tokens, None, seed=num_tokens)
         found = []
         for narrow in (64, 1):
-            native.set_narrow_rows(narrow)
+            target.set_narrow_rows(narrow)
             pair.fill_caches()
             logits = pair.compiled.target(*inputs).clone()
             found.append([logits, *(s.clone() for s in pair.compiled.cache.environment.values())])
-        native.set_narrow_rows(64)
+        target.set_narrow_rows(64)
         assert all(map(torch.equal, *found)), num_tokens
 
 
@@ -364,8 +364,6 @@ def target_caches(engine: Engine) -> list[tuple[Tensor, Tensor]]:
 
 def bound_program(pair: Pair, kind: type, weights: dict[str, Tensor]) -> ModelProgram:
     program, caches = read_json(pair.path / "target/program.json"), target_caches(pair.eager)
-    if kind is CompiledProgram:
-        return CompiledProgram(program, pair.path / "target/program.pt2", weights, caches)
     return kind(program, weights, caches)
 
 
@@ -373,12 +371,11 @@ def test_weights_are_used_where_they_lie(pair: Pair) -> None:
     """Each one: what is written to its memory is what the next pass reads."""
     mapped = MappedWeights(pair.path / "target/weights.safetensors")
     weights = {key: value.clone() for key, value in mapped.items()}
-    compiled = bound_program(pair, CompiledProgram, weights)
+    compiled = bound_program(pair, CpuProgram, weights)
     inputs = pass_inputs(pair.eager, 12, None)
     before = compiled(*inputs)
     for key, value in weights.items():
         value *= 1.5
-        # made anew, since it copies what lies in blocks
         eager = bound_program(pair, ModelProgram, weights)
         found = compiled(*inputs)
         torch.testing.assert_close(found, eager(*inputs), rtol=1e-3, atol=1e-3, msg=key)
@@ -388,7 +385,7 @@ def test_weights_are_used_where_they_lie(pair: Pair) -> None:
 
 def test_weights_live_as_long_as_the_program(pair: Pair) -> None:
     mapped = MappedWeights(pair.path / "target/weights.safetensors")
-    program = bound_program(pair, CompiledProgram, {k: v.clone() for k, v in mapped.items()})
+    program = bound_program(pair, CpuProgram, {k: v.clone() for k, v in mapped.items()})
     gc.collect()
     junk = [torch.full_like(value, torch.nan) for value in mapped.values()]
     inputs = pass_inputs(pair.eager, 12, None)

@@ -13,7 +13,7 @@ from specc.runtime.backends.step_io import MaskDrafts, StepInputs, StepResult, S
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
-from tests.runtime.backends.cpu.compiled_pair import Pair, load_pair, step_inputs
+from tests.runtime.backends.cpu.cpu_pair import Pair, load_pair, step_inputs
 
 NAME = "gemma3-tied"
 SPECULATIVE = PLAN_IDS[1:]
