@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specc.kernels.native_build import SOURCE_DIR
 from specc.system.cxx_compiler import find_compiler
+from tests.kernel_flags import SOURCE_DIR
 
 
 def said(tmp_path: Path, function: str, name: str) -> str:
