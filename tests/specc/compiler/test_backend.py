@@ -18,7 +18,6 @@ from specc.compiler.backends.registry import choose_backend
 from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError
-from specc.kernels import native
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -31,8 +30,6 @@ from tests.models import DRAFT_NOISE, save_tiny
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [65] * 20]
-LIBRARY = f"native/{native.LIBRARY_NAME}"
-FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
 
 
 @pytest.fixture(autouse=True)
