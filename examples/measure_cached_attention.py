@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from specc.artifact.kv_rows import AUTO, INT8, stored_row
-from specc.kernels import native_build
+from specc.kernels import native
 from specc.kernels.reference.kv_rows import read_rows, store_rows
 from specc.runtime.scheduling.kv_cache import zeroed_slab
 
@@ -311,12 +311,12 @@ def main() -> None:
     torch.manual_seed(0)
     results, cold_bytes = [], arguments.megabytes << 20
     with tempfile.TemporaryDirectory() as scratch:
-        kernels = {"specc": Kernels(native_build.SOURCE_DIR, Path(scratch))}
+        kernels = {"specc": Kernels(native.SOURCE_DIR, Path(scratch))}
         if arguments.before:
             if any(name.startswith(INT8) for name in arguments.dtypes):
                 parser.error("--before: earlier kernels have no rows of int8")
             kernels["before"] = Kernels(arguments.before, Path(scratch))
-        products = Products(native_build.SOURCE_DIR, Path(scratch))
+        products = Products(native.SOURCE_DIR, Path(scratch))
         print(f"billions of products a second: {products.floats:.1f}, pairs {products.pairs:.1f}")
         print("GB/s of K and V, and that over what the machine reads")
         for threads in arguments.threads:

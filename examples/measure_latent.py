@@ -21,7 +21,6 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specc.kernels import native
-from specc.system.child_processes import ChildProcesses
 
 HEADS, OWN, SHARED, VALUE, RANK = 16, 128, 64, 128, 512
 SCALE = (OWN + SHARED) ** -0.5
@@ -160,10 +158,7 @@ def main() -> None:
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as scratch:
-        library = Path(scratch) / native.LIBRARY_NAME
-        library.write_bytes(native.build_library(ChildProcesses()))
-        native.load(library)
+    native.load()
     results = []
     with torch.inference_mode():
         for dtype in DTYPES:

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import torch
+from attention_kernels import FLAGS
 
-from specc.kernels import native_build
 from specc.system.cxx_compiler import find_compiler
 
 # billions of products a second, of floats and of what bfloat16 is multiplied in
@@ -55,8 +55,7 @@ class Products:
     def __init__(self, sources: Path, scratch: Path) -> None:
         source, library = scratch / "products.cpp", scratch / "products.so"
         source.write_text(PRODUCTS, encoding="utf-8")
-        flags = [flag for flag in native_build.FLAGS if flag != "-fvisibility=hidden"]
-        command = [find_compiler(), *flags, "-I", str(sources), "-shared", str(source)]
+        command = [find_compiler(), *FLAGS, "-I", str(sources), "-shared", str(source)]
         subprocess.run([*command, "-o", str(library)], check=True)
         loaded = ctypes.CDLL(str(library))
         loaded.rate_of_floats.restype = loaded.rate_of_pairs.restype = ctypes.c_double

@@ -19,9 +19,8 @@ from torch import Tensor
 from specc.errors import EngineError
 from specc.kernels import native_calls
 from specc.kernels.library_files import library_path
-from specc.kernels.native_build import SOURCE_DIR as SOURCE_DIR
-from specc.kernels.native_build import build as build
 
+SOURCE_DIR = Path(__file__).parent / "cpu"
 # of specc.h
 INTERFACE_VERSION = 1
 _PREFIX = "specc::"

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from specc.artifact.backends import NATIVE, PARTS, SPLIT, WHOLE
 from specc.artifact.kv_rows import AUTO, INT8, row_bytes
+from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
 from specc.passes.program import Program, bind_args, is_view
 
@@ -246,7 +247,9 @@ class _Sizes:
             head = rows * width * latents.dtype.itemsize
             # of fewer rows, more heads at a time; attention over them has its own
             expanded = max(head, min(_EXPANDED_BYTES, num_heads * head))
-            return expanded + gathered * latents.dtype.itemsize + self._native_attention(width)
+            # latents, and the blocks of a head's projection
+            multiplied = gathered + (width + BLOCK) * int(up_v.shape[2])
+            return expanded + multiplied * latents.dtype.itemsize + self._native_attention(width)
         tokens = min(self.shape.longest, ops.rows_at_once(num_heads, rows))
         # own keys, values, both together, and once more in float32
         return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 3 * num_heads * rows * width)

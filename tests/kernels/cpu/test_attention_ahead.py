@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 
-from specc.kernels import native_build
 from specc.system.cxx_compiler import find_compiler
+from tests.kernel_flags import SOURCE_DIR, run_compiler
 
 # a request is recorded; the headers before it use the builtin no further
 RECORDER = """
@@ -85,9 +85,9 @@ extern "C" int64_t requests_of_int8(int64_t rows, int64_t dim) {{
 def compiled(source: str, folder, *flags: str) -> ctypes.CDLL:
     path, out = folder / "wrapper.cpp", folder / "wrapper.so"
     path.write_text(source, encoding="utf-8")
-    include = ["-I", str(native_build.SOURCE_DIR)]
+    include = ["-I", str(SOURCE_DIR)]
     command = [find_compiler(), "-std=c++20", "-shared", "-fPIC", *flags, *include]
-    native_build.run_compiler([*command, str(path), "-o", str(out)])
+    run_compiler([*command, str(path), "-o", str(out)])
     return ctypes.CDLL(str(out))
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.artifact.weight_layout import to_blocks
-from specc.kernels import native, native_build
+from specc.kernels import native
 from specc.system.machine import isa_flags
+from tests.kernel_flags import kernel_flags
 from tests.native_library import load_wrapper
 from tests.tiers import only
 
@@ -72,7 +73,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    flags = [f for f in native_build.FLAGS if not f.startswith("-march")] + [f"-march={isa}"]
+    flags = kernel_flags("linear.cpp", isa)
     openmp = native.openmp_flags()
     return load_wrapper(
         tmp_path_factory.mktemp("linear"), WRAPPER, flags, ("linear.cpp",), tuple(openmp)

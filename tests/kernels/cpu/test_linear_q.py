@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
-from specc.kernels import native, native_build
+from specc.kernels import native
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
 from specc.system.machine import isa_flags
+from tests.kernel_flags import kernel_flags
 from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
 from tests.native_library import load_wrapper
 from tests.tiers import checkered, every, only
@@ -88,20 +89,13 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
     kernels = ("linear_q.cpp", "linear_fp8.cpp")
-    each = [
-        [
-            f
-            for f in native_build.flags_of(native_build.SOURCE_DIR / k)
-            if not f.startswith("-march")
-        ]
-        for k in kernels
-    ]
+    each = [kernel_flags(name, isa) for name in kernels]
     assert each[0] == each[1]
     openmp = native.openmp_flags()
     return load_wrapper(
         tmp_path_factory.mktemp("linear_q"),
         WRAPPER,
-        (*each[0], f"-march={isa}"),
+        each[0],
         kernels,
         tuple(openmp),
     )

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.kernels import native_build
 from specc.kernels.reference.sampling import (
     DRAW_NOISE,
     TOKEN_NOISE,
@@ -19,8 +18,8 @@ from specc.kernels.reference.sampling import (
     purpose_of_column,
     uniform_reference,
 )
-from specc.system.cxx_compiler import find_compiler
 from specc.system.machine import isa_flags
+from tests.kernel_flags import SOURCE_DIR, kernel_flags, rounded_units, unit_of, units
 from tests.kernels.cpu.test_linear import ISAS
 from tests.native_library import load_wrapper
 from tests.tiers import every, only
@@ -69,8 +68,7 @@ def library(request, tmp_path_factory) -> ctypes.CDLL:
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
-    flags = native_build.flags_of(native_build.SOURCE_DIR / "noise.cpp")
-    flags = (*(flag for flag in flags if not flag.startswith("-march")), f"-march={isa}")
+    flags = kernel_flags("noise.cpp", isa)
     loaded = load_wrapper(tmp_path_factory.mktemp("noise"), WRAPPER, flags)
     loaded.uniform_of.restype = ctypes.c_float
     loaded.count_unbounded.restype = ctypes.c_int64
@@ -144,25 +142,15 @@ def test_bounds_hold_for_every_word(library):
         assert library.count_unbounded(*map(ctypes.c_uint64, (first, last, step))) == 0
 
 
-def test_what_rounds_like_the_oracle_is_compiled_that_way(monkeypatch):
-    """Whatever includes `exact_math.h`; and the flags are in the library's key."""
+def test_what_rounds_like_the_oracle_is_compiled_that_way():
+    """Whatever includes `exact_math.h`, also where several sources are compiled as one."""
     includers = {
         path.name
-        for path in native_build.SOURCE_DIR.glob("*.cpp")
+        for path in SOURCE_DIR.glob("*.cpp")
         if '#include "exact_math.h"' in path.read_text(encoding="utf-8")
     }
     assert includers
-    assert includers <= set(native_build._EXACT_SOURCES)
-    # also where several are compiled as one
-    compiled = {native_build.SOURCE_DIR / name: {name} for name in native_build._EXACT_SOURCES}
-    compiled |= {s: set(native_build._included(s)) or {s.name} for s in native_build.sources()}
-    for source, names in compiled.items():
-        assert (exact := names & set(native_build._EXACT_SOURCES)) in (set(), names), source
-        assert ("-ffp-contract=off" in native_build.flags_of(source)) == bool(exact)
-    compiler = find_compiler()
-    keys = {native_build.content_key(compiler)}
-    for name, value in (("EXACT_FLAGS", ("-O3",)), ("_EXACT_SOURCES", ("linear_q.cpp",))):
-        with monkeypatch.context() as patch:
-            patch.setattr(native_build, name, value)
-            keys.add(native_build.content_key(compiler))
-    assert len(keys) == 3
+    assert {unit_of(name) for name in includers} <= rounded_units() <= set(units())
+    for name in includers:
+        assert "-ffp-contract=off" in kernel_flags(name)
+    assert "-ffp-contract=off" not in kernel_flags("linear.cpp")

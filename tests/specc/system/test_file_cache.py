@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from specc.errors import CompilerError
-from specc.kernels import native_build
 from specc.system.cxx_compiler import find_compiler
 from specc.system.file_cache import FileCache
 from tests.file_limits import file_size_limit
@@ -169,18 +168,6 @@ def test_what_a_killed_process_left_goes_with_the_next_one(cache: FileCache) -> 
     cache.obtain(NAME, maker)
     assert maker.count == 1
     assert files(cache) == [NAME, f"{NAME}.sha256"]
-
-
-def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty one is none that anybody can load."""
-    small = native_build.SOURCE_DIR / "bus_errors.cpp"
-    monkeypatch.setattr(native_build, "sources", lambda: [small])
-    library = native_build.build(tmp_path / "cache")
-    whole = library.stat().st_size
-    for data in (b"", library.read_bytes()[:-1]):
-        library.write_bytes(data)
-        assert native_build.build(tmp_path / "cache") == library
-        assert library.stat().st_size == whole
 
 
 def test_a_damaged_compiler_script_is_written_again(
