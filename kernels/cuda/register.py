@@ -26,15 +26,20 @@ def register(dispatch_key: str = "CUDA") -> None:
     if dispatch_key in _registered:
         return
     library = torch.library.Library("specc", "IMPL")
-    for name, operator in OPERATORS.items():
-        if (kernel := kernel_of(operator)) is not None:
-            library.impl(name, kernel, dispatch_key)
+    for name, kernel in kernels().items():
+        library.impl(name, kernel, dispatch_key)
     _registered[dispatch_key] = library
 
 
 def unregister(dispatch_key: str) -> None:
     """Go back to the oracles."""
     _registered.pop(dispatch_key)._destroy()
+
+
+def kernels() -> dict[str, Callable]:
+    """What runs each operator that has a kernel for a GPU, by the operator's name."""
+    found = ((name, kernel_of(operator)) for name, operator in OPERATORS.items())
+    return {name: kernel for name, kernel in found if kernel is not None}
 
 
 def kernel_of(operator: Operator) -> Callable | None:

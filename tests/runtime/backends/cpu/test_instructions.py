@@ -3,6 +3,7 @@ import ctypes
 import operator
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from specc.errors import EngineError
 from specc.kernels import native
 from specc.runtime.backends.cpu.native_calls import Pool, checked, functions, made
 from specc.runtime.backends.cpu.program import run_program
+from specc.runtime.backends.cpu.step import NativeStep
 from tests.native_library import load_native
 from tests.runtime.backends.cpu.plain_program import PlainProgram, expected
 from tests.runtime.backends.cpu.random_graph import COLUMNS, random_graph
@@ -416,3 +418,43 @@ def test_wild_instructions_are_refused_or_run() -> None:
             library.specc_program_free(pointer)
     assert results["failed"] > 20
     assert results["ran"] > 5
+
+
+def test_steps_survive() -> None:
+    """Whatever stages are asked for, values that there are not, and rows of any number."""
+    code = _Code(6)
+    for slot in range(3):
+        code.input(slot)
+    for result in (3, 4):
+        code.stage()
+        code.size(0, 0, result)
+    code.keep(3)
+    code.finish()
+    step = NativeStep(SimpleNamespace(code=code.pointer, host_slots=[3, 9, -1]), Pool())  # type: ignore[arg-type]
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    for first, last in ((1, 2), (0, 3), (-1, 1), (2, 1), (1 << 40, 1 << 41)):
+        with pytest.raises(RuntimeError):
+            step.step([1, 0], table, first, last, reads=False)
+        if first:
+            with pytest.raises(RuntimeError):
+                step.run([], first, last)
+    for rows in ([], [1], [1, 2, 3] * 5):
+        wrong = table.expand(len(rows) + 2, 2)
+        with pytest.raises(RuntimeError):
+            step.step(rows, wrong, 0, 1, reads=False)
+    for results in (True, False):
+        for slot in (3, 5, 6, -1):
+            with pytest.raises(RuntimeError):
+                step.get(slot)
+        if results:
+            with pytest.raises(RuntimeError, match="a tensor that a stage has made"):
+                step.step([1, 0], table, 0, 2, reads=True)
+        else:
+            step.step([1, 0], table, 0, 2, reads=False, stays=True)
+    with pytest.raises(RuntimeError, match="1 step or more"):
+        step.steps([1, 0], table, 0, [])
+    step.step([1, 0], table, 0, 1, reads=False)
+    step.step([1, 0], table, 1, 2, reads=False)
+    assert len(step.seconds()) == 2
+    step.end()
+    step.end()
