@@ -97,7 +97,7 @@ def call(name: str, *arguments: Any) -> Any:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     size = len(arguments) * VALUE.size + len(tensors) * TENSOR.size
     for each in arguments:
-        if isinstance(each, list | tuple):
+        if isinstance(each, (list, tuple)):
             tensors += [x for x in each if isinstance(x, Tensor)]
             size += len(each) * TENSOR.size
         elif isinstance(each, str):
@@ -141,7 +141,7 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
             kind, integer, items = TEXT, len(data), buffers.address + end
             memory[end : end + len(data)] = data
             end += len(data) + -len(data) % 8
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             integer, items = len(value), buffers.address + end
             if any(isinstance(x, Tensor) for x in value):
                 kind = TENSORS
@@ -160,7 +160,7 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
 
 def _pack_tensor(memory: Any, place: int, x: Tensor) -> int:
     """Describe a tensor at a place of the buffer; returns where the next thing may be."""
-    if x.device.type != "cpu" or x.layout != torch.strided:
+    if not x.is_cpu or x.layout != torch.strided:
         raise RuntimeError(f"specc: a tensor on {x.device} of layout {x.layout}")
     if (dim := x.dim()) > MOST_DIMS:
         raise RuntimeError(f"specc: a tensor of {dim} dimensions")
