@@ -37,7 +37,7 @@ from specc.compiler.model_entries import DEFAULT_MAX_SEQ_LEN
 from specc.kernels import native
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.inductor.package import lower
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program_json import program_to_json
@@ -158,8 +158,8 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure(model: Path, directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from specc.runtime.backends.cpu.compiled_program import (
-        CompiledProgram,  # needs the native library
+    from specc.runtime.backends.cpu.program import (
+        CpuProgram,  # needs the native library
     )
 
     file = directory / "costs.json"
@@ -173,7 +173,7 @@ def measure(model: Path, directory: Path, arguments: argparse.Namespace) -> dict
     programs = {}
     for name in costs:
         start = time.perf_counter()
-        programs[name] = CompiledProgram(program, directory / f"{name}.pt2", weights, caches)
+        programs[name] = CpuProgram(program, directory / f"{name}.pt2", weights, caches)
         costs[name]["load_s"] = round(time.perf_counter() - start, 3)
     vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rows = []

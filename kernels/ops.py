@@ -234,7 +234,8 @@ attend = _define(
     "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
     " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table,"
     " Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0,"
-    " bool values_in_keys=False, bool rounds_bias=False, int chunk=0) -> Tensor",
+    " float softcap=0.0, bool values_in_keys=False, bool rounds_bias=False, int most_rows=0,"
+    " int chunk=0) -> Tensor",
     reference.attend_reference,
     fakes.attend,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.backends import NATIVE, SPLIT, WHOLE
+from specc.artifact.backends import NATIVE, PARTS, SPLIT, WHOLE
 from specc.artifact.kv_rows import AUTO, INT8, row_bytes
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
@@ -208,17 +208,18 @@ class _Sizes:
         if node.target is ops.skinny_linear:
             # parts of sums that programs hand to each other
             return _FLOAT_BYTES * _SHARED_ROWS * int(node.args[1].meta["val"].shape[0])
-        if node.target is ops.attend:
-            head_dim = int(node.args[2].meta["val"].shape[3])
-            return _FLOAT_BYTES * _SPLIT_ROWS * (head_dim + 1)
         if node.target is ops.attend_expanded:
             return self._expanded(node)
-        if node.target is not ops.tree_attention:
+        if node.target not in (ops.tree_attention, ops.attend):
             return 0
-        num_heads = int(node.args[0].meta["val"].shape[0])
-        num_kv_heads = int(node.args[1].meta["val"].shape[0])
+        bound = bind_args(node)
+        num_heads = int(bound["q"].meta["val"].shape[0])
+        num_kv_heads = int(bound["k_cache"].meta["val"].shape[2])
+        widths = [int(value.shape[2]) for value in (bound["q"].meta["val"], node.meta["val"])]
+        if self._attention == PARTS:
+            return _FLOAT_BYTES * _SPLIT_ROWS * (widths[1] + 1)
         # the wider of keys and values
-        head_dim = max(int(node.args[place].meta["val"].shape[2]) for place in (1, 2))
+        head_dim = max(widths)
         if self._attention == NATIVE:
             return self._native_attention(head_dim)
         rows = self.shape.longest

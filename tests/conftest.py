@@ -100,15 +100,6 @@ def _freeze_garbage() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _warm_inductor() -> Iterator[None]:
-    """One process that has imported Inductor, from the first program that a worker compiles."""
-    from specc.passes.lower.inductor.warm import keep_inductor
-
-    with keep_inductor():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
 def _traces_of_few_layers() -> Iterator[None]:
     """Look no operator of a trace up among those before it: models of two layers repeat few.
 

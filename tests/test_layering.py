@@ -156,7 +156,7 @@ LAZY = {
 MAX_LINES = 450
 # where backends are told apart: their facts, and what each of them does
 BACKENDS = ("specc/artifact/backends.py", "specc/compiler/backends", "runtime/backends")
-BACKEND_NAMES = {*backend_names(), "aot-inductor", "torch-tensorrt"}
+BACKEND_NAMES = {*backend_names(), "torch-tensorrt"}
 
 
 def sources() -> list[Path]:

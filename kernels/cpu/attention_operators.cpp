@@ -25,8 +25,6 @@ Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
         "the number of KV heads divides that of heads");
   check(q.sizes[2] > 0 && v.sizes[2] > 0, "heads have 1 element or more");
-  check(window >= 0 && sink >= 0, "window and sink are 0 or more");
-  check(most_rows >= 0 && chunk >= 0, "most_rows and chunk are 0 or more");
   check(k.sizes[1] == tokens && v.sizes[1] == tokens && v.sizes[0] == kv_heads, "q, k and v agree");
   check(k.sizes[2] == q.sizes[2] && columns_of(k_cache) == q.sizes[2] &&
             columns_of(v_cache) == v.sizes[2] && k_cache.sizes[2] == kv_heads &&
@@ -52,21 +50,8 @@ Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   a.v_cache_head_stride = v_cache.strides[2];
   a.num_blocks = std::min(k_cache.sizes[0], v_cache.sizes[0]);
   set_tokens(a, q_start, position, slot, cache_len, ancestors, block_table, {&k_cache, &v_cache});
-  a.scale = static_cast<float>(scale);
-  // no position is beyond that
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  a.window = std::min(window, kMost);
-  a.sink = std::min(sink, kMost);
-  a.chunk = std::min(chunk, kMost);
-  set_softcap(a, softcap);
-  set_sink_logits(a, sink_logits, q.dtype);
-  if (slopes != nullptr) {
-    check_index(*slopes, 1, kFloat32, "slopes is [H] float32");
-    check(slopes->sizes[0] == heads, "slopes is [H]");
-    a.slopes = slopes->as<float>();
-    a.rounds_bias = rounds_bias;
-  }
-  a.most_rows = most_rows;
+  set_scores(a, scale, softcap, sink_logits, slopes, rounds_bias, q.dtype);
+  set_visible(a, window, sink, most_rows, chunk);
   check_bounds(a);
   const Tensor out = empty_heads(a, q.dtype);
   specc::tree_attention(a, kernel_threads());

@@ -78,11 +78,42 @@ inline void set_sink_logits(TreeAttention& a, const Tensor* sink_logits, Element
   a.sink_logits = sink_logits->data;
 }
 
-// [H, Nt, DV], in memory [Nt, H, DV]: what follows is a projection over all heads of a token.
-inline Tensor empty_heads(TreeAttention& a, Element dtype) {
-  Tensor out = empty({a.num_tokens, a.num_heads, a.value_dim}, dtype);
+// What a score is made of, beside the product of its query and key.
+inline void set_scores(TreeAttention& a, double scale, double softcap, const Tensor* sink_logits,
+                       const Tensor* slopes, bool rounds_bias, Element dtype) {
+  a.scale = static_cast<float>(scale);
+  set_softcap(a, softcap);
+  set_sink_logits(a, sink_logits, dtype);
+  if (slopes == nullptr) return;
+  check_index(*slopes, 1, kFloat32, "slopes is [H] float32");
+  check(slopes->sizes[0] == a.num_heads, "slopes is [H]");
+  a.slopes = slopes->as<float>();
+  a.rounds_bias = rounds_bias;
+}
+
+// Which keys a token sees; 0 is no limit.
+inline void set_visible(TreeAttention& a, int64_t window, int64_t sink, int64_t most_rows,
+                        int64_t chunk) {
+  check(window >= 0 && sink >= 0, "window and sink are 0 or more");
+  check(most_rows >= 0 && chunk >= 0, "most_rows and chunk are 0 or more");
+  // no position is beyond that
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  a.window = std::min(window, kMost);
+  a.sink = std::min(sink, kMost);
+  a.chunk = std::min(chunk, kMost);
+  a.most_rows = most_rows;
+}
+
+// [heads, tokens, columns], in memory [tokens, heads, columns]: what follows is a projection over
+// all heads of a token.
+inline Tensor empty_heads(int64_t heads, int64_t tokens, int64_t columns, Element dtype) {
+  Tensor out = empty({tokens, heads, columns}, dtype);
   std::swap(out.sizes[0], out.sizes[1]);
   std::swap(out.strides[0], out.strides[1]);
+  return out;
+}
+inline Tensor empty_heads(TreeAttention& a, Element dtype) {
+  const Tensor out = empty_heads(a.num_heads, a.num_tokens, a.value_dim, dtype);
   a.out = out.data;
   a.out_head_stride = out.strides[0];
   a.out_token_stride = out.strides[1];

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "fused.h"
 #include "kernels.h"
 #include "refusal.h"
 
@@ -70,6 +71,23 @@ Range tokens_of(const int32_t* q_start, int64_t b, int64_t num_tokens) {
   return {begin, end};
 }
 
+// Every row that is not dead lies in a block of its sequence.
+template <class Rows>
+void check_slots(const Rows& a, int64_t per_token) {
+  check_begin(a.q_start);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const Table table{a.block_table + b * a.blocks_per_sequence, b, a.blocks_per_sequence,
+                      a.block_size, a.num_blocks};
+    const auto [begin, end] = tokens_of(a.q_start, b, a.num_tokens);
+    for (int64_t i = begin * per_token; i < end * per_token; ++i) {
+      const int64_t slot = a.slot[i];
+      if (slot < 0) continue;
+      table.check_slot("slot", i, slot);
+      table.check(slot / table.block_size, slot / table.block_size + 1);
+    }
+  }
+}
+
 }  // namespace
 
 void check_bounds(const TreeAttention& a) {
@@ -120,20 +138,9 @@ void check_bounds(const CommitKV& a) {
   }
 }
 
-void check_bounds(const SlabRows& a) {
-  check_begin(a.q_start);
-  for (int64_t b = 0; b < a.batch; ++b) {
-    const Table table{a.block_table + b * a.blocks_per_sequence, b, a.blocks_per_sequence,
-                      a.block_size, a.num_blocks};
-    const auto [begin, end] = tokens_of(a.q_start, b, a.num_tokens);
-    for (int64_t i = begin * a.per_token; i < end * a.per_token; ++i) {
-      const int64_t slot = a.slot[i];
-      if (slot < 0) continue;
-      table.check_slot("slot", i, slot);
-      table.check(slot / table.block_size, slot / table.block_size + 1);
-    }
-  }
-}
+void check_bounds(const SlabRows& a) { check_slots(a, a.per_token); }
+
+void check_bounds(const WriteKV& a) { check_slots(a, 1); }
 
 void check_bounds(const MergeTrees& a) {
   const int64_t trees = a.num_trees;

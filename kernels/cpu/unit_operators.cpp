@@ -1,6 +1,8 @@
 // All operators of tensors whose kernels have files of their own, as one translation unit.
 #include "attend_expanded.cpp"
 #include "attention_operators.cpp"
+#include "cache_operators.cpp"
+#include "fused_operators.cpp"
 #include "linear_operators.cpp"
 #include "quantized_operators.cpp"
 #include "ranks_operators.cpp"

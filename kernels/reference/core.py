@@ -6,6 +6,8 @@ They favor clarity over speed and may read values on the host, which no GPU lowe
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -223,6 +225,27 @@ def attend_reference(
     return out
 
 
+# id of a weight → its version, and its rows
+_rows: dict[int, tuple[int, Tensor]] = {}
+
+
+def _in_rows(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """A weight in blocks as rows: a copy, kept for as long as the weight is there, unchanged.
+
+    Passes of the oracle read the same weights again and again.
+    """
+    if weight.device.type == "meta" or weight.is_inference() or type(weight) is not Tensor:
+        return from_blocks(weight, shape)
+    key = id(weight)
+    version, rows = _rows.get(key, (-1, weight))
+    if version != weight._version:
+        if key not in _rows:
+            weakref.finalize(weight, _rows.pop, key, None)
+        rows = from_blocks(weight, shape)
+        _rows[key] = weight._version, rows
+    return rows
+
+
 def linear_reference(
     input: Tensor, weight: Tensor, bias: Tensor | None, out_features: int
 ) -> Tensor:
@@ -236,7 +259,7 @@ def linear_reference(
     Returns:
         [M, N] in the dtype of the input, accumulated in float32.
     """
-    weight = from_blocks(weight, (out_features, input.shape[1]))
+    weight = _in_rows(weight, (out_features, input.shape[1]))
     return torch.nn.functional.linear(input, weight, bias)
 
 
@@ -253,7 +276,7 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, ends: Tensor, out_featur
         a row the bits that `specc::linear` gives it, however many others its expert has.
     """
     shape = (ends.shape[0], out_features, x.shape[1])
-    return grouped_mm_reference(x, from_blocks(weight, shape).transpose(1, 2), ends)
+    return grouped_mm_reference(x, _in_rows(weight, shape).transpose(1, 2), ends)
 
 
 def embedding_of_blocks_reference(
@@ -269,7 +292,7 @@ def embedding_of_blocks_reference(
     Returns:
         [T, K] in the dtype of the weight.
     """
-    rows = from_blocks(weight, (num_embeddings, width))
+    rows = _in_rows(weight, (num_embeddings, width))
     return torch.nn.functional.embedding(tokens, rows)
 
 

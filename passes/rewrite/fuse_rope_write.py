@@ -141,23 +141,18 @@ class _Rotation:
 
 
 def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
-    # RequireAttention ran before
-    assert bound["sink_logits"] is None, "the operator knows no sinks"
-    assert not bound["softcap"], "the operator knows no softcap"
-    # BackendFacts.expands_prompts
-    assert not bound["most_rows"], "the operator leaves no rows to others"
     options = {name: bound[name] for name in ("scale", "window", "sink")}
     if values_in_keys(node):
         options["values_in_keys"] = True
-    # beside what every call has, so that graphs without slopes and chunks are what they were
-    tilt = () if bound["slopes"] is None else (None, bound["slopes"])
-    for name in ("rounds_bias", "chunk"):
+    # beside what every call has, so that graphs without these are what they were
+    scores = (bound["sink_logits"], bound["slopes"])
+    scores = () if scores == (None, None) else scores
+    for name in ("softcap", "rounds_bias", "most_rows", "chunk"):
         if bound[name]:
             options[name] = bound[name]
+    inputs = (bound[name] for name in _ATTEND_INPUTS)
     with node.graph.inserting_before(node):
-        attended = emit_call(
-            node.graph, ops.attend, q, *(bound[name] for name in _ATTEND_INPUTS), *tilt, **options
-        )
+        attended = emit_call(node.graph, ops.attend, q, *inputs, *scores, **options)
     attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
     replace(node, attended)
 

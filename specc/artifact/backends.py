@@ -12,8 +12,9 @@ from typing import Literal
 from specc.close_name import advice
 from specc.errors import ConfigError
 
-Attention = Literal["native", "split", "whole"]
+Attention = Literal["native", "parts", "split", "whole"]
 NATIVE: Attention = "native"
+PARTS: Attention = "parts"
 SPLIT: Attention = "split"
 WHOLE: Attention = "whole"
 
@@ -42,8 +43,9 @@ class BackendFacts:
         takes_views: self-drafts run: caches are in blocks, and programs take block tables of any
             width.
         fills_blocks: block drafters run: rows of a pass may see rows after them.
-        attention: what it keeps of the scores of a pass: `native` tiles, `split` those of as many
-            rows as a limit allows, `whole` all.
+        attention: what it keeps of the scores of a pass: `native` tiles, one for each thread,
+            `parts` sums of parts of long contexts, `split` the scores of as many rows as a limit
+            allows, `whole` all.
         runs_all: it runs the graphs that every engine has, whichever backend the engine is for.
         takes_ranks: several processes may run an engine together, each with a part of the target.
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
@@ -186,7 +188,7 @@ register(
 register(
     BackendFacts(
         "cuda", _DTYPES, "cuda", "flat", is_captured=True, takes_views=True, fills_blocks=True,
-        takes_ranks=True, attention=NATIVE,
+        takes_ranks=True, attention=PARTS,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
         overlaps=True, decoded_bytes=64 << 20,

@@ -16,7 +16,7 @@ from specc.cli.print_table import print_lines
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.close_name import advice
 from specc.cost.critical_length import CriticalLength
-from specc.errors import ConfigError, EngineError
+from specc.errors import ConfigError, EngineError, SpeccError
 from specc.sampling.generation_config import read_defaults
 from specc.system.files import format_bytes, hash_file
 from specc.system.json_file import read_engine_json
@@ -116,9 +116,10 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         f" {manifest.backend} on {manifest.device}, {manifest.dtype}",
         f"created {manifest.created}",
     ]
-    if manifest.specc_version != __version__:
+    is_data = facts_of(manifest.backend).is_data
+    if manifest.specc_version != __version__ and not is_data:
         said.append(f"specc run refuses it: this is specc {__version__}")
-    if manifest.torch_version != torch_version():
+    if manifest.torch_version != torch_version() and not is_data:
         said.append(f"specc run refuses it: this installation has torch {torch_version()}")
     print_lines(console, said)
     console.print()
@@ -134,6 +135,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     print_lines(console, (line for describe in lines for line in describe(manifest)))
     console.print()
     console.print(render.layers_table(manifest.models))
+    print_lines(console, _kernel_lines(engine, manifest))
     tokenizer = manifest.tokenizer
     eos = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
     if tokenizer.tokenizer_eos:
@@ -147,6 +149,24 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         console.print(render_plans.describe_plan(plan.plan), soft_wrap=True)
         if plan.plan.speculates and plan.plan.dynamic is None:
             console.print(render_plans.draw_tree(plan.plan.largest_tree))
+
+
+def _kernel_lines(engine: Path, manifest: Manifest) -> list[str]:
+    """What the library of the CPU has no kernel for, which torch runs."""
+    facts = facts_of(manifest.backend)
+    if facts.runs_all or not facts.is_data:
+        return []
+    # it reads the graphs as torch's, which takes a second
+    from specc.runtime.backends.cpu.missing_kernels import missing_kernels
+
+    try:
+        found = missing_kernels(engine, manifest)
+    except SpeccError as error:
+        return ["", f"kernels: {error.found}"]
+    if not found:
+        return ["", "every operator has a kernel"]
+    named = ", ".join(f"{name} × {count}" for name, count in found.most_common())
+    return ["", f"{found.total()} instructions without a kernel, which torch runs: {named}"]
 
 
 def _sampling_line(engine: Path) -> str:

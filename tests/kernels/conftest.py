@@ -7,7 +7,6 @@ what a test calls depends on no test that ran before it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,13 +53,3 @@ def native_operators() -> Any:
 def implementation(request: pytest.FixtureRequest) -> Any:
     """Namespace of operators; a test that takes it runs once with each."""
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="session")
-def probe_package(native_operators: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of `probe.py`, compiled; the library is loaded."""
-    from tests.kernels.probe import probe_content
-
-    path = tmp_path_factory.mktemp("probe") / "probe.pt2"
-    path.write_bytes(probe_content())
-    return path

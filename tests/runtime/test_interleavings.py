@@ -129,7 +129,7 @@ def check_pair(
 
 
 # the default tier has them of tiny models, above, and compiled engines whose requests join and
-# leave in backends/cpu/test_compiled_lossless.py
+# leave in backends/cpu/test_lossless.py
 @pytest.mark.slow
 def test_interleavings_of_the_demo_pair(pair: Path) -> None:
     figures = check_pair(pair, 2)

@@ -126,7 +126,7 @@ def test_stop_string_that_spans_tokens(zoo: Zoo) -> None:
     assert found > 2
 
 
-# the default tier has it compiled: backends/cpu/test_compiled_lossless.py
+# the default tier has it compiled: backends/cpu/test_lossless.py
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bfloat16(zoo: Zoo, name: str) -> None:

@@ -269,17 +269,6 @@ def test_bytes_are_told(make) -> None:
     assert line.startswith("target has weights of projections in int4-g32, the rest in float32: ")
 
 
-def test_other_backends_are_refused_before_anything_is_read() -> None:
-    backend = compiler_backend("aot-inductor")
-    config = CompileConfig(quantize="int4", backend=backend.name)
-    with pytest.raises(ConfigError) as caught:
-        check_options(config, backend)
-    assert caught.value.found == f"--quantize with backend {backend.name}"
-    wanted = "the backend cpu or cuda or eager or onnx or tensorrt, which it is for"
-    assert caught.value.needed == wanted
-    assert "--backend cpu" in caught.value.do
-
-
 def test_kinds_that_a_backend_lacks_are_refused() -> None:
     """By the option before anything is read, and of a checkpoint when its graph is there."""
     backend = compiler_backend("onnx")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from specc.runtime.backends.cpu.compiled_program import CompiledProgram
+from specc.runtime.backends.cpu.program import CpuProgram
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.runtime.backends.step_io import StepInputs, StepValues
 from specc.runtime.engine import Engine
@@ -19,7 +19,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from tests.lossless import PLAN_IDS, Zoo
 from tests.mixed_sampling import mixed_sampling
-from tests.runtime.backends.cpu.compiled_pair import engine_path
+from tests.runtime.backends.cpu.cpu_pair import engine_path
 
 NAME = "gemma3-tied"
 WAYS = [
@@ -118,7 +118,7 @@ def test_weights_outlive_a_program_that_shared_them(path: Path) -> None:
     engine = Engine.load(path)
     caches = [(layer[0], layer[1]) for layer in engine.cache.slabs["target"][0]]
     program = read_json(path / "target/program.json")
-    made = CompiledProgram(program, path / "target/program.pt2", weights, caches)
+    made = CpuProgram(program, weights, caches)
     assert made.weights is weights
     del made
     for key, copy in copies.items():

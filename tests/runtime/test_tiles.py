@@ -20,7 +20,7 @@ from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, RequestError
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.cpu.step import CpuStep
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -108,11 +108,11 @@ def test_1024_nodes(zoo: Zoo, engine: Engine, plan: SpecPlan) -> None:
     assert found[0] == found[1]
 
 
-def steps_of(engine: Engine, plan: SpecPlan) -> CompiledStep:
+def steps_of(engine: Engine, plan: SpecPlan) -> CpuStep:
     """A plan's step beside those of the engine."""
     models = {"target": engine.target, "draft_0": engine.drafts[0]}
     program = fuse_step(plan, dict.fromkeys(models, 1)).to_json()
-    return CompiledStep(json.loads(json.dumps(program)), models)
+    return CpuStep(json.loads(json.dumps(program)), models)
 
 
 def measure(engine: Engine, plan: SpecPlan, reads: tuple[str, ...] = ()) -> tuple[int, int]:

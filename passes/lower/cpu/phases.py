@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from specc.passes.lower.cpu.experts import LowerExperts, PackExperts
 from specc.passes.lower.cpu.linear import LowerLinear
 from specc.passes.lower.cpu.pack_weights import PackWeights
 from specc.passes.pipeline import Phases
+from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
+from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
+from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
+from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 
 # of graphs before it other ones can be made: it does nothing itself
 CPU = "cpu"
+LAYOUT_PHASES: Phases = (("layout", (PackWeights, PackExperts)),)
+CPU_PHASES: Phases = (("products", (LowerLinear, LowerExperts)),)
 
 
 def cpu_phases(num_positions: int) -> Phases:
@@ -20,6 +28,11 @@ def cpu_phases(num_positions: int) -> Phases:
     """
     return (
         (CPU, ()),
-        ("layout", (PackWeights, PackExperts)),
-        ("products", (LowerLinear, LowerExperts)),
+        ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
+        ("gates", (FuseSwiGLU,)),
+        # from here on operators communicate through the caches, in the order of the graph
+        ("caches", (FuseRopeWrite, SplitTreeAttention)),
+        ("tables", (partial(TabulateRotary, num_positions),)),
+        *LAYOUT_PHASES,
+        *CPU_PHASES,
     )

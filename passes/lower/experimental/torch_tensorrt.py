@@ -28,7 +28,6 @@ from torch import Tensor, fx
 from specc.artifact.cache_rows import cache_output
 from specc.errors import TensorRTError
 from specc.kernels import ops
-from specc.passes.lower.experimental.aot_inductor import EXPERIMENTAL
 from specc.passes.lower.experimental.converters import register_converters
 from specc.passes.lower.experimental.export_with_weights import export_with_weights, input_sizes
 from specc.passes.lower.tensorrt.builder import no_kernel
@@ -39,6 +38,8 @@ from specc.passes.program import Program, bind_args, upstream
 from specc.tensorrt import library as tensorrt
 from specc.tensorrt.layers import LAYERS_FILE, layers_from_inspector, read_layers
 
+# set to the name of a backend, it lets the compiler do what no GPU has shown
+EXPERIMENTAL = "SPECC_EXPERIMENTAL"
 BACKEND = "torch-tensorrt"
 # torch-tensorrt → the torch and the TensorRT that it goes with, as its packages require
 VERSIONS = {"2.11": ("2.11", "10.15"), "2.13": ("2.13", "11.0")}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.graph_io import target_name
+from specc.artifact.graph_operators import python_name
 from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.native_calls import (
     checked,
@@ -18,6 +18,7 @@ from specc.runtime.backends.cpu.native_calls import (
     made,
     operators,
 )
+from specc.runtime.backends.cpu.native_forms import takes
 from specc.runtime.backends.cpu.python_calls import PythonCall
 
 _TENSOR = torch.TensorType.get()
@@ -49,7 +50,7 @@ class Encoder:
     @property
     def python_names(self) -> list[str]:
         """Operators that Python calls, of each instruction that does."""
-        return [target_name(call.target) for call in self._python]
+        return [name_of(call.target) for call in self._python]
 
     def input(self) -> int:
         """The slot of another value that is set from outside."""
@@ -87,7 +88,7 @@ class Encoder:
             node: the call.
             may_be_static: of steps: what depends on the batch size alone is computed once for it.
         """
-        name = target_name(node.target)
+        name = name_of(node.target)
         if name == "operator.getitem" and isinstance(self.slots.get(node.args[0]), list):  # type: ignore[arg-type]
             self.slots[node] = self.slots[node.args[0]][node.args[1]]  # type: ignore[arg-type, index]
             if node.args[0] in self.static:
@@ -116,12 +117,11 @@ class Encoder:
         )
         if is_static:
             self.static.add(node)
-        name = _native_name(target) if is_operator else ""
         first, count = self._places(node, schema)
-        if name not in operators():
+        if schema is None or not has_kernel(node):
             self._python_call(node, schema, first, count, is_static)
             return
-        assert schema is not None
+        name = _native_name(target)
         checked(
             self._library.specc_code_operator(self.code, name.encode(), first, count, is_static)
         )
@@ -133,10 +133,15 @@ class Encoder:
             kind = argument.real_type
             if isinstance(value, int | float) and kind.isSubtypeOf(_TENSOR):
                 value = torch.tensor(value)  # as torch's own parser of arguments does
-            elif str(kind).startswith("List[") and isinstance(value, int | fx.Node):
-                if not isinstance(self.slots.get(value), list):  # type: ignore[arg-type]
-                    value = [value]  # one for all dimensions
+            elif str(kind).startswith("List[") and self._is_one(value):
+                value = [value]  # one for all dimensions
             self._argument(value)
+
+    def _is_one(self, value: Any) -> bool:
+        """Whether it is one number, or one value."""
+        if isinstance(value, fx.Node):
+            return isinstance(self.slots[value], int)
+        return isinstance(value, int)
 
     def _python_call(
         self, node: fx.Node, schema: Any, first: int, count: int, is_static: bool
@@ -146,7 +151,7 @@ class Encoder:
         is_view = schema is None or any(item.alias_info is not None for item in schema.returns)
         checked(
             self._library.specc_code_python(
-                self.code, call.id, target_name(node.target).encode(), first, count, is_view,
+                self.code, call.id, name_of(node.target).encode(), first, count, is_view,
                 is_static,
             )
         )  # fmt: skip
@@ -203,8 +208,21 @@ class Encoder:
             checked(library.specc_code_int(code, CODES[value]))
         elif isinstance(value, Tensor):
             checked(library.specc_code_scalar(code, describe(value)))
-        else:  # None, a device, a layout, a memory format
+        elif value is torch.contiguous_format:
+            checked(library.specc_code_int(code, 0))  # not what it is copied from
+        else:  # None, a device, a layout, another memory format
             checked(library.specc_code_none(code))
+
+
+def has_kernel(node: fx.Node) -> bool:
+    """Whether the library, or its runner, computes what an operator is called for."""
+    name = _native_name(node.target)
+    return name == "aten::sym_size.int" or (name in operators() and takes(node, name))
+
+
+def name_of(target: Any) -> str:
+    """Of a call's target: `aten.add.Tensor`, `operator.getitem`."""
+    return python_name(target) or str(target)
 
 
 def _native_name(target: Any) -> str:
@@ -213,11 +231,10 @@ def _native_name(target: Any) -> str:
 
 
 def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and target_name(node.target) == "operator.getitem"
+    return node.op == "call_function" and name_of(node.target) == "operator.getitem"
 
 
 def _free(library: Any, code: int, calls: list[PythonCall]) -> None:
     library.specc_code_free(code)
     for call in calls:
         call.close()
-

@@ -86,9 +86,7 @@ class CpuProgram:
                 # one more input, last
                 sizes = [-1 if size is None else size for size in entry["shape"]]
                 found, code = (ctypes.c_int64 * len(sizes))(*sizes), _code_of(entry["dtype"])
-                checked(
-                    self._library.specc_program_hidden(self.pointer, found, len(sizes), code)
-                )
+                checked(self._library.specc_program_hidden(self.pointer, found, len(sizes), code))
         self._limits = narrow_rows(program), reserve
         self.set_num_threads(torch.get_num_threads())
 
@@ -138,19 +136,24 @@ def encode(program: Mapping[str, Any]) -> tuple[Encoder, int]:
             "as many",
             _DO,
         )
+    result = next(iter(graph.find_nodes(op="output"))).args[0]
+    if not isinstance(result[0] if isinstance(result, list | tuple) else result, fx.Node):
+        raise EngineError(f"{program['name']} returns {result!r:.60}", "a tensor", _DO)
+    return encode_graph(graph)
+
+
+def encode_graph(graph: fx.Graph) -> tuple[Encoder, int]:
+    """A graph's instructions, whose inputs are its first values; and the slot of its result."""
     encoder = Encoder(num_values(graph))
-    for node in inputs:
+    for node in graph.find_nodes(op="placeholder"):
         encoder.slots[node] = encoder.input()
     encoder.stage()
-    result = None
     for node in graph.nodes:
         if node.op == "call_function":
             encoder.function(node)
-        elif node.op == "output":
-            result = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    if not isinstance(result, fx.Node):
-        raise EngineError(f"{program['name']} returns {result!r:.60}", "a tensor", _DO)
-    slot = encoder.slot(result)
+    (output,) = graph.find_nodes(op="output")
+    result: Any = output.args[0]
+    slot = encoder.slot(result[0] if isinstance(result, list | tuple) else result)
     encoder.keep([slot])
     encoder.finish()
     return encoder, slot

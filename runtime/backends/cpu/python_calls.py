@@ -75,7 +75,7 @@ def take_error() -> BaseException | None:
 
 def _call(id_: int, count: int, num_results: int, message: int) -> int:
     try:
-        words = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
+        words: Any = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
         with torch.inference_mode():
             values = [_read(words[i * _WORDS : (i + 1) * _WORDS]) for i in range(count)]
             found = _calls[id_].run(values)
@@ -84,7 +84,7 @@ def _call(id_: int, count: int, num_results: int, message: int) -> int:
             for i in range(num_results):
                 words[i * _WORDS : (i + 1) * _WORDS] = _written(results[i])
         return 0
-    except BaseException as error:  # noqa: BLE001  the runner's caller raises it again
+    except BaseException as error:
         _state.error = error
         return 1
 

@@ -249,8 +249,7 @@ class CpuStep:
         if self.before_accept is not None:
             self._native.step(flat_rows, block_table, first, self._accept, reads=False)
             first = self._accept
-            with torch.inference_mode():
-                self.before_accept(self._values)
+            self._values.show_to(self.before_accept)
         return self._finish(flat_rows, block_table, first, reads)
 
     @property
@@ -281,6 +280,7 @@ class CpuStep:
 
     def draft(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> Drafted:
         """Run what stands before the target's pass; see `Drafted`."""
+        self._values.forget()
         self._bind(inputs, slabs)
         flat_rows = [value for row in inputs.rows for value in row]
         first = 0
@@ -292,8 +292,7 @@ class CpuStep:
             for name, value in values.items():
                 self._values[name] = value
             if self.before_accept is not None:
-                with torch.inference_mode():
-                    self.before_accept(self._values)
+                self._values.show_to(self.before_accept)
             return self._finish(flat_rows, inputs.block_table, self._accept, reads)
 
         return Drafted(self._values, accept)
@@ -338,9 +337,7 @@ class CpuStep:
     ) -> StepResult:
         """Run the stages that are left, and read the results."""
         native = self._native
-        ints = native.step(
-            flat_rows, block_table, first, self._end, reads=True, stays=bool(reads)
-        )
+        ints = native.step(flat_rows, block_table, first, self._end, reads=True, stays=bool(reads))
         values: dict[str, Tensor] = {}
         if reads:
             values = {name: native.get(self._encoder.slot_of(name)) for name in reads}
@@ -386,25 +383,55 @@ class CpuStep:
             native.run(inputs, 0, last)
             return
         native.run(inputs, 0, self._accept)
-        self.before_accept(self._values)
+        self._values.show_to(self.before_accept)
         native.run([], self._accept, last)
 
 
 class _RunnerValues:
     """What the stages before a hook computed, where the runner keeps it.
 
-    A hook pays for the values that it looks at, which are copies.
+    A hook pays for the values that it looks at. These are copies, which somebody may keep; where
+    the hook has changed one, the runner gets it when the hook has ended.
     """
 
     def __init__(self, runner: NativeStep, slots: Mapping[str, int]) -> None:
         self._runner = runner
         self._slots = slots
+        # slot → the copy, and its version
+        self._read: dict[int, tuple[Tensor, int]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._runner.get(self._slots[name])
+        slot = self._slots[name]
+        if slot not in self._read:
+            with torch.inference_mode(False):  # else nothing counts its changes
+                value = self._runner.get(slot)
+            self._read[slot] = value, value._version
+        return self._read[slot][0]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._runner.set(self._slots[name], value)
+        slot = self._slots[name]
+        self._runner.set(slot, value)
+        self._read[slot] = value, _UNCOUNTED
+
+    def forget(self) -> None:
+        """Another step begins."""
+        self._read.clear()
+
+    def show_to(self, hook: BeforeAccept) -> None:
+        """Call a hook, and let the runner have what it changed."""
+        self.forget()
+        try:
+            with torch.inference_mode():
+                hook(self)
+            for slot, (value, version) in self._read.items():
+                if version != _UNCOUNTED and value._version != version:
+                    self._runner.set(slot, value)
+        finally:
+            self.forget()
+
+
+# of a value that the runner has
+_UNCOUNTED = -1
 
 
 class _Nothing(torch.nn.Module):

@@ -114,8 +114,7 @@ class StepEncoder:
                 encoder.call(node, self._models[node.target].pointer)
                 if is_draft:
                     given = [
-                        encoder.slot(arg) if isinstance(arg, fx.Node) else None
-                        for arg in node.args
+                        encoder.slot(arg) if isinstance(arg, fx.Node) else None for arg in node.args
                     ]
                     # what a pass was fed can be read after it
                     encoder.keep(slot for slot in given if slot is not None)

@@ -12,7 +12,6 @@ import torch
 
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
-from specc.errors import ConfigError
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_models import DeviceModels
@@ -33,9 +32,6 @@ from specc.runtime.backends.program_files import (
 )
 from specc.runtime.scheduling.kv_cache import KVCache
 
-# what engines of the experimental backend aot-inductor have besides
-_PACKAGES = "packages.json"
-
 
 class CudaBackend(CapturedBackend):
     """See `RuntimeBackend`."""
@@ -52,12 +48,10 @@ class CudaBackend(CapturedBackend):
         weights_budget: int | None = None,
     ) -> DeviceModels:
         """See `CapturedBackend.load_models`; products are timed, unless that was done before."""
-        hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
         models: dict[str, ModelProgram] = {}
         target = manifest.models[0]
         for model in manifest.models:
             if weights_budget is not None and model is target:
-                _refuse_packages(path / model.dir)
                 models[model.name] = load_streamed(path, manifest, cache, graphs, weights_budget)
             else:
                 models[model.name] = _load_model(
@@ -66,7 +60,6 @@ class CudaBackend(CapturedBackend):
                     map_weights(path, manifest, manifest.weights_file(model, rank)),
                     cache,
                     graphs.device,
-                    hashes,
                 )
         self_drafts = {
             entry.name: ModelProgram(
@@ -174,21 +167,7 @@ def _load_model(
     mapped: MappedWeights,
     cache: KVCache,
     device: torch.device,
-    hashes: Mapping[str, str],
 ) -> ModelProgram:
     weights = {key: weight.to(device) for key, weight in mapped.items()}
-    if (path / model.dir / _PACKAGES).is_file():
-        from specc.runtime.backends.experimental.aot_program import load_model
-
-        return load_model(path, model.dir, weights, caches_of(model, cache), device, hashes)
     program = read_json(path / model.dir / "program.json")
     return ModelProgram(program, weights, caches_of(model, cache), device)
-
-
-def _refuse_packages(directory: Path) -> None:
-    if (directory / _PACKAGES).is_file():
-        raise ConfigError(
-            "--offload-weights of an engine for CUDA whose programs AOTInductor has compiled",
-            "an engine of graphs, in which weights are copied around their use",
-            "compile it with --backend cuda, or leave --offload-weights out",
-        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from specc.artifact.backends import facts_of
 from specc.artifact.cache_rows import CacheRows
+from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine

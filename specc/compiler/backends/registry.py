@@ -14,7 +14,6 @@ from specc.errors import ConfigError, SpeccError
 _PACKAGE = "specc.compiler.backends"
 # what no GPU has run has a name of its own, and stands in no list of what there is
 _EXPERIMENTAL = {
-    "aot-inductor": f"{_PACKAGE}.experimental.aot_inductor",
     "torch-tensorrt": f"{_PACKAGE}.experimental.torch_tensorrt",
 }
 _registered: dict[str, CompilerBackend] = {}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from specc.errors import EngineError
 from specc.kernels import native
+from specc.runtime.backends.cpu.encoder import Encoder
+from specc.runtime.backends.cpu.step import NativeStep
 from tests.kernels.probe import SEEN, UNLUCKY, load_probe, probe_inputs
 
 LOADED = 3  # threads when the program is loaded; each test runs with one
@@ -23,10 +27,10 @@ def expected(num_tokens: int) -> tuple[int, int]:
 
 
 @pytest.fixture
-def program(probe_package) -> Iterator[Any]:
+def program(native_operators) -> Iterator[Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(LOADED)
-    program = load_probe(probe_package)
+    program = load_probe()
     torch.set_num_threads(1)
     yield program
     torch.set_num_threads(before)
@@ -36,14 +40,20 @@ class Step:
     """A pass, an operator after it, and a second stage with another pass."""
 
     def __init__(self, program: Any) -> None:
-        self.native = torch.classes.specc.StepRunner(9)
+        self._program = program
+        graph = fx.Graph()
+        self._encoder = encoder = Encoder(8)
+        inputs = [graph.placeholder(f"x{i}") for i in range(4)]
+        for node in inputs:
+            encoder.slots[node] = encoder.input()
         for first in (0, 2):
-            self.native.begin_stage()
-            self.native.call_program(program, first + 4)
-            self.native.value(first)
-            self.native.value(first + 1)
-            self.native.call("specc_probe::look", "", 8, False)
-            self.native.value(first)
+            encoder.stage()
+            both = inputs[first : first + 2]
+            encoder.call(graph.call_module("program", tuple(both)), program.pointer)
+            encoder.function(graph.call_function(torch.ops.specc_probe.look.default, (both[0],)))
+        encoder.finish()
+        made = SimpleNamespace(code=encoder.code, host_slots=[])
+        self.native = NativeStep(made, program.pool)  # type: ignore[arg-type]
 
     def run(self, first: int, second: int) -> list[tuple[int, int]]:
         """What the two passes saw."""
@@ -76,7 +86,7 @@ def test_a_pass(program, num_tokens, where):
     def run() -> tuple[Any, ...]:
         before = native.kernel_threads()
         SEEN.clear()
-        program.run(probe_inputs(num_tokens))
+        program(*probe_inputs(num_tokens))
         return SEEN[0], before == native.kernel_threads()
 
     assert where(run) == (expected(num_tokens), True)
@@ -108,12 +118,12 @@ def test_threads_after_a_stage_that_failed(program, tokens, threads):
 
 
 def test_the_number_can_be_set(program):
-    assert program.num_threads() == LOADED
+    assert program.num_threads == LOADED
     program.set_num_threads(2)
-    assert program.num_threads() == 2
+    assert program.num_threads == 2
     assert Step(program).run(2, 200) == [(1, 2), (2, 2)]
     for wrong in (0, -1, 2**40):
-        with pytest.raises(RuntimeError, match=f"1 thread or more, not {wrong}"):
+        with pytest.raises(EngineError, match=f"1 thread or more, not {wrong}"):
             program.set_num_threads(wrong)
 
 
@@ -121,18 +131,17 @@ def test_how_many_rows_are_narrow_can_be_set(program):
     program.set_narrow_rows(4)
     assert Step(program).run(4, 5) == [(1, LOADED), (LOADED, LOADED)]
     for wrong in (0, -1):
-        with pytest.raises(RuntimeError, match=f"1 row or more, not {wrong}"):
+        with pytest.raises(EngineError, match=f"1 row or more, not {wrong}"):
             program.set_narrow_rows(wrong)
 
 
 def test_a_kernel_that_refuses_says_why(program, capfd):
-    """Compiled code passes on a number; the text reaches the exception, and stderr only without."""
     tokens, x = probe_inputs(4)
     with pytest.raises(
         RuntimeError, match="specc: the blocks are those of all outputs and columns"
     ):
-        program.run([tokens, x[:, :-1]])
+        program(tokens, x[:, :-1])
     assert "specc:" not in capfd.readouterr().err
     with pytest.raises((RuntimeError, ValueError), match=f"{UNLUCKY} tokens"):
-        program.run(probe_inputs(UNLUCKY))
-    assert program.run(probe_inputs(4)).shape == (4, 256)
+        program(*probe_inputs(UNLUCKY))
+    assert program(*probe_inputs(4)).shape == (4, 256)

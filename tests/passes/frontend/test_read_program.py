@@ -12,7 +12,7 @@ import torch
 from specc.errors import EngineError
 from specc.kernels import ops
 from specc.passes.frontend.read_program import read_program
-from specc.passes.lower.cpu.lower import LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import LAYOUT_PHASES
 from specc.passes.memory import PassShape, plan_memory
 from specc.passes.pipeline import PHASES, Phases, Pipeline
 from specc.passes.program import Program, constant_key

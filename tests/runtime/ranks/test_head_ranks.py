@@ -48,7 +48,7 @@ from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.ranks.test_device_ranks import Launch, job
 from tests.runtime.test_medusa import MedusaOracle
 from tests.runtime.test_mtp import with_module
-from tests.specc.compiler.test_reshard import compare, compile_nothing
+from tests.specc.compiler.test_reshard import compare
 from tests.traces import shared_traces
 
 HEAD, DRAFTER, SPARK = "safeailab-narrow", "z-lab", "dspark-deepspec"
@@ -272,9 +272,7 @@ def test_engines_of_another_number_of_ranks(
     after: int,
     zoo: Zoo,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compile_nothing(monkeypatch)
     old, wanted = (tmp_path / str(num_ranks) for num_ranks in (before, after))
     for path, num_ranks in ((old, before), (wanted, after)):
         write(zoo, path, kind, num_ranks, backend, is_kept=False)

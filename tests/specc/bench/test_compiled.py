@@ -14,7 +14,7 @@ from specc.bench.engine import EngineContender, add_margins, tokenize
 from specc.bench.rounds import Difference
 from specc.cli.main import app
 from specc.config import CompileConfig
-from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.cpu.step import CpuStep
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
 from tests import engines
@@ -41,7 +41,7 @@ def path(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(path: Path) -> Engine:
     engine = Engine.load(path)
     assert engine.backend == "cpu"
-    assert {type(step) for step in engine.steps.values()} == {CompiledStep}
+    assert {type(step) for step in engine.steps.values()} == {CpuStep}
     return engine
 
 

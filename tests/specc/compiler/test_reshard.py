@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, OutputError, SpeccError
 from specc.passes.base import PassResult
-from specc.passes.lower.cpu import lower
 from specc.passes.lower.cpu.experts import PackExperts
 from specc.speculation.plans import SpecPlan
 from tests import models
@@ -112,20 +111,6 @@ def config_for(num_ranks: int, **options: Any) -> CompileConfig:
     )
 
 
-@pytest.fixture
-def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_nothing(monkeypatch)
-
-
-def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of compiled code, engines for the CPU hold the program that it is compiled of."""
-
-    def write(program: Mapping[str, Any], package: Path, children: object) -> None:
-        package.write_text(json.dumps(program, indent=1))
-
-    monkeypatch.setattr(lower, "_compile", write)
-
-
 def compare(found: Path, wanted: Path) -> None:
     """Equal to the byte but for the report; and nothing else of the manifest differs."""
     files = {path.relative_to(wanted) for path in wanted.rglob("*") if path.is_file()}
@@ -177,7 +162,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
 
 
 @pytest.mark.parametrize(("name", "way"), ROUTES)
-@pytest.mark.usefixtures("compiles_nothing")
 def test_engines_are_those_that_the_checkpoint_makes(
     fresh: Callable[[str, int], Path], tmp_path: Path, name: str, way: tuple[int, int]
 ) -> None:
@@ -205,7 +189,6 @@ def test_a_whole_engine_for_gpus_cannot_be_cut(tmp_path: Path) -> None:
         pytest.param((2, 1), id="2-to-1", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("compiles_nothing")
 def test_experts_of_an_older_engine_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: tuple[int, int]
 ) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,6 @@ from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
-from specc.passes.lower.cpu import lower
 from tests import models
 from tests.specc.compiler.test_reshard import compare, config_for
 from tests.traces import shared_traces
@@ -33,16 +29,6 @@ CHANGES = (
     ((1, 2), (2, 2)),
     ((2, 2), (2, 1)),
 )
-
-
-@pytest.fixture(autouse=True)
-def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of compiled code, engines for the CPU hold the program that it is compiled of."""
-
-    def write(program: Mapping[str, Any], package: Path, children: object) -> None:
-        package.write_text(json.dumps(program, indent=1))
-
-    monkeypatch.setattr(lower, "_compile", write)
 
 
 def compiled(root: Path, checkpoint: Path, shape: tuple[int, int], backend: str) -> Path:

@@ -39,7 +39,7 @@ from tests.runtime.backends.counted_backend import CountedBackend
 class AbacusBackend(CompilerBackend):
     """Engines with a list of the operators that each model calls."""
 
-    facts = BackendFacts("abacus", ("bfloat16",), "cpu", "flat", model_files=("package_file",))
+    facts = BackendFacts("abacus", ("bfloat16",), "cpu", "flat", model_files=("onnx_file",))
     aliases = ("beads",)
     options = ("compute_capability",)
     prefill_chunk = 1024
@@ -56,7 +56,7 @@ class AbacusBackend(CompilerBackend):
             for model in engine.models:
                 calls = [n for n in model.program.graph.nodes if n.op == "call_function"]
                 called = sorted({str(node.target) for node in calls})
-                engine.writer.write_json(model.entry.package_file, called)
+                engine.writer.write_json(model.entry.onnx_file, called)
         return Emitted(warnings=["an abacus is slow"])
 
     def probe_refusal(self, manifest: Any) -> str | None:
@@ -94,14 +94,14 @@ def test_build_compiles_for_it(tiny_models: Any, tmp_path: Path) -> None:
     )
     manifest = open_engine(tmp_path / "engine")
     assert manifest == compilation.manifest
-    assert (manifest.backend, manifest.device, manifest.native) == ("abacus", "cpu", None)
+    assert (manifest.backend, manifest.device) == ("abacus", "cpu")
     assert manifest.limits.prefill_chunk == AbacusBackend.prefill_chunk
     assert {"an abacus is slow", "no probe: there is no abacus here"} <= set(compilation.warnings)
     assert "list operators" in compilation.seconds
     for model in manifest.models:
-        assert model.package_file in manifest.files
-        assert model.package_file in manifest.required_files
-        called = json.loads((tmp_path / "engine" / model.package_file).read_text())
+        assert model.onnx_file in manifest.files
+        assert model.onnx_file in manifest.required_files
+        called = json.loads((tmp_path / "engine" / model.onnx_file).read_text())
         assert str(ops.rms_norm) in called, "its phase ran"
     ran = {record.phase for record in compilation.records}
     assert ran == {*(name for name, _ in PHASES), "vocabulary", "backend", "norms"}
@@ -238,7 +238,7 @@ def test_every_backend_is_found_by_its_name() -> None:
     for name in backend_names():
         backend = compiler_backend(name)
         assert (backend.name, backend.facts) == (name, facts_of(name))
-    for name, runs_as in (("aot-inductor", "cuda"), ("torch-tensorrt", "tensorrt")):
+    for name, runs_as in (("torch-tensorrt", "tensorrt"),):
         assert name not in backend_names()
         assert compiler_backend(name).name == name
         assert compiler_backend(name).facts == facts_of(runs_as)

@@ -11,7 +11,7 @@ from specc.artifact.weight_layout import to_blocks
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.cpu.experts import LowerExperts, PackExperts
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import Program, Weight, add_placeholder, bind_args, emit_call
 from specc.passes.program_json import program_to_json

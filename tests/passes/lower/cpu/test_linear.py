@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.weight_layout import to_blocks
 from specc.kernels import ops
 from specc.passes.lower.cpu.linear import LowerLinear
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.pipeline import PassRecord, Pipeline
 from specc.passes.program import Program, Weight
 from tests.models import build_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.pack_weights import PackWeights
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.pipeline import Pipeline
 from specc.passes.program import Program, Weight
 from specc.passes.program_json import program_to_json

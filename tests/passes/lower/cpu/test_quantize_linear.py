@@ -12,7 +12,7 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
-from specc.passes.lower.cpu.lower import CPU_PHASES, LAYOUT_PHASES
+from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import Program, Weight

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.backends.cpu.compiled_program import narrow_rows
+from specc.runtime.backends.cpu.program import narrow_rows
 
 
 def program(*inputs: dict[str, Any]) -> dict[str, Any]:

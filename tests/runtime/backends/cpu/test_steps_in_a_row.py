@@ -21,7 +21,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from tests import models
 from tests.lossless import PLAN_IDS, Zoo
-from tests.runtime.backends.cpu.compiled_pair import Pair, load_pair, step_inputs
+from tests.runtime.backends.cpu.cpu_pair import Pair, load_pair, step_inputs
 
 NAME = "gemma3-tied"
 CHAIN = next(plan for plan in PLAN_IDS if plan.startswith("chain"))

@@ -16,8 +16,8 @@ import torch
 from specc.artifact.offload import PAGE, Piece
 from specc.errors import RankError
 from specc.kernels import native
-from specc.runtime.backends.cpu.compiled_segments import CompiledSegments, open_stream, stream_error
-from specc.runtime.backends.cpu.compiled_step import CompiledStep
+from specc.runtime.backends.cpu.segments import CpuSegments, open_stream, stream_error
+from specc.runtime.backends.cpu.step import NativeStep
 from tests.mapping_flags import mapping_flags
 
 # offsets that are no pages, sizes from a part of a page to several reads
@@ -171,17 +171,23 @@ def test_other_errors_are_none_of_a_stream() -> None:
     assert stream_error(RuntimeError("weights of shape [2, 3], not [3, 2]")) is None
 
 
-@pytest.mark.parametrize("kind", [CompiledSegments, CompiledStep])
-def test_what_another_rank_could_not_read_is_an_error_of_ranks(kind: type) -> None:
+@pytest.mark.parametrize("kind", [CpuSegments, NativeStep])
+def test_what_another_rank_could_not_read_is_an_error_of_ranks(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its text quotes that of the rank, and the next pass would not read anew."""
     quoted = RankError("rank 1: weights cannot be read at byte 8: gone", "all ranks", "start again")
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError(f"{quoted}\nException raised from a compiled program")
-
+    error = RuntimeError(f"{quoted}\nException raised from a program")
+    monkeypatch.setattr("specc.runtime.backends.cpu.program.failed", lambda: error)
+    monkeypatch.setattr("specc.runtime.backends.cpu.step.failed", lambda: error)
     made: Any = object.__new__(kind)
-    made.native = made._native = SimpleNamespace(run=fail, step=fail)
-    call = made if kind is CompiledSegments else made._step
+    made.pointer, made._pool = 0, SimpleNamespace(pointer=0)
+    monkeypatch.setattr(
+        "specc.runtime.backends.cpu.program.functions",
+        lambda: SimpleNamespace(specc_program_run=lambda *_: None),
+    )
+    call = made if kind is CpuSegments else lambda *_: made._check(-1)
     with pytest.raises(RankError) as caught:
         call(*[torch.zeros(1)] * 8)
     assert caught.value.found == quoted.found

@@ -48,7 +48,7 @@ from tests.lossless import (
     run_case,
 )
 from tests.near_ties import Reference, Tie
-from tests.runtime.backends.cpu.compiled_pair import step_inputs
+from tests.runtime.backends.cpu.cpu_pair import step_inputs
 from tests.tiers import every
 
 # windows; the file takes others for learned positions, the slow tier for experts

@@ -1,0 +1,5 @@
+// Kernels that stand for several operators, which round as they are written, as one translation unit
+// (docs/cpu.md).
+#include "gates.cpp"
+#include "norms.cpp"
+#include "rotary.cpp"

@@ -1,1 +1,0 @@
-"""What backends share whose programs Inductor compiles."""

@@ -1,1 +1,0 @@
-"""What runs that no GPU has shown: passes by packages of AOTInductor."""
