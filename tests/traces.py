@@ -50,6 +50,7 @@ SOURCES = (
     "kernels/reference",
     "passes/frontend",
     "passes/program.py",
+    "passes/values.py",
     "specc/artifact",
     "specc/bounds.py",
     "specc/errors.py",
