@@ -143,7 +143,7 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
         elif isinstance(value, str):
             data = value.encode()
             kind, integer, items = TEXT, len(data), buffers.address + end
-            memory[end : end + len(data)] = data
+            struct.pack_into(f"{len(data)}s", memory, end, data)
             end += len(data) + -len(data) % 8
         elif isinstance(value, (list, tuple)):
             integer, items = len(value), buffers.address + end
@@ -177,7 +177,7 @@ def _pack_tensor(memory: Any, place: int, x: Tensor) -> int:
     if x.is_contiguous():
         size = x.nbytes
     else:
-        size = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+        size = x.untyped_storage().nbytes() - int(x.storage_offset()) * x.element_size()
     padding = _PADDING[dim]
     code = CODES.get(x.dtype, _UNKNOWN_CODE)
     TENSOR.pack_into(

@@ -311,7 +311,7 @@ def open_part(path: Path, setup: Mapping[str, Any]) -> Manifest:
         )
         if manifest.parallel is not None:
             # collectives are among them
-            load_operators(path, manifest)
+            load_operators()
     return manifest
 
 

@@ -107,7 +107,7 @@ def load_led(
     is_on_gpu = facts_of(backend).is_on_gpu
     if manifest.parallel is not None or is_on_gpu:
         # collectives are among the operators
-        load_operators(path, manifest)
+        load_operators()
         if launched is not None and launched.num_local < launched.size:
             address = launched.free_address()
             if not is_on_gpu:

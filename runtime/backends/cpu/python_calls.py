@@ -101,7 +101,7 @@ def _written(value: Any) -> list[int]:
         raise TypeError(f"an operator returned {type(value).__name__}, no tensor")
     shape, strides = list(value.shape), list(value.stride())
     rest = [0] * (8 - len(shape))
-    num_bytes = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
+    num_bytes = value.untyped_storage().nbytes() - int(value.storage_offset()) * value.itemsize
     head = [_TENSOR, value.data_ptr(), CODES[value.dtype], len(shape)]
     return [*head, *shape, *rest, *strides, *rest, num_bytes]
 
