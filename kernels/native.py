@@ -147,19 +147,20 @@ def _register(names: list[str]) -> None:
 
     A namespace of their own: the oracles stay torch.ops.specc, also after a library was loaded.
     """
-    from specc.kernels.ops import FAKES
+    from specc.kernels.ops import OPERATORS
 
     global _operators
     if _operators is None:
         _operators = torch.library.Library("specc_cpu", "DEF")
     for full_name in names:
         name = full_name.removeprefix(_PREFIX)
-        if full_name == name or name not in FAKES:
+        if full_name == name or name not in OPERATORS:
             continue
+        known = OPERATORS[name]
         schema = getattr(torch.ops.specc, name).default._schema
-        _operators.define(str(schema).removeprefix(_PREFIX))
+        _operators.define(known.schema)
         _operators.impl(name, _implementation(full_name, schema), "CPU")
-        torch.library.register_fake(f"specc_cpu::{name}", FAKES[name], lib=_operators)
+        torch.library.register_fake(f"specc_cpu::{name}", known.fake, lib=_operators)
 
 
 def _implementation(name: str, schema: torch.FunctionSchema) -> Callable:

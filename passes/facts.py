@@ -78,12 +78,6 @@ def attention_is_cached(program: Program) -> bool:
     return 0 < len(calls) == len(program.layers) == len(held) and all(are_there)
 
 
-def attention_is_summed(program: Program) -> bool:
-    """Every attention over blocks has a sum of what each of them gets."""
-    calls = program.calls(ops.tree_attention, ops.attend)
-    return len(calls) == len(program.calls(ops.block_mass)) == len(program.layers) > 0
-
-
 def features_are_written(program: Program) -> bool:
     """One call writes rows to the input that holds them, and nothing else has that input."""
     calls = program.calls(ops.write_rows)

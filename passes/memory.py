@@ -9,26 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.backends import NATIVE, PARTS, SPLIT, WHOLE
+from specc.artifact.backends import WHOLE
 from specc.artifact.kv_rows import AUTO, INT8, row_bytes
-from specc.kernels import ops
+from specc.kernels.operator import Operand, PassLimits
+from specc.kernels.ops import operator_of
 from specc.passes.program import Program, bind_args, is_view
-
-_FLOAT_BYTES = _INT_BYTES = 4
-# rows of the tiles of attention that are split on a large GPU: 8 programs of up to 128 rows for
-# each of 160 multiprocessors
-_SPLIT_ROWS = 8 * 160 * 128
-# tiles of attention in C++: keys, rows, floats of a vector, and threads that a machine may have
-_NATIVE_TILE, _NATIVE_ROWS, _LANES, _THREADS = 64, 128, 16, 64
-# of latents: bytes of what heads expand to at a time, and rows (kernels/cpu/attend_expanded.cpp)
-_EXPANDED_BYTES, _LATENTS = 32 << 20, 1024
-# rows of the parts of a product of few rows: 16 rows, 4 programs a block (few_rows_tiles.py)
-_SHARED_ROWS = 16 * 4
-# with many rows they run the operators that they were made of
-_PRODUCTS = (
-    ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write,
-    ops.embed_norm_rope_write, ops.add_norm_head,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,8 +148,7 @@ class _Sizes:
     """Bytes of values whose sizes are symbols, for one shape of pass."""
 
     def __init__(self, program: Program, shape: PassShape, attention: str, decoded: int) -> None:
-        self.shape = shape
-        self._attention, self._decoded = attention, decoded
+        self._limits = PassLimits(shape.longest, shape.context, attention, decoded)
         self.known: dict[str, int] = {}
         values = {
             "tokens": (shape.num_tokens,),
@@ -184,93 +168,24 @@ class _Sizes:
         return sum(self._bytes(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     def scratch(self, node: fx.Node) -> int:
-        """What an operator needs inside: attention does.
-
-        Of the operators in C++: tiles and partial results of each thread. Of those in torch:
-        gathered keys and values, scores and probabilities, of as many rows as they take at once.
-        On a GPU: partial results of the splits of a context, which fill the machine up to four
-        times.
-
-        And what the experts of a mixture do: a row of each product for every pair of a token and
-        one of its experts, and the order of these pairs; and a quantized weight, as much of it as
-        is decoded at a time, with what comes of it.
-        """
-        if node.target is ops.experts:
-            x, ids, _, gate_up, down = (item.meta["val"] for item in node.args[:5])
-            num_pairs = self._size(ids.shape[0]) * int(ids.shape[1])
-            inner, outer = int(down.shape[2]) * x.dtype.itemsize, int(down.shape[1]) * _FLOAT_BYTES
-            return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
-        if node.target is ops.linear_q:
-            return self._decoded_part(node)
-        if node.target in _PRODUCTS:
-            return self._inside_product(node)
-        if node.target is ops.skinny_linear:
-            # parts of sums that programs hand to each other
-            return _FLOAT_BYTES * _SHARED_ROWS * int(node.args[1].meta["val"].shape[0])
-        if node.target is ops.attend_expanded:
-            return self._expanded(node)
-        if node.target not in (ops.tree_attention, ops.attend):
+        """What an operator needs inside, beside its results: its table says it."""
+        known = operator_of(node.target)
+        if known is None or known.scratch is None:
             return 0
-        bound = bind_args(node)
-        num_heads = int(bound["q"].meta["val"].shape[0])
-        num_kv_heads = int(bound["k_cache"].meta["val"].shape[2])
-        widths = [int(value.shape[2]) for value in (bound["q"].meta["val"], node.meta["val"])]
-        if self._attention == PARTS:
-            return _FLOAT_BYTES * _SPLIT_ROWS * (widths[1] + 1)
-        # the wider of keys and values
-        head_dim = max(widths)
-        if self._attention == NATIVE:
-            return self._native_attention(head_dim)
-        rows = self.shape.longest
-        if self._attention == SPLIT:
-            rows = min(rows, ops.rows_at_once(num_heads, self.shape.context))
-        scores = 2 * num_heads * rows * self.shape.context
-        gathered = 2 * num_kv_heads * head_dim * self.shape.context
-        return _FLOAT_BYTES * (scores + gathered)
+        return int(known.scratch(self._limits, **self._operands(node)))
 
-    @staticmethod
-    def _native_attention(width: int) -> int:
-        """What threads of attention hold, of heads that are so wide."""
-        accumulators = 3 * _NATIVE_ROWS * (width + 2 * _LANES)
-        tiles = _NATIVE_TILE * (2 * width + _NATIVE_ROWS) + _NATIVE_ROWS * width
-        return _FLOAT_BYTES * _THREADS * (accumulators + tiles)
+    def _operands(self, node: fx.Node) -> dict[str, Any]:
+        found = bind_args(node)
+        for name, item in found.items():
+            if isinstance(item, fx.Node) and isinstance(value := item.meta.get("val"), Tensor):
+                found[name] = Operand(tuple(map(self._known, value.shape)), value.dtype)
+        return found
 
-    def _expanded(self, node: fx.Node) -> int:
-        """Keys and values of a sequence's latents, of some heads, or of all and their scores."""
-        bound = bind_args(node)
-        latents, up_v = (bound[name].meta["val"] for name in ("k_cache", "up_v"))
-        num_heads, rows = int(up_v.shape[0]), self.shape.context
-        width = int(bound["q"].meta["val"].shape[2]) + int(up_v.shape[1])
-        gathered = min(rows, _LATENTS) * int(latents.shape[3])
-        if self._attention == NATIVE:
-            head = rows * width * latents.dtype.itemsize
-            # of fewer rows, more heads at a time; attention over them has its own
-            expanded = max(head, min(_EXPANDED_BYTES, num_heads * head))
-            return expanded + gathered * latents.dtype.itemsize + self._native_attention(width)
-        tokens = min(self.shape.longest, ops.rows_at_once(num_heads, rows))
-        # own keys, values, both together, and once more in float32
-        return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 3 * num_heads * rows * width)
-
-    def _decoded_part(self, node: fx.Node) -> int:
-        x, num_out = node.args[0].meta["val"], int(node.args[3])
-        num_rows, size = map(self._size, x.shape)
-        whole = num_out * size * x.dtype.itemsize
-        if whole <= self._decoded or not self._decoded:
-            return min(whole, self._decoded)
-        return self._decoded + num_rows * self._decoded // size
-
-    def _inside_product(self, node: fx.Node) -> int:
-        """Of many rows: what the norm makes of them, and a product before what follows it."""
-        bound = bind_args(node)
-        weight = bound["weight"].meta["val"]
-        # those of the embedding are its tokens; the head takes those that are chosen
-        first = next(bound[name] for name in ("rows", "tokens", "x") if name in bound)
-        shape = first.meta["val"].shape
-        counts = shape[:-1] if first is bound.get("x") else shape
-        num_rows = math.prod(map(self._size, counts))
-        is_last = node.target in (ops.add_norm_linear, ops.add_norm_head)
-        num_out, size = map(int, weight.shape)
-        return int(num_rows * (size + (0 if is_last else num_out)) * weight.dtype.itemsize)
+    def _known(self, size: int | torch.SymInt) -> Any:
+        """A size of this pass; one that it has nothing to do with stays a symbol."""
+        if isinstance(size, int) or size.node.expr.free_symbols <= self.symbols.keys():
+            return self._size(size)
+        return size
 
     def _bytes(self, value: Tensor) -> int:
         count = 1

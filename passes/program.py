@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.model_entry import cached_columns
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import blocks_shape
 from specc.errors import UnsupportedGraphError
+from specc.passes.values import value_of_call
 from specc.sharding.shard_plan import ShardPlan
 from specc.speculation.taps import Taps
 
@@ -295,16 +295,7 @@ class Program:
 def emit_call(graph: fx.Graph, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call and compute its `meta["val"]` from those of its arguments."""
     node = graph.call_function(target, args, kwargs)
-    value_of = lambda item: item.meta["val"]  # noqa: E731
-    fake_args = fx.map_arg(args, value_of)
-    fake_kwargs = fx.map_arg(kwargs, value_of)
-    mode = next((v.fake_mode for v in _tensors((fake_args, fake_kwargs))), None)
-    if mode is None:
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
-    else:
-        # composite operators see symbolic sizes only with the Python dispatcher (torch 2.11)
-        with mode, enable_python_dispatcher():
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+    node.meta["val"] = value_of_call(graph, target, args, kwargs)
     return node
 
 
@@ -373,12 +364,6 @@ def replace(node: fx.Node, replacement: fx.Node) -> None:
     """Replace all uses of a node and erase it, explicitly: dead-code elimination keeps some ops."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
-
-
-def _tensors(tree: Any) -> Iterator[Any]:
-    for leaf in torch.utils._pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor) and hasattr(leaf, "fake_mode"):
-            yield leaf
 
 
 def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:

@@ -6,7 +6,6 @@ Nothing here imports torch before an engine is loaded.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from specc.errors import ConfigError
-from specc.option import check_ranges, option
+from specc.option import check_ranges, object_of, option
 from specc.runtime.engine_checks import check_cut, check_dtype, check_length, engine_directory
 from specc.system.machine import check_threads
 from specc.vllm.answers import answers_names
@@ -56,26 +55,6 @@ def parse_budget(given: str | int | None) -> str | int | None:
             "correct it",
         )
     return num_bytes
-
-
-def _parse_override(given: Any) -> Mapping[str, Any] | None:
-    """An object, or its JSON, as a command line has it.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError:
-            given = repr(given)
-    if given is None or isinstance(given, Mapping):
-        return given
-    raise ConfigError(
-        f"override_generation_config={given!s}",
-        """an object of settings, such as '{"temperature": 0.6}'""",
-        "correct it",
-    )
 
 
 @answers_names(ENGINE, ConfigError)
@@ -241,8 +220,9 @@ class EngineArgs:
         check_ranges(self)
         check_threads(self.num_threads, "num_threads")
         object.__setattr__(self, "offload_weights", parse_budget(self.offload_weights))
-        override = _parse_override(self.override_generation_config)
-        object.__setattr__(self, "override_generation_config", override)
+        name = "override_generation_config"
+        override = object_of(self.override_generation_config, name, '{"temperature": 0.6}')
+        object.__setattr__(self, name, override)
         _ = self._structured_outputs
         if self.seed is not None and (type(self.seed) is not int or self.seed < 0):
             raise ConfigError(f"seed={self.seed!r}", "an integer, 0 or more, or None", "correct it")

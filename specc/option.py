@@ -7,6 +7,8 @@ makes its options of what their fields say here.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specc.errors import ConfigError
@@ -83,3 +85,23 @@ def check_ranges(args: Any) -> None:
             if isinstance(item, int | float) and (complaint := found.complaint(item)):
                 needed, verb = complaint
                 raise ConfigError(f"{field.name}={item}", needed, f"{verb} {field.name}")
+
+
+def object_of(given: Any, name: str, example: str) -> Mapping[str, Any] | None:
+    """The value of an option that is an object: that, or its JSON, as a command line has it.
+
+    Args:
+        given: by a caller; None stays None.
+        name: of the field.
+        example: JSON of such an object, for the error.
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = repr(given)
+    if given is None or isinstance(given, Mapping):
+        return given
+    raise ConfigError(f"{name}={given!s}", f"an object, such as '{example}'", "correct it")

@@ -44,11 +44,13 @@ _LIBRARIES = ("transformers.", "torch.nn.")
 _ORIGINS = ("_name_or_path", "name_or_path")
 # of this repository, all that `trace` and `trace_padded` import (tests/test_traces.py)
 SOURCES = (
-    "kernels/fakes.py",
+    "kernels/operator.py",
+    "kernels/operators",
     "kernels/ops.py",
     "kernels/reference",
     "passes/frontend",
     "passes/program.py",
+    "passes/values.py",
     "specc/artifact",
     "specc/bounds.py",
     "specc/errors.py",

@@ -1,4 +1,4 @@
-// specc::tree_attention and specc::block_mass: their kernels as operators of tensors.
+// specc::tree_attention: its kernel as an operator of tensors.
 #include <algorithm>
 #include <limits>
 
@@ -58,41 +58,8 @@ Tensor tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   return out;
 }
 
-void block_mass(const Tensor& q, const Tensor& k_cache, const Tensor& q_start,
-                const Tensor& position, const Tensor& slot, const Tensor& cache_len,
-                const Tensor* ancestors, const Tensor& block_table, const Tensor& mass,
-                double scale) {
-  check(mass.dim == 2 && mass.dtype == kFloat32 && mass.is_dense_row(), "mass is [M, C] float32");
-  // nobody votes: the case of nearly all passes
-  if (mass.sizes[1] == 0) return;
-  check(q.dim == 3 && k_cache.dim == 4, "q has 3 dimensions, and the cache 4");
-  check(q.is_dense_row() && k_cache.is_dense_row(),
-        "the last dimension of q and the cache is contiguous");
-  check(q.dtype == k_cache.dtype || k_cache.dtype == kInt8,
-        "q and the cache have one dtype, or the cache int8");
-  check(q.sizes[2] > 0 && columns_of(k_cache) == q.sizes[2], "the cache fits q");
-  check(q.sizes[0] > 0 && k_cache.sizes[2] > 0 && q.sizes[0] % k_cache.sizes[2] == 0,
-        "the number of KV heads divides that of heads");
-  BlockMass a{};
-  TreeAttention& pass = a.pass;
-  pass.dtype = to_dtype(q);
-  pass.holds_int8 = k_cache.dtype != q.dtype;
-  pass.num_heads = q.sizes[0];
-  pass.num_kv_heads = k_cache.sizes[2];
-  set_queries(pass, q);
-  set_key_cache(pass, k_cache);
-  set_tokens(pass, q_start, position, slot, cache_len, ancestors, block_table, {&mass});
-  pass.scale = static_cast<float>(scale);
-  check(mass.sizes[0] >= pass.batch, "mass has a row for each sequence");
-  a.mass = mass.as<float>();
-  a.row_stride = mass.strides[0];
-  a.columns = mass.sizes[1];
-  specc::block_mass(a, kernel_threads());
-}
-
 }  // namespace
 
 SPECC_OPERATOR("specc::tree_attention", tree_attention);
-SPECC_OPERATOR("specc::block_mass", block_mass);
 
 }  // namespace specc::operators

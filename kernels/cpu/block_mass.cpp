@@ -7,10 +7,11 @@
 #include <limits>
 #include <vector>
 
-#include "kernels.h"
+#include "attention_tensors.h"
 #include "kv_rows.h"
 #include "refusal.h"
 #include "team.h"
+#include "threads.h"
 #include "vec.h"
 
 namespace specc {
@@ -22,6 +23,17 @@ constexpr int64_t kMostVoters = 32;
 // rows of queries that read a key together
 constexpr int64_t kRows = 8;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// What it reads and writes; semantics: kernels/operators/block_mass.py.
+struct BlockMass {
+  // of which k, v, v_cache, window, sink and out are not read
+  TreeAttention pass;
+  float* mass;  // [B or more, columns]
+  int64_t row_stride, columns;
+
+  // Whether a sequence votes.
+  bool votes(int64_t b) const { return columns > 0 && mass[b * row_stride] >= 0; }
+};
 
 // A sequence that votes.
 struct Sequence {
@@ -158,8 +170,6 @@ void run(const BlockMass& a, const std::vector<Sequence>& sequences, int num_thr
   }
 }
 
-}  // namespace
-
 void block_mass(const BlockMass& a, int num_threads) {
   bool is_any = false;
   for (int64_t b = 0; b < a.pass.batch; ++b) is_any |= a.votes(b);
@@ -176,4 +186,46 @@ void block_mass(const BlockMass& a, int num_threads) {
     run<BFloat16>(a, sequences, num_threads);
 }
 
+}  // namespace
 }  // namespace specc
+
+namespace specc::operators {
+namespace {
+
+void block_mass(const Tensor& q, const Tensor& k_cache, const Tensor& q_start,
+                const Tensor& position, const Tensor& slot, const Tensor& cache_len,
+                const Tensor* ancestors, const Tensor& block_table, const Tensor& mass,
+                double scale) {
+  check(mass.dim == 2 && mass.dtype == kFloat32 && mass.is_dense_row(), "mass is [M, C] float32");
+  // nobody votes: the case of nearly all passes
+  if (mass.sizes[1] == 0) return;
+  check(q.dim == 3 && k_cache.dim == 4, "q has 3 dimensions, and the cache 4");
+  check(q.is_dense_row() && k_cache.is_dense_row(),
+        "the last dimension of q and the cache is contiguous");
+  check(q.dtype == k_cache.dtype || k_cache.dtype == kInt8,
+        "q and the cache have one dtype, or the cache int8");
+  check(q.sizes[2] > 0 && columns_of(k_cache) == q.sizes[2], "the cache fits q");
+  check(q.sizes[0] > 0 && k_cache.sizes[2] > 0 && q.sizes[0] % k_cache.sizes[2] == 0,
+        "the number of KV heads divides that of heads");
+  BlockMass a{};
+  TreeAttention& pass = a.pass;
+  pass.dtype = to_dtype(q);
+  pass.holds_int8 = k_cache.dtype != q.dtype;
+  pass.num_heads = q.sizes[0];
+  pass.num_kv_heads = k_cache.sizes[2];
+  set_queries(pass, q);
+  set_key_cache(pass, k_cache);
+  set_tokens(pass, q_start, position, slot, cache_len, ancestors, block_table, {&mass});
+  pass.scale = static_cast<float>(scale);
+  check(mass.sizes[0] >= pass.batch, "mass has a row for each sequence");
+  a.mass = mass.as<float>();
+  a.row_stride = mass.strides[0];
+  a.columns = mass.sizes[1];
+  specc::block_mass(a, kernel_threads());
+}
+
+}  // namespace
+
+SPECC_OPERATOR("specc::block_mass", block_mass);
+
+}  // namespace specc::operators

@@ -64,18 +64,6 @@ void tree_attention(const TreeAttention& a, int num_threads);
 // Throws std::runtime_error where a call would leave the cache, before anything is written.
 void check_bounds(const TreeAttention& a);
 
-// specc::block_mass; semantics: kernels/reference/block_mass.py.
-struct BlockMass {
-  // of which k, v, v_cache, window, sink and out are not read
-  TreeAttention pass;
-  float* mass;  // [B or more, columns]
-  int64_t row_stride, columns;
-
-  // Whether a sequence votes.
-  bool votes(int64_t b) const { return columns > 0 && mass[b * row_stride] >= 0; }
-};
-void block_mass(const BlockMass& a, int num_threads);
-
 // Outputs of a block of w; specc/artifact/weight_layout.py has the layout.
 constexpr int kLinearBlock = 32;
 // y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), accumulated in float32. x and y are row-major with

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "declared.h"
 #include "tensor.h"
 
 namespace specc {
@@ -202,8 +203,10 @@ struct Boxed<kFunction> {
 #define SPECC_JOINED(a, b) a##b
 #define SPECC_REGISTRATION(number) SPECC_JOINED(specc_registration_, number)
 // SPECC_OPERATOR("specc::linear", linear): all arguments of the schema, in its order, defaults
-// filled in by the caller.
+// filled in by the caller. Of specc's own, kernels/operators says what these are (declared.h).
 #define SPECC_OPERATOR(name, function)                                \
+  static_assert(::specc::fits_schema<decltype(function)>(name),       \
+                name " has other arguments than its schema");         \
   static const ::specc::Registration SPECC_REGISTRATION(__COUNTER__)( \
       {name, ::specc::boxing::Boxed<&function>::run, false, \
        ::specc::boxing::Boxed<&function>::kNumArguments})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.reference.block_mass import MOST_VOTERS
+from specc.kernels.operators.block_mass import MOST_VOTERS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256

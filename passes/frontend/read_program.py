@@ -24,7 +24,6 @@ from specc.passes.program import (
     FEATURE_ROWS,
     FEATURES,
     HANDED_ON,
-    MASS,
     RUNTIME_INPUTS,
     AttentionLayer,
     Program,
@@ -33,6 +32,7 @@ from specc.passes.program import (
     constant_key,
 )
 from specc.passes.rewrite.absorb_latent import values_in_keys
+from specc.passes.rewrite.insert_block_mass import erase_block_mass
 from specc.speculation.taps import Taps
 
 _GEOMETRY = "geometry"
@@ -57,7 +57,7 @@ def read_program(
         EngineError: it is no such program, or one of another torch.
     """
     graph_module = graph_from_json(data["graph"], keeps_names=True)
-    _erase_votes(graph_module)
+    erase_block_mass(graph_module.graph)
     try:
         program = Program(data["name"], graph_module, {}, {})
         _Values(program, data["inputs"], constants).compute()
@@ -70,15 +70,6 @@ def read_program(
             "compile the engine again",
         ) from error
     return program
-
-
-def _erase_votes(graph_module: fx.GraphModule) -> None:
-    """Leave out what `InsertBlockMass` has put in: it is a compilation's last pass."""
-    graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=ops.block_mass):
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="placeholder", target=MASS):
-        graph.erase_node(node)
 
 
 class _Inputs(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -20,10 +21,12 @@ from torch.overrides import TorchFunctionMode
 from specc.errors import NotCausalLMError, UnsupportedGraphError
 from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.buffer_values import buffer_values
+from specc.passes.frontend.repeat_layers import equal_layers_once
 from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import RUNTIME_INPUTS, Program, RowInput, Weight
 
 _WRAPPED = "model"
+_NUMBER = re.compile(r"_\d+$")
 
 
 class _KeepsValues(TorchFunctionMode):
@@ -198,7 +201,12 @@ def export(
         UnsupportedGraphError: torch cannot trace it.
     """
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _without_what_nobody_reads():
+        with (
+            warnings.catch_warnings(),
+            torch.no_grad(),
+            _without_what_nobody_reads(),
+            equal_layers_once(model),
+        ):
             warnings.simplefilter("ignore")
             return torch.export.export(
                 wrapper.eval(),
@@ -348,6 +356,7 @@ def to_program(
     (output,) = graph_module.graph.find_nodes(op="output")
     results = tuple(output.args[0])
     output.args = (results[:2] if hands_on else results[0],)
+    _number_calls(graph_module.graph)
     graph_module.graph.lint()
     return program
 
@@ -361,6 +370,18 @@ def _is_stored(spec: InputSpec, exported: ExportedProgram) -> bool:
     if spec.kind is InputKind.BUFFER and spec.persistent:
         return exported.state_dict[spec.target].is_floating_point()
     return spec.kind is InputKind.PARAMETER
+
+
+def _number_calls(graph: fx.Graph) -> None:
+    """Name calls by what they call and how many came before, whatever else was traced meanwhile.
+
+    torch counts sizes that nothing reads, which it computes or not depending on earlier traces.
+    """
+    names = fx.graph._Namespace()
+    for node in graph.nodes:
+        is_call = node.op == "call_function"
+        node.name = names.create_name(_NUMBER.sub("", node.name) if is_call else node.name, node)
+    graph._graph_namespace = names
 
 
 def _drop_unused_inputs(program: Program, buffers: dict[str, str]) -> None:

@@ -1,4 +1,6 @@
-"""How mixtures of experts reorder tokens, and what operators do along a dimension of tokens.
+"""How mixtures of experts reorder tokens, and what torch's operators do along a dim of tokens.
+
+What specc's own do is in their table (`specc.kernels.operators`).
 
 In a mixture, rows are sorted by expert, multiplied in groups and put back. Each step keeps one row
 a token, in an order that a sort defines; the indices that lead there and back are numbers about the
@@ -14,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from specc.kernels.operator import Product, SortedRows
 from specc.passes.program import bind_args
 
 UNKNOWN = object()  # no step of routing
@@ -50,38 +53,21 @@ ALONG = frozenset(
 )  # fmt: skip
 REDUCTIONS = frozenset(("max", "min", "amax", "amin", "sum", "mean", "prod"))
 # along the last dimension where no shape says otherwise
-NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm", "add_rms_norm", "act_and_mul"))
-# operands that are [heads, tokens, head_dim], the first of each operator, then [tokens, columns]
-ATTENTION = {
-    "tree_attention": (3, 0),
-    "attend": (1, 0),
-    "attend_expanded": (2, 0),
-    "block_mass": (1, 0),
-    "write_kv": (2, 0),
-    "rope_write": (3, 2),
-    "write_rows": (0, 1),
+NORMS = frozenset(("layer_norm", "native_layer_norm", "rms_norm"))
+# factors of products, and what is added to them
+FACTORS = {
+    "linear": Product("input", "weight", "bias"),
+    "mm": Product("self", "mat2", "", True),
+    "bmm": Product("self", "mat2", "", True),
+    "matmul": Product("self", "other", "", True),
+    "addmm": Product("mat1", "mat2", "self", True),
+    "baddbmm": Product("batch1", "batch2", "self", True),
 }
-# products of rows of tokens with parameters; operands of tokens by name, then tables
-ROWS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "add_norm_linear": (("x", "residual"), ()),
-    "add_norm_gate_up": (("x", "residual"), ()),
-    "add_norm_rope_write": (("x", "residual"), ("cos", "sin")),
-    "add_norm_head": (("x", "residual"), ()),
-    "embed_norm_rope_write": (("tokens",), ("cos", "sin")),
-    "experts": (("x",), ("ids", "weights")),
-}
-# rows that tokens name, each its own, in slabs that are no tokens: the place of the names
-NAMED_ROWS = {"take_rows": 1}
-# what of these operands is a parameter
-PARAMETERS = ("gamma", "weight", "bias", "embedding", "gate_up", "down")
-LINEAR = ("linear", "linear_q", "skinny_linear")
-PRODUCTS = frozenset((*LINEAR, "mm", "bmm", "matmul", "addmm", "baddbmm"))
 # element by element, and yet without the tag; `repeat` of tokens would change their number
 POINTWISE = frozenset(
     (
         "floor_divide", "hardswish", "polar", "log_sigmoid", "__and__", "__or__", "repeat", "stack",
         "zeros_like", "ones_like", "full_like",
-        "all_reduce",  # the same element of every rank
     )
 )  # fmt: skip
 # may take the number of tokens as an argument, which can only name a size of the result
@@ -238,9 +224,10 @@ def _cumsum(node: fx.Node, states: Mapping[fx.Node, Any]) -> Any:
     return replace(state, are_ends=True) if is_count else UNKNOWN
 
 
-def _grouped_mm(node: fx.Node, states: Mapping[fx.Node, Any]) -> Any:
+def route_sorted(node: fx.Node, rule: SortedRows, states: Mapping[fx.Node, Any]) -> Any:
     """Rows in the order of a sort, each with the weights of the expert that the sort found."""
-    rows, weights, ends = (states[item] for item in node.args[:3])  # type: ignore[index]
+    bound = bind_args(node)
+    rows, weights, ends = (states[bound[name]] for name in (rule.rows, rule.weight, rule.ends))
     is_sorted = isinstance(rows, Tokens) and isinstance(ends, Counts) and rows.order is ends.order
     if not is_sorted or rows.is_place or (rows.dim, rows.ndim) != (0, 2):
         return UNKNOWN
@@ -269,9 +256,6 @@ _STEPS = {
     "eq": _eq,
     "sum": _sum,
     "cumsum": _cumsum,
-    "grouped_mm": _grouped_mm,
-    "grouped_linear": _grouped_mm,
-    "grouped_mm_q": _grouped_mm,
 }
 
 

@@ -18,6 +18,18 @@ from torch import Tensor, fx
 
 from specc.artifact.graph_io import target_name
 from specc.errors import UnsupportedGraphError, UnsupportedRotaryError
+from specc.kernels.operator import (
+    AlongLast,
+    Elementwise,
+    Lookup,
+    NamedRows,
+    OfHeads,
+    OfRows,
+    Product,
+    SortedRows,
+    TokenRule,
+)
+from specc.kernels.ops import operator_of
 from specc.passes.program import HIDDEN, Program, bind_args, module_path, refusal
 from specc.passes.proof import token_routing as routing
 from specc.passes.proof.token_routing import (
@@ -101,22 +113,50 @@ class _Proof:
             return _SIZE
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self._refuse(node, f"{target_name(node.target)} computes a tensor")
+        if (own := operator_of(node.target)) is not None:
+            return self._own(node, own.name, own.tokens, states)
         name = routing.name_of(node)
         routed = routing.route(node, name, self._states)
         if routed is not routing.UNKNOWN:
-            sizes = [self._sizes.of(node, value) for value in outputs_of(node)]
-            if isinstance(routed, Tokens) and sizes[0] is not None:
-                return replace(routed, scale=sizes[0].scale)
-            return routed
-        if name in routing.ATTENTION:
-            return self._attention(node, *routing.ATTENTION[name])
-        if name in routing.ROWS:
-            return self._rows(node, *routing.ROWS[name])
-        if name in routing.NAMED_ROWS:
-            return self._named_rows(node, node.args[routing.NAMED_ROWS[name]])
+            return self._routed(node, routed)
         self._refuse_uses(node, name, states)
         if rule := self._rule(node, name):
             return rule(node, name)
+        return self._without_rule(node, states)
+
+    def _own(self, node: fx.Node, name: str, rule: TokenRule, states: list[State]) -> Any:
+        """Of an operator of specc, by its table."""
+        match rule:
+            case OfHeads():
+                return self._attention(node, rule)
+            case OfRows():
+                return self._rows(node, rule)
+            case NamedRows():
+                return self._named_rows(node, bind_args(node)[rule.names])
+            case SortedRows():
+                routed = routing.route_sorted(node, rule, self._states)
+                if routed is not routing.UNKNOWN:
+                    return self._routed(node, routed)
+        self._refuse_uses(node, name, states)
+        match rule:
+            case Product():
+                return self._contract(node, rule)
+            case AlongLast():
+                return self._norm(node, name)
+            case Lookup():
+                bound = bind_args(node)
+                return self._look_up(node, bound[rule.table], bound[rule.ids])
+            case Elementwise():
+                return self._pointwise(node, name)
+        return self._without_rule(node, states)
+
+    def _routed(self, node: fx.Node, state: Any) -> Any:
+        sizes = [self._sizes.of(node, value) for value in outputs_of(node)]
+        if isinstance(state, Tokens) and sizes[0] is not None:
+            return replace(state, scale=sizes[0].scale)
+        return state
+
+    def _without_rule(self, node: fx.Node, states: list[State]) -> Any:
         if not any(isinstance(state, Tokens) for state in states):
             return self._result(node, None)
         raise self._refuse(node, f"{target_name(node.target)} is not known to keep tokens apart")
@@ -129,10 +169,10 @@ class _Proof:
             (name in routing.MOVES, self._move),
             (name in routing.ALONG and node.target._overloadname != "other", self._along),
             (name in routing.NORMS, self._norm),
-            (name in routing.PRODUCTS, self._product),
+            (name in routing.FACTORS, self._product),
             (name == "expand", self._expand),
             (name in ("pad", "constant_pad_nd"), self._pad),
-            (name in ("embedding", "embedding_of_blocks"), self._embedding),
+            (name == "embedding", self._embedding),
             (name == "index", self._index),
             # with one argument it is the places of what is not zero
             (name == "where" and node.target._overloadname != "default", self._pointwise),
@@ -242,23 +282,22 @@ class _Proof:
         return self._result(node, state)
 
     def _product(self, node: fx.Node, name: str) -> Any:
+        return self._contract(node, routing.FACTORS[name])
+
+    def _contract(self, node: fx.Node, rule: Product) -> Any:
         """Contract over static dims; tokens in both factors only as a common batch dimension."""
         bound = bind_args(node)
-        is_linear = name in routing.LINEAR
-        names = dict.fromkeys(routing.LINEAR, ("input", "weight"))
-        names |= {"addmm": ("mat1", "mat2")}
-        names |= {"baddbmm": ("batch1", "batch2"), "matmul": ("self", "other")}
-        first, second = (bound[key] for key in names.get(name, ("self", "mat2")))
+        first, second = bound[rule.first], bound[rule.second]
         a, b = self._states[first], self._states[second]
         # dims that are summed over, from the right
-        summed = -1 if is_linear or second.meta["val"].dim() == 1 else -2
+        summed = -2 if rule.is_plain and second.meta["val"].dim() > 1 else -1
         for state, dim in ((a, -1), (b, summed)):
             if isinstance(state, Tokens) and state.right == dim:
                 raise self._mixes(node)
         if a is not None and b is not None and a.right > -3:
             raise self._mixes(node)
-        bias = bound.get("bias") if is_linear else bound.get("self")
-        if bias is not None and bias not in (first, second) and self._states[bias] is not None:
+        bias = bound.get(rule.bias)
+        if bias is not None and self._states[bias] is not None:
             raise self._mixes(node)
         like = self._merge(node) if a is not None and b is not None else a or b
         return self._result(node, like)
@@ -271,9 +310,12 @@ class _Proof:
         return self._result(node, state)
 
     def _embedding(self, node: fx.Node, name: str) -> Any:
-        if self._states[node.args[0]] is not None:
+        return self._look_up(node, *node.args[:2])
+
+    def _look_up(self, node: fx.Node, table: Any, ids: Any) -> Any:
+        if self._states[table] is not None:
             raise self._mixes(node)
-        return self._result(node, self._states[node.args[1]])
+        return self._result(node, self._states[ids])
 
     def _index(self, node: fx.Node, name: str) -> Any:
         """Of tokens, constant places along another dimension; tables may be read by token.
@@ -330,49 +372,50 @@ class _Proof:
                 states.append(None)
         return states if isinstance(node.meta["val"], list | tuple) else states[0]
 
-    def _attention(self, node: fx.Node, num_operands: int, num_tables: int) -> Any:
-        for i, item in enumerate(node.args[: num_operands + num_tables]):
-            state = self._states[item]
-            place, what = ((1, 3), "[heads, tokens, head_dim]")
-            if i >= num_operands:
-                place, what = ((0, 2), "[tokens, columns]")
-            if not is_in_order(state) or (state.dim, state.ndim) != place:
-                raise self._refuse(node, f"{item.name} is not {what}")
+    def _attention(self, node: fx.Node, rule: OfHeads) -> Any:
         bound = bind_args(node)
-        for of_heads in (bound.get("sink_logits"), bound.get("slopes")):
-            if of_heads is not None and self._states[of_heads] is not None:
+        for names, place, what in (
+            (rule.heads, (1, 3), "[heads, tokens, head_dim]"),
+            (rule.tables, (0, 2), "[tokens, columns]"),
+        ):
+            for item in (bound[name] for name in names):
+                state = self._states[item]
+                if not is_in_order(state) or (state.dim, state.ndim) != place:
+                    raise self._refuse(node, f"{item.name} is not {what}")
+        for item in (bound[name] for name in rule.parameters):
+            if item is not None and self._states[item] is not None:
                 raise self._mixes(node)
         if node.meta["val"] is None:
             return None
-        state = self._states[node.args[0]]
-        return replace(self._result(node, state), is_position=False)
+        first = bound[(rule.heads or rule.tables)[0]]
+        return replace(self._result(node, self._states[first]), is_position=False)
 
-    def _rows(self, node: fx.Node, rows: tuple[str, ...], tables: tuple[str, ...]) -> Any:
+    def _rows(self, node: fx.Node, rule: OfRows) -> Any:
         """Rows of tokens that are multiplied; parameters have no tokens."""
         bound = bind_args(node)
         states = {
             name: self._states[item] for name, item in bound.items() if isinstance(item, fx.Node)
         }
-        first = states[rows[0]]
-        for name in rows:
+        first = states[rule.rows[0]]
+        for name in rule.rows:
             state = states[name]
             if not is_in_order(state):
                 raise self._refuse(node, f"{bound[name].name} is not a row for each token")
             # of a table only whole rows are read, which tokens name
-            is_within = state.right == -1 and name != "tokens"
+            is_within = state.right == -1 and not rule.are_ids
             if is_within or state.right != first.right:
                 raise self._mixes(node)
-        for name in tables:
+        for name in rule.tables:
             state = states[name]
             if not is_in_order(state) or (state.dim, state.ndim) != (0, 2):
                 raise self._refuse(node, f"{bound[name].name} is not [tokens, columns]")
-        for name in routing.PARAMETERS:
+        for name in rule.parameters:
             if states.get(name) is not None:
                 raise self._mixes(node)
         first = replace(first, role="", is_position=False)
-        if "rows" in states:
-            if states["rows"] != _ROWS:
-                raise self._refuse(node, f"{bound['rows'].name} is not logit_rows")
+        if rule.chosen is not None:
+            if states[rule.chosen] != _ROWS:
+                raise self._refuse(node, f"{bound[rule.chosen].name} is not logit_rows")
             first = replace(first, order=_ROWS)
         return self._result(node, first)
 

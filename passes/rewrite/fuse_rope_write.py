@@ -145,8 +145,9 @@ def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
     if values_in_keys(node):
         options["values_in_keys"] = True
     # beside what every call has, so that graphs without these are what they were
-    scores = (bound["sink_logits"], bound["slopes"])
-    scores = () if scores == (None, None) else scores
+    scores = [bound["sink_logits"], bound["slopes"]]
+    if scores == [None, None]:
+        scores = []
     for name in ("softcap", "rounds_bias", "most_rows", "chunk"):
         if bound[name]:
             options[name] = bound[name]

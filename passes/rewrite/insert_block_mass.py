@@ -7,10 +7,15 @@ from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_summed
 from specc.passes.program import MASS, Program, add_placeholder, bind_args, emit_call
 
 _SHARED = ("q_start", "position", "slot", "cache_len", "ancestors", "block_table")
+
+
+def attention_is_summed(program: Program) -> bool:
+    """Every attention over blocks has a sum of what each of them gets."""
+    calls = program.calls(ops.tree_attention, ops.attend)
+    return len(calls) == len(program.calls(ops.block_mass)) == len(program.layers) > 0
 
 
 class InsertBlockMass(Pass):
@@ -37,6 +42,14 @@ class InsertBlockMass(Pass):
             _insert(program.graph, node, mass)
             result.rewrites += 1
         return result
+
+
+def erase_block_mass(graph: fx.Graph) -> None:
+    """Leave out what the pass has put in: it is a compilation's last one."""
+    for node in graph.find_nodes(op="call_function", target=ops.block_mass):
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="placeholder", target=MASS):
+        graph.erase_node(node)
 
 
 def _insert(graph: fx.Graph, attention: fx.Node, mass: fx.Node) -> None:

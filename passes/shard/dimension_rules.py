@@ -1,5 +1,8 @@
 """What each operator says about the dimensions of its operands and results.
 
+Those of torch are here and in `view_rules.py`; what specc's own say is in their table
+(`specc.kernels.operators`), which `cut_rules.py` reads.
+
 A rule that is missing costs memory: the operator's dimensions stay whole. A rule that is wrong
 costs correctness; `shard.py` checks every shape after the cut.
 """
@@ -15,6 +18,7 @@ from torch import fx
 from specc.kernels import ops
 from specc.passes.program import Program, bind_args
 from specc.passes.proof.token_routing import CONVERSIONS, POINTWISE, name_of
+from specc.passes.shard.cut_rules import apply_cut
 from specc.passes.shard.relations import Relations, is_tensor
 from specc.passes.shard.view_rules import VIEW_RULES, Rule
 
@@ -64,8 +68,11 @@ def _call(found: Relations, node: fx.Node) -> None:
             found.block_all(item, f"{node.target} takes it as it is")
     if not isinstance(value, torch.Tensor | tuple | list):
         return
+    own = ops.operator_of(node.target)
     name = name_of(node)
-    if name in _RULES:
+    if own is not None:
+        apply_cut(found, node, own.name, own.cut)
+    elif name in _RULES:
         _RULES[name](found, node)
     elif name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         _pointwise(found, node)
@@ -190,21 +197,6 @@ def _matmul(found: Relations, node: fx.Node) -> None:
     _contract(found, node, x, 3, weight, 1)
 
 
-def _grouped_mm(found: Relations, node: fx.Node) -> None:
-    """[T, K] by experts [E, K, N], rows of an expert after each other."""
-    x, weight, ends, *rest = node.args
-    if x.meta["val"].dim() != 2 or any(is_tensor(item) for item in (*rest, *node.kwargs.values())):
-        # a bias of a part of a sum would count once for each rank
-        for item in (*node.all_input_nodes, node):
-            found.block_all(item, "a product of experts with more than rows and weights")
-        return
-    found.same(x, 0, node, 0)
-    found.same(weight, 2, node, 1)
-    _contract(found, node, x, 1, weight, 1)
-    found.block(weight, 0, "experts are chosen by tokens")
-    found.block_all(ends, "experts are chosen by tokens")
-
-
 def _contract(
     found: Relations, node: fx.Node, x: fx.Node, dim: int, weight: fx.Node, weight_dim: int
 ) -> None:
@@ -303,68 +295,9 @@ def _layer_norm(found: Relations, node: fx.Node) -> None:
         else:
             found.block(x, dim, "a norm goes over it")
             found.block(node, dim, "a norm goes over it")
-    for parameter in (given["weight"], given["bias"]):
+    for parameter in (given["weight"], given.get("bias")):
         if parameter is not None:
             found.block_all(parameter, "a norm goes over it")
-
-
-def _attention(found: Relations, node: fx.Node) -> None:
-    """Queries [H, T, D], keys and values [HK, T, D], caches [blocks, rows, HK, D]."""
-    q, k, v, k_cache, v_cache = node.args[:5]
-    found.same(q, 0, node, 0)
-    for item, dim in ((v, 0), (k_cache, 2), (v_cache, 2)):
-        found.same(k, 0, item, dim)
-    for item, dim in ((q, 2), (k, 2), (v, 2), (k_cache, 3), (v_cache, 3), (node, 2)):
-        found.block(item, dim, "attention goes over it")
-    bound = bind_args(node)
-    for of_heads in (bound["sink_logits"], bound["slopes"]):
-        if of_heads is not None:
-            found.same(q, 0, of_heads, 0)
-    found.heads.append(((q, 0), (k, 0)))
-
-
-def _attend_expanded(found: Relations, node: fx.Node) -> None:
-    """Outputs and queries [H, T, D], a cache of one head, up-projections [H, N, R]."""
-    absorbed, q, k_cache, up_k, up_v = node.args[:5]
-    for item in (absorbed, q, up_k, up_v):
-        found.same(item, 0, node, 0)
-        for dim in (1, 2):
-            found.block(item, dim, "attention goes over it")
-    found.block(node, 2, "attention goes over it")
-    found.block_all(k_cache, "all heads read its rows")
-    if (sink_logits := bind_args(node)["sink_logits"]) is not None:
-        found.same(q, 0, sink_logits, 0)
-
-
-def _cache_write(found: Relations, node: fx.Node) -> None:
-    """A cache [B, HK, L, D], and rows [B, HK, T, D] that it gets."""
-    cache, update, _ = node.args
-    for item in (update, node):
-        found.same(cache, 1, item, 1)
-    for item in (cache, update, node):
-        for dim in (0, 2, 3):
-            found.block(item, dim, "rows are written as a whole")
-
-
-def _masked_attention(found: Relations, node: fx.Node) -> None:
-    """Queries [B, H, T, D], keys and values [B, HK, L, D]."""
-    q, k, v = node.args[:3]
-    found.same(q, 1, node, 1)
-    found.same(k, 1, v, 1)
-    for item in (q, k, v, node):
-        for dim in (0, 2, 3):
-            found.block(item, dim, "attention goes over it")
-    found.heads.append(((q, 1), (k, 1)))
-
-
-def _rms_norm(found: Relations, node: fx.Node) -> None:
-    x, weight = node.args[:2]
-    last = x.meta["val"].dim() - 1
-    for dim in range(last):
-        found.same(x, dim, node, dim)
-    for item in (x, node):
-        found.block(item, last, "a norm goes over it")
-    found.block_all(weight, "a norm goes over it")
 
 
 def _nothing(found: Relations, node: fx.Node) -> None:
@@ -381,7 +314,6 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "mm": _mm,
     "bmm": _bmm,
     "matmul": _matmul,
-    "grouped_mm": _grouped_mm,
     "embedding": _embedding,
     "index_select": _index_select,
     "index": _index,
@@ -392,9 +324,5 @@ _RULES: Mapping[str, Rule] = VIEW_RULES | {
     "topk": _along,
     "cat": _cat,
     "layer_norm": _layer_norm,
-    "tree_attention": _attention,
-    "attend_expanded": _attend_expanded,
-    "cache_write": _cache_write,
-    "masked_attention": _masked_attention,
-    "rms_norm": _rms_norm,
+    "rms_norm": _layer_norm,
 }

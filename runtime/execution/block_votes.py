@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.block_mass import MOST_VOTERS
+from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup, Vote
 from specc.runtime.scheduling.kv_cache import NOBODY, KVCache

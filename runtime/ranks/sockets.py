@@ -112,7 +112,7 @@ class Meeting:
     def _gather(self) -> list[tuple[str, int]]:
         """Wait for all ranks, and tell each where the others are; of rank 0."""
         info = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-        self._listen(info[4][:2], info[0])
+        self._listen((self._host, self._port), info[0])
         table = {0: (self._host, self._port)}
         came: dict[int, socket.socket] = {}
         try:

@@ -19,6 +19,8 @@ from specc.system.extras import install_command
 _FILE, _OTHERS = "chat_template.jinja", "additional_chat_templates"
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _FORMATS = ("auto", "string", "openai")
+# what a call says itself, and which program it is
+_FIXED = {"messages", "add_generation_prompt", "chat_template"}
 _NEEDED = "a Jinja chat template in UTF-8"
 # characters of a prompt that a template makes; as JSON, most have one byte, and none more than 12
 MAX_CHARACTERS = 8 << 20
@@ -43,6 +45,7 @@ class ChatTemplate:
         limits: of compiling it, and of each rendering.
         content_format: what a content is handed as: `string`, `openai`, which is a list of parts,
             or `auto`, whichever the template reads.
+        defaults: variables for chats that do not say otherwise.
     Raises:
         ConfigError: a template is malformed or takes too much, or there is no Jinja.
     """
@@ -53,6 +56,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         limits: ChildLimits = LIMITS,
         content_format: str = "auto",
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         # only chats need Jinja
         if importlib.util.find_spec("jinja2") is None:
@@ -64,6 +68,10 @@ class ChatTemplate:
         if content_format not in _FORMATS:
             found = f"chat_template_content_format={content_format!r}"
             raise ConfigError(found, f"one of {', '.join(_FORMATS)}", "choose one")
+        self._defaults = dict(defaults or {})
+        for name in _FIXED & self._defaults.keys():
+            found = f"{name} among the defaults of a chat template's variables"
+            raise ConfigError(found, "variables that a template has besides messages", "remove it")
         self._sources = {_DEFAULT: source} if isinstance(source, str) else dict(source)
         self._limits = limits
         self._content_format = content_format
@@ -129,7 +137,7 @@ class ChatTemplate:
         Args:
             messages: of the conversation; a content is text, or a list of parts of type text.
             add_generation_prompt: end where the assistant's answer begins.
-            options: further variables of the template.
+            options: further variables of the template; for one that is None, the default holds.
             template: name of one, or the Jinja of another one.
             continue_final_message: end where the last message does, so that the answer goes on
                 with it; a name is that of the field to go on with, content otherwise.
@@ -150,10 +158,13 @@ class ChatTemplate:
             found = f"chat_template_content_format={content_format!r}"
             raise RequestError(found, f"one of {', '.join(_FORMATS)}", "choose one")
         plain = plain_messages(messages)
+        given = dict(options or {})
         variables = {
             "tools": None,
             "documents": None,
-            **(options or {}),
+            **given,
+            # null asks for nothing, as with vLLM
+            **{k: v for k, v in self._defaults.items() if given.get(k) is None},
             "messages": plain,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -278,6 +289,7 @@ def load_template(
     *,
     content_format: str = "auto",
     may_be_empty: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> ChatTemplate | None:
     """The templates of an engine directory, or one instead of them; None where there is none.
 
@@ -286,6 +298,7 @@ def load_template(
         file: with another template; or the name of one of the engine's.
         content_format: of `ChatTemplate`.
         may_be_empty: without a template, give what renders those that requests bring.
+        defaults: of `ChatTemplate`.
     Raises:
         ConfigError: a file that cannot be read, or that is malformed.
     """
@@ -296,7 +309,7 @@ def load_template(
     if not sources and not may_be_empty:
         return None
     tokens = {} if directory is None else of_engine(directory)
-    return ChatTemplate(sources, tokens, content_format=content_format)
+    return ChatTemplate(sources, tokens, content_format=content_format, defaults=defaults)
 
 
 def _sources_of(directory: Path) -> dict[str, str]:

@@ -6,6 +6,9 @@ users may bring besides, by the reason why a stranger may call it, too. What rea
 its arguments, or files, or can end the process is in neither: scaled_dot_product_attention takes
 keys and values of unequal length; sparse, segment and quantized operators and losses take indices
 as they are. Passes replace those that models bring.
+
+Both are of torch. Of specc's own operators graphs may hold those of which their table says so
+(`Operator.stored` of `specc.kernels.operators`); `specc.kernels.ops` adds them when it is imported.
 """
 
 from __future__ import annotations
@@ -54,20 +57,7 @@ aten.stack.default aten.std.dim aten.sub.Scalar aten.sub.Tensor aten.sum.dim_Int
 aten.sym_size.int aten.tanh.default aten.to.dtype aten.topk.default aten.transpose.int
 aten.type_as.default aten.unsqueeze.default aten.view.default aten.view_as_complex.default
 aten.view_as_real.default aten.where.Scalar aten.where.ScalarOther aten.where.self
-aten.zeros_like.default specc.accept.default specc.accept_winners.default
-specc.act_and_mul.default specc.add_norm_gate_up.default specc.add_norm_head.default
-specc.add_norm_linear.default specc.add_norm_rope_write.default specc.add_rms_norm.default
-specc.all_reduce.default specc.ancestor_words.default specc.attend.default
-specc.attend_expanded.default specc.block_mass.default specc.commit_kv.default
-specc.commit_rows.default specc.draft_children.default specc.embed_norm_rope_write.default
-specc.embedding_of_blocks.default specc.experts.default specc.grouped_linear.default
-specc.grouped_mm.default specc.grouped_mm_q.default specc.image_slots.default
-specc.linear.default specc.linear_q.default specc.lookup.default specc.merge_trees.default
-specc.next_tokens.default specc.node_winners.default specc.record_tokens.default
-specc.rerank_tree.default specc.rms_norm.default specc.rope_write.default
-specc.skinny_linear.default specc.take_rows.default specc.tree_attention.default
-specc.tree_rows.default specc.vote_chain.default specc.write_kv.default
-specc.write_rows.default
+aten.zeros_like.default
 """)
 
 OF_MODULES = {
@@ -123,12 +113,34 @@ aten.new_zeros.default aten.ones.default aten.scalar_tensor.default aten.zeros.d
 }
 
 KNOWN = EMITTED.union(*OF_MODULES.values())
+_of_specc: dict[str, torch._ops.OpOverload] = {}
+
+
+def allow(target: torch._ops.OpOverload) -> None:
+    """Let graphs call an operator of specc."""
+    name = str(target)
+    assert name.startswith("specc."), f"{name} is not an operator of specc"
+    _of_specc[name] = target
+
+
+def of_specc() -> frozenset[str]:
+    """Names of specc's own operators that graphs may call."""
+    return frozenset(_of_specc)
+
+
+def operator_named(name: str) -> torch._ops.OpOverload | None:
+    """The operator with a name, where programs may call it and torch has it."""
+    if name not in KNOWN:
+        return _of_specc.get(name)
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
 
 
 def is_known(target: Any) -> bool:
     """Whether programs may call it."""
     if isinstance(target, torch._ops.OpOverload):
-        return str(target) in KNOWN
+        name = str(target)
+        return name in KNOWN or name in _of_specc
     return python_name(target) is not None
 
 

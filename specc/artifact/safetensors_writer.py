@@ -7,11 +7,13 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +28,8 @@ from specc.system.files import check_free_space, output_error
 
 # data that starts on a cache line lets a memory-mapped load use aligned vector loads
 _DATA_ALIGNMENT = 64
+# of a chunk that another thread is not worth
+_SMALL_BYTES = 256 << 10
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -99,22 +103,22 @@ def write_safetensors(
     header = _make_header(tensors, dict(metadata or {}))
     total = sum(tensor.num_bytes for tensor in tensors)
     check_free_space(path, len(header) + total)
-    digest, sums, done = hashlib.sha256(), BlockSums(), 0
+    digest, sums, done = _Digest(), BlockSums(), 0
     try:
         file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed below
     except OSError as error:
         raise output_error(path, error) from error
     try:
-        with file:
-            digest.update(header)
-            sums.update(header)
-            _write(file, header, path)
+        with file, digest:
+            with digest.of(header):
+                sums.update(header)
+                _write(file, header, path)
             for tensor in tensors:
                 begin = done
                 for chunk in tensor.chunks:
-                    digest.update(chunk)
-                    sums.update(chunk)
-                    _write(file, chunk, path)
+                    with digest.of(chunk):
+                        sums.update(chunk)
+                        _write(file, chunk, path)
                     done += memoryview(chunk).nbytes
                     if progress:
                         progress(done, total)
@@ -130,6 +134,36 @@ def write_safetensors(
         path.unlink(missing_ok=True)
         raise
     return FileEntry(digest.hexdigest(), len(header) + total, sums.hex())
+
+
+class _Digest:
+    """SHA-256 of a stream, which takes another thread as long as sums and writing take this one."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    @contextlib.contextmanager
+    def of(self, chunk: Buffer) -> Iterator[None]:
+        """Add a chunk while the block runs; it is not read any more when that ends."""
+        if memoryview(chunk).nbytes < _SMALL_BYTES:
+            self._digest.update(chunk)
+            yield
+            return
+        added = self._pool.submit(self._digest.update, chunk)
+        try:
+            yield
+        finally:
+            added.result()
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 def _make_header(tensors: list[OutputTensor], metadata: dict[str, str]) -> bytes:

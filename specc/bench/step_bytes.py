@@ -22,7 +22,9 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
-from specc.kernels import native, ops
+from specc.kernels import native
+from specc.kernels.operator import Reads
+from specc.kernels.ops import operator_of
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.speculation.block_drafts import CONFIDENCE_TENSORS, BlockDraft
 from specc.speculation.plans import SpecPlan
@@ -31,12 +33,11 @@ from specc.system.huge_pages import huge_buffer
 
 BUFFER_BYTES = 400_000_000
 _REPEATS = 7
-# operators that read rows of a table, and its place among their arguments
-_LOOKUPS = {torch.ops.aten.embedding.default: 0, ops.embed_norm_rope_write: 1}
-# products with one matrix, each of which reads all of it
-_PRODUCTS = {torch.ops.aten.linear.default, ops.linear, ops.skinny_linear, ops.linear_q}
-# products with the matrices of chosen experts, and the argument that the choice leads to
-_EXPERTS = {ops.experts: 1, ops.grouped_mm: 2, ops.grouped_mm_q: 2, ops.grouped_linear: 2}
+# what torch's operators read of their weights; specc's own say it in their table
+_OF_TORCH = {
+    torch.ops.aten.embedding.default: Reads(rows="weight"),
+    torch.ops.aten.linear.default: Reads(whole="weight"),
+}
 _TARGET = "target"
 # inputs of programs that read hidden states: their slabs, and which rows of them a token reads
 _FEATURES, _HANDED_ON, _FEATURE_ROWS = "features", "handed_on", "feature_rows"
@@ -204,7 +205,7 @@ def _bias_bytes(step: Mapping[str, Any], block: BlockDraft, copies: Mapping[str,
         graph = graph_from_json(stage["graph"], modules=modules).graph
         for node in graph.find_nodes(op="placeholder"):
             if node.target in keys:
-                count = sum(user.target in _PRODUCTS for user in node.users)
+                count = _num_products(node)
                 total += count * copies[keys[node.target]].nbytes
     return total
 
@@ -260,7 +261,7 @@ def model_bytes(program: Mapping[str, Any], tokens: float | None = None) -> Mode
         sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]))
         node = nodes[item["name"]]
         if not _is_lookup(node):
-            whole[item["key"]] += sum(user.target in _PRODUCTS for user in node.users)
+            whole[item["key"]] += _num_products(node)
             if tokens is not None and (chosen := _chosen_experts(node)):
                 num_experts = _matrix_shape(item)[0]
                 shares[item["key"]] = min(1, tokens * chosen / num_experts)
@@ -344,9 +345,24 @@ def _rate(read: Callable[[Tensor], object], buffer: Tensor) -> float:
 def _is_lookup(node: fx.Node) -> bool:
     """Whether only rows of a weight are read: every use of it is an embedding."""
     return bool(node.users) and all(
-        (place := _LOOKUPS.get(user.target)) is not None and user.args[place] is node
+        (table := _reads(user).rows) is not None and _operand(user, table) is node
         for user in node.users
     )
+
+
+def _num_products(weight: fx.Node) -> int:
+    """Products with one matrix, each of which reads all of it."""
+    return sum(_reads(user).whole is not None for user in weight.users)
+
+
+def _reads(node: fx.Node) -> Reads:
+    own = operator_of(node.target)
+    return _OF_TORCH.get(node.target, Reads()) if own is None else own.reads
+
+
+def _operand(node: fx.Node, name: str) -> Any:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return node.args[names.index(name)]
 
 
 def _matrix_shape(item: Mapping[str, Any]) -> Sequence[int]:
@@ -364,10 +380,10 @@ def _chosen_experts(weight: fx.Node) -> int:
     users = list(weight.users)
     if len(users) == 1 and users[0].target is torch.ops.aten.transpose.int:
         users = list(users[0].users)
-    place = _EXPERTS.get(users[0].target) if len(users) == 1 else None
-    if place is None:
+    chosen = _reads(users[0]).experts if len(users) == 1 else None
+    if chosen is None:
         return 0
-    found: list[Any] = [users[0].args[place]]
+    found: list[Any] = [_operand(users[0], chosen)]
     seen: set[fx.Node] = set()
     while found:
         node = found.pop(0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specc.close_name import advice
 from specc.errors import ConfigError
-from specc.option import check_ranges, option
+from specc.option import check_ranges, object_of, option
+from specc.server.origin_options import Origins
 from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS, agreed_parsers
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -20,10 +21,6 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CHOICES = 128
 # levels of lists and objects in a body, and how many of what takes time to parse it holds
 MAX_DEPTH, MAX_VALUES, MAX_FIELDS, MAX_CONTAINERS = 64, 1 << 20, 1 << 15, 1 << 14
-# any origin, method or header, as browsers write it
-ANY_ORIGIN = "*"
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @dataclass(frozen=True)
@@ -91,116 +88,13 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class Origins:
-    """Pages of which other origins may use the server, as browsers see to it (CORS).
-
-    Args:
-        allowed_origins: `https://app.example`, or `*`, any; none refuses all.
-        allow_credentials: pages may send what the browser keeps for this server.
-        allowed_methods: none is those that the server has.
-        allowed_headers: of requests; none is any.
-    Raises:
-        ConfigError: what is no origin, any origin with credentials, or options without an origin.
-    """
-
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "An origin whose pages may use this server, such as https://app.example; repeatable, * is"
-        " any. Without it: none.",
-        "--allowed-origin",
-        "--allowed-origins",
-        metavar="ORIGIN",
-    )
-    allow_credentials: bool = option(
-        False,
-        "Such pages may send cookies and certificates that the browser keeps for this server; an"
-        " API key needs none of this.",
-        "--allow-credentials",
-    )
-    allowed_methods: tuple[str, ...] = option(
-        (),
-        "A method that such pages may use; repeatable, * is any. Else GET, HEAD and POST.",
-        "--allowed-method",
-        "--allowed-methods",
-        metavar="METHOD",
-    )
-    allowed_headers: tuple[str, ...] = option(
-        (),
-        "A header that such pages may send; repeatable, * is any. Else any.",
-        "--allowed-header",
-        "--allowed-headers",
-        metavar="HEADER",
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
-        # browsers write those that the server has in capitals, and compare each letter
-        methods = tuple(method.upper() for method in self.allowed_methods)
-        object.__setattr__(self, "allowed_methods", methods)
-        for name in ("allowed_methods", "allowed_headers"):
-            for value in getattr(self, name):
-                if value != ANY_ORIGIN and not _TOKEN.fullmatch(value):
-                    option_name = "--" + name.removesuffix("s").replace("_", "-")
-                    raise ConfigError(
-                        f"{option_name} {value[:80]}",
-                        f"one name, such as {'GET' if name == 'allowed_methods' else 'X-My-Name'}",
-                        f"repeat {option_name} for each",
-                    )
-        if not self.allowed_origins:
-            for given, name in (
-                (self.allow_credentials, "--allow-credentials"),
-                (self.allowed_methods, "--allowed-method"),
-                (self.allowed_headers, "--allowed-header"),
-            ):
-                if given:
-                    raise ConfigError(
-                        f"{name} without --allowed-origin",
-                        "an origin that it is for",
-                        f"add --allowed-origin https://…, or leave out {name}",
-                    )
-        if self.allow_credentials and ANY_ORIGIN in self.allowed_origins:
-            raise ConfigError(
-                "--allowed-origin * and --allow-credentials: every page of the internet could act"
-                " for whoever reads it",
-                "origins by name, or none of their credentials",
-                "name the origins, or leave out --allow-credentials; an API key needs none",
-            )
-
-
-def _origin(text: str) -> str:
-    """As browsers write it: in lower case, addresses short, without the port of its scheme.
-
-    Raises:
-        ConfigError: no origin.
-    """
-    if text == ANY_ORIGIN:
-        return text
-    match = _ORIGIN.fullmatch(text.lower())
-    try:
-        if match is None:
-            raise ValueError
-        scheme, host, digits = match.groups()
-        if host.startswith("["):
-            host = f"[{ipaddress.IPv6Address(host[1:-1])}]"
-        port = None if digits is None else int(digits)
-        if port is not None and not 0 < port < 1 << 16:
-            raise ValueError
-    except ValueError as error:
-        raise ConfigError(
-            f"--allowed-origin {text[:80]}",
-            "a scheme and a host, with a port where it is not the usual one, or *",
-            "for example --allowed-origin https://app.example; repeat it for each",
-        ) from error
-    is_usual = port in (None, {"http": 80, "https": 443}.get(scheme))
-    return f"{scheme}://{host}" + ("" if is_usual else f":{port}")
-
-
-@dataclass(frozen=True)
 class Place:
     """Where to listen, to whom, and how to stop.
 
     Args:
         allowed_hosts: names beside those of the machine; see `choose_hosts`.
+        default_chat_template_kwargs: variables of templates, or their JSON; those of a chat go
+            before them.
         limits: of connections.
         tls: files that they are encrypted with.
     Raises:
@@ -222,6 +116,13 @@ class Place:
         "auto",
         "What templates get as content: string; openai, a list of parts; auto, what they read.",
     )
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Variables of chat templates for chats that do not say otherwise, such as"
+        " '{\"enable_thinking\": false}'.",
+        type=str,
+        metavar="JSON",
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "A name that clients may call this server, beside its addresses; repeatable, * is any."
@@ -240,6 +141,9 @@ class Place:
                 f"one of {', '.join(LOG_LEVELS)}",
                 advice(self.log_level, LOG_LEVELS, "choose one of them"),
             )
+        name = "default_chat_template_kwargs"
+        kwargs = object_of(self.default_chat_template_kwargs, name, '{"enable_thinking": false}')
+        object.__setattr__(self, name, kwargs)
 
 
 @dataclass(frozen=True)

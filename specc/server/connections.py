@@ -22,11 +22,12 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
-from specc.server.config import ConnectionLimits, Origins
+from specc.server.config import ConnectionLimits
 from specc.server.errors import ApiError, error_response, to_bytes
+from specc.server.origin_options import Origins
 from specc.server.origins import with_origins
 from specc.server.strict_http import StrictConnection
-from specc.server.turns import Turns
+from specc.server.turns import LongTurns, Turns
 
 # over the limit, connections that are answered here only: whoever watches the server needs them
 EXTRA_CONNECTIONS = 64
@@ -53,6 +54,7 @@ class Connections:
     ) -> None:
         self.limits = limits
         self.refuse = with_origins(_refuse, origins or Origins())
+        self.long_turns = LongTurns()
         self._tls = tls
         # whose request has not come as a whole; the longest-waiting one is the first
         self._waiting: dict[Handshake | StrictProtocol, None] = {}
@@ -235,7 +237,7 @@ class StrictProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = self._turns = Turns(transport, self._take)
+        self.flow = self._turns = Turns(transport, self._take, self._connections.long_turns)
         if not self._connections.admit(self):
             transport.abort()
 
@@ -256,6 +258,7 @@ class StrictProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._num_answered += 1
+        self._turns.begin_request()
         # before the next request, which may have come already
         if not self.transport.is_closing():
             self._connections.wait(self)

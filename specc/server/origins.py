@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from specc.server.config import ANY_ORIGIN, Origins
+from specc.server.origin_options import ANY_ORIGIN, Origins
 
 # what the server answers to
 _METHODS = ("GET", "HEAD", "POST")

@@ -81,6 +81,7 @@ def serve(
             place.chat_template,
             content_format=place.chat_template_content_format,
             may_be_empty=config.trust_request_chat_template,
+            defaults=place.default_chat_template_kwargs,
         )
         _log.info("loading %s", args.directory)
         service = start_service(args, measure)

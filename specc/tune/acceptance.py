@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.block_mass import MOST_VOTERS
+from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.runtime.backends.step import Model
 from specc.runtime.drafts.block_choice import BlockChoice
 from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex

@@ -12,26 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from specc.kernels import ops
-from specc.kernels.reference import commit, core, latent, slab_rows
-from specc.kernels.reference.block_mass import block_mass_reference
+from specc.kernels.ops import of_cpu
 from tests.native_library import load_native
 
-NAMES = (
-    "tree_attention", "attend_expanded", "linear", "tree_expand", "accept_winners", "commit_kv",
-    "tree_rows", "commit_rows", "next_tokens", "write_rows", "take_rows",
-)  # fmt: skip
 _ORACLES = torch.library.Library("specc_reference", "DEF")
 
-for _name in NAMES:
-    _schema = str(getattr(ops, _name)._schema)
-    _ORACLES.define(_schema.removeprefix("specc::"))
-    _oracle = f"{_name}_reference"
-    _module = next(m for m in (core, commit, latent, slab_rows) if hasattr(m, _oracle))
-    _ORACLES.impl(_name, getattr(_module, _oracle), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"specc_reference::{_name}", ops.FAKES[_name], lib=_ORACLES)
-_ORACLES.define(str(ops.block_mass._schema).removeprefix("specc::"))
-_ORACLES.impl("block_mass", block_mass_reference, "CompositeExplicitAutograd")
+for _operator in of_cpu():
+    _ORACLES.define(_operator.schema)
+    _ORACLES.impl(_operator.name, _operator.reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specc_reference::{_operator.name}", _operator.fake, lib=_ORACLES)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specc.kernels.ops  # noqa: F401  registers the operators
 
@@ -126,17 +125,3 @@ def test_opcheck(strides):
     ends = torch.tensor([3, 3, 7], dtype=torch.int32)
     args = (torch.randn(8, 4), make_weight(3, 4, 5, strides), ends)
     torch.library.opcheck(torch.ops.specc.grouped_mm.default, args)
-
-
-def test_fake_shape():
-    with FakeTensorMode() as mode:
-        args = [
-            mode.from_tensor(tensor)
-            for tensor in (
-                torch.randn(8, 4, dtype=torch.bfloat16),
-                torch.randn(3, 4, 5, dtype=torch.bfloat16),
-                torch.tensor([3, 3, 7], dtype=torch.int32),
-            )
-        ]
-        out = torch.ops.specc.grouped_mm(*args)
-    assert (out.shape, out.dtype) == ((8, 5), torch.bfloat16)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -112,13 +111,3 @@ def test_any_logits(tree_expand, case):
 @pytest.mark.parametrize("num_children", [1, 3], ids="k{}".format)
 def test_opcheck(tree_expand, num_children):
     torch.library.opcheck(tree_expand, (torch.randn(3, 11), num_children))
-
-
-@pytest.mark.parametrize("num_children", [1, 3], ids="k{}".format)
-def test_fake_shape(tree_expand, num_children):
-    logits = torch.randn(4, 11, dtype=torch.bfloat16)
-    with FakeTensorMode() as mode:
-        fake = tree_expand(mode.from_tensor(logits), num_children)
-    for tokens in (fake, tree_expand(logits, num_children)):
-        assert (tokens.shape, tokens.dtype) == ((4, num_children), torch.int64)
-        assert tokens.is_contiguous()

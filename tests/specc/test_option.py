@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from specc.errors import ConfigError
-from specc.option import check_ranges, option, option_of
+from specc.option import check_ranges, object_of, option, option_of
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,13 @@ def test_values_outside_are_refused(values, found, needed, do):
     with pytest.raises(ConfigError) as caught:
         Load(1, **values)
     assert (caught.value.found, caught.value.needed, caught.value.do) == (found, needed, do)
+
+
+def test_objects_and_their_json():
+    assert object_of('{"a": 1}', "x", "{}") == object_of({"a": 1}, "x", "{}") == {"a": 1}
+    assert object_of(None, "x", "{}") is object_of("null", "x", "{}") is None
+    for given in ("[1]", "{", "1", 1, [1]):
+        with pytest.raises(ConfigError) as caught:
+            object_of(given, "x", '{"a": 1}')
+        assert caught.value.found.startswith("x=")
+        assert caught.value.needed == """an object, such as '{"a": 1}'"""

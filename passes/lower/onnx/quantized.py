@@ -38,7 +38,7 @@ Products = Literal["float32", "rows"]
 _ALIGNMENT = 64
 
 
-def linear_q() -> Any:
+def quantized_product() -> Any:
     """What the exporter makes of `specc.linear_q`: a node of its own, see `expand_quantized`."""
     from onnx.defs import OpSchema
     from onnxscript.values import Op, Opset
@@ -58,16 +58,7 @@ def linear_q() -> Any:
         outputs=[OpSchema.FormalParameter("y", "T")],
         type_constraints=[("T", types, "")],
     )
-    product = Op(Opset(DOMAIN, 1), LINEAR, schema)
-
-    def translate(
-        x: Any, weight: Any, bias: Any, out_features: int, bits: int, group: int, has_zeros: bool,
-        is_float: bool = False,
-    ) -> Any:  # fmt: skip
-        # all but the operands is known of the weight
-        return product(x, weight, bias)
-
-    return translate
+    return Op(Opset(DOMAIN, 1), LINEAR, schema)
 
 
 @dataclass(frozen=True)

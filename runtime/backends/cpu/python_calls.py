@@ -75,7 +75,7 @@ def take_error() -> BaseException | None:
 
 def _call(id_: int, count: int, num_results: int, message: int) -> int:
     try:
-        words = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
+        words: Any = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
         with torch.inference_mode():
             values = [_read(words[i * _WORDS : (i + 1) * _WORDS]) for i in range(count)]
             found = _calls[id_].run(values)
@@ -101,7 +101,7 @@ def _written(value: Any) -> list[int]:
         raise TypeError(f"an operator returned {type(value).__name__}, no tensor")
     shape, strides = list(value.shape), list(value.stride())
     rest = [0] * (8 - len(shape))
-    num_bytes = value.untyped_storage().nbytes() - value.storage_offset() * value.itemsize
+    num_bytes = value.untyped_storage().nbytes() - int(value.storage_offset()) * value.itemsize
     head = [_TENSOR, value.data_ptr(), CODES[value.dtype], len(shape)]
     return [*head, *shape, *rest, *strides, *rest, num_bytes]
 

@@ -21,6 +21,7 @@ def chat(
         Fields(
             "plan",
             "policy",
+            "check_weights",
             "num_threads",
             "backend",
             "offload_weights",

@@ -11,7 +11,8 @@ from specc.cli.app import Debug, EngineArgument
 from specc.cli.options.with_options import Fields
 from specc.errors import ConfigError
 from specc.runtime.engine_args import AsyncEngineArgs
-from specc.server.config import ConnectionLimits, Origins, Place, ServeConfig, Tls
+from specc.server.config import ConnectionLimits, Place, ServeConfig, Tls
+from specc.server.origin_options import Origins
 
 if TYPE_CHECKING:
     from specc.runtime.core import EngineCore

@@ -10,7 +10,7 @@ import torch
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda import attend_wide, attend_wide_copies, attend_wide_kernels
 from specc.kernels.cuda.launch import even_tokens
-from specc.passes import memory
+from specc.kernels.operators.attention import SPLIT_ROWS
 from tests.kernels.cuda.cases_attend import (
     BF16,
     F16,
@@ -157,7 +157,7 @@ def test_a_sequence_of_17_rows_is_wide(
 
 def test_parts_are_no_more_than_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
-    assert attend_wide.MOST_PART_ROWS == memory._SPLIT_ROWS
+    assert attend_wide.MOST_PART_ROWS == SPLIT_ROWS
     cache = torch.empty(1, 16, 8, 128, dtype=BF16, device="meta")
     taken = []
     for batch in (1, 2, 16, 24, 40, 64, 100, 160, 161, 256, 320, 321):
@@ -173,7 +173,7 @@ def test_parts_are_no_more_than_plans_count(monkeypatch: pytest.MonkeyPatch) -> 
                 for num_splits in (None, 1, 99):
                     sizes = c, 8 * batch, batch, 132, capacity, num_splits
                     most, _ = attend_wide.plan_splits(*sizes)
-                    assert most * 8 * batch * c.block_m <= memory._SPLIT_ROWS
+                    assert most * 8 * batch * c.block_m <= SPLIT_ROWS
     assert {(160, 32), (320, 5)} < set(taken)
     assert not {(161, 32), (256, 32), (321, 5)} & set(taken)
 

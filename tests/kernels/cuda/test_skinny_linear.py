@@ -12,7 +12,7 @@ from specc.kernels.cuda import attend_config, few_rows, few_rows_tiles
 from specc.kernels.cuda.few_rows import SKINNY, Choice, Product, forced, tile_for
 from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES
 from specc.kernels.cuda.skinny_linear import shipped, skinny_linear
-from specc.passes import memory
+from specc.kernels.operators import linear
 from tests.kernels.cuda import cases_skinny_linear as cases
 from tests.kernels.cuda.cases_add_norm import BF16, F16, F32
 from tests.kernels.cuda.test_add_norm import ids
@@ -74,7 +74,7 @@ def test_tiles_are_of_this_operator(device):
 
 
 def test_memory_of_parts_is_planned():
-    assert memory._SHARED_ROWS == few_rows_tiles.MAX_ROWS * few_rows_tiles.MAX_SPLITS
+    assert linear.SHARED_ROWS == few_rows_tiles.MAX_ROWS * few_rows_tiles.MAX_SPLITS
 
 
 @pytest.mark.parametrize(

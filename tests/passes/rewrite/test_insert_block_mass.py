@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from specc.kernels import ops
-from specc.passes.facts import attention_is_summed
 from specc.passes.program import MASS, RUNTIME_INPUTS, bind_args
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
-from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.rewrite.insert_block_mass import InsertBlockMass, attention_is_summed
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention

@@ -197,6 +197,8 @@ def test_branches_with_the_same_lexeme_have_masks_of_their_own() -> None:
         masks = tree_masks(grammar, tokens, [-1, 0, 0])
         found = {token: ids(masks[node]) & {256, 257} for node, token in enumerate(tokens)}
         assert (found[a], found[b]) == ({256}, {257})
+    # a matcher that a branch has moved would fail on another, and the request would not draft on
+    assert grammar.may_look_ahead
     # after a draft that was not accepted, too
     assert grammar.advance(b)
     assert ids(grammar.mask()) & {256, 257} == {257}

@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import specc.kernels.ops  # noqa: F401  registers the operators
-from specc.artifact.graph_operators import EMITTED, KNOWN, OF_MODULES, PYTHON, is_known
+from specc.artifact.graph_operators import (
+    EMITTED,
+    KNOWN,
+    OF_MODULES,
+    PYTHON,
+    allow,
+    is_known,
+    of_specc,
+    operator_named,
+)
+from specc.kernels.ops import OPERATORS
 from tests.emitted_operators import RESULTS
 from tests.tiers import every
-
-# operators that only ranks and captured steps call, around graphs
-OF_THE_RUNTIME = (
-    "best_of_ranks", "column_winners", "from_first", "gather_rows", "leave_step", "over_link",
-)  # fmt: skip
 
 
 def overload(name: str) -> Any:
@@ -43,7 +47,7 @@ def test_engines_hold_exactly_what_is_listed():
     """What the compiler wrote, where it was seen: `python -m tests.emitted_operators`."""
     emitted = {name for name in json.loads(RESULTS.read_text()) if name not in PYTHON}
     assert not emitted & BY_PASSES.keys()
-    assert emitted | BY_PASSES.keys() == EMITTED
+    assert emitted | BY_PASSES.keys() == EMITTED | of_specc()
 
 
 def test_no_operator_is_listed_twice():
@@ -61,7 +65,16 @@ def test_what_modules_bring_is_torchs_and_changes_nothing(group):
 
 
 def test_all_names_are_operators():
-    assert all(str(overload(name)) == name and is_known(overload(name)) for name in KNOWN)
+    for name in KNOWN | of_specc():
+        assert str(overload(name)) == name
+        assert is_known(overload(name))
+        assert operator_named(name) is overload(name)
+
+
+def test_what_specc_adds_is_its_own():
+    with pytest.raises(AssertionError, match="of specc"):
+        allow(torch.ops.aten.rand.default)
+    assert not {name for name in KNOWN if name.startswith("specc.")}
 
 
 @pytest.mark.parametrize(
@@ -100,11 +113,13 @@ def test_all_names_are_operators():
         "aten.copy_.default",
         "aten.matmul.out",
         "prims.convert_element_type.default",
-        *(f"specc.{name}.default" for name in OF_THE_RUNTIME),
+        # what ranks and captured steps call around graphs, and what passes replace
+        *(f"specc.{name}.default" for name, item in OPERATORS.items() if not item.stored),
     ],
 )
 def test_what_no_graph_may_call(name):
-    assert name not in KNOWN
+    assert operator_named(name) is None
+    assert not is_known(overload(name))
 
 
 # shapes that fit each other in part, and numbers at the ends of their ranges

@@ -80,3 +80,14 @@ def test_a_stream_that_is_cut_anywhere(shape, dtype, cut, monkeypatch) -> None:
 
     found = b"".join(bytes(piece) for piece in blocks_of_stream(chunks(), shape, dtype))
     assert found == bytes(tensor_bytes(to_blocks(weight)))
+
+
+@pytest.mark.parametrize("dtype", list(UNITS))
+def test_a_part_of_a_tensor_may_begin_anywhere(dtype):
+    """Also within what four bytes hold, and with columns that are apart."""
+    values = torch.arange(1, 1 + 33 * 8 * 2).to(dtype)
+    shifted = values[1 : 1 + 33 * 8].view(33, 8)
+    apart = values.view(33, 16)[:, ::2]
+    for weight in (shifted, apart):
+        assert torch.equal(from_blocks(to_blocks(weight), weight.shape), weight)
+        assert torch.equal(to_blocks(weight), to_blocks(weight.clone()))

@@ -127,6 +127,15 @@ def test_refusals(engine, tiny_engine, tmp_path):
     assert_refused(invoke("chat", engine, stdin=b"\xff\n"), "0xff", "not UTF-8")
 
 
+def test_weights_that_have_changed(engine):
+    file = engine / "target" / "weights.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert_refused(invoke("chat", engine, stdin="a\n"), "crc32", "weights.safetensors")
+    unchecked = invoke("chat", engine, "--max-tokens", 1, "--no-check-weights", stdin="a\n")
+    assert unchecked.exit_code == 0, unchecked.stderr
+
+
 # an answer takes seconds, so that it is not over when Ctrl-C comes
 SLOWLY = """
 import time

@@ -30,7 +30,6 @@ from tests.models import DRAFT_NOISE, save_tiny
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [65] * 20]
-FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
 
 
 @pytest.fixture(autouse=True)

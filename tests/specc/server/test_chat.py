@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specc.errors import ConfigError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.server.endpoints import render
 from specc.server.errors import ApiError
@@ -14,9 +15,11 @@ from specc.server.protocol import ChatRequest
 USER = {"role": "user", "content": "a"}
 
 
-def rendered(source: str, *messages: dict[str, Any], **more: Any) -> str:
+def rendered(
+    source: str, *messages: dict[str, Any], defaults: dict[str, Any] | None = None, **more: Any
+) -> str:
     wanted = ChatRequest.model_validate({"messages": list(messages), **more})
-    return render(ChatTemplate(source, {}), wanted)
+    return render(ChatTemplate(source, {}, defaults=defaults), wanted)
 
 
 def test_the_fields_of_a_message() -> None:
@@ -57,6 +60,23 @@ def test_the_effort() -> None:
     kwargs = {"reasoning_effort": "low", "enable_thinking": 5}
     wins = rendered(source, USER, reasoning_effort="high", chat_template_kwargs=kwargs)
     assert wins == "low5"
+
+
+def test_defaults_of_the_server() -> None:
+    """They hold where a chat says nothing, or null, as with vLLM."""
+    source = "{{ enable_thinking }}{{ reasoning_effort }}{{ messages[0].content }}{{ documents }}"
+    defaults = {"enable_thinking": False, "reasoning_effort": "low", "documents": 3}
+    assert rendered(source, USER, defaults=defaults) == "Falselowa3"
+    for null in ({"reasoning_effort": None}, {"chat_template_kwargs": {"enable_thinking": None}}):
+        assert rendered(source, USER, defaults=defaults, **null) == "Falselowa3"
+    assert rendered(source, USER, defaults=defaults, reasoning_effort="high") == "Truehigha3"
+    kwargs = {"enable_thinking": 0, "reasoning_effort": ""}
+    assert rendered(source, USER, defaults=defaults, chat_template_kwargs=kwargs) == "0a3"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert rendered("{{ tools | length }}", USER, defaults={"tools": []}, tools=tools) == "1"
+    for name in ("messages", "add_generation_prompt", "chat_template"):
+        with pytest.raises(ConfigError, match=f"{name} among"):
+            ChatTemplate(source, {}, defaults={name: ""})
 
 
 def test_thinking_of_earlier_messages() -> None:

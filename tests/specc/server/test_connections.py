@@ -24,6 +24,7 @@ from specc.server.config import ConnectionLimits
 from specc.server.connections import EXTRA_CONNECTIONS, Connections, StrictProtocol
 from specc.server.listener import Listener, fit, raise_file_limit
 from specc.server.log import RepeatFilter
+from specc.server.turns import LongTurns, Turns
 from tests.runtime.conftest import save_engine
 from tests.specc.server.serving import GREEDY, Server, serve, slow_down, wait_for
 
@@ -106,6 +107,25 @@ def test_connections_that_are_kept_alive(server) -> None:
         time.sleep(0.25)  # all of it is longer than any timeout
     found, seconds = until_closed(client)
     assert (found, seconds < 5) == (b"", True)
+
+
+def test_each_request_has_its_first_bytes_for_itself(server, monkeypatch) -> None:
+    """Only what is long shares its turns, not what follows on the same connection."""
+    added: list[Turns] = []
+    add = LongTurns.add
+    monkeypatch.setattr(LongTurns, "add", lambda all_, one: (added.append(one), add(all_, one)))
+    client = connect(server)
+    long = POST + b"Content-Length: 400000\r\n\r\n" + b" " * 400_000
+    for request, is_long in ((GET, False), (long, True), (GET, False)):
+        added.clear()
+        client.sendall(request)
+        answer = b""
+        while not answer.endswith(b"}"):
+            part = client.recv(1 << 16)
+            assert part, "it is closed"
+            answer += part
+        assert bool(added) == is_long
+    client.close()
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain"])

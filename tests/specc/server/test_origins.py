@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from specc.errors import ConfigError
-from specc.server.config import ConnectionLimits, Origins
+from specc.server.config import ConnectionLimits
+from specc.server.origin_options import Origins
 from tests.command_line import assert_refused, invoke
 from tests.specc.server.serving import Server, assert_error, serve, slow_down, wait_for
 

@@ -25,6 +25,7 @@ from specc.cli.main import app
 from specc.errors import ConfigError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine_args import AsyncEngineArgs
+from specc.runtime.requests.chat_template import ChatTemplate, load_template
 from specc.runtime.service.service import Service
 from specc.server.app import create_app
 from specc.server.config import Place, ServeConfig
@@ -198,6 +199,7 @@ def test_a_port_that_two_bind_and_one_listens_at() -> None:
         (["--threads", "0"], "--threads 0"),
         (["--max-waiting", "0"], "--max-waiting 0"),
         (["--max-connections", "0"], "--max-connections 0"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs [1]"),
         (["--port", "0"], "does not exist"),
     ],
 )
@@ -207,6 +209,28 @@ def test_bad_options(args: list[str], word: str, tmp_path: Path) -> None:
     lines = result.stderr.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["found", "needed", "do"], lines
     assert word in lines[0]
+
+
+def test_the_variables_of_templates_that_are_given(tmp_path: Path, monkeypatch) -> None:
+    """They reach the template; which it is, they cannot say."""
+    (tmp_path / "chat_template.jinja").write_text("{{ thinks }}{{ messages[0].content }}")
+    found: list[ChatTemplate | None] = []
+
+    def load(*args: Any, **options: Any) -> None:
+        found.append(load_template(*args, **options))
+        raise ConfigError("far enough", "", "")
+
+    monkeypatch.setattr("specc.server.run.load_template", load)
+    command = ["serve", str(tmp_path), "--port", "0", "--default-chat-template-kwargs"]
+    assert "far enough" in CliRunner().invoke(app, [*command, '{"thinks": false}']).stderr
+    (template,) = found
+    assert template is not None
+    assert template.render([{"role": "user", "content": "a"}]) == "Falsea"
+    template.close()
+    result = CliRunner().invoke(app, [*command, '{"chat_template": "b"}'])
+    assert result.exit_code == 2
+    assert "chat_template among the defaults" in result.stderr
+    assert len(found) == 1
 
 
 def test_help_has_examples() -> None:

@@ -1,4 +1,7 @@
-"""Oracle of `specc::block_mass`: how much attention the blocks of a sequence get."""
+"""`specc::block_mass`: how much attention the blocks of a sequence get.
+
+Self-drafts choose by it the blocks that they read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from specc.kernels.operator import NoRule, OfHeads, Operator, nothing
 from specc.kernels.reference.core import rows_of_slots
 from specc.kernels.reference.kv_rows import read_rows
 from specc.speculation.tree import WORD_BITS
@@ -85,3 +89,16 @@ def block_mass_reference(
         scores = (q[:, voters].float() @ keys) * scale  # [H, voters, length]
         votes = torch.softmax(scores.masked_fill(~allowed, float("-inf")), dim=-1)
         mass[b].index_add_(0, columns // size, votes.sum((0, 1)))
+
+
+BLOCK_MASS = Operator(
+    "block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor slot,"
+    " Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float scale)"
+    " -> ()",
+    reference=block_mass_reference,
+    fake=nothing,
+    tokens=OfHeads(("q",)),
+    cut=NoRule("inserted after the cut, where a rank has all heads"),
+    cuda="block_mass:block_mass",
+    cpu=True,
+)

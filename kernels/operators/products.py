@@ -1,0 +1,230 @@
+"""Products with what stands before and after them, and the experts of a mixture: one call each.
+
+With many rows they run the operators that they were made of.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specc.kernels.operator import (
+    NoRule,
+    OfHeads,
+    OfRows,
+    Operand,
+    Operator,
+    PassLimits,
+    Reads,
+    count,
+)
+from specc.kernels.reference import fused, products
+
+_FUSED = NoRule("fused after the cut")
+_INT_BYTES = _FLOAT_BYTES = 4
+
+
+def _inside(rows: int, weight: Operand, is_last: bool) -> int:
+    """Of many rows: what the norm makes of them, and a product before what follows it."""
+    num_out, size = map(int, weight.shape)
+    return int(rows * (size + (0 if is_last else num_out)) * weight.itemsize)
+
+
+def _rope_write_fake(q: Tensor, *args: object) -> Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+
+
+ROPE_WRITE = Operator(
+    "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache,"
+    " Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+    reference=fused.rope_write_reference,
+    fake=_rope_write_fake,
+    tokens=OfHeads(("q", "k", "v"), ("cos", "sin")),
+    cut=_FUSED,
+    cuda="rope_write:rope_write",
+    cpu=True,
+)
+
+
+def _add_norm_linear_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
+
+
+def _row_flops(x: Operand, weight: Operand, **_: object) -> int:
+    return 2 * count(x.shape) * weight.shape[0]
+
+
+ADD_NORM_LINEAR = Operator(
+    "add_norm_linear(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias) -> (Tensor y, Tensor total)",
+    reference=products.add_norm_linear_reference,
+    fake=_add_norm_linear_fake,
+    tokens=OfRows(("x", "residual"), parameters=("gamma", "weight", "bias")),
+    cut=_FUSED,
+    flops=_row_flops,
+    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, True),
+    cuda="add_norm_linear:add_norm_linear",
+)
+
+
+def _add_norm_gate_up_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
+
+
+ADD_NORM_GATE_UP = Operator(
+    "add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, str activation) -> (Tensor y, Tensor total)",
+    reference=products.add_norm_gate_up_reference,
+    fake=_add_norm_gate_up_fake,
+    tokens=OfRows(("x", "residual"), parameters=("gamma", "weight")),
+    cut=_FUSED,
+    flops=_row_flops,
+    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, False),
+    cuda="add_norm_gate_up:add_norm_gate_up",
+)
+
+
+def _heads_of(rows: Tensor, weight: Tensor, cos: Tensor, k_cache: Tensor) -> Tensor:
+    """Queries [H, Nt, D], of a projection to queries, keys and values."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
+    return rows.new_empty(cos.shape[0], num_heads, head_dim).transpose(0, 1)
+
+
+def _add_norm_rope_write_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    *args: object,
+) -> tuple[Tensor, Tensor]:
+    return _heads_of(x, weight, cos, k_cache), x.new_empty(x.shape)
+
+
+ADD_NORM_ROPE_WRITE = Operator(
+    "add_norm_rope_write(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor q_start, Tensor slot, Tensor block_table) -> (Tensor q, Tensor total)",
+    reference=products.add_norm_rope_write_reference,
+    fake=_add_norm_rope_write_fake,
+    tokens=OfRows(("x", "residual"), ("cos", "sin"), ("gamma", "weight", "bias")),
+    cut=_FUSED,
+    flops=_row_flops,
+    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, False),
+    cuda="add_norm_rope_write:add_norm_rope_write",
+)
+
+
+def _embed_norm_rope_write_fake(
+    tokens: Tensor,
+    embedding: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    *args: object,
+) -> tuple[Tensor, Tensor]:
+    total = embedding.new_empty(*tokens.shape, embedding.shape[1])
+    return _heads_of(embedding, weight, cos, k_cache), total
+
+
+EMBED_NORM_ROPE_WRITE = Operator(
+    "embed_norm_rope_write(Tensor tokens, Tensor embedding, Tensor gamma, float eps,"
+    " bool unit_offset, Tensor weight, Tensor? bias, Tensor cos, Tensor sin,"
+    " Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table)"
+    " -> (Tensor q, Tensor total)",
+    reference=products.embed_norm_rope_write_reference,
+    fake=_embed_norm_rope_write_fake,
+    tokens=OfRows(
+        ("tokens",), ("cos", "sin"), ("embedding", "gamma", "weight", "bias"), are_ids=True
+    ),
+    cut=_FUSED,
+    flops=lambda tokens, weight, **_: 2 * count(tokens.shape) * count(weight.shape),
+    scratch=lambda limits, tokens, weight, **_: _inside(count(tokens.shape), weight, False),
+    reads=Reads(rows="embedding"),
+    cuda="embed_norm_rope_write:embed_norm_rope_write",
+)
+
+
+def _add_norm_head_fake(
+    x: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-2], rows.shape[0], weight.shape[0])
+
+
+ADD_NORM_HEAD = Operator(
+    "add_norm_head(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
+    " Tensor weight, Tensor? bias, Tensor rows) -> Tensor",
+    reference=products.add_norm_head_reference,
+    fake=_add_norm_head_fake,
+    tokens=OfRows(("x", "residual"), (), ("gamma", "weight", "bias"), chosen="rows"),
+    cut=_FUSED,
+    flops=lambda x, rows, weight, **_: (
+        2 * count(x.shape[:-2]) * count(rows.shape) * count(weight.shape)
+    ),
+    scratch=lambda limits, rows, weight, **_: _inside(count(rows.shape), weight, True),
+    cuda="add_norm_head:add_norm_head",
+)
+
+
+def _experts_fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _experts_flops(ids: Operand, gate_up: Operand, down: Operand, **_: object) -> int:
+    return 2 * count(ids.shape) * (count(gate_up.shape[1:]) + count(down.shape[1:]))
+
+
+def _experts_scratch(
+    limits: PassLimits, x: Operand, ids: Operand, gate_up: Operand, down: Operand, **_: object
+) -> int:
+    """A row of each product for every pair of a token and one of its experts, and their order."""
+    num_pairs = ids.shape[0] * int(ids.shape[1])
+    inner, outer = int(down.shape[2]) * x.itemsize, int(down.shape[1]) * _FLOAT_BYTES
+    return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
+
+
+EXPERTS = Operator(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
+    " -> Tensor",
+    reference=products.experts_reference,
+    fake=_experts_fake,
+    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down")),
+    cut=_FUSED,
+    flops=_experts_flops,
+    scratch=_experts_scratch,
+    reads=Reads(experts="ids"),
+    cuda="experts:experts",
+)

@@ -1,0 +1,248 @@
+"""Calls of all operators, of random shapes and values."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from tests.kernels.cpu.call_parts import Arguments, Builder, i32, random_tokens
+from tests.kernels.cpu.engine_calls import BUILDERS
+
+DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def _floats(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def _attend(rng: random.Random) -> Arguments:
+    made = BUILDERS["tree_attention"](rng)
+    for name in ("k", "v", "softcap", "most_rows"):
+        made.pop(name)
+    return made
+
+
+def _write_kv(rng: random.Random) -> Arguments:
+    made = BUILDERS["tree_attention"](rng)
+    names = ("k", "v", "k_cache", "v_cache", "q_start", "slot", "block_table")
+    return {name: made[name] for name in names}
+
+
+def _rope_write(rng: random.Random) -> Arguments:
+    made = _write_kv(rng)
+    heads, tokens = made["k"].shape[0] * rng.choice((1, 3)), made["k"].shape[1]
+    width = 2 * rng.choice((1, 4, 8))
+    dtype, cache = made["k"].dtype, made["k_cache"].shape[:3]
+    made |= {name: _floats(dtype, made["k"].shape[0], tokens, width) for name in ("k", "v")}
+    made |= {name: _floats(dtype, *cache, width) for name in ("k_cache", "v_cache")}
+    made |= {name: _floats(dtype, tokens, width) for name in ("cos", "sin")}
+    return made | {"q": _floats(dtype, heads, tokens, width)}
+
+
+def _rms_norm(rng: random.Random) -> Arguments:
+    dtype, rows, width = rng.choice(DTYPES), rng.choice((0, 1, 5)), rng.choice((1, 7, 32))
+    shape = rng.choice(((rows, width), (1, rows, width), (2, rows, width)))
+    return {
+        "x": _floats(dtype, *shape),
+        "weight": _floats(dtype, width),
+        "eps": 1e-6,
+        "unit_offset": rng.random() < 0.5,
+    }
+
+
+def _add_rms_norm(rng: random.Random) -> Arguments:
+    made = _rms_norm(rng)
+    return made | {"residual": torch.randn_like(made["x"])}
+
+
+def _add_norm(rng: random.Random, num_out: int) -> Arguments:
+    made = _add_rms_norm(rng)
+    made["gamma"] = made.pop("weight")
+    return made | {"weight": _floats(made["x"].dtype, num_out, made["x"].shape[-1])}
+
+
+def _bias(rng: random.Random, weight: Tensor) -> Tensor | None:
+    return rng.choice((None, _floats(weight.dtype, weight.shape[0])))
+
+
+def _add_norm_linear(rng: random.Random) -> Arguments:
+    made = _add_norm(rng, rng.choice((1, 9)))
+    return made | {"bias": _bias(rng, made["weight"])}
+
+
+def _add_norm_gate_up(rng: random.Random) -> Arguments:
+    return _add_norm(rng, 2 * rng.choice((1, 9))) | {"activation": rng.choice(ACTIVATIONS)}
+
+
+def _add_norm_head(rng: random.Random) -> Arguments:
+    made = _add_norm_linear(rng)
+    num_tokens = made["x"].shape[-2]
+    rows = [rng.randrange(num_tokens) for _ in range(rng.choice((0, 1, 4)) if num_tokens else 0)]
+    return made | {"rows": torch.tensor(rows, dtype=torch.int64)}
+
+
+def _projected(rng: random.Random) -> tuple[Arguments, int, int]:
+    """Tables and caches of a projection to queries, keys and values, its outputs and columns."""
+    made = _rope_write(rng)
+    num_out = (made.pop("q").shape[0] + 2 * made["k"].shape[0]) * made["k"].shape[2]
+    made.pop("k")
+    made.pop("v")
+    return made, num_out, rng.choice((1, 7, 16))
+
+
+def _norm_rope_write(rng: random.Random, width: int, num_out: int) -> Arguments:
+    weight = torch.randn(num_out, width)
+    gamma = torch.randn(width)
+    return {
+        "gamma": gamma, "eps": 1e-6, "unit_offset": False, "weight": weight,
+        "bias": _bias(rng, weight),
+    }  # fmt: skip
+
+
+def _add_norm_rope_write(rng: random.Random) -> Arguments:
+    made, num_out, width = _projected(rng)
+    made |= _norm_rope_write(rng, width, num_out)
+    dtype, tokens = made["cos"].dtype, made["cos"].shape[0]
+    made |= {"x": torch.randn(1, tokens, width), "residual": torch.randn(1, tokens, width)}
+    names = ("x", "residual", "gamma", "weight", "bias")
+    return made | {name: None if made[name] is None else made[name].to(dtype) for name in names}
+
+
+def _embed_norm_rope_write(rng: random.Random) -> Arguments:
+    made, num_out, width = _projected(rng)
+    made |= _norm_rope_write(rng, width, num_out)
+    dtype, tokens = made["cos"].dtype, made["cos"].shape[0]
+    made |= {"embedding": torch.randn(11, width)}
+    names = ("embedding", "gamma", "weight", "bias")
+    made |= {name: None if made[name] is None else made[name].to(dtype) for name in names}
+    return made | {"tokens": torch.randint(0, 11, (1, tokens))}
+
+
+def _skinny_linear(rng: random.Random) -> Arguments:
+    made = _rms_norm(rng)
+    weight = _floats(made["x"].dtype, rng.choice((1, 9)), made["x"].shape[-1])
+    return {"input": made["x"], "weight": weight, "bias": _bias(rng, weight)}
+
+
+def _act_and_mul(rng: random.Random) -> Arguments:
+    made = _rms_norm(rng)["x"]
+    return {"gate_up": torch.cat((made, made), -1), "activation": rng.choice(ACTIVATIONS)}
+
+
+def _experts(rng: random.Random) -> Arguments:
+    dtype, tokens, num, width, inner = rng.choice(DTYPES), rng.choice((0, 1, 5)), 3, 8, 5
+    return {
+        "x": _floats(dtype, tokens, width),
+        "ids": torch.randint(0, num, (tokens, 2)),
+        "weights": torch.rand(tokens, 2),
+        "gate_up": _floats(dtype, num, 2 * inner, width),
+        "down": _floats(dtype, num, width, inner),
+        "activation": rng.choice(ACTIVATIONS),
+    }
+
+
+def _grouped_mm(rng: random.Random) -> Arguments:
+    dtype, tokens, num = rng.choice(DTYPES), rng.choice((0, 1, 7)), rng.choice((1, 3))
+    ends = sorted(rng.randint(0, tokens) for _ in range(num))
+    return {
+        "x": _floats(dtype, tokens, 8),
+        "weight": _floats(dtype, num, 8, 5),
+        "ends": i32(ends),
+    }
+
+
+def _padded(rng: random.Random) -> tuple[int, int, int, int]:
+    return rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((1, 4)), rng.choice((8, 9))
+
+
+def _dense_attention(rng: random.Random) -> Arguments:
+    batch, kv_heads, tokens, _ = _padded(rng)
+    dtype, heads = rng.choice(DTYPES), kv_heads * rng.choice((1, 2))
+    return {
+        "query": _floats(dtype, batch, heads, tokens, 4),
+        "key": _floats(dtype, batch, kv_heads, tokens, 4),
+        "value": _floats(dtype, batch, kv_heads, tokens, 6),
+        "attn_mask": rng.choice((None, torch.ones(1, 1, tokens, tokens, dtype=torch.bool))),
+        "sink_logits": rng.choice((None, torch.randn(heads))),
+        "scale": 0.5,
+    }
+
+
+def _cache_write(rng: random.Random) -> Arguments:
+    batch, kv_heads, tokens, rows = _padded(rng)
+    return {
+        "cache": torch.randn(batch, kv_heads, rows, 4),
+        "update": torch.randn(batch, kv_heads, tokens, 4),
+        "write_index": torch.randint(0, rows - tokens + 1, (batch,)),
+    }
+
+
+def _distance_bias(rng: random.Random) -> Arguments:
+    batch, heads, tokens, rows = _padded(rng)
+    return {
+        "mask": torch.rand(batch, 1, tokens, rows) < 0.5,
+        "positions": torch.randint(0, 9, (batch, tokens)),
+        "slopes": torch.rand(heads),
+        "hidden": -1e9,
+        "rounded_scale": rng.choice((0.0, 0.5)),
+    }
+
+
+def _masked_attention(rng: random.Random) -> Arguments:
+    batch, kv_heads, tokens, rows = _padded(rng)
+    dtype = rng.choice(DTYPES)
+    return {
+        "q": _floats(dtype, batch, kv_heads * rng.choice((1, 2)), tokens, 4),
+        "k": _floats(dtype, batch, kv_heads, rows, 4),
+        "v": _floats(dtype, batch, kv_heads, rows, 4),
+        "mask": torch.rand(batch, 1, tokens, rows) < 0.5,
+        "scale": 0.5,
+    }
+
+
+def _leave_step(rng: random.Random) -> Arguments:
+    batch, drafts = rng.choice((0, 1, 3)), rng.choice((0, 1, 2))
+    lengths = torch.randint(0, 9, (drafts, batch), dtype=torch.int32)
+    return {
+        "results": torch.zeros(batch, 9, dtype=torch.int64),
+        "last_tokens": random_tokens(rng, batch, 2),
+        "cache_len": torch.zeros(batch, dtype=torch.int32),
+        "num_accepted": torch.ones(batch, dtype=torch.int32),
+        "output_tokens": random_tokens(rng, batch, 3),
+        "next_cache_len": torch.full((batch,), 4, dtype=torch.int32),
+        "next_last_tokens": random_tokens(rng, batch, 2),
+        "draft_lens": lengths if drafts else None,
+    }
+
+
+def _over_link(rng: random.Random) -> Arguments:
+    return BUILDERS["all_reduce"](rng) | {"link": "next"}
+
+
+# every operator
+CALLS: dict[str, Builder] = {
+    **BUILDERS,
+    "attend": _attend,
+    "write_kv": _write_kv,
+    "rope_write": _rope_write,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "add_norm_linear": _add_norm_linear,
+    "add_norm_gate_up": _add_norm_gate_up,
+    "add_norm_rope_write": _add_norm_rope_write,
+    "embed_norm_rope_write": _embed_norm_rope_write,
+    "add_norm_head": _add_norm_head,
+    "skinny_linear": _skinny_linear,
+    "act_and_mul": _act_and_mul,
+    "experts": _experts,
+    "grouped_mm": _grouped_mm,
+    "dense_attention": _dense_attention,
+    "cache_write": _cache_write,
+    "distance_bias": _distance_bias,
+    "masked_attention": _masked_attention,
+    "leave_step": _leave_step,
+    "over_link": _over_link,
+}
