@@ -53,6 +53,8 @@ def _spoil(rng: random.Random, value: Any) -> Any:
         return rng.choice((value - 1, value + 1, hostile_int(rng), hostile_int(rng)))
     if isinstance(value, float):
         return rng.choice(_FLOATS)
+    if isinstance(value, str):
+        return rng.choice(("", value[:-1], value + "x", "relu"))
     if isinstance(value, list):
         spoiled = [_spoil(rng, item) if rng.random() < 0.5 else item for item in value]
         return rng.choice((spoiled, value[:-1], [*value, *value]))

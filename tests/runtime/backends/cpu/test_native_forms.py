@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _picked(x: Tensor) -> Tensor:
-    return aten.index.Tensor(x, [aten.argmax(x, 1), aten.argmax(x, 1)])
+    return aten.index.Tensor(x, [aten.argmax(x, 0), aten.argmax(x, 0)])
 
 
 def _complex(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def _complex(x: Tensor) -> Tensor:
 # program → operators that Python is to call
 PROGRAMS: tuple[tuple[Callable[[Tensor], Tensor], set[str]], ...] = (
     (lambda x: aten.add.Tensor(x, x), set()),
-    (lambda x: aten.index.Tensor(x, [aten.argmax(x, 1)]), set()),
+    (lambda x: aten.index.Tensor(x, [aten.argmax(x, 0)]), set()),
     (_picked, {"aten.index.Tensor"}),
     (lambda x: aten.cumsum(x, 1), {"aten.cumsum.default"}),
     (lambda x: aten.cumsum(aten.gt.Scalar(x, 0), 1), set()),
