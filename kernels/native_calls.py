@@ -30,6 +30,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 # no such type: the library says so
 _UNKNOWN_CODE = -1
 _PADDING = tuple((0,) * (MOST_DIMS - dim) for dim in range(MOST_DIMS + 1))
+_NOTHING = (0,) * (2 * MOST_DIMS + 1)
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 _call: Any = None
@@ -104,7 +105,10 @@ def call(name: str, *arguments: Any) -> Any:
             size += 4 * len(each)
     if size > buffers.size:
         buffers.grow(2 * size)
-    _pack(buffers, arguments)
+    try:
+        _pack(buffers, arguments)
+    except struct.error as error:
+        raise RuntimeError(f"specc: a number that is no int64: {error}") from error
     buffers.allocated = []
     code = _call(
         name.encode(),
@@ -146,7 +150,13 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
             if any(isinstance(x, Tensor) for x in value):
                 kind = TENSORS
                 for each in value:
-                    end = _pack_tensor(memory, end, each)
+                    if each is None:  # as the library knows it, where it may be absent
+                        TENSOR.pack_into(memory, end, 0, 0, -1, *_NOTHING)
+                        end += TENSOR.size
+                    elif isinstance(each, Tensor):
+                        end = _pack_tensor(memory, end, each)
+                    else:
+                        raise TypeError(f"a list of tensors has no {type(each).__name__}")
             else:
                 kind = REALS if any(isinstance(x, float) for x in value) else INTS
                 code = "d" if kind == REALS else "q"
