@@ -63,7 +63,7 @@ constexpr int64_t kElementsPerThread = 1 << 15;
 // work(first, last) on threads that share `rows`, each of so many elements' work.
 template <class Work>
 void share_rows(int64_t rows, int64_t elements, int num_threads, const Work& work) {
-  if (rows == 0) return;
+  if (rows == 0) return;  // of which no cursor would have a first one
   const int64_t most = std::min<int64_t>(std::max(num_threads, 1), rows);
   const int64_t wanted = rows * std::max<int64_t>(elements, 1) / kElementsPerThread;
   const auto threads = static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
