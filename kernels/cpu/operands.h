@@ -31,6 +31,10 @@ inline bool has_same_sizes(const Tensor& x, const Tensor& y) {
 inline StridedRows rows_of(const Tensor& x) {
   check(x.is_dense_row(), "a tensor has a last dimension, which is contiguous");
   StridedRows rows;
+  if (x.count() == 0) {  // strides may be anything
+    rows.count = 0;
+    return rows;
+  }
   for (int32_t d = 0; d + 1 < x.dim; ++d) rows.add(x.sizes[d], x.strides[d]);
   return rows;
 }

@@ -1,4 +1,4 @@
-"""Calls of fused operators that an engine could make, of random shapes and values."""
+"""Calls of fused operators that passes of models make, of random shapes and values."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import random
 
 import torch
 
-from tests.kernels.cpu.call_parts import WIDTHS, Arguments, Builder, random_floats
-from tests.kernels.cpu.model_calls import tree_attention_call
+from tests.kernels.cpu.call_parts import WIDTHS, Arguments, Builder
+from tests.kernels.cpu.model_calls import MODEL_BUILDERS
 
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_PLACES = ("q_start", "slot", "block_table")
 
 
 def _rms_norm(rng: random.Random) -> Arguments:
-    width = rng.choice(WIDTHS)
+    dtype, width = rng.choice((torch.float32, torch.bfloat16)), rng.choice((*WIDTHS, 300))
+    sizes = rng.choice(((), (0,), (3,), (1, 5), (2, 3)))
     return {
-        "x": random_floats(rng, rng.choice((0, 1, 3)), rng.choice((1, 2)), width),
-        "weight": random_floats(rng, width),
+        "x": torch.randn(*sizes, width).to(dtype),
+        "weight": torch.randn(width).to(dtype),
         "eps": 1e-6,
         "unit_offset": rng.choice((False, True)),
     }
@@ -24,39 +25,36 @@ def _rms_norm(rng: random.Random) -> Arguments:
 
 def _add_rms_norm(rng: random.Random) -> Arguments:
     made = _rms_norm(rng)
-    return {**made, "residual": torch.randn_like(made["x"])}
+    return {**made, "residual": torch.randn(made["x"].shape).to(made["x"].dtype)}
 
 
 def _act_and_mul(rng: random.Random) -> Arguments:
-    gate_up = random_floats(rng, rng.choice((0, 1, 3)), 2 * rng.choice(WIDTHS))
-    return {"gate_up": gate_up, "activation": rng.choice(_ACTIVATIONS)}
+    rows, width = rng.choice((0, 1, 4)), 2 * rng.choice(WIDTHS)
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    activation = rng.choice(("silu", "gelu", "gelu_tanh", "relu"))
+    return {"gate_up": torch.randn(rows, width).to(dtype), "activation": activation}
 
 
 def _write_kv(rng: random.Random) -> Arguments:
-    names = ("k", "v", "k_cache", "v_cache", "q_start", "slot", "block_table")
-    made = tree_attention_call(rng)
-    return {name: made[name] for name in names}
+    made = MODEL_BUILDERS["tree_attention"](rng)
+    kept = {name: made[name] for name in ("k", "v", "k_cache", "v_cache", *_PLACES)}
+    return {**kept, "values_in_keys": rng.choice((False, False, True))}
 
 
 def _rope_write(rng: random.Random) -> Arguments:
-    made = _write_kv(rng)
-    tokens, head_dim = made["k"].shape[1:]
-    rotated = 2 * rng.randint(0, head_dim // 2)
-    dtype = rng.choice((torch.float32, made["k"].dtype))
-    return {
-        **made,
-        "q": torch.randn(made["k"].shape[0] * rng.choice((1, 3)), tokens, head_dim).to(
-            made["k"].dtype
-        ),
-        "cos": torch.randn(tokens, rotated).to(dtype),
-        "sin": torch.randn(tokens, rotated).to(dtype),
-    }
+    made = MODEL_BUILDERS["tree_attention"](rng)
+    _, tokens, head_dim = made["q"].shape
+    rotated = rng.choice((head_dim // 2 * 2, 0, head_dim // 4 * 2))
+    tables = torch.randn(tokens, 2 * rotated).to(rng.choice((torch.float32, torch.bfloat16)))
+    kept = {name: made[name] for name in ("q", "k", "v", "k_cache", "v_cache", *_PLACES)}
+    return {**kept, "cos": tables[:, :rotated], "sin": tables[:, rotated:]}
 
 
 def _attend(rng: random.Random) -> Arguments:
-    made = tree_attention_call(rng)
-    del made["k"], made["v"]
-    return made
+    made = MODEL_BUILDERS["tree_attention"](rng)
+    for name in ("k", "v"):
+        made.pop(name)
+    return {**made, "values_in_keys": rng.choice((False, False, True))}
 
 
 FUSED_BUILDERS: dict[str, Builder] = {
