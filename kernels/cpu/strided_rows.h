@@ -29,10 +29,11 @@ struct StridedRows {
   }
 };
 
-// Goes over rows in their order.
+// Goes over rows in their order; of none it stands nowhere.
 class RowCursor {
  public:
   RowCursor(const StridedRows& rows, int64_t first) : rows_(rows) {
+    if (rows.count == 0) return;
     for (int d = rows.dim - 1; d >= 0; --d) {
       index_[d] = first % rows.sizes[d];
       first /= rows.sizes[d];
@@ -52,7 +53,7 @@ class RowCursor {
 
  private:
   const StridedRows& rows_;
-  int64_t index_[StridedRows::kMost];
+  int64_t index_[StridedRows::kMost] = {};
   int64_t offset_ = 0;
 };
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from specc.kernels.operator import Operator
 from specc.kernels.ops import OPERATORS
 
 _registered: dict[str, torch.library.Library] = {}
@@ -26,9 +25,8 @@ def register(dispatch_key: str = "CUDA") -> None:
     if dispatch_key in _registered:
         return
     library = torch.library.Library("specc", "IMPL")
-    for name, operator in OPERATORS.items():
-        if (kernel := kernel_of(operator)) is not None:
-            library.impl(name, kernel, dispatch_key)
+    for name, kernel in kernels().items():
+        library.impl(name, kernel, dispatch_key)
     _registered[dispatch_key] = library
 
 
@@ -37,10 +35,16 @@ def unregister(dispatch_key: str) -> None:
     _registered.pop(dispatch_key)._destroy()
 
 
-def kernel_of(operator: Operator) -> Callable | None:
-    """What runs an operator on a GPU; None where its oracle does."""
-    if operator.cuda is None:
-        return None
-    module, _, name = operator.cuda.partition(":")
+def kernels() -> dict[str, Callable]:
+    """What runs operators on a GPU, by their names; the oracles run the others."""
+    return {
+        name: _function(operator.cuda)
+        for name, operator in OPERATORS.items()
+        if operator.cuda is not None
+    }
+
+
+def _function(place: str) -> Callable:
+    module, _, name = place.partition(":")
     found: Callable = getattr(importlib.import_module(f"specc.kernels.cuda.{module}"), name)
     return found

@@ -230,9 +230,9 @@ class _Launching(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        from specc.kernels.cuda.register import KERNELS
+        from specc.kernels.cuda.register import kernels
 
-        kernel = KERNELS.get(func.overloadpacket.__name__) if func.namespace == "specc" else None
+        kernel = kernels().get(func.overloadpacket.__name__) if func.namespace == "specc" else None
         return (kernel or func)(*args, **(kwargs or {}))
 
 

@@ -13,7 +13,7 @@ from specc.bench.synthetic.live_values import LiveValues
 from specc.bench.synthetic.nodes import Launches, Node, nodes_per_layer, step_nodes
 from specc.cost.graph_costs import H200, GraphCosts
 from specc.kernels.cuda.recorded import recorded
-from specc.kernels.cuda.register import KERNELS
+from specc.kernels.cuda.register import kernels
 
 SCHEMA_VERSION = 1
 # operators that choose tokens; a request reads less in them than what is counted for the batch
@@ -45,7 +45,7 @@ def make_estimate(
         costs: of the device.
         on_plan: called with the name of each plan before it is counted.
     """
-    launches = Launches(recorded, KERNELS)
+    launches = Launches(recorded, kernels())
     nodes: dict[str, Counted] = {}
     filtered: dict[str, Counted] = {}
     for plan in programs.plans:

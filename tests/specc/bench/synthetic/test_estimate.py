@@ -28,7 +28,7 @@ from specc.kernels.cuda import accept_walk
 from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.few_rows import Product
 from specc.kernels.cuda.recorded import Machine, recorded
-from specc.kernels.cuda.register import KERNELS
+from specc.kernels.cuda.register import kernels
 from specc.progress import PhaseTimer
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.speculation.plans import SpecPlan
@@ -71,7 +71,7 @@ def compiled(
 
 
 def count(plan: SpecPlan = CHAIN, is_filtered: bool = False, **options: Any) -> list[Node]:
-    launches = Launches(recorded, KERNELS)
+    launches = Launches(recorded, kernels())
     return step_nodes(compiled(**options), plan, CONTEXT, launches, is_filtered=is_filtered)
 
 
@@ -111,7 +111,7 @@ def test_rows_that_steps_have_are_measured(
 
 @pytest.mark.parametrize(("tile", "layer"), [(0, LLAMA_LAYER), (None, LIBRARY_LAYER)])
 def test_nodes_of_a_llama_layer(tile: int | None, layer: list[str]) -> None:
-    launches = Launches(functools.partial(recorded, tile=tile), KERNELS)
+    launches = Launches(functools.partial(recorded, tile=tile), kernels())
     nodes = step_nodes(compiled(), CHAIN, CONTEXT, launches)
     names = [node.name for node in of_model(nodes, "target")]
     ends = [i for i, name in enumerate(names) if name == "attend_kernel"]
@@ -166,7 +166,7 @@ def test_every_pass_of_the_draft_counts_and_layers_end_with_their_pass() -> None
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("num_sms", [1, 132])
 def test_attention_is_one_node_whatever_its_splits(batch_size: int, num_sms: int) -> None:
-    launches = Launches(functools.partial(recorded, machine=Machine(90, num_sms)), KERNELS)
+    launches = Launches(functools.partial(recorded, machine=Machine(90, num_sms)), kernels())
     nodes = step_nodes(compiled(batch_size=batch_size), OFF, CONTEXT, launches)
     assert nodes_per_layer(nodes, "target") == [5] * 2
 
@@ -193,10 +193,10 @@ def test_bytes_of_products_are_those_of_the_weights() -> None:
 def test_kernels_and_allocations_within_an_operator() -> None:
     """What an operator launches counts; views, and memory that it asks for, do not."""
     mode = compiled()
-    nodes = step_nodes(mode, OFF, CONTEXT, Launches(recorded, KERNELS))
+    nodes = step_nodes(mode, OFF, CONTEXT, Launches(recorded, kernels()))
     names = {node.name for node in nodes}
     assert not names & {"new_empty", "empty", "view", "reshape", "expand", "slice", "unsqueeze"}
-    without = {name: kernel for name, kernel in KERNELS.items() if name != "add_norm_gate_up"}
+    without = {name: kernel for name, kernel in kernels().items() if name != "add_norm_gate_up"}
     plain = step_nodes(mode, OFF, CONTEXT, Launches(recorded, without))
     assert [node.name for node in plain].count("add_norm_gate_up") == 3
 
@@ -355,7 +355,7 @@ def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
 def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
     """Levels, scales and zero points once, in the nodes of products and in the floor."""
     programs = compiled(quantization=layout)
-    launches = Launches(recorded, KERNELS)
+    launches = Launches(recorded, kernels())
     nodes = of_model(step_nodes(programs, OFF, CONTEXT, launches, is_filtered=False), "target")
     products = [node for node in nodes if node.name == "linear_q_kernel"]
     assert {node.kind for node in products} == {PRODUCT}

@@ -23,7 +23,7 @@ from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.cost.graph_costs import ATTEND
 from specc.errors import UnsupportedAttentionError
 from specc.kernels.cuda.recorded import recorded
-from specc.kernels.cuda.register import KERNELS
+from specc.kernels.cuda.register import kernels
 from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 from tests import command_line
@@ -118,7 +118,7 @@ def test_rows_of_the_cache_are_read_once(name: str, columns: int) -> None:
     """Of latents as well, whose values are columns of the keys."""
 
     def read(context: int) -> int:
-        nodes = step_nodes(compiled(name), OFF, context, Launches(recorded, KERNELS))
+        nodes = step_nodes(compiled(name), OFF, context, Launches(recorded, kernels()))
         return next(node.num_bytes for node in nodes if node.kind == ATTEND)
 
     # two sequences, float32
@@ -221,7 +221,7 @@ def test_integers_of_experts_are_as_many() -> None:
 
 def test_nodes_move_the_experts_that_are_chosen() -> None:
     programs = compiled("qwen3-30b-a3b", batch_size=1)
-    nodes = step_nodes(programs, OFF, 20, Launches(recorded, KERNELS), is_filtered=False)
+    nodes = step_nodes(programs, OFF, 20, Launches(recorded, kernels()), is_filtered=False)
     inner, outer = _SMALL["moe_intermediate_size"], _SMALL["hidden_size"]
     for kernel, rows in (("experts_gate_up_kernel", 2 * inner), ("experts_down_kernel", inner)):
         found = [node.num_bytes for node in nodes if node.name == kernel]
