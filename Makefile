@@ -83,7 +83,7 @@ test-full: lint $(VENV)/.library build/triton-$(OLDEST_TRITON)/.installed build/
 
 # several minutes, the first of them for a build of its own in build/sanitize
 sanitize: $(VENV)/.dev
-	@$(RUN) $(BIN)/python tests/kernels/sanitize.py -m "not slow" -n $(WORKERS) --dist loadfile \
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.kernels.sanitize -m "not slow" -n $(WORKERS) --dist loadfile \
 		$(PYTEST_ARGS)
 
 # ARGS="--only 'step/*' --jobs 2 --resume --json docs/results/mutants.json"; tests/mutants/README.md

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LIBRARY_DIR = Path(__file__).parent / "lib"
+SOURCE_DIR = Path(__file__).parent / "cpu"
+CHECKOUT = Path(__file__).parents[1]
 # where else libraries may lie: of tests with other flags
 DIR_VARIABLE = "SPECC_LIBRARY_DIR"
 ISA_VARIABLE = "SPECC_ISA"
@@ -133,10 +135,32 @@ def library_path() -> Path:
 
     Raises:
         ConfigError: SPECC_ISA names no set, or one that this processor lacks.
-        EngineError: there is no library for this processor.
+        EngineError: there is no library for this processor, or its sources have changed since.
     """
     built = built_libraries()
-    return built[chosen_set(built)]
+    name = chosen_set(built)
+    path = built[name]
+    if (newer := changed_source(path)) is not None:
+        from specc.errors import EngineError
+
+        raise EngineError(
+            f"{newer} is newer than {path}", "the library of these sources", _how_to_build(name)
+        )
+    return path
+
+
+def changed_source(library: Path, folder: Path = SOURCE_DIR) -> Path | None:
+    """A source that is newer than a library; None where there is none, as in wheels.
+
+    Args:
+        library: the file.
+        folder: of the sources.
+    """
+    made = library.stat().st_mtime_ns
+    if not (CHECKOUT / "CMakeLists.txt").is_file():
+        return None
+    sources = (path for path in folder.glob("*") if path.suffix in (".cpp", ".h"))
+    return next((path for path in sources if path.stat().st_mtime_ns > made), None)
 
 
 def _names(built: Mapping[str, Path]) -> str:
@@ -144,7 +168,7 @@ def _names(built: Mapping[str, Path]) -> str:
 
 
 def _how_to_build(name: str) -> str:
-    if (Path(__file__).parents[1] / "CMakeLists.txt").is_file():
+    if (CHECKOUT / "CMakeLists.txt").is_file():
         return (
             "pip install -e . in the checkout, or there cmake --build build/library"
             f" --target specc_cpu_{name}"

@@ -30,6 +30,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 # no such type: the library says so
 _UNKNOWN_CODE = -1
 _PADDING = tuple((0,) * (MOST_DIMS - dim) for dim in range(MOST_DIMS + 1))
+_NOTHING = (0,) * (2 * MOST_DIMS + 1)
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 _call: Any = None
@@ -97,14 +98,17 @@ def call(name: str, *arguments: Any) -> Any:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     size = len(arguments) * VALUE.size + len(tensors) * TENSOR.size
     for each in arguments:
-        if isinstance(each, list | tuple):
+        if isinstance(each, (list, tuple)):
             tensors += [x for x in each if isinstance(x, Tensor)]
             size += len(each) * TENSOR.size
         elif isinstance(each, str):
             size += 4 * len(each)
     if size > buffers.size:
         buffers.grow(2 * size)
-    _pack(buffers, arguments)
+    try:
+        _pack(buffers, arguments)
+    except struct.error as error:
+        raise RuntimeError(f"specc: a number that is no int64: {error}") from error
     buffers.allocated = []
     code = _call(
         name.encode(),
@@ -141,12 +145,18 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
             kind, integer, items = TEXT, len(data), buffers.address + end
             memory[end : end + len(data)] = data
             end += len(data) + -len(data) % 8
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             integer, items = len(value), buffers.address + end
             if any(isinstance(x, Tensor) for x in value):
                 kind = TENSORS
                 for each in value:
-                    end = _pack_tensor(memory, end, each)
+                    if each is None:  # as the library knows it, where it may be absent
+                        TENSOR.pack_into(memory, end, 0, 0, -1, *_NOTHING)
+                        end += TENSOR.size
+                    elif isinstance(each, Tensor):
+                        end = _pack_tensor(memory, end, each)
+                    else:
+                        raise TypeError(f"a list of tensors has no {type(each).__name__}")
             else:
                 kind = REALS if any(isinstance(x, float) for x in value) else INTS
                 code = "d" if kind == REALS else "q"
@@ -160,7 +170,7 @@ def _pack(buffers: _Buffers, arguments: tuple[Any, ...]) -> None:
 
 def _pack_tensor(memory: Any, place: int, x: Tensor) -> int:
     """Describe a tensor at a place of the buffer; returns where the next thing may be."""
-    if x.device.type != "cpu" or x.layout != torch.strided:
+    if not x.is_cpu or x.layout != torch.strided:
         raise RuntimeError(f"specc: a tensor on {x.device} of layout {x.layout}")
     if (dim := x.dim()) > MOST_DIMS:
         raise RuntimeError(f"specc: a tensor of {dim} dimensions")

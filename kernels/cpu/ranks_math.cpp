@@ -14,7 +14,11 @@ using vec::BFloat16;
 using vec::from_float;
 using vec::to_float;
 
+#ifdef __aarch64__
+using Half = __fp16;  // the other name came to C++ with GCC 13 there
+#else
 using Half = _Float16;
+#endif
 float to_float(Half x) { return x; }
 void from_float(float x, Half* y) { *y = static_cast<Half>(x); }
 

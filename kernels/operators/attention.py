@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specc.artifact.backends import NATIVE, PARTS, SPLIT
+from specc.artifact.weight_layout import BLOCK
 from specc.kernels.operator import Cut, NoRule, OfHeads, Operand, Operator, PassLimits, nothing
 from specc.kernels.reference import core, dense, latent
 
@@ -99,7 +100,9 @@ def _attend_expanded_scratch(
         head = rows * width * k_cache.itemsize
         # of fewer rows, more heads at a time; attention over them has its own
         expanded = max(head, min(_EXPANDED_BYTES, num_heads * head))
-        return expanded + gathered * k_cache.itemsize + _native_scratch(width)
+        # latents, and the blocks of a head's projection
+        multiplied = gathered + (width + BLOCK) * int(up_v.shape[2])
+        return expanded + multiplied * k_cache.itemsize + _native_scratch(width)
     tokens = min(limits.longest, core.rows_at_once(num_heads, rows))
     # own keys, values, both together, and once more in float32
     return _FLOAT_BYTES * (2 * num_heads * tokens * rows + 3 * num_heads * rows * width)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from specc.cli import render
-from specc.errors import CompilerError
+from specc.errors import CompilerError, SpeccError
+from specc.kernels.library_files import library_path
 from specc.system.extras import install_command, supported_versions
 from specc.system.files import format_bytes
 from specc.system.machine import cpu_model, num_usable_cores
@@ -111,6 +112,7 @@ def examine() -> dict[str, Any]:
     checks = [
         _package("torch", "everything"),
         _package("transformers", "specc compile (a deployed engine runs without it)", "compile"),
+        _operators(),
         _compiler(),
         _direct_reads(Path.cwd()),
         _gpu(),
@@ -177,9 +179,18 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
+def _operators() -> Check:
+    """Without them, `specc compile` warns and makes engines that run torch operator by operator."""
+    name, needed_for = "CPU operators", "the backend cpu (else: eager, several times slower)"
+    try:
+        path = library_path()
+    except SpeccError as error:
+        return Check(name, "missing", error.found, needed_for, error.do)
+    return Check(name, "ok", str(path), needed_for)
+
+
 def _compiler() -> Check:
-    """Without one, `specc compile` warns and makes engines that run torch operator by operator."""
-    needed_for = "specc compile --backend cpu (else: eager, several times slower)"
+    needed_for = "installing specc from a checkout (a wheel needs none)"
     try:
         from specc.system.cxx_compiler import compiler_version, find_compiler
 

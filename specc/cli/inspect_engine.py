@@ -153,7 +153,8 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
 
 def _kernel_lines(engine: Path, manifest: Manifest) -> list[str]:
     """What the library of the CPU has no kernel for, which torch runs."""
-    if manifest.backend != "cpu":
+    facts = facts_of(manifest.backend)
+    if facts.runs_all or not facts.is_data:
         return []
     # it reads the graphs as torch's, which takes a second
     from specc.runtime.backends.cpu.missing_kernels import missing_kernels

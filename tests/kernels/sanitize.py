@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 from specc.errors import CompilerError, SpeccError
-from specc.kernels import native
+from specc.kernels.library_files import DIR_VARIABLE, library_path
 from specc.system.cxx_compiler import compiler_version, find_compiler
+from tests.library_build import LibraryBuild
 
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "sanitize"
@@ -57,7 +58,7 @@ def main() -> int:
         compiler = sanitizing_compiler()
         os.environ["CXX"] = compiler
         print("specc: building the operators with sanitizers (2 minutes)", flush=True)
-        library = native.build().read_bytes()
+        library = build(compiler).read_bytes()
         if b"__asan_report" not in library or b"__ubsan_handle" not in library:
             raise CompilerError(
                 "a library without the sanitizers' calls", "both sanitizers", f"check {compiler}"
@@ -78,6 +79,23 @@ def main() -> int:
     if code or reports:
         print(f"specc: the sanitizers' run failed, with {len(reports)} reports", file=sys.stderr)
     return code or bool(reports)
+
+
+def build(compiler: str) -> Path:
+    """The library of this machine's best set, made by this compiler, for processes from now on.
+
+    Raises:
+        CompilerError: it cannot be built.
+    """
+    output = WORK / "lib"
+    os.environ[DIR_VARIABLE] = str(output)
+    flags = f"-DSPECC_FLAGS={';'.join(FLAGS)}"
+    options = [f"-DCMAKE_CXX_COMPILER={compiler}", "-DSPECC_ISAS=native", flags]
+    done = LibraryBuild(ROOT, WORK / "objects", output, options).build()
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        raise CompilerError("the library cannot be built", "g++ with sanitizers", "see above")
+    return library_path()
 
 
 def sanitizing_compiler() -> str:

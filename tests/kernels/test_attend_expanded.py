@@ -139,6 +139,19 @@ def test_more_rows_and_heads_than_are_expanded_at_once(implementation):
     assert_alike(found, made.over_expanded_rows(implementation, scale=0.1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_of_projections_with_room_between_them(implementation, dtype):
+    """More outputs than a block of them holds, an odd number of columns, and NaN beside them."""
+    made = Pass([5, 3], [9, 6], dtype, sizes=(37, 3, 66, 9, 2))
+    wanted = made.over_expanded_rows(implementation, scale=0.1)
+    for name in ("up_k", "up_v"):
+        up = getattr(made, name)
+        wide = torch.full((*up.shape[:2], 12), NAN, dtype=dtype)
+        wide[..., :9] = up
+        setattr(made, name, wide[..., :9])
+    assert_alike(made.expanded(implementation, scale=0.1, most_rows=4), wanted)
+
+
 def test_attention_over_latents_leaves_them_out(implementation):
     """Rows are written, also of dead tokens' neighbours; outputs are zero."""
     made = Pass([5, 0], [3, 9], dead=(4,))

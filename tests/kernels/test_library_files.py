@@ -14,6 +14,7 @@ from specc.errors import ConfigError, EngineError
 from specc.kernels import library_files
 from specc.kernels.library_files import (
     built_libraries,
+    changed_source,
     known_sets,
     library_path,
     processor_flags,
@@ -103,6 +104,26 @@ def test_a_set_that_is_asked_for(installed: Path, monkeypatch: pytest.MonkeyPatc
         library_path()
 
 
+def test_sources_that_have_changed(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout nobody computes with a library of older sources; ninja goes by times, too."""
+    sources = installed / "cpu"
+    sources.mkdir()
+    source, library = sources / "linear.cpp", installed / "libspecc_cpu-avx512.so"
+    source.write_text("")
+    os.utime(source, (1000, 1000))
+    os.utime(library, (1000, 1000))
+    assert changed_source(library, sources) is None
+    os.utime(source, (1001, 1001))
+    assert changed_source(library, sources) == source
+    monkeypatch.setattr(library_files, "changed_source", lambda path: source)
+    with pytest.raises(EngineError, match=r"linear\.cpp is newer than .*avx512\.so"):
+        library_path()
+    # a wheel has no sources that could change
+    monkeypatch.undo()
+    monkeypatch.setattr(library_files, "CHECKOUT", installed)
+    assert changed_source(library, sources) is None
+
+
 def test_a_processor_without_any(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_files, "processor_flags", lambda: frozenset({"sse2"}))
     with pytest.raises(EngineError, match="x86-64 processor with AVX2") as caught:
@@ -122,14 +143,6 @@ def test_the_build_knows_the_same_sets() -> None:
         assert "-march=x86-64-v4" in flags[name]
         assert ("-mavx512vnni" in flags[name]) == ("avx512_vnni" in known_sets("x86_64")[name])
         assert ("-mavx512bf16" in flags[name]) == ("avx512_bf16" in known_sets("x86_64")[name])
-
-
-def test_sources_that_round_as_they_are_written_have_their_flags() -> None:
-    """What a unit includes has the flags of the unit, so all of it has to be of one kind."""
-    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
-    units = re.search(r"set\(rounded_as_written (.*)\)", text)
-    assert units is not None
-    assert units[1].split() == ["linear_fp8.cpp", "linear_q.cpp", "unit_exact.cpp"]
 
 
 def test_the_script_names_the_best_set_without_the_package() -> None:

@@ -25,15 +25,21 @@ def main(compiler: str, directory: Path, arguments: list[str]) -> int:
         os.execvp(compiler, [compiler, *arguments])
     made = Path(arguments[arguments.index("-o") + 1])
     kept = directory / f"{_key(source, made, arguments)}.o"
+    pairs = [(made, kept)]
+    if "-MF" in arguments:
+        # the list of what the object is made of, which ninja reads
+        pairs.insert(0, (Path(arguments[arguments.index("-MF") + 1]), kept.with_suffix(".d")))
     if kept.exists():
-        shutil.copyfile(kept, made)
+        for target, own in pairs:
+            shutil.copyfile(own, target)
         return 0
     status = subprocess.run([compiler, *arguments], check=False).returncode
     if status == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(made, draft)
-        draft.replace(kept)
+        for target, own in pairs:
+            draft = own.with_suffix(f"{own.suffix}.{os.getpid()}")
+            shutil.copyfile(target, draft)
+            draft.replace(own)
     return status
 
 
@@ -45,8 +51,8 @@ def _key(source: Path, made: Path, arguments: list[str]) -> str:
             continue
         if argument == str(made):
             continue
-        # wherever the copy is
-        own = argument in (str(source), str(source.parent))
+        # wherever the copy is; a list of its files belongs to it
+        own = "-MF" not in arguments and argument in (str(source), str(source.parent))
         digest.update((Path(argument).name if own else argument).encode() + b"\0")
     for name, text in sorted(texts.items()):
         digest.update(name.encode() + b"\0" + text.encode() + b"\0")

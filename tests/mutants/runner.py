@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.library_build import LibraryBuild, cmake
 from tests.mutants.mutant import Mutant, MutantError, file_of
 from tests.mutants.results import Results
 from tests.mutants.tree_copy import TreeCopy
@@ -63,6 +64,7 @@ class Worker:
 
     def __init__(self, options: Options, index: int) -> None:
         self.copy = TreeCopy(options.root, options.scratch / f"copy-{index}")
+        self._library: LibraryBuild | None = None
         self.output = options.scratch / f"output-{index}.txt"
         environment = dict(os.environ) | {
             "PYTHONPATH": str(self.copy.path),
@@ -77,6 +79,10 @@ class Worker:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if compiler := _cached_compiler(options.scratch):
             environment["CXX"] = str(compiler)
+        if (self.copy.path / "CMakeLists.txt").is_file() and compiler and cmake():
+            objects, output = options.scratch / f"library-{index}", self.copy.path / "kernels/lib"
+            shutil.rmtree(objects, ignore_errors=True)
+            self._library = LibraryBuild(self.copy.path, objects, output, (), environment)
         self._process = subprocess.Popen(
             [sys.executable, "-P", Path(__file__).with_name("worker.py"), *options.preloaded],
             cwd=self.copy.path,
@@ -87,13 +93,20 @@ class Worker:
         )
 
     def run(self, tests: list[str], limit_s: float, stop: bool) -> Answer:
-        """Run tests, up to the first failure where `stop` says so."""
+        """Run tests, up to the first failure where `stop` says so; the copy's library is built."""
+        self._build()
         request = {"tests": tests, "limit_s": limit_s, "stop": stop, "output": str(self.output)}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+    def _build(self) -> None:
+        """Compile what has changed; without a library, tests of it fail before they begin."""
+        if self._library is not None and (done := self._library.build()).returncode:
+            shutil.rmtree(self._library.output, ignore_errors=True)
+            self.output.write_text(done.stdout, encoding="utf-8")
 
     def close(self) -> None:
         """End the process."""

@@ -22,11 +22,11 @@ def test_a_source_is_compiled_again_where_it_has_changed(tmp_path):
     source.write_text('#include "b.h"\nint a = MACRO;\n', encoding="utf-8")
     (tmp_path / "b.h").write_text('#include "c.h"\n', encoding="utf-8")
 
-    def num_compiled(*flags: str, output: str = "a.o") -> int:
+    def num_compiled(*flags: str, output: str = "a.o", cwd: Path = tmp_path) -> int:
         made = tmp_path / output
         made.unlink(missing_ok=True)
         command = [sys.executable, SCRIPT, compiler, tmp_path / "objects", *flags]
-        subprocess.run([*command, "-c", source, "-o", made], check=True)
+        subprocess.run([*command, "-c", source, "-o", made], check=True, cwd=cwd)
         assert made.read_text(encoding="utf-8") == "made\n"
         return len(log.read_text(encoding="utf-8").splitlines())
 
@@ -40,6 +40,14 @@ def test_a_source_is_compiled_again_where_it_has_changed(tmp_path):
     assert num_compiled("-O1") == 5
     source.write_text("int a;\n", encoding="utf-8")
     assert num_compiled("-O1") == 6
+    # the list of what it is made of is kept along
+    listed, again = tmp_path / "one" / "a.o.d", tmp_path / "other" / "a.o.d"
+    for path in (listed, again):
+        path.parent.mkdir()
+        if path == listed:
+            path.write_text("a.o: a.cpp\n", encoding="utf-8")
+        assert num_compiled("-O1", "-MD", "-MF", "a.o.d", cwd=path.parent) == 7
+    assert again.read_text(encoding="utf-8") == "a.o: a.cpp\n"
     # what makes no object is passed on
     subprocess.run([sys.executable, SCRIPT, compiler, tmp_path, "-o", tmp_path / "x"], check=True)
-    assert len(log.read_text(encoding="utf-8").splitlines()) == 7
+    assert len(log.read_text(encoding="utf-8").splitlines()) == 8

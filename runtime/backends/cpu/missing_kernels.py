@@ -27,10 +27,10 @@ def missing_kernels(engine: Path, manifest: Manifest) -> Counter[str]:
         EngineError: there is no library for this machine, or a file cannot be read.
     """
     native.load()
-    programs = (*manifest.models, *manifest.self_drafts)
-    files = [program.program_file for program in programs]
+    files = [program.program_file for program in (*manifest.models, *manifest.self_drafts)]
     files += [*manifest.step_files.values(), *manifest.winners_files.values()]
-    modules = {name: nn.Module() for name in (program.name for program in programs)}
+    names = [*(m.name for m in manifest.models), *(d.name for d in manifest.self_drafts)]
+    modules = {name: nn.Module() for name in names}
     found = Counter[str]()
     for name in dict.fromkeys(files):
         for graph in _graphs(read_json(engine / name), modules):

@@ -38,7 +38,7 @@ def _bound(node: Any) -> dict[str, Any]:
 
 
 def _described(node: Any) -> str:
-    """Dtype and sizes of a value, as the graph's file has them; nothing where it has none."""
+    """The dtype and sizes of a value, as the graph's file has them; nothing where it has none."""
     return str(node.meta.get("described", "")) if isinstance(node, fx.Node) else ""
 
 

@@ -75,7 +75,7 @@ def take_error() -> BaseException | None:
 
 def _call(id_: int, count: int, num_results: int, message: int) -> int:
     try:
-        words = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
+        words: Any = (ctypes.c_int64 * (_WORDS * max(count, num_results))).from_address(message)
         with torch.inference_mode():
             values = [_read(words[i * _WORDS : (i + 1) * _WORDS]) for i in range(count)]
             found = _calls[id_].run(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specc.artifact.backends import facts_of
 from specc.compiler.backends.base import CompilerBackend
+from specc.passes.lower.cpu.library import missing_library
 from specc.passes.lower.cpu.phases import cpu_phases
 from specc.passes.pipeline import Phases
 
@@ -16,6 +17,10 @@ class CpuCompiler(CompilerBackend):
         "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
         "kv_cache_dtype", "pipeline_parallel_size", "quantize", "activation_bits",
     )  # fmt: skip
+
+    def check_machine(self) -> None:
+        if (missing := missing_library()) is not None:
+            raise missing
 
     def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         return cpu_phases(max_seq_len)

@@ -17,6 +17,7 @@ from tests.kernels.cpu.call_parts import (
     random_parents,
     random_tokens,
 )
+from tests.kernels.cpu.fused_calls import FUSED_BUILDERS
 from tests.kernels.cpu.model_calls import MODEL_BUILDERS
 
 
@@ -254,6 +255,7 @@ def _best_of_ranks(rng: random.Random) -> Arguments:
 
 BUILDERS: dict[str, Builder] = {
     **MODEL_BUILDERS,
+    **FUSED_BUILDERS,
     "tree_expand": _tree_expand,
     "accept_winners": _accept_winners,
     "commit_kv": _commit_kv,

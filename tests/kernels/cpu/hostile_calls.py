@@ -38,7 +38,7 @@ def calls(operator: str, seed: int, num_spoiled: int | None = None) -> Arguments
     count = rng.choice((0, 1, 1, 1, 2, 3)) if num_spoiled is None else num_spoiled
     for _ in range(count):
         name = rng.choice(list(arguments))
-        arguments[name] = _spoil(rng, arguments[name])
+        arguments[name] = spoil(rng, arguments[name])
     return arguments
 
 
@@ -46,7 +46,8 @@ def hostile_int(rng: random.Random) -> int:
     return rng.choice(_INTS)
 
 
-def _spoil(rng: random.Random, value: Any) -> Any:
+def spoil(rng: random.Random, value: Any) -> Any:
+    """An argument with something wrong with it, mostly."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -54,8 +55,10 @@ def _spoil(rng: random.Random, value: Any) -> Any:
     if isinstance(value, float):
         return rng.choice(_FLOATS)
     if isinstance(value, list):
-        spoiled = [_spoil(rng, item) if rng.random() < 0.5 else item for item in value]
+        spoiled = [spoil(rng, item) if rng.random() < 0.5 else item for item in value]
         return rng.choice((spoiled, value[:-1], [*value, *value]))
+    if isinstance(value, str):
+        return rng.choice(("", value + value, "\0", "é" * 40))
     if value is None:
         return rng.choice((None, torch.zeros(0), torch.zeros(3, dtype=torch.int32)))
     assert isinstance(value, Tensor)

@@ -12,7 +12,7 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from tests.kernels.cpu.call_parts import WIDTHS, Arguments, Builder, Paged, i32, random_floats
 
 
-def _tree_attention(rng: random.Random) -> Arguments:
+def tree_attention_call(rng: random.Random) -> Arguments:
     counts = [rng.choice((0, 1, 3, 9)) for _ in range(3)]
     paged = Paged(rng, 16)
     counts = counts[: paged.batch]
@@ -54,7 +54,7 @@ def _tree_attention(rng: random.Random) -> Arguments:
 
 
 def _attend_expanded(rng: random.Random) -> Arguments:
-    made = _tree_attention(rng)
+    made = tree_attention_call(rng)
     for name in ("k", "v", "v_cache", "slopes", "window", "sink", "rounds_bias", "chunk"):
         made.pop(name)
     heads, tokens, _ = made["q"].shape
@@ -72,7 +72,7 @@ def _attend_expanded(rng: random.Random) -> Arguments:
 
 
 def _block_mass(rng: random.Random) -> Arguments:
-    made = _tree_attention(rng)
+    made = tree_attention_call(rng)
     left_out = ("k", "v", "v_cache", "sink_logits", "slopes", "window", "sink", "softcap")
     for name in (*left_out, "rounds_bias", "most_rows", "chunk"):
         made.pop(name)
@@ -171,7 +171,7 @@ def _take_rows(rng: random.Random) -> Arguments:
 
 
 MODEL_BUILDERS: dict[str, Builder] = {
-    "tree_attention": _tree_attention,
+    "tree_attention": tree_attention_call,
     "attend_expanded": _attend_expanded,
     "block_mass": _block_mass,
     "linear": _linear,

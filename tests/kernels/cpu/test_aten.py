@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.kernels import native_calls
 from specc.kernels.native_calls import CODES, call
 
 pytestmark = pytest.mark.usefixtures("native_operators")
@@ -374,6 +375,19 @@ def test_what_is_no_number() -> None:
     for name in ("relu", "neg", "sigmoid", "tanh", "abs"):
         same(call(f"aten::{name}", x), getattr(aten, name)(x), 1e-6)
     assert call("aten::to.dtype", x, CODES[I64], False, False, None).dtype == I64
+
+
+def test_parts_know_their_memory() -> None:
+    """A view ends where its tensor's memory ends, so that no view of it can reach further."""
+    x = torch.zeros(4, 6)
+    for name, arguments, offset in (
+        ("aten::slice.Tensor", (x, 0, 1, 3, 1), 24),
+        ("aten::select.int", (x, 1, 2), 8),
+        ("aten::narrow", (x, 1, 3, 2), 12),
+    ):
+        call(name, *arguments)
+        found = native_calls.TENSOR.unpack_from(native_calls._buffers.results, 0)
+        assert (found[0] - x.data_ptr(), found[-1]) == (offset, x.nbytes - offset)
 
 
 def test_what_is_refused() -> None:

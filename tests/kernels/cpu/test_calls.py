@@ -263,6 +263,22 @@ def test_views_and_long_lists_of_a_call() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_what_is_no_argument() -> None:
+    x = torch.zeros(2, 2)
+    for value in (2**63, -(2**63) - 1, [2**63]):
+        with pytest.raises(RuntimeError, match="a number that is no int64"):
+            native.call("specc::tree_expand", x, value)
+    for value in (object(), [x, 3], {}):
+        with pytest.raises(TypeError, match=r"takes no|has no"):
+            native.call("specc::tree_expand", value, 1)
+    with pytest.raises(RuntimeError, match="an argument is a tensor"):
+        native.call("specc::tree_expand", [x, None], 1)
+    with pytest.raises(RuntimeError, match="a tensor of 9 dimensions"):
+        native.call("specc::tree_expand", x.view(2, 2, *[1] * 7), 1)
+    with pytest.raises(RuntimeError, match="a tensor on meta"):
+        native.call("specc::tree_expand", x.to("meta"), 1)
+
+
 def test_results_own_their_memory() -> None:
     made = [native.call("specc::tree_expand", torch.eye(5), 2) for _ in range(50)]
     assert len({x.data_ptr() for x in made}) == 50

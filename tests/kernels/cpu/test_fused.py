@@ -62,6 +62,13 @@ def test_weights_of_another_dtype(dtype: torch.dtype) -> None:
         close(call("specc::rms_norm", x, *options), fused.rms_norm_reference(x, *options))
 
 
+def test_rows_of_zeros() -> None:
+    x = torch.zeros(2, 20)
+    for name in ("specc::rms_norm", "aten::rms_norm"):
+        others = (torch.ones(20), 1e-6, False) if name.startswith("specc") else ([20], None, 1e-6)
+        assert torch.equal(call(name, x, *others), x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_anywhere(dtype: torch.dtype) -> None:
     """Heads of a fused projection, as their norms read them: rows apart, in another order."""

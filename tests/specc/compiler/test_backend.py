@@ -18,7 +18,6 @@ from specc.compiler.backends.registry import choose_backend
 from specc.compiler.build import Compilation
 from specc.config import CompileConfig
 from specc.errors import CompilerError, ConfigError, EngineError
-from specc.kernels import native
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -31,8 +30,6 @@ from tests.models import DRAFT_NOISE, save_tiny
 PLANS = (SpecPlan.from_widths((2, 1)),)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [65] * 20]
-LIBRARY = f"native/{native.LIBRARY_NAME}"
-FAIL = 'echo "x.cpp:1: error: no such thing" >&2; exit 1'
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +198,28 @@ class TestCommandLine:
         assert result.exit_code == 0, result.stderr
 
 
-def test_doctor_explains_the_fallback(tmp_path, fake_compiler, monkeypatch) -> None:
+def test_without_operators_for_this_processor(tmp_path, monkeypatch) -> None:
+    """Another backend, with a warning that says how to get them; doctor says the same."""
+    from specc.cli.doctor import examine
+
+    def state(name: str) -> dict[str, str]:
+        (check,) = (c for c in examine()["checks"] if c["name"] == name)
+        return check
+
+    assert state("CPU operators")["state"] == "ok"
+    monkeypatch.setenv("SPECC_LIBRARY_DIR", str(tmp_path))
+    assert state("CPU operators")["state"] == "missing"
+    assert "pip install -e ." in state("CPU operators")["how"]
+    backend, (warning,) = choose(None)
+    assert backend == "eager"
+    assert "no library of the CPU operators" in warning
+    assert "pip install -e ." in warning
+    with pytest.raises(EngineError, match="no library of the CPU operators") as caught:
+        choose("cpu")
+    assert_complete(caught.value)
+
+
+def test_doctor_knows_the_compiler(tmp_path, fake_compiler, monkeypatch) -> None:
     from specc.cli.doctor import examine
 
     def compiler() -> dict[str, str]:
@@ -211,7 +229,6 @@ def test_doctor_explains_the_fallback(tmp_path, fake_compiler, monkeypatch) -> N
     assert compiler()["state"] == "ok"
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert compiler()["state"] == "missing"
-    assert "--backend eager" in compiler()["how"]
     monkeypatch.setenv("CXX", str(fake_compiler("9.4.0")))
     assert compiler()["state"] == "unsupported"
     assert "9.4.0" in compiler()["detail"]

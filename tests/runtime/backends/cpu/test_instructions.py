@@ -1,15 +1,19 @@
 import concurrent.futures
 import ctypes
 import operator
+import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx
 
 from specc.errors import EngineError
+from specc.kernels import native
 from specc.runtime.backends.cpu.native_calls import Pool, checked, functions, made
 from specc.runtime.backends.cpu.program import run_program
+from specc.runtime.backends.cpu.step import NativeStep
 from tests.native_library import load_native
 from tests.runtime.backends.cpu.plain_program import PlainProgram, expected
 from tests.runtime.backends.cpu.random_graph import COLUMNS, random_graph
@@ -300,3 +304,157 @@ def test_sizes_are_computed_as_python_does(a: int, b: int) -> None:
     graph.output(graph.call_function(aten.new_ones.default, (x, found)))
     sizes = [a // b + 100, a % b + 100, a * b + 100]
     assert list(PlainProgram(graph)(torch.ones(3)).shape) == sizes
+
+
+_NUMBERS = (0, 1, 2, 3, 5, 8, -1, -2, 64, 1 << 31, -(1 << 63), (1 << 63) - 1)
+_TEXTS = (b"silu", b"gelu_tanh", b"floor", b"", b"x" * 300)
+
+
+class _Wild:
+    """Instructions that somebody wrote who wishes no good; some of them are instructions."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._code = _Code(40)
+        self._next = 0
+        for _ in range(4):
+            self._code.input(self._next)
+            self._next += 1
+        self._code.stage()
+
+    def write(self, names: list[str], count: int) -> int:
+        """Returns the code, finished, and with a value that is kept."""
+        for _ in range(count):
+            self._instruction(self._random.choice(names))
+        self._code.keep(self._next - 1)
+        self._code.finish()
+        return self._code.pointer
+
+    def _instruction(self, name: str) -> None:
+        kind = self._random.random()
+        if kind < 0.15:
+            self._code.size(self._slot(), self._random.choice((0, 1, 2, -1, 9)), self._next)
+            self._next += 1
+        elif kind < 0.3:
+            self._code.arithmetic(self._random.choice((b"add", b"mul", b"floordiv")), self._next)
+            self._next += 1
+            self._argument()
+            self._argument()
+        else:
+            num_results = self._random.choice((1, 1, 1, 2, 3))
+            self._code.operator(name.encode(), self._next, num_results, 0)
+            # as many as it takes: the library says how many that is
+            for _ in range(_NUM_ARGUMENTS[name]):
+                self._argument()
+            self._next += num_results
+
+    def _slot(self) -> int:
+        return self._random.randrange(self._next)
+
+    def _argument(self) -> None:
+        kind = self._random.random()
+        if kind < 0.6:
+            self._code.slot(self._slot())
+        elif kind < 0.7:
+            self._code.none()
+        elif kind < 0.85:
+            self._code.int(self._random.choice(_NUMBERS))
+        elif kind < 0.88:
+            self._code.real(self._random.choice((0.5, -1.0, float("inf"), float("nan"))))
+        elif kind < 0.9:
+            self._code.text(self._random.choice(_TEXTS))
+        elif kind < 0.93:
+            self._code.bool(self._random.randrange(2))
+        else:
+            count = self._random.randrange(4)
+            self._code.list(count)
+            for _ in range(count):
+                if self._random.random() < 0.5:
+                    self._code.slot(self._slot())
+                else:
+                    self._code.int(self._random.choice(_NUMBERS))
+
+
+_NUM_ARGUMENTS: dict[str, int] = {}
+
+
+def _count_arguments(name: str) -> int:
+    """How many an operator takes, as the library says when it is given none."""
+    code = _begun()
+    code.operator(name.encode(), 1, 0, 0)
+    try:
+        code.finish()
+    except EngineError as error:
+        return int(error.found.split(" takes ")[1].split()[0])
+    return 0
+
+
+def test_wild_instructions_are_refused_or_run() -> None:
+    """Never a fault: under `make sanitize`, too, with more of them."""
+    names = [name for name in native.operator_names() if "rank" not in name]
+    _NUM_ARGUMENTS.update({name: _count_arguments(name) for name in names})
+    library, pool = functions(), Pool()
+    results = {"refused": 0, "failed": 0, "ran": 0}
+    for seed in range(int(os.environ.get("SPECC_WILD_PROGRAMS", "300"))):
+        torch.manual_seed(seed)
+        inputs = [
+            torch.randn(3, 8), torch.randint(0, 8, (3,)), torch.randint(-2, 9, (4,)).int(),
+            torch.randn(2, 4, 8).bfloat16(),
+        ]  # fmt: skip
+        wild = _Wild(seed)
+        try:
+            code = wild.write(names, 1 + seed % 4)
+        except EngineError:
+            results["refused"] += 1
+            continue
+        slots = (ctypes.c_int64 * 4)(*range(4))
+        pointer = made(library.specc_program_new(code, slots, 4, wild._next - 1))
+        try:
+            run_program(pointer, pool, inputs)
+            results["ran"] += 1
+        except RuntimeError:
+            results["failed"] += 1
+        finally:
+            library.specc_program_free(pointer)
+    assert results["failed"] > 20
+    assert results["ran"] > 5
+
+
+def test_steps_survive() -> None:
+    """Whatever stages are asked for, values that there are not, and rows of any number."""
+    code = _Code(6)
+    for slot in range(3):
+        code.input(slot)
+    for result in (3, 4):
+        code.stage()
+        code.size(0, 0, result)
+    code.keep(3)
+    code.finish()
+    step = NativeStep(SimpleNamespace(code=code.pointer, host_slots=[3, 9, -1]), Pool())  # type: ignore[arg-type]
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    for first, last in ((1, 2), (0, 3), (-1, 1), (2, 1), (1 << 40, 1 << 41)):
+        with pytest.raises(RuntimeError):
+            step.step([1, 0], table, first, last, reads=False)
+        if first:
+            with pytest.raises(RuntimeError):
+                step.run([], first, last)
+    for rows in ([], [1], [1, 2, 3] * 5):
+        wrong = table.expand(len(rows) + 2, 2)
+        with pytest.raises(RuntimeError):
+            step.step(rows, wrong, 0, 1, reads=False)
+    for results in (True, False):
+        for slot in (3, 5, 6, -1):
+            with pytest.raises(RuntimeError):
+                step.get(slot)
+        if results:
+            with pytest.raises(RuntimeError, match="a tensor that a stage has made"):
+                step.step([1, 0], table, 0, 2, reads=True)
+        else:
+            step.step([1, 0], table, 0, 2, reads=False, stays=True)
+    with pytest.raises(RuntimeError, match="1 step or more"):
+        step.steps([1, 0], table, 0, [])
+    step.step([1, 0], table, 0, 1, reads=False)
+    step.step([1, 0], table, 1, 2, reads=False)
+    assert len(step.seconds()) == 2
+    step.end()
+    step.end()
