@@ -29,7 +29,7 @@ struct StridedRows {
   }
 };
 
-// Goes over rows in their order.
+// Goes over rows in their order; of none it stands nowhere.
 class RowCursor {
  public:
   RowCursor(const StridedRows& rows, int64_t first) : rows_(rows) {

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from specc.kernels.operator import Operator
 from specc.kernels.ops import OPERATORS
 
 _registered: dict[str, torch.library.Library] = {}
@@ -37,15 +36,15 @@ def unregister(dispatch_key: str) -> None:
 
 
 def kernels() -> dict[str, Callable]:
-    """What runs each operator that has a kernel for a GPU, by the operator's name."""
-    found = ((name, kernel_of(operator)) for name, operator in OPERATORS.items())
-    return {name: kernel for name, kernel in found if kernel is not None}
+    """What runs operators on a GPU, by their names; the oracles run the others."""
+    return {
+        name: _function(operator.cuda)
+        for name, operator in OPERATORS.items()
+        if operator.cuda is not None
+    }
 
 
-def kernel_of(operator: Operator) -> Callable | None:
-    """What runs an operator on a GPU; None where its oracle does."""
-    if operator.cuda is None:
-        return None
-    module, _, name = operator.cuda.partition(":")
+def _function(place: str) -> Callable:
+    module, _, name = place.partition(":")
     found: Callable = getattr(importlib.import_module(f"specc.kernels.cuda.{module}"), name)
     return found

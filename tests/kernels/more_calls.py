@@ -18,13 +18,6 @@ def _floats(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def _attend(rng: random.Random) -> Arguments:
-    made = BUILDERS["tree_attention"](rng)
-    for name in ("k", "v", "softcap", "most_rows"):
-        made.pop(name)
-    return made
-
-
 def _write_kv(rng: random.Random) -> Arguments:
     made = BUILDERS["tree_attention"](rng)
     names = ("k", "v", "k_cache", "v_cache", "q_start", "slot", "block_table")
@@ -127,11 +120,6 @@ def _skinny_linear(rng: random.Random) -> Arguments:
     return {"input": made["x"], "weight": weight, "bias": _bias(rng, weight)}
 
 
-def _act_and_mul(rng: random.Random) -> Arguments:
-    made = _rms_norm(rng)["x"]
-    return {"gate_up": torch.cat((made, made), -1), "activation": rng.choice(ACTIVATIONS)}
-
-
 def _experts(rng: random.Random) -> Arguments:
     dtype, tokens, num, width, inner = rng.choice(DTYPES), rng.choice((0, 1, 5)), 3, 8, 5
     return {
@@ -225,18 +213,12 @@ def _over_link(rng: random.Random) -> Arguments:
 # every operator
 CALLS: dict[str, Builder] = {
     **BUILDERS,
-    "attend": _attend,
-    "write_kv": _write_kv,
-    "rope_write": _rope_write,
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
     "add_norm_linear": _add_norm_linear,
     "add_norm_gate_up": _add_norm_gate_up,
     "add_norm_rope_write": _add_norm_rope_write,
     "embed_norm_rope_write": _embed_norm_rope_write,
     "add_norm_head": _add_norm_head,
     "skinny_linear": _skinny_linear,
-    "act_and_mul": _act_and_mul,
     "experts": _experts,
     "grouped_mm": _grouped_mm,
     "dense_attention": _dense_attention,

@@ -11,8 +11,8 @@ import torch
 from specc.kernels import ops
 from specc.kernels.cuda import arrivals, attend_latent
 from specc.kernels.cuda.launch import even_tokens
-from specc.kernels.cuda.register import attend, write_kv
 from specc.kernels.cuda.shipped import CAPABILITIES
+from specc.kernels.cuda.tree_attention import attend, write_kv
 from specc.kernels.reference.core import write_kv_reference
 from tests.kernels.cuda.cases_attend import BF16, F16, Case
 from tests.kernels.cuda.cases_attend_latent import (
