@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, tensor_bytes
+from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, new_buffer, tensor_bytes
 
 BLOCK = 32
 # columns that lie together for each output
@@ -107,22 +107,31 @@ def turned_matrices(
         yield tensor_bytes(values.t().contiguous())
 
 
-def regroup(chunks: Iterable[Buffer], sizes: int | Iterable[int]) -> Iterator[bytearray]:
+def regroup(chunks: Iterable[Buffer], sizes: int | Iterable[int]) -> Iterator[memoryview]:
     """The same bytes in pieces of these sizes (endless), or all of one size.
 
-    The last may be shorter.
+    The last may be shorter. A piece is valid until the next one is asked for: it is a chunk, where
+    one has its size, and lies in one buffer otherwise.
     """
-    piece = bytearray()
     sizes = itertools.repeat(sizes) if isinstance(sizes, int) else iter(sizes)
-    size = next(sizes, 0)
+    size, filled = next(sizes, 0), 0
+    buffer = memoryview(b"")
     for chunk in chunks:
         data = memoryview(chunk).cast("B")
         while data:
-            taken = data[: size - len(piece)]
-            piece += taken
-            data = data[len(taken) :]
-            if len(piece) == size:
-                yield piece
-                piece, size = bytearray(), next(sizes)
-    if piece:
-        yield piece
+            if not filled and len(data) >= size and not data.readonly:
+                yield data[:size]
+                data, size = data[size:], next(sizes)
+                continue
+            if len(buffer) < size:
+                larger = new_buffer(size)
+                larger[:filled] = buffer[:filled]
+                buffer = larger
+            taken = data[: size - filled]
+            buffer[filled : filled + len(taken)] = taken
+            data, filled = data[len(taken) :], filled + len(taken)
+            if filled == size:
+                yield buffer[:size]
+                size, filled = next(sizes), 0
+    if filled:
+        yield buffer[:filled]
