@@ -137,7 +137,7 @@ class _Group:
         is_again = id(layer) in self._called
         self._called.add(id(layer))
         tracer: Any = getattr(proxy_tensor.get_proxy_mode(), "tracer", None)
-        stack = getattr(tracer, "module_stack", None)
+        stack: Any = getattr(tracer, "module_stack", None)
         call = None if is_again or not stack else _describe(tracer, layer, args, kwargs)
         if call is None:
             self._counts.traced += 1
