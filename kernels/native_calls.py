@@ -47,7 +47,7 @@ class _Buffers(threading.local):
         self.allocated: list[Tensor] = []
 
     def grow(self, size: int) -> None:
-        self.memory = ctypes.create_string_buffer(size)
+        self.memory: Any = ctypes.create_string_buffer(size)
         self.address = ctypes.addressof(self.memory)
         self.size = size
 
@@ -177,7 +177,7 @@ def _pack_tensor(memory: Any, place: int, x: Tensor) -> int:
     if x.is_contiguous():
         size = x.nbytes
     else:
-        size = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+        size = x.untyped_storage().nbytes() - int(x.storage_offset()) * x.element_size()
     padding = _PADDING[dim]
     code = CODES.get(x.dtype, _UNKNOWN_CODE)
     TENSOR.pack_into(
