@@ -30,6 +30,11 @@ std::atomic<bool> poisons_freed{[] {
 
 int64_t rounded(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
+void* mapped(int64_t size) {
+  return mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+              -1, 0);
+}
+
 }  // namespace
 
 void set_poison(bool poisons) { poisons_freed = poisons; }
@@ -55,12 +60,13 @@ void Arena::release_chunks() {
 }
 
 void Arena::grow(int64_t bytes) {
-  int64_t size = std::max(bytes, kLeastChunk);
-  size = std::max(size, chunks_.empty() ? reserved_ : capacity_ / 2);
+  const int64_t needed = rounded(std::max(bytes, kLeastChunk), 4096);
+  int64_t size = std::max(needed, chunks_.empty() ? reserved_ : capacity_ / 2);
   size = rounded(size, size >= kHugePage ? kHugePage : 4096);
-  void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (begin == MAP_FAILED) fail("no memory for " + std::to_string(size) + " bytes of values");
+  void* begin = mapped(size);
+  // a system that promises no more than it has
+  if (begin == MAP_FAILED) begin = mapped(size = needed);
+  if (begin == MAP_FAILED) fail("no memory for " + std::to_string(bytes) + " bytes of values");
 #if defined(MADV_HUGEPAGE)
   if (size >= kHugePage) madvise(begin, size, MADV_HUGEPAGE);
 #endif

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def graph_from_json(
     *,
     keeps_names: bool = False,
 ) -> fx.GraphModule:
-    """Decode a graph.
+    """Decode a graph, and have what torch runs it as.
 
     Args:
         data: of `graph_to_json`.
@@ -118,9 +118,28 @@ def graph_from_json(
     Raises:
         EngineError: an unknown operator, an unknown node, or a malformed entry.
     """
+    named = dict(modules or {})
+    graph = read_graph(data, named, keeps_names=keeps_names)
+    try:
+        return fx.GraphModule(named, graph)
+    except _MALFORMED as error:
+        raise _cannot_be_decoded(error) from error
+
+
+def read_graph(
+    data: Mapping[str, Any], modules: Collection[str] = (), *, keeps_names: bool = False
+) -> fx.Graph:
+    """`graph_from_json` without Python code that would run it.
+
+    Args:
+        data: of `graph_to_json`.
+        modules: names that its call_module nodes may have.
+        keeps_names: see `graph_from_json`.
+    Raises:
+        EngineError: see `graph_from_json`.
+    """
     graph = fx.Graph()
     env: dict[str, fx.Node] = {}
-    modules = dict(modules or {})
     try:
         if len(data["nodes"]) > MOST_NODES:
             raise ValueError(f"{len(data['nodes'])} nodes, at most {MOST_NODES}")
@@ -153,13 +172,17 @@ def graph_from_json(
             env[name] = node
         graph.output(_decode(data["output"], env))
         check_graph(graph)
-        return fx.GraphModule(modules, graph)
+        return graph
     except _MALFORMED as error:
-        raise EngineError(
-            f"a program that cannot be decoded: {type(error).__name__}: {error}",
-            "a graph written by this version of specc",
-            "compile the engine again",
-        ) from error
+        raise _cannot_be_decoded(error) from error
+
+
+def _cannot_be_decoded(error: Exception) -> EngineError:
+    return EngineError(
+        f"a program that cannot be decoded: {type(error).__name__}: {error}",
+        "a graph written by this version of specc",
+        "compile the engine again",
+    )
 
 
 def resolve_target(name: str) -> Any:

@@ -66,6 +66,7 @@ from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
+from specc.passes.lower.cpu.phases import with_layers_apart
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import PassRecord, Phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
@@ -227,12 +228,14 @@ def _compile(
         taps,
         backend.facts.expands_prompts,
         lowering_of_heads=(*kept, *lowering),
+        layers_apart=(layers_apart := cuts_layers(config, backend)),
     )
     # of modules without a configuration it is not known earlier
     widest = max(models[0].entry.layers, key=lambda layer: layer.head_dim, default=None)
     if widest is not None:
         rows = "latents" if widest.values_in_keys else "heads"
         check_voters(plans, [widest.head_dim], models[0].entry.dtype, backend.facts, rows)
+    lowering = with_layers_apart(lowering) if layers_apart else lowering
     sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
     drafts, told = self_draft_programs(models[0], *sizes, config.quantization, *integers)
     records += told
@@ -251,6 +254,12 @@ def _compile(
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
     engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
     return engine, records
+
+
+def cuts_layers(config: CompileConfig, backend: CompilerBackend) -> bool:
+    """Whether the target is cut between its layers after the phases of the backend."""
+    is_cut = config.segments or config.pipeline_parallel_size > 1
+    return is_cut and not backend.cuts_first
 
 
 def required_phases(facts: BackendFacts) -> Phases:

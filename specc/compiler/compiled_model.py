@@ -23,7 +23,7 @@ from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cpu.phases import CPU
+from specc.passes.lower.cpu.phases import CPU, with_layers_apart
 from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import (
     FUSE,
@@ -117,6 +117,7 @@ def compile_models(
     taps: Taps | None = None,
     expands_prompts: bool = True,
     lowering_of_heads: Phases | None = None,
+    layers_apart: bool = False,
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
@@ -136,6 +137,7 @@ def compile_models(
         taps: hidden states that the target keeps for drafts.
         expands_prompts: where caches hold latents, long prompts may expand them for their own pass.
         lowering_of_heads: that of drafts that read hidden states; None is `lowering`.
+        layers_apart: see `with_layers_apart`, of the target.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -179,6 +181,8 @@ def compile_models(
         if ranks > 1:
             layout = (*layout, (CUT, (partial(Shard, ranks),)))
         own = lowering if source.head is None or lowering_of_heads is None else lowering_of_heads
+        if layers_apart and source.name == TARGET:
+            own = with_layers_apart(own)
         # an uncut draft stays as it is, whatever the target becomes
         is_rounded = any(phase == QUANTIZE for phase, _ in own)
         firsts = (CUT, CPU, *((QUANTIZE,) if source.name == TARGET else ()))

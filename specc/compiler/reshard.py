@@ -22,7 +22,13 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.build import Compilation, plan_engine_memory, probe_staged, ranks_of
+from specc.compiler.build import (
+    Compilation,
+    cuts_layers,
+    plan_engine_memory,
+    probe_staged,
+    ranks_of,
+)
 from specc.compiler.compiled_model import BEFORE_CUT, CUT, VOTES, CompiledModel
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import (
@@ -43,7 +49,7 @@ from specc.compiler.weights import write_model_weights
 from specc.compiler.whole_graph import KeptGraphs, WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.lower.cpu.phases import CPU
+from specc.passes.lower.cpu.phases import CPU, with_layers_apart
 from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
 from specc.passes.program import Program
@@ -113,7 +119,9 @@ def reshard_engine(
             for stored in old.self_drafts:
                 with phases.phase(f"rewrite {stored.name}"):
                     draft = read_self_draft(engine, old, stored, models[0])
-                    lowering = _lowering(draft.program, backend, positions, old.activation_bits)
+                    lowering = _lowering(draft.program, backend, positions, config)
+                    if cuts_layers(config, backend):
+                        lowering = with_layers_apart(lowering)
                     records += cut_and_lower(draft, models[0], (), lowering)
                 own.append(draft)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
@@ -301,7 +309,9 @@ def _cut_anew(
 ) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
     program = in_rows(model.program)
-    layout = _lowering(program, backend, positions, config.activation_bits)
+    layout = _lowering(program, backend, positions, config)
+    if model.name == TARGET and cuts_layers(config, backend):
+        layout = with_layers_apart(layout)
     is_rounded = bool(program.integers)
     staged_at = None
     if model.name == TARGET:
@@ -324,11 +334,11 @@ def _cut_anew(
 
 
 def _lowering(
-    program: Program, backend: CompilerBackend, positions: int, activation_bits: int | None
+    program: Program, backend: CompilerBackend, positions: int, config: CompileConfig
 ) -> Phases:
     """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
-    kept = bool(program.integers)
-    rounded = quantize_phases(None, keeps_integers=kept, activation_bits=activation_bits)
+    kept, bits = bool(program.integers), config.activation_bits
+    rounded = quantize_phases(None, keeps_integers=kept, activation_bits=bits)
     return (*rounded, *backend.phases(positions))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from specc.artifact.graph_io import graph_from_json
+from specc.artifact.graph_io import read_graph
 from specc.artifact.manifest import Manifest
 from specc.kernels import native
 from specc.runtime.backends.cpu.encoder import has_kernel, name_of
@@ -29,8 +29,7 @@ def missing_kernels(engine: Path, manifest: Manifest) -> Counter[str]:
     native.load()
     files = [program.program_file for program in (*manifest.models, *manifest.self_drafts)]
     files += [*manifest.step_files.values(), *manifest.winners_files.values()]
-    names = [*(m.name for m in manifest.models), *(d.name for d in manifest.self_drafts)]
-    modules = {name: nn.Module() for name in names}
+    modules = [*(m.name for m in manifest.models), *(d.name for d in manifest.self_drafts)]
     found = Counter[str]()
     for name in dict.fromkeys(files):
         for graph in _graphs(read_json(engine / name), modules):
@@ -42,7 +41,7 @@ def missing_kernels(engine: Path, manifest: Manifest) -> Counter[str]:
     return found
 
 
-def _graphs(program: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> Iterator[fx.Graph]:
+def _graphs(program: Mapping[str, Any], modules: Collection[str]) -> Iterator[fx.Graph]:
     """Of a model, or of the stages of a step."""
     for part in program.get("stages", [program]):
-        yield graph_from_json(part["graph"], modules=modules).graph
+        yield read_graph(part["graph"], modules)

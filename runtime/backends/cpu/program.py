@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.graph_io import graph_from_json
+from specc.artifact.graph_io import read_graph
 from specc.errors import EngineError
 from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.encoder import Encoder
@@ -128,7 +128,7 @@ class CpuProgram:
 
 def encode(program: Mapping[str, Any]) -> tuple[Encoder, int]:
     """A program's instructions, whose inputs are its first values; and the slot of its result."""
-    graph = graph_from_json(program["graph"]).graph
+    graph = read_graph(program["graph"])
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(program["inputs"]):
         raise EngineError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.graph_io import graph_from_json
+from specc.artifact.graph_io import read_graph
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.cpu.native_calls import (
     NativeTensor,
@@ -175,10 +175,7 @@ class CpuStep:
         self.before_accept: BeforeAccept | None = None
         self._program, self._models = program, models
         self._pool = Pool() if pool is None else pool
-        stages = {
-            stage["name"]: graph_from_json(stage["graph"], modules=dict.fromkeys(models, _NOTHING))
-            for stage in program["stages"]
-        }
+        stages = {stage["name"]: read_graph(stage["graph"], models) for stage in program["stages"]}
         draft_lens = self.plan.draft_lens
         self._drafts = list(draft_lens)
         constants = step_constants(program, self.plan) | drafter_tensors(self.plan, models)
@@ -432,10 +429,3 @@ class _RunnerValues:
 
 # of a value that the runner has
 _UNCOUNTED = -1
-
-
-class _Nothing(torch.nn.Module):
-    """Stands for a program while a step's graph is read."""
-
-
-_NOTHING = _Nothing()

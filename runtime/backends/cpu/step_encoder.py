@@ -42,7 +42,7 @@ class StepEncoder:
 
     def __init__(
         self,
-        stages: Mapping[str, fx.GraphModule],
+        stages: Mapping[str, fx.Graph],
         constants: Mapping[str, Tensor],
         models: Mapping[str, CpuProgram | CpuSegments],
         draft_lens: Sequence[str],
@@ -51,12 +51,12 @@ class StepEncoder:
         produced: set[str] = set(constants)
         names: list[str] = [*_HOST_INPUTS, *_ROW_INPUTS]
         for graph in stages.values():
-            needed = [node.target for node in graph.graph.find_nodes(op="placeholder")]
+            needed = [node.target for node in graph.find_nodes(op="placeholder")]
             names += [n for n in needed if n not in produced and n not in names]
             produced |= set(_outputs(graph))
         self.inputs = names
         count = len(names) + len(constants)
-        count += sum(num_values(graph.graph) for graph in stages.values())
+        count += sum(num_values(graph) for graph in stages.values())
         self._encoder = Encoder(count)
         # environment name → slot; the inputs come first, as the runner expects
         self.input_slots = {name: self._encoder.input() for name in (*names, *constants)}
@@ -67,7 +67,7 @@ class StepEncoder:
         self._after: list[dict[str, int]] = []
         for name, graph in stages.items():
             self._encoder.stage()
-            self._encode_stage(graph.graph, is_draft=name == "draft")
+            self._encode_stage(graph, is_draft=name == "draft")
         self._encoder.finish()
         # what is set where somebody has it, and what comes with steps
         self.bindable = names[len(_HOST_INPUTS) :]
@@ -124,6 +124,6 @@ class StepEncoder:
                 encoder.function(node, may_be_static=True)
 
 
-def _outputs(graph: fx.GraphModule) -> Mapping[str, fx.Node]:
-    (output,) = graph.graph.find_nodes(op="output")
+def _outputs(graph: fx.Graph) -> Mapping[str, fx.Node]:
+    (output,) = graph.find_nodes(op="output")
     return output.args[0]

@@ -1,8 +1,7 @@
-"""Compiled segments beside the same target compiled whole: bits where they are equal, else tokens.
+"""Segments beside the same target as a whole: logits, caches and tokens; the bits are the same.
 
-Inductor may fuse across a place where a segment ends, and then sums have another order. Each
-architecture is compiled twice, half a minute of a core and more; figures are left in
-build/compiled_segments.json.
+A segment has the operators of the whole, which is cut after its last phase. Each architecture is
+compiled twice; figures are left in build/compiled_segments.json.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ def compare_passes(pair: Pair) -> dict[str, Any]:
                 scale = other.abs().max().item()
                 largest = max(largest, (one - other).abs().max().item() / scale)
             num_equal += all(torch.equal(one, other) for one, other in parts)
-    # what rounding alone can do, of caches, too
-    assert largest < 5e-5
+    assert num_equal == len(PASSES)
     return {"num_passes": len(PASSES), "equal_passes": num_equal, "largest_difference": largest}
 
 
