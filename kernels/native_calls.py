@@ -47,7 +47,7 @@ class _Buffers(threading.local):
         self.allocated: list[Tensor] = []
 
     def grow(self, size: int) -> None:
-        self.memory = ctypes.create_string_buffer(size)
+        self.memory: Any = ctypes.create_string_buffer(size)
         self.address = ctypes.addressof(self.memory)
         self.size = size
 

@@ -11,7 +11,7 @@ import torch
 
 from specc.artifact import directory as artifact
 from specc.artifact.directory import open_engine, torch_version
-from specc.artifact.manifest import SCHEMA_VERSION
+from specc.artifact.manifest import INSTRUCTIONS_VERSION, SCHEMA_VERSION
 from specc.version import __version__
 from tests.specc.artifact.engine_folders import FILES, edit, refused, write_engine
 
@@ -48,11 +48,17 @@ class TestOpen:
 
     def test_other_runtime(self, engine):
         for version in ("0.0.9", f"{__version__}.post1", ""):
-            edit(engine, specc_version=version)
+            edit(engine, backend="cuda", specc_version=version)
             error = refused(engine, re.escape(f"an engine of specc {version}, and specc"))
             assert f"install specc-llm {version}, or compile" in error.do
         edit(engine, specc_version=__version__, torch_version="2.12.1")
         assert "install torch 2.12.1" in refused(engine, r"torch 2\.12\.1").do
+        # what is data alone runs on all of them
+        edit(engine, backend="eager", specc_version="0.0.9")
+        assert open_engine(engine).specc_version == "0.0.9"
+        edit(engine, instructions=0)
+        assert "compile the engine again" in refused(engine, "an engine of instructions 0").do
+        edit(engine, instructions=INSTRUCTIONS_VERSION, specc_version=__version__)
         edit(engine, torch_version=torch_version(), backend="cuda")
         refused(engine, "backend cuda", backends=("eager",))
         edit(engine, backend="tensorrt")

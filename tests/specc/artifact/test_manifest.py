@@ -67,9 +67,9 @@ class TestManifest:
             (("files", "steps/off.json"), ..., r"steps/off\.json is used but not listed"),
             (("probe",), [], r"probe is \[\]"),
             (("backend",), "abacus", "an engine for backend abacus"),
-            (("backend",), "cpu", "backend cpu with native None"),
             (("backend",), "onnx", "backend onnx with rectangle None"),
-            (("native",), {"library": "a.so", "isa_flags": []}, r"a\.so is used but not listed"),
+            (("native",), {"library": "a.so", "isa_flags": []}, "native is unknown"),
+            (("instructions",), "1", "instructions is '1'"),
             (
                 ("tensorrt",),
                 {"name": "a", "version": "1", "compute_capability": None},
