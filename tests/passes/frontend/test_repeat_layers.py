@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specc.artifact.graph_io import graph_to_json
-from specc.passes.frontend import hf_model
+from specc.passes.frontend import equal_layers, hf_model
 from specc.passes.frontend import trace as trace_module
 from specc.passes.frontend.equal_layers import groups_of_layers, is_same
 from specc.passes.frontend.repeat_layers import Counts, equal_layers_once
@@ -70,6 +70,8 @@ def both_ways(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[Progra
 def described(program: Program) -> list[Any]:
     nodes = program.graph.nodes
     places = [(node.name, module_path(node), str(node.meta.get("val"))) for node in nodes]
+    # messages of assertions, which are no operators of a program, name nodes that are gone
+    places += [(str(x.target), str(x.args)) for x in nodes if "assert" not in str(x.target)]
     values = {name: value.tolist() for name, value in program.constants.items()}
     return [places, program.weights, values, program.runtime_inputs]
 
@@ -79,8 +81,12 @@ def rewritten(program: Program) -> Any:
     return graph_to_json(program.graph), program.weights, program.layers, program.caches
 
 
-def assert_same(first: Program, second: Program) -> None:
+def assert_same_trace(first: Program, second: Program) -> None:
     assert described(first) == described(second)
+
+
+def assert_same(first: Program, second: Program) -> None:
+    assert_same_trace(first, second)
     assert rewritten(first) == rewritten(second)
 
 
@@ -196,6 +202,37 @@ def test_modules_of_somebody_else_are_all_traced():
     assert _Counting.calls == 3
     factors = [x.args[1] for x in program.calls(torch.ops.aten.mul.Tensor)]
     assert [x for x in factors if isinstance(x, int)] == [1, 2, 3]
+
+
+class _Converting(nn.Module):
+    """Its second argument has this type already: afterwards it is what the conversion made."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x, scale):
+        return x * scale.to(torch.float32) * self.weight
+
+
+class _SharesAnArgument(_Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(_Converting() for _ in range(3))
+
+    def forward(self, input_ids, position_ids):
+        x, scale = self.embedding(input_ids), position_ids.unsqueeze(-1) * 0.5
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x)
+
+
+def test_what_a_layer_converts_is_converted_for_the_next_one(monkeypatch):
+    libraries = (*equal_layers._LIBRARIES, f"{__name__}.")
+    monkeypatch.setattr(equal_layers, "_LIBRARIES", libraries)
+    copied, full, counts = both_ways(_SharesAnArgument().eval(), monkeypatch)
+    assert (counts.traced, counts.copied) == (1, 2)
+    assert_same_trace(copied, full)
 
 
 def test_a_traced_model_is_as_it_was():

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.artifact.weight_layout import to_blocks
 from specc.errors import EngineError
-from specc.runtime.backends.eager.program import ModelProgram, weights_in_rows
+from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import MappedWeights, read_json
 from specc.speculation.plan_json import plan_to_json
@@ -154,19 +153,3 @@ def test_step_runs_its_stages_in_order() -> None:
     assert list(stage_s) == ["draft", "verify"]
     assert all(seconds > 0 for seconds in stage_s.values())
     assert step.plan == SpecPlan.from_widths((1,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_in_blocks_become_rows_once(dtype) -> None:
-    weight, other = torch.randn(37, 5).to(dtype), torch.randn(3)
-    entries = [
-        {"kind": "weight", "key": "w", "blocks_of": [37, 5]},
-        {"kind": "input"},
-        {"kind": "constant", "key": "c"},
-        {"kind": "weight", "key": "w", "blocks_of": [37, 5]},
-    ]
-    blocks = to_blocks(weight)
-    first, constant, second = weights_in_rows({"inputs": entries}, [blocks, other, blocks])
-    assert torch.equal(first, weight)
-    assert second is first
-    assert constant is other
