@@ -349,7 +349,7 @@ BROKEN: list[tuple[Callable[[Path], object], type[SpeccError], str]] = [
     (shutil.rmtree, EngineError, "engine does not exist"),
     (lambda engine: (engine / "manifest.json").unlink(), EngineError, "is not an engine"),
     (lambda engine: change(engine, schema_version=4), EngineError, "written by an older specc"),
-    (lambda engine: change(engine, torch_version="2.0.0"), EngineError, "for torch 2.0.0"),
+    (lambda engine: change(engine, instructions=9), EngineError, "of instructions 9"),
     (lose, EngineError, r"rank-1\.weights\.safetensors is missing"),
     (swap, EngineError, r"rank-1\.weights\.safetensors is target/rank-0"),
     (lambda engine: (engine / "target" / "whole.json").write_text("{}"), EngineError, "whole.json"),

@@ -402,7 +402,7 @@ def test_manifests_of_other_cache_rows_are_refused(zoo: Zoo) -> None:
     rectangle = manifest.rectangle
     changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rectangle": None}, "rectangle None"),
-        ({"backend": "eager", "native": None}, "backend eager with rectangle"),
+        ({"backend": "eager"}, "backend eager with rectangle"),
         ({"rectangle": replace(rectangle, slots=rectangle.slots - 1)}, "rectangle.slots"),
         ({"rectangle": replace(rectangle, front=-1)}, "rectangle.front is -1"),
         ({"limits": replace(manifest.limits, block_size=16)}, "block_size is 16"),
