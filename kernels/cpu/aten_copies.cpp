@@ -150,7 +150,9 @@ Tensor flatten(const Tensor& x, int64_t start, int64_t end) {
   const int32_t first = dim_of(start, x.dim), last = dim_of(end, x.dim);
   check(first <= last, "dimensions to flatten follow each other");
   std::vector<int64_t> sizes(x.sizes, x.sizes + first + 1);
-  for (int32_t d = first + 1; d <= last; ++d) sizes[first] *= x.sizes[d];
+  for (int32_t d = first + 1; d <= last; ++d)
+    check(!__builtin_mul_overflow(sizes[first], x.sizes[d], &sizes[first]),
+          "a result has no such size");
   sizes.insert(sizes.end(), x.sizes + last + 1, x.sizes + x.dim);
   return reshape(x, sizes);
 }
@@ -301,18 +303,10 @@ Tensor repeat_interleave(const Tensor& x, int64_t times, std::optional<int64_t> 
 
 Tensor slice_scatter(const Tensor& x, const Tensor& source, int64_t along,
                      std::optional<int64_t> start, std::optional<int64_t> end, int64_t step) {
-  const int32_t dim = dim_of(along, x.dim);
-  check(step >= 1, "a step of 1 or more");
-  const int64_t size = x.sizes[dim];
-  const auto bound = [&](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size); };
-  const int64_t first = bound(start.value_or(0));
-  const int64_t last = std::max(bound(end.value_or(size)), first);
   Tensor made;
   loop_of(made, x.dtype, {&x});
   copy(x, made);
-  Tensor target = part_of(made, dim, first, (last - first + step - 1) / step);
-  target.strides[dim] *= step;
-  copy(source, target);
+  copy(source, sliced(made, along, start, end, step));
   return made;
 }
 

@@ -1,6 +1,9 @@
 // Copies between tensors of the same sizes, and descriptions of parts of a tensor.
 #pragma once
 
+#include <algorithm>
+#include <optional>
+
 #include "operands.h"
 
 namespace specc::aten {
@@ -55,6 +58,23 @@ inline Tensor with_dim(const Tensor& x, int32_t dim, int64_t size, int64_t strid
 // One entry of a dimension, which is there.
 inline Tensor entry_of(const Tensor& x, int32_t dim, int64_t index) {
   return without_dim(offset_by(x, dim, index), dim);
+}
+
+// What `begin:end:step` of a dimension is, with Python's rules for ends beyond it.
+inline Tensor sliced(const Tensor& x, int64_t along, std::optional<int64_t> begin,
+                     std::optional<int64_t> end, int64_t step) {
+  const int32_t dim = dim_of(along, x.dim);
+  check(step >= 1, "a step of 1 or more");
+  const int64_t size = x.sizes[dim];
+  const auto bound = [size](int64_t at) {
+    return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size);
+  };
+  const int64_t first = bound(begin.value_or(0));
+  const int64_t last = std::max(bound(end.value_or(size)), first);
+  const int64_t count = last > first ? 1 + (last - first - 1) / step : 0;
+  Tensor made = part_of(x, dim, first, count);
+  if (count > 1) made.strides[dim] *= step;
+  return made;
 }
 
 // x in other sizes (-1: what the others leave) where that is a view; false where it takes a copy.

@@ -41,17 +41,7 @@ Tensor turned(const Tensor& x) {
 }
 Tensor slice(const Tensor& x, int64_t along, std::optional<int64_t> start,
              std::optional<int64_t> end, int64_t step) {
-  const int32_t dim = dim_of(along, x.dim);
-  check(step >= 1, "a step of 1 or more");
-  const int64_t size = x.sizes[dim];
-  const auto bound = [&](int64_t at) {
-    return std::clamp<int64_t>(at < 0 ? at + size : at, 0, size);
-  };
-  const int64_t first = bound(start.value_or(0));
-  const int64_t last = std::max(bound(end.value_or(size)), first);
-  Tensor made = part_of(x, dim, first, (last - first + step - 1) / step);
-  made.strides[dim] *= step;
-  return made;
+  return sliced(x, along, start, end, step);
 }
 Tensor narrow(const Tensor& x, int64_t along, int64_t start, int64_t length) {
   const int32_t dim = dim_of(along, x.dim);
@@ -62,7 +52,9 @@ Tensor narrow(const Tensor& x, int64_t along, int64_t start, int64_t length) {
 }
 Tensor select(const Tensor& x, int64_t along, int64_t index) {
   const int32_t dim = dim_of(along, x.dim);
-  return entry_of(x, dim, dim_of(index, x.sizes[dim]));
+  const int64_t size = x.sizes[dim];
+  check(-size <= index && index < size, "an entry of a dimension lies in it");
+  return entry_of(x, dim, index < 0 ? index + size : index);
 }
 Tensor squeeze_dims(const Tensor& x, Ints dims) {
   Tensor made = x;

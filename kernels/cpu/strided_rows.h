@@ -33,6 +33,7 @@ struct StridedRows {
 class RowCursor {
  public:
   RowCursor(const StridedRows& rows, int64_t first) : rows_(rows) {
+    if (rows.count == 0) return;
     for (int d = rows.dim - 1; d >= 0; --d) {
       index_[d] = first % rows.sizes[d];
       first /= rows.sizes[d];
@@ -52,7 +53,7 @@ class RowCursor {
 
  private:
   const StridedRows& rows_;
-  int64_t index_[StridedRows::kMost];
+  int64_t index_[StridedRows::kMost] = {};
   int64_t offset_ = 0;
 };
 
@@ -63,7 +64,7 @@ constexpr int64_t kElementsPerThread = 1 << 15;
 template <class Work>
 void share_rows(int64_t rows, int64_t elements, int num_threads, const Work& work) {
   if (rows == 0) return;  // of which no cursor would have a first one
-  const int64_t most = std::min<int64_t>(std::max(num_threads, 1), std::max<int64_t>(rows, 1));
+  const int64_t most = std::min<int64_t>(std::max(num_threads, 1), rows);
   const int64_t wanted = rows * std::max<int64_t>(elements, 1) / kElementsPerThread;
   const auto threads = static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
   in_parallel(threads, [&](int64_t thread, int64_t count, const auto&) {

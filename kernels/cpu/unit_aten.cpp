@@ -2,6 +2,7 @@
 #include "aten_binary.cpp"
 #include "aten_copies.cpp"
 #include "aten_loops.cpp"
+#include "aten_products.cpp"
 #include "aten_reductions.cpp"
 #include "aten_rows.cpp"
 #include "aten_unary.cpp"

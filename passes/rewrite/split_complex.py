@@ -62,6 +62,23 @@ class SplitComplex(Pass):
         return result
 
 
+class SplitComplexWhereKnown(Pass):
+    """`SplitComplex` of programs that it takes as a whole; others stay as they are."""
+
+    requires = (is_off_meta_device,)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        if has_no_complex_numbers(program):
+            return result
+        try:
+            SplitComplex().run(program.copy(program.name))
+        except UnsupportedGraphError as error:
+            result.decline("complex numbers", error.found)
+            return result
+        return SplitComplex().run(program)
+
+
 class _Parts(NamedTuple):
     """A complex number: nodes of its shape and of a real type each."""
 

@@ -11,6 +11,7 @@ from specc.passes.pipeline import Phases
 from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
+from specc.passes.rewrite.split_complex import SplitComplexWhereKnown
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 
 # of graphs before it other ones can be made: it does nothing itself
@@ -28,6 +29,8 @@ def cpu_phases(num_positions: int) -> Phases:
     """
     return (
         (CPU, ()),
+        # kernels compute with real numbers
+        ("complex", (SplitComplexWhereKnown,)),
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
         # from here on operators communicate through the caches, in the order of the graph

@@ -340,10 +340,23 @@ def reductions(draw: Draw) -> None:
     same(call("aten::topk", x, count, dim, True, True), x.topk(count, dim), strides=False)
 
 
+def products(draw: Draw) -> None:
+    batch, rows, inner, columns = (draw.random.choice((1, 2, 3, 17, 40, 70)) for _ in range(4))
+    dtype = draw.random.choice(FLOATS)
+    x, y = draw.tensor([batch, rows, inner], dtype), draw.tensor([batch, inner, columns], dtype)
+    if draw.random.random() < 0.5:
+        y = draw.tensor([batch, columns, inner], dtype).transpose(1, 2)
+    found = call("aten::bmm", x, y)
+    same(found, aten.bmm(x, y), 1e-4)
+    # a row alone, as it is among others
+    assert torch.equal(call("aten::bmm", x[:, -1:], y), found[:, -1:])
+
+
+CHECKS = [unary, binary, choices, copies, views, rows, reductions, products]
+
+
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "check", [unary, binary, choices, copies, views, rows, reductions], ids=lambda x: x.__name__
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda x: x.__name__)
 def test_as_torch_computes(check: Callable[[Draw], None], seed: int) -> None:
     for number in range(ROUNDS):
         check(Draw(1000 * seed + number))

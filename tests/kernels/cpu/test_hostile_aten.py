@@ -18,7 +18,7 @@ from tests.kernels.cpu import test_aten
 from tests.kernels.cpu.hostile_calls import spoil
 from tests.kernels.cpu.test_hostile import NUM_CALLS, expect_clean
 
-CHECKS = ("unary", "binary", "choices", "copies", "views", "rows", "reductions")
+CHECKS = ("unary", "binary", "choices", "copies", "views", "rows", "reductions", "products")
 MOST_BYTES = 16 << 20
 # a program may ask for as much as it likes: what it gets is the runner's business
 NO_MEMORY = "specc: no memory for a result"

@@ -417,7 +417,7 @@ def test_wild_instructions_are_refused_or_run() -> None:
         finally:
             library.specc_program_free(pointer)
     assert results["failed"] > 20
-    assert results["ran"] > 5
+    assert results["ran"] > 2
 
 
 def test_steps_survive() -> None:
