@@ -63,16 +63,21 @@ Tensor of_numbers(const Tensor& x, const Op& op, const Whole& whole) {
   return out;
 }
 
+// wraps around, as torch's integers do
+int64_t negative(int64_t a) { return static_cast<int64_t>(-static_cast<uint64_t>(a)); }
+
 Tensor neg(const Tensor& x) {
-  return of_numbers(x, [](const Sixteen& a) { return -a; }, [](int64_t a) { return -a; });
+  return of_numbers(x, [](const Sixteen& a) { return -a; }, negative);
 }
 Tensor abs(const Tensor& x) {
   return of_numbers(
       x, [](const Sixteen& a) { return lanes(a, [](Float v) { return vec::absolute(v); }); },
-      [](int64_t a) { return a < 0 ? -a : a; });
+      [](int64_t a) { return a < 0 ? negative(a) : a; });
 }
 Tensor square(const Tensor& x) {
-  return of_numbers(x, [](const Sixteen& a) { return a * a; }, [](int64_t a) { return a * a; });
+  return of_numbers(x, [](const Sixteen& a) { return a * a; }, [](int64_t a) {
+    return static_cast<int64_t>(static_cast<uint64_t>(a) * static_cast<uint64_t>(a));
+  });
 }
 Tensor relu(const Tensor& x) {
   return of_numbers(x, [](const Sixteen& a) { return vec::relu(a); },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
 import threading
@@ -202,6 +203,7 @@ def test_what_is_written_is_no_index() -> None:
         native.call(f"specc::{name}", *apart)
 
 
+@pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="AddressSanitizer reports it")
 def test_no_memory_for_a_result() -> None:
     """One row many times over is a good argument; no machine has room for what is made of it."""
     logits = torch.randn(1, 2).expand(2**45, 2)
