@@ -122,7 +122,12 @@ _OPTIONS = {
     },
     "specc.vllm.answers": {"specc.close_name", "specc.errors"},
     "specc.vllm.engine_options": {"specc.vllm.answers"},
-    "specc.server.config": {*_FACTS, "specc.server.parsers.names"},
+    "specc.server.config": {
+        *_FACTS,
+        "specc.server.origin_options",
+        "specc.server.parsers.names",
+    },
+    "specc.server.origin_options": {"specc.errors", "specc.option"},
     "specc.triton.config": {*_FACTS, "specc.triton.tensors"},
     "specc.tune.options": _FACTS,
 }
