@@ -45,7 +45,7 @@ help:
 	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them, PART=2/8"
 	@echo "                is the second of eight parts, whose results FILE.json brings together;"
 	@echo "                AGAIN=1 runs again the files in which a test of FILE.json failed"
-	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python"
+	@echo "make decode     build/decode: examples/decode.cpp, an engine without Python or torch"
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make aarch64    the C++ operators for aarch64, in an emulator, under their tests"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
@@ -59,11 +59,10 @@ demo: $(VENV)/.library
 
 decode: build/decode
 
-build/decode: examples/decode.cpp $(VENV)/.compile
+build/decode: examples/decode.cpp $(wildcard examples/decode/*.h) $(VENV)/.library
 	@mkdir -p build
-	@torch=$$($(BIN)/python -c 'import torch; print(torch.__path__[0])') && $(CXX) -std=c++20 -O1 \
-		$< -o $@ -I$$torch/include -L$$torch/lib \
-		-Wl,-rpath,$$torch/lib,--allow-shlib-undefined -ltorch_cpu -lc10
+	@set=$$($(BIN)/python -P kernels/library_files.py) && $(CXX) -std=c++20 -O1 $< -o $@ \
+		-Ikernels/cpu -Lkernels/lib -l:libspecc_cpu-$$set.so -Wl,-rpath,$$PWD/kernels/lib
 
 # checks of one thread each, side by side
 test: $(VENV)/.dev $(VENV)/.library

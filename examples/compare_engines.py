@@ -2,20 +2,16 @@
 
     python examples/compare_engines.py out/before out/after --json out.json
 
-Of compiled programs (`.pt2`, archives) it shows the lines of code that differ; comments hold paths
-and times of the compilation, and are left out. The exit status is 1 if graphs, steps or weights
-differ.
+The exit status is 1 if graphs, steps or weights differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import hashlib
 import json
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +31,12 @@ def hashes(engine: Path) -> dict[str, str]:
     }
 
 
-def code_of(archive: Path) -> list[str]:
-    """Lines of the C++ that a compiled program was made of, comments and empty lines left out."""
-    lines: list[str] = []
-    with zipfile.ZipFile(archive) as members:
-        # names hold hashes of what they contain: their kind is what they have in common
-        names = [name for name in members.namelist() if name.endswith(".cpp")]
-        for name in sorted(names, key=lambda name: name.split(".", 1)[1]):
-            lines += members.read(name).decode().splitlines()
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("//")]
-
-
 def compare(before: Path, after: Path) -> dict[str, Any]:
-    """Files that are the same, that differ, and of which code which lines do."""
+    """Files that are the same, and that differ."""
     old, new = hashes(before), hashes(after)
     differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    code = {}
-    for name in differing:
-        if name.endswith(".pt2") and name in old and name in new:
-            pair = (code_of(engine / name) for engine in (before, after))
-            lines = difflib.unified_diff(*pair, lineterm="", n=0)
-            code[name] = [x for x in lines if not x.startswith(("---", "+++", "@@"))]
     same = sorted(old.keys() - {*differing})
-    return {"same": same, "differing": differing, "lines_of_code": code}
+    return {"same": same, "differing": differing}
 
 
 def main() -> int:
@@ -68,8 +47,6 @@ def main() -> int:
     args = parser.parse_args()
     found = compare(args.before, args.after)
     print(f"{len(found['same'])} files are the same; not {', '.join(found['differing']) or 'none'}")
-    for name, lines in found["lines_of_code"].items():
-        print(f"{name}: {len(lines)} lines of code", *lines, sep="\n  ")
     if args.json:
         about = {"machine": describe_machine(), "specc": __version__}
         about |= {"date": time.strftime("%Y-%m-%d")}

@@ -1,15 +1,14 @@
 """Measure what compiling costs: time over layers, and peak memory on weights larger than that.
 
     python examples/measure_compile.py --output docs/results/compile_scale.json
-    python examples/measure_compile.py --part cpu --output docs/results/compile_cpu.json
+    python examples/measure_compile.py --part cpu --output compile_cpu.json
     python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
     python examples/measure_compile.py --part reshard --output docs/results/reshard.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend
 eager has random weights of 3 GB. `cpu`: the same weights for the backend cpu, and models of many
-narrow layers, since code grows with layers and not with weights; no cache is warm. The memory of
-Inductor and of the C++ compiler is the highest of any one process, theirs being apart. `ranks`: the
+narrow layers, since graphs grow with layers and not with weights; no cache is warm. `ranks`: the
 70B shape cut for 8 ranks, and the weights of 3 GB written as files of 4. `reshard`: of these files
 those of 2 ranks, and the whole ones. `quantize`: the weights of 3 GB in int4, and the memory
 of the engine that is loaded. Segments beside whole programs: `measure_segments.py`.
@@ -157,7 +156,7 @@ def measure_weights(
         "num_parameters": compilation.manifest.models[0].num_parameters,
         "compile_s": round(time.perf_counter() - start, 2),
         "cpu_s": round(time.process_time() - cpu, 2),
-        # Inductor, the C++ compiler, and the library of operators
+        # processes that compiling starts
         "children_cpu_s": round(cpu_seconds(resource.RUSAGE_CHILDREN) - children, 2),
         "phases_s": {name: round(value, 2) for name, value in compilation.seconds.items()},
         "peak_rss_before_bytes": before,
@@ -290,9 +289,7 @@ def compile_apart(
     """
     with tempfile.TemporaryDirectory() as directory:
         run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
-        caches = {
-            name: f"{directory}/{name}" for name in ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-        }
+        caches = {"SPECC_CACHE_DIR": f"{directory}/cache"}
         options = ["--backend", backend, "--ranks", str(num_ranks)]
         options += ["--quantize", quantize] if quantize else []
         made = run_apart("--weights", directory, *options, **caches)

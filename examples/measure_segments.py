@@ -5,9 +5,8 @@
 
 Each engine is compiled in a process of its own with no cache warm. Then one process loads both and
 runs a pass of one and of the other in turns: the two are compared within the same milliseconds,
-whatever else the machine does. Memory of Inductor and of the C++ compiler is the highest of any one
-process. `--passes` takes what caches hold, which says nothing of compiling, and writes the passes
-into the file that is there.
+whatever else the machine does. `--passes` takes what caches hold, which says nothing of compiling,
+and writes the passes into the file that is there.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ def segments_beside_whole(
     with tempfile.TemporaryDirectory() as directory:
         measure_compile.run_apart("--write-checkpoint", directory, "--shape", json.dumps(shape))
         for name in names:
-            keys = () if passes_alone else ("SPECC_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-            caches = {key: f"{directory}/{name}-{key}" for key in keys}
+            cache = {"SPECC_CACHE_DIR": f"{directory}/{name}-cache"}
+            caches = {} if passes_alone else cache
             options = ["--backend", "cpu", "--ranks", "1"]
             options += ["--segments"] * (name == "segments")
             made.append(measure_compile.run_apart("--weights", directory, *options, **caches))

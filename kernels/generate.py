@@ -1,19 +1,24 @@
 """What C++ is told of the operators' table: `python -m specc.kernels.generate` writes it.
 
 `kernels/cpu/declared.h` holds the type that each schema asks of a function, with which
-`SPECC_OPERATOR` (kernels/cpu/operator.h) compares the function when it is compiled. A test says
-when it is out of date.
+`SPECC_OPERATOR` (kernels/cpu/operator.h) compares the function when it is compiled, and the schemas
+themselves, also of those of torch's operators that have a kernel: programs without torch ask for
+them, to fill in defaults. A test says when it is out of date.
 """
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import torch
 
 from specc.kernels import ops
 
-PATH = Path(__file__).parent / "cpu" / "declared.h"
+SOURCES = Path(__file__).parent / "cpu"
+PATH = SOURCES / "declared.h"
+_OF_TORCH = re.compile(r'"(aten::[\w.]+)"')
 # type of a schema → its name in the header
 _TYPES = {
     "Tensor": "T",
@@ -28,8 +33,8 @@ _TYPES = {
 _RESULTS = ("void", "One", "Two", "Three", "Four")
 _WIDTH = 100
 _BEGIN = """\
-// What the functions of operators look like: made of kernels/operators by `python -m
-// specc.kernels.generate`, compared by `SPECC_OPERATOR`.
+// What operators and their functions look like: made of kernels/operators, and of torch's registry,
+// by `python -m specc.kernels.generate`.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +47,8 @@ _BEGIN = """\
 
 namespace specc {
 
-// Whether a function has the type that the schema of the operator with this name asks for. Names of
-// other namespaces than specc have no schema here.
+// Whether a function has the type that the schema of the operator with this name asks for, which
+// `SPECC_OPERATOR` asks. Names of other namespaces than specc are not compared.
 template <class Function>
 consteval bool fits_schema(std::string_view name) {
   using T = const Tensor&;
@@ -56,18 +61,33 @@ consteval bool fits_schema(std::string_view name) {
   using Three = std::tuple<Tensor, Tensor, Tensor>;
   using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 """
-_END = """\
+_MIDDLE = """\
   return !name.starts_with("specc::");
 }
+
+// All schemas, also of torch's operators that have a kernel, sorted by what stands before (.
+constexpr const char* kSchemas[] = {
+"""
+_END = """\
+};
 
 }  // namespace specc
 """
 
 
 def declarations() -> str:
-    """Content of the header: an entry for each operator, by name."""
-    schemas = [getattr(ops, name)._schema for name in sorted(ops.OPERATORS)]
-    return _BEGIN + "".join(map(_entry, schemas)) + _END
+    """Content of the header: an entry for each operator, by name; then the schemas."""
+    own = [getattr(ops, name)._schema for name in sorted(ops.OPERATORS)]
+    texts = sorted([*map(str, own), *_of_torch()], key=lambda text: text.partition("(")[0])
+    return _BEGIN + "".join(map(_entry, own)) + _MIDDLE + "".join(map(_text, texts)) + _END
+
+
+def _of_torch() -> list[str]:
+    """Schemas of torch's operators that the sources of the library name."""
+    sources = [path.read_text(encoding="utf-8") for path in SOURCES.glob("*.cpp")]
+    names = {name for source in sources for name in _OF_TORCH.findall(source)}
+    split = (name.partition(".") for name in names)
+    return [str(torch._C._get_schema(packet, overload)) for packet, _, overload in split]
 
 
 def _entry(schema: torch.FunctionSchema) -> str:
@@ -81,6 +101,14 @@ def _entry(schema: torch.FunctionSchema) -> str:
             line = "       "
         line += f" {word}"
     return first + "\n".join([*lines, line]) + "\n"
+
+
+def _text(schema: str) -> str:
+    """A literal, in as many lines as it takes."""
+    escaped = schema.replace("\\", "\\\\").replace('"', '\\"')
+    # quotes, a comma and the indentation
+    lines = textwrap.wrap(escaped, _WIDTH - 12, break_on_hyphens=False, break_long_words=False)
+    return "    " + "\n        ".join(f'"{line} "' for line in lines)[:-2] + '",\n'
 
 
 if __name__ == "__main__":

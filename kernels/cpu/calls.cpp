@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -137,6 +138,20 @@ void call(const char* name, const SpeccValue* arguments, int64_t num_arguments,
   memory.keep();
 }
 
+// What stands before the parenthesis of a schema.
+std::string_view name_of(const char* schema) {
+  const std::string_view text = schema;
+  return text.substr(0, text.find('('));
+}
+
+const char* schema_of(const char* name) {
+  if (name == nullptr || find_operator(name) == nullptr) return nullptr;
+  const char* const* const found = std::lower_bound(
+      std::begin(kSchemas), std::end(kSchemas), std::string_view(name),
+      [](const char* schema, std::string_view wanted) { return name_of(schema) < wanted; });
+  return found != std::end(kSchemas) && name_of(*found) == name ? *found : nullptr;
+}
+
 }  // namespace
 }  // namespace specc
 
@@ -175,6 +190,8 @@ const char* const* specc_operator_names(int64_t* count) {
   *count = static_cast<int64_t>(names->size());
   return names->data();
 }
+
+const char* specc_operator_schema(const char* name) { return specc::schema_of(name); }
 
 int specc_kernel_threads(void) { return specc::kernel_threads(); }
 

@@ -87,7 +87,7 @@ typedef void* (*SpeccAllocate)(void* context, int64_t bytes);
 
 /* Call one operator, such as "specc::linear".
  *
- * arguments: all of its schema (kernels/ops.py), in that order, defaults filled in.
+ * arguments: all of its schema (below), in that order, defaults filled in.
  * results: room for SPECC_MOST_RESULTS; *num_results says how many the operator has. A result lies in
  *   memory of `allocate`, or, of a view, in that of an argument.
  * allocate: null takes memory that the caller gives back by `specc_free`.
@@ -99,6 +99,10 @@ SPECC_EXPORT void specc_free(void* data);
 
 /* Names of all operators, sorted; they stay valid. */
 SPECC_EXPORT const char* const* specc_operator_names(int64_t* count);
+
+/* What an operator takes and returns, as torch writes it: "aten::amax(Tensor self, int[1] dim=[],
+ * bool keepdim=False) -> Tensor". Null where there is no such operator. It stays valid. */
+SPECC_EXPORT const char* specc_operator_schema(const char* name);
 
 /* ---- Threads ------------------------------------------------------------------------------ */
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import random
 import re
 from collections.abc import Iterator
@@ -234,6 +235,18 @@ def test_kernels_for_cuda_are_there(operator):
 def test_what_cpp_is_told_is_the_table():
     """`python -m specc.kernels.generate` writes it."""
     assert generate.PATH.read_text(encoding="utf-8") == generate.declarations()
+
+
+def test_the_library_says_what_its_operators_take():
+    native.load()
+    schema_of = native.c_functions().specc_operator_schema
+    schema_of.restype, schema_of.argtypes = ctypes.c_char_p, (ctypes.c_char_p,)
+    for name in native.operator_names():
+        packet, _, overload = name.partition(".")
+        assert schema_of(name.encode()).decode() == str(torch._C._get_schema(packet, overload))
+    # known to torch, without a kernel; known to nobody; nothing
+    for absent in (b"specc::grouped_mm", b"specc::rms", b"aten::acosh", b"", None):
+        assert schema_of(absent) is None
 
 
 def test_an_operator_is_found_by_what_graphs_call():
