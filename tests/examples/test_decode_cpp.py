@@ -189,9 +189,14 @@ class TestRefusals:
             calls = [x for x in program["graph"]["nodes"] if x["op"] == "call_function"]
             calls[1]["target"] = "aten.erfinv.default"
             calls[2]["target"] = "aten.acosh.default"
+            # more parts than a call has results
+            calls[3] |= {
+                "target": "aten.chunk.default",
+                "val": "(int64[1]" + ", int64[1]" * 4 + ")",
+            }
 
         change(copy / "target" / "program.json", edit)
-        names = "aten.acosh.default, aten.erfinv.default"
+        names = "aten.acosh.default, aten.chunk.default, aten.erfinv.default"
         assert found_in(decode(copy, 4, 1)).endswith(f"has no kernel for: {names}")
 
     @pytest.mark.parametrize(
