@@ -89,11 +89,10 @@ class Encoder {
     for (const Json& node : nodes) {
       if (node.text_of("op") != "call_function") continue;
       const std::string& target = node.text_of("target");
-      if (is_own(target) || schemas_.contains(target)) continue;
-      if (const char* text = specc_operator_schema(native_name(target).c_str()))
-        schemas_.emplace(target, Schema(text));
-      else
-        missing.insert(target);
+      if (is_own(target)) continue;
+      const char* text = specc_operator_schema(native_name(target).c_str());
+      if (text != nullptr && !schemas_.contains(target)) schemas_.emplace(target, Schema(text));
+      if (text == nullptr || num_results(node) > SPECC_MOST_RESULTS) missing.insert(target);
     }
     if (!missing.empty()) {
       std::string names;

@@ -140,6 +140,34 @@ class TestDecode:
             assert (result.returncode, result.stderr) == (0, "")
             assert list(map(int, result.stdout.split())) == list(output.outputs[0].token_ids)
 
+    @pytest.mark.slow
+    def test_values_that_lie_in_their_keys(self, decode, tmp_path):
+        """Attention that is not told of it finds them in the cache of values."""
+        copy = tmp_path / "copy"
+        copy_parts(build("deepseek_v2", tmp_path), copy)
+        expected = decode(copy, NUM_TOKENS, *PROMPTS[1]).stdout
+
+        def edit(program: Any) -> None:
+            for call in program["graph"]["nodes"]:
+                if call.get("target") == "specc.attend.default":
+                    del call["kwargs"]["values_in_keys"]
+
+        change(copy / "target" / "program.json", edit)
+        assert decode(copy, NUM_TOKENS, *PROMPTS[1]).stdout == expected != ""
+
+    def test_numbers_in_the_place_of_tensors(self, copy, decode):
+        expected = decode(copy, 4, 1, 2).stdout
+
+        def edit(program: Any) -> None:
+            graph = program["graph"]
+            # what takes no number
+            call = {"name": "more", "op": "call_function", "target": "aten.type_as.default"}
+            graph["nodes"].append(call | {"args": [graph["output"], 2.0]})
+            graph["output"] = {"node": "more"}
+
+        change(copy / "target" / "program.json", edit)
+        assert decode(copy, 4, 1, 2).stdout == expected != ""
+
     def test_no_python_and_no_torch(self, opt, program, decode):
         """Neither among what it is linked with, nor among what it loads."""
         linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
@@ -161,9 +189,14 @@ class TestRefusals:
             calls = [x for x in program["graph"]["nodes"] if x["op"] == "call_function"]
             calls[1]["target"] = "aten.erfinv.default"
             calls[2]["target"] = "aten.acosh.default"
+            # more parts than a call has results
+            calls[3] |= {
+                "target": "aten.chunk.default",
+                "val": "(int64[1]" + ", int64[1]" * 4 + ")",
+            }
 
         change(copy / "target" / "program.json", edit)
-        names = "aten.acosh.default, aten.erfinv.default"
+        names = "aten.acosh.default, aten.chunk.default, aten.erfinv.default"
         assert found_in(decode(copy, 4, 1)).endswith(f"has no kernel for: {names}")
 
     @pytest.mark.parametrize(
@@ -218,6 +251,10 @@ class TestRefusals:
     def test_json(self, copy, decode, text):
         (copy / "manifest.json").write_text(text, encoding="utf-8")
         assert found_in(decode(copy, 4, 1)).startswith(f"{copy}/manifest.json")
+
+    def test_deep_json(self, copy, decode):
+        (copy / "manifest.json").write_text("[" * 1_000_000, encoding="utf-8")
+        assert found_in(decode(copy, 4, 1)).endswith("nested too deeply")
 
     def test_tokens(self, opt, decode):
         assert found_in(decode(opt, 4, VOCAB)) == f"the token {VOCAB}"

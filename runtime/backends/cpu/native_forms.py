@@ -11,6 +11,8 @@ from torch import fx
 # numbers that kernels of aten's operators do not compute with
 _OTHER_NUMBERS = re.compile(r"(?<!b)float16|float64|float8|complex")
 _WHOLE = ("int", "uint", "bool")
+# SPECC_MOST_RESULTS of kernels/cpu/specc.h
+_MOST_PARTS = 4
 
 
 def takes(node: fx.Node, name: str) -> bool:
@@ -68,6 +70,12 @@ def _is_power(_: fx.Node, bound: dict[str, Any]) -> bool:
     return not _is_whole(bound["self"]) or bound["exponent"] in (2, 3)
 
 
+def _few_parts(node: fx.Node, _: dict[str, Any]) -> bool:
+    asked = [user.args[1] for user in node.users if len(user.args) == 2]
+    last = max((index for index in asked if isinstance(index, int)), default=0)
+    return max(_described(node).count("["), last + 1) <= _MOST_PARTS
+
+
 def _of_one_dtype(_: fx.Node, bound: dict[str, Any]) -> bool:
     return len({_described(item).partition("[")[0] for item in bound["tensors"]} - {""}) <= 1
 
@@ -76,6 +84,11 @@ _FORMS: dict[str, Callable[[fx.Node, dict[str, Any]], bool]] = {
     "aten::index.Tensor": _one_row_of_indices,
     "aten::index_put": lambda node, x: _one_row_of_indices(node, x) and not x["accumulate"],
     "aten::index_put_": lambda node, x: _one_row_of_indices(node, x) and not x["accumulate"],
+    "aten::split.Tensor": _few_parts,
+    "aten::split.sizes": _few_parts,
+    "aten::split_with_sizes": _few_parts,
+    "aten::chunk": _few_parts,
+    "aten::unbind.int": _few_parts,
     "aten::softmax.int": _over_the_last,
     "aten::log_softmax.int": _over_the_last,
     "aten::layer_norm": _over_one,

@@ -34,6 +34,10 @@ PROGRAMS: tuple[tuple[Callable[[Tensor], Tensor], set[str]], ...] = (
     (lambda x: aten.cumsum(aten.gt.Scalar(x, 0), 1), set()),
     (lambda x: aten.pow.Tensor_Scalar(aten.argmax(x, 1), 4), {"aten.pow.Tensor_Scalar"}),
     (lambda x: aten.mul.Tensor(x.double(), 2), {"aten._to_copy.default", "aten.mul.Tensor"}),
+    (lambda x: aten.chunk.default(x, 4, 1)[3], set()),
+    (lambda x: aten.chunk.default(aten.repeat.default(x, [1, 2]), 5, 1)[1], set()),
+    (lambda x: aten.unbind.int(aten.repeat.default(x, [1, 2]), 1)[6], {"aten.unbind.int"}),
+    (lambda x: aten.split.Tensor(aten.repeat.default(x, [3, 1]), 1)[4], {"aten.split.Tensor"}),
     (_complex, {"aten.view_as_complex.default", "aten.mul.Tensor", "aten.view_as_real.default"}),
 )
 
