@@ -8,6 +8,7 @@ from specc.artifact.backends import NATIVE, PARTS, SPLIT
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.operator import Cut, NoRule, OfHeads, Operand, Operator, PassLimits, nothing
 from specc.kernels.reference import core, dense, latent
+from specc.kernels.reference.kv_rows import columns_of
 
 _FLOAT_BYTES = 4
 # rows of the tiles of attention that are split on a large GPU: 8 programs of up to 128 rows for
@@ -166,7 +167,7 @@ WRITE_KV = Operator(
 
 
 def _attend_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **_: object) -> Tensor:
-    return q.new_empty(q.shape[1], q.shape[0], v_cache.shape[3]).transpose(0, 1)
+    return q.new_empty(q.shape[1], q.shape[0], columns_of(v_cache)).transpose(0, 1)
 
 
 ATTEND = Operator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from specc.errors import UnsupportedGraphError
+from specc.kernels import ops
+from specc.kernels.operator import NoRule
+from specc.kernels.ops import operator_of
 from specc.passes.lower.onnx.lower import OnnxFile
 from specc.passes.lower.onnx.operators import COLLECTIVE, DOMAIN
-from specc.passes.shard import dimension_rules
 from tests import models
 from tests.passes.shard.lockstep import assert_alike
 from tests.passes.shard.padded_lockstep import PaddedRanks, Ranks, Values
@@ -101,7 +104,13 @@ def test_another_cut_than_that_of_the_flat_program_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # a rule that padded programs alone ask: without it, heads stay whole
-    rules = {k: v for k, v in dimension_rules._RULES.items() if k != "masked_attention"}
-    monkeypatch.setattr(dimension_rules, "_RULES", rules)
+    known = operator_of(ops.masked_attention)
+    assert known is not None
+    whole = replace(known, cut=NoRule("attention goes over it"))
+    monkeypatch.setattr(
+        ops,
+        "operator_of",
+        lambda target: whole if target is ops.masked_attention else operator_of(target),
+    )
     with pytest.raises(UnsupportedGraphError, match=re.escape("target is cut in one way where")):
         PaddedRanks("llama", 2)
