@@ -163,8 +163,13 @@ def attend_reference(
 
     Arguments and result are those of `tree_attention_reference`. With `values_in_keys` a value is
     the first DV columns of its key, and of `v_cache` nothing but that width is read.
+
+    Raises:
+        ValueError: with `values_in_keys`, DV is more than D.
     """
     if values_in_keys:
+        if v_cache.shape[3] > k_cache.shape[3]:
+            raise ValueError("values that keys begin with are wider than these")
         v_cache = k_cache[..., : v_cache.shape[3]]
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
