@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest, torch_version
-from specc.artifact.manifest import PROFILE_FILE
+from specc.artifact.manifest import INSTRUCTIONS_VERSION, PROFILE_FILE
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
 from specc.cli import render, render_plans
@@ -117,6 +117,8 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
         f"created {manifest.created}",
     ]
     is_data = facts_of(manifest.backend).is_data
+    if manifest.instructions != INSTRUCTIONS_VERSION:
+        said.append(f"specc run refuses it: this specc has instructions {INSTRUCTIONS_VERSION}")
     if manifest.specc_version != __version__ and not is_data:
         said.append(f"specc run refuses it: this is specc {__version__}")
     if manifest.torch_version != torch_version() and not is_data:

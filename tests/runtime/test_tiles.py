@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from specc.artifact.directory import open_engine
 from specc.artifact.manifest import Manifest
@@ -20,6 +17,7 @@ from specc.compiler.extend import extend_engine
 from specc.config import CompileConfig
 from specc.errors import ConfigError, RequestError
 from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.cpu.native_calls import Pool
 from specc.runtime.backends.cpu.step import CpuStep
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
@@ -108,54 +106,50 @@ def test_1024_nodes(zoo: Zoo, engine: Engine, plan: SpecPlan) -> None:
     assert found[0] == found[1]
 
 
-def steps_of(engine: Engine, plan: SpecPlan) -> CpuStep:
+def steps_of(engine: Engine, plan: SpecPlan, pool: Pool | None = None) -> CpuStep:
     """A plan's step beside those of the engine."""
     models = {"target": engine.target, "draft_0": engine.drafts[0]}
     program = fuse_step(plan, dict.fromkeys(models, 1)).to_json()
-    return CpuStep(json.loads(json.dumps(program)), models)
+    return CpuStep(json.loads(json.dumps(program)), models, pool)
 
 
-def measure(engine: Engine, plan: SpecPlan, reads: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Most bytes that one step takes at a time, and those that stay after it, of 8 sequences."""
+def inputs_of(engine: Engine, last_token: int) -> StepInputs:
+    """A step of 8 sequences."""
     shape = engine.cache.shape
     table = torch.arange(shape.num_blocks, dtype=torch.int32).view(shape.max_num_seqs, -1)
     greedy = torch.tensor([[0.0, 1, 0, 1, 0, 0]]).repeat(BATCH, 1)
-    inputs = StepInputs([(5, 7, 20)] * BATCH, table, greedy, torch.zeros(BATCH, 4).long())
-    step = steps_of(engine, plan)
-    step.advance(inputs, engine.cache.environment)
-    # what other tests left behind is not to be freed while this one counts
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        values = step.advance(inputs, engine.cache.environment, reads).values
-    assert values.keys() == set(reads)
-    del values
-    events = found.profiler.kineto_results.events()
-    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    sums = list(itertools.accumulate(changes))
-    return max(sums), sums[-1]
+    rows = [(5, last_token, 20)] * BATCH
+    return StepInputs(rows, table, greedy, torch.zeros(BATCH, 4).long())
+
+
+def peak_bytes(engine: Engine, plan: SpecPlan) -> int:
+    """Most bytes that a step of 8 sequences takes at a time."""
+    pool = Pool()
+    steps_of(engine, plan, pool).advance(inputs_of(engine, 7), engine.cache.environment)
+    return pool.counts()[2]
 
 
 @pytest.mark.parametrize("plan", WIDE, ids=lambda plan: plan.name)
 def test_a_step_takes_what_the_memory_plan_says(
     engine: Engine, manifest: Manifest, plan: SpecPlan
 ) -> None:
-    """What allocators see of compiled code: tiles take a quarter, and no logits stay."""
+    """What an arena sees: tiles take a quarter."""
     planned = manifest.memory_plan["target"]
-    tiled, left = measure(engine, replace(plan, tile=256))
-    whole, left_of_whole = measure(engine, plan)
-    print(tiled, left, whole, left_of_whole, planned)
+    tiled, whole = peak_bytes(engine, replace(plan, tile=256)), peak_bytes(engine, plan)
+    print(tiled, whole, planned)
     assert planned.logits < tiled < planned.logits + 2 * planned.workspace
     # three more tiles of logits, and as much again of everything else
     assert whole > tiled + 3 * planned.logits
-    assert max(left, left_of_whole) < planned.logits / 4
 
 
-def test_values_that_are_asked_for_stay_until_the_next_step(engine: Engine) -> None:
-    _, without = measure(engine, NARROW)
-    _, with_logits = measure(engine, NARROW, ("logits", "path"))
-    # small tensors of the process come and go meanwhile: some hundred bytes of 20 KiB were seen
-    kept = with_logits - without
-    assert kept == pytest.approx(BATCH * NARROW.num_nodes * ROW_BYTES, rel=0.1)
+def test_values_that_are_asked_for_stay_when_others_follow(engine: Engine) -> None:
+    step, caches = steps_of(engine, NARROW), engine.cache.environment
+    logits = step.advance(inputs_of(engine, 7), caches, ("logits", "path")).values["logits"]
+    assert logits.nbytes == BATCH * NARROW.num_nodes * ROW_BYTES
+    before = logits.clone()
+    following = step.advance(inputs_of(engine, 9), caches, ("logits",)).values["logits"]
+    assert torch.equal(logits, before)
+    assert not torch.equal(following, before)
 
 
 def test_log_probabilities_come_from_plain_decoding(engine: Engine) -> None:
