@@ -19,7 +19,7 @@ from typing import Any
 from specc.cli import render
 from specc.errors import CompilerError, SpeccError
 from specc.kernels.library_files import library_path
-from specc.system.extras import install_command, supported_versions
+from specc.system.extras import DISTRIBUTION, install_command, supported_versions
 from specc.system.files import format_bytes
 from specc.system.machine import cpu_model, num_usable_cores
 
@@ -368,7 +368,8 @@ def _version(package: str) -> str | None:
 
 @cache
 def _requirements() -> tuple[str, ...]:
-    # whatever the distribution is called that brings this package
-    for name in importlib.metadata.packages_distributions().get("specc", ()):
-        return tuple(importlib.metadata.requires(name) or ())
-    return ()
+    # by name: an editable installation lists no files of the packages
+    try:
+        return tuple(importlib.metadata.requires(DISTRIBUTION) or ())
+    except importlib.metadata.PackageNotFoundError:
+        return ()
