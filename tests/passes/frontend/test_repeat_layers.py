@@ -24,7 +24,7 @@ from tests import models
 from tests.tiers import only
 
 ALL = (*models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
-FEW = ("llama", "gemma3", "mixtral", "bloom")
+FEW = ("llama", "gemma3", "mixtral")
 
 
 def longer_config(name: str) -> Any:
