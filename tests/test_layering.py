@@ -114,12 +114,8 @@ _OPTIONS = {
     "specc.cli.options.common": _FACTS,
     "specc.cli.options.sampling": _FACTS,
     "specc.cli.options.triton": _FACTS,
-    "specc.runtime.engine_args": {
-        *_FACTS,
-        "specc.runtime.engine_checks",
-        "specc.vllm.answers",
-        "specc.vllm.engine_options",
-    },
+    "specc.runtime.engine_args": _FACTS
+    | {"specc.runtime.engine_checks", "specc.vllm.answers", "specc.vllm.engine_options"},
     "specc.vllm.answers": {"specc.close_name", "specc.errors"},
     "specc.vllm.engine_options": {"specc.vllm.answers"},
     "specc.server.config": {

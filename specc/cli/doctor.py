@@ -12,14 +12,13 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from specc.cli import render
 from specc.errors import CompilerError, SpeccError
 from specc.kernels.library_files import library_path
-from specc.system.extras import DISTRIBUTION, install_command, supported_versions
+from specc.system.extras import all_requirements, install_command, supported_versions
 from specc.system.files import format_bytes
 from specc.system.machine import cpu_model, num_usable_cores
 
@@ -52,8 +51,6 @@ NEEDED_FOR = {
     "cuda": "running engines of the backend cuda",
     "dev": "specc's own tests",
 }
-_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,-]+)\])?\s*([^;]*)")
-_EXTRA = re.compile(r"extra == [\"']([\w-]+)")
 
 
 @dataclass(frozen=True)
@@ -342,10 +339,9 @@ def extras() -> dict[str, dict[str, str]]:
     An extra that another one includes is not repeated in it.
     """
     found: dict[str, dict[str, str]] = {}
-    for line in _requirements():
-        extra, match = _EXTRA.search(line), _REQUIREMENT.match(line)
-        if extra and match and not match[2]:
-            found.setdefault(extra[1], {})[match[1]] = match[3].strip()
+    for name, nested, versions, extra in all_requirements():
+        if extra and not nested:
+            found.setdefault(extra, {})[name] = versions
     return found
 
 
@@ -364,12 +360,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@cache
-def _requirements() -> tuple[str, ...]:
-    # by name: an editable installation lists no files of the packages
-    try:
-        return tuple(importlib.metadata.requires(DISTRIBUTION) or ())
-    except importlib.metadata.PackageNotFoundError:
-        return ()

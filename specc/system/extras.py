@@ -29,7 +29,7 @@ def requirements(extra: str = "") -> dict[str, str]:
     Empty where specc's own metadata are not installed.
     """
     found: dict[str, str] = {}
-    for name, nested, versions, own in _requirements():
+    for name, nested, versions, own in all_requirements():
         if own != extra:
             continue
         if name == DISTRIBUTION:
@@ -42,11 +42,11 @@ def requirements(extra: str = "") -> dict[str, str]:
 
 def supported_versions(package: str) -> str:
     """Versions of a package that specc declares, whatever needs it; empty where nothing does."""
-    return next((versions for name, _, versions, _ in _requirements() if name == package), "")
+    return next((versions for name, _, versions, _ in all_requirements() if name == package), "")
 
 
 @cache
-def _requirements() -> tuple[tuple[str, str, str, str], ...]:
+def all_requirements() -> tuple[tuple[str, str, str, str], ...]:
     """(package, its extras, versions, specc's extra) of every requirement."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []

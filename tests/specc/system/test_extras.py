@@ -25,9 +25,9 @@ def no_metadata(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    extras._requirements.cache_clear()
+    extras.all_requirements.cache_clear()
     yield
-    extras._requirements.cache_clear()
+    extras.all_requirements.cache_clear()
 
 
 def test_the_distribution_is_not_called_as_somebody_elses():
