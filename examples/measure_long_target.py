@@ -7,7 +7,7 @@ plan in turn, a few steps each, all from the same rows: what a step yields is wh
 accepts of its own drafts there, and its seconds are those of the whole iteration, the host's part
 included. A ratio is that of a plan's tokens a second to those of plain decoding in the same round;
 medians of rounds. Acceptance depends on the text, of which there is little here: tokens a step
-differ from those of docs/drafts.md.
+differ from those of docs/guide/drafts.md.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def main() -> None:
     config = CompileConfig(
         plans=plans,
         max_batch_size=options.sequences,
-        # the shortest that the tables of docs/drafts.md were measured with
+        # the shortest that the tables of docs/guide/drafts.md were measured with
         max_seq_len=max(1024, max(options.contexts) + options.tokens),
         draft_kv=tuple(options.draft_kv),
         backend=options.backend,

@@ -244,7 +244,7 @@ under another Python version.
 
 `draft-boosted` is a second draft, to be merged with the first, by `examples/boost_tune.py`;
 `draft-llama` has another tokenizer, by `examples/train_other_vocabulary.py`; `eagle` is an EAGLE-3
-head, by `examples/train_eagle_head.py` (docs/drafts.md).
+head, by `examples/train_eagle_head.py` (docs/guide/drafts.md).
 
 ## Training
 

@@ -2,7 +2,7 @@
 
     python -m tests.architecture_results --run --backend eager      all of them, kept as they pass
     python -m tests.architecture_results --run --backend cpu gemma2 gpt_oss
-    python -m tests.architecture_results                            docs/architectures.md anew
+    python -m tests.architecture_results                            docs/guide/architectures.md anew
 
 A run compares 32 tokens of five prompts of unequal lengths in one batch, and of one alone, with
 off, a chain of 4 and tree 2,2,1, in float32, and adds what came of it to the file of results.
@@ -26,7 +26,7 @@ from tests import models, more_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "architectures.json"
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "guide" / "architectures.md"
 NAMES = (*models.ARCHITECTURES, *more_models.CONFIGS)
 NUM_TOKENS = 32
 _HEAD = """# Architectures and backends
@@ -36,7 +36,7 @@ This page is written by `python -m tests.architecture_results` from
 many tokens of a tiny random model were compared with `transformers.generate`, all of them equal:
 with off, a chain of 4 and tree 2,2,1, five prompts in one batch and one alone, float32. Steps of
 `cuda` were captured and replayed on a simulated device, with the oracles of its operators in place
-of the kernels, which are compared with them one by one ([the CUDA backend](cuda.md)). For
+of the kernels, which are compared with them one by one ([the CUDA backend](../design/cuda.md)). For
 `tensorrt` onnxruntime ran the files that TensorRT builds, at the addresses that it is given ([what
 was executed](onnx-tensorrt.md)). `refused`: compiling such a model is refused before anything slow
 starts. An empty field was not run by this command (`tests/runtime/test_lossless.py`,
@@ -144,7 +144,7 @@ absorbed as well, 3.4 times the products of expanded ones for DeepSeek; they are
 yet. Tiles of 64 rows, which the matrix units of sm_90 take at their full rate, are not built: they
 need more registers than a thread has. An H200 has run it: on a tiny model, with the oracles'
 tokens, and a step of DeepSeek V2 Lite's shapes takes 3.92 ms, in which attention takes 0.74
-([benchmarks](benchmarks.md#drafts-that-read-hidden-states-quantized-weights-mixtures-latent-attention)).
+([measured](../notebook/gpu.md#drafts-that-read-hidden-states-quantized-weights-mixtures-latent-attention)).
 Expanded keys and values need models in which both have the same width; if the widths differ, `auto`
 takes latents of any size.
 
@@ -226,7 +226,7 @@ def read_results() -> list[dict[str, Any]]:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """`docs/architectures.md`."""
+    """`docs/guide/architectures.md`."""
     backends = backend_names()
     lines = ["| model type | attention | " + " | ".join(backends) + " |"]
     lines.append("|---" * (2 + len(backends)) + "|")

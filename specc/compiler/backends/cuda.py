@@ -11,7 +11,7 @@ from specc.compiler.backends.base import CompilerBackend
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import Phases
 
-# compute capabilities of GPUs that have run engines, with the right output (docs/cuda.md)
+# compute capabilities of GPUs that have run engines, with the right output (docs/design/cuda.md)
 PROVEN = ((9, 0),)
 
 
