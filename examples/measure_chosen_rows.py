@@ -1,6 +1,6 @@
 """What a self-draft would accept if it chose rows, not blocks: windows, blocks and SnapKV's rows.
 
-    python examples/measure_chosen_rows.py --json docs/results/chosen_rows.json
+    python examples/measure_chosen_rows.py --json out/chosen_rows.json
 
 The long target (examples/long) reads stretches of held-out files and writes tokens of its own at
 temperature 1. At each of these a draft of one token is asked, teacher-forced: the committed rows

@@ -1,9 +1,9 @@
 """Measure what compiling costs: time over layers, and peak memory on weights larger than that.
 
-    python examples/measure_compile.py --output docs/results/compile_scale.json
+    python examples/measure_compile.py --output out/compile_scale.json
     python examples/measure_compile.py --part cpu --output compile_cpu.json
-    python examples/measure_compile.py --part ranks --output docs/results/compile_ranks.json
-    python examples/measure_compile.py --part reshard --output docs/results/reshard.json
+    python examples/measure_compile.py --part ranks --output out/compile_ranks.json
+    python examples/measure_compile.py --part reshard --output out/reshard.json
 
 Each measurement runs in a process of its own, so that peaks do not mix. `passes`: the traced
 models have the shapes of Llama 3 70B and no weights; the model that is compiled for the backend

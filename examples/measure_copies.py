@@ -5,7 +5,7 @@ before, or it is new. A draft that has learned to copy is right at nearly all of
 the target's hidden states say helps with the latter. Both are asked for one token, with the text
 before it given.
 
-    python examples/measure_copies.py --json docs/results/copies_pair.json
+    python examples/measure_copies.py --json out/copies_pair.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The context from which on a self-draft pays, measured, beside MagicDec's formula.
 
-    python examples/measure_crossing.py --json docs/results/crossing.json
+    python examples/measure_crossing.py --json out/crossing.json
 
 A target with random weights, whose cache outweighs them at long context, decodes plainly and with
 chains of a self-draft at six contexts. Acceptance is assumed: a step counts for the tokens that

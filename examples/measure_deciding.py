@@ -1,6 +1,6 @@
 """Microseconds that the policy goodput takes for a decision, by requests of the batch.
 
-    python examples/measure_deciding.py --json docs/results/deciding.json
+    python examples/measure_deciding.py --json out/deciding.json
 
 Requests of different lengths run chains, a tree and a self-draft by turns, as far as the policy
 chooses so; acceptance is by dice, and passes take what a latency table says: no model runs. Every
@@ -30,7 +30,7 @@ from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.machine import describe_machine
 
-TABLE = Path(__file__).resolve().parent.parent / "docs" / "results" / "latency_100m.json"
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "measure" / "latency_100m.json"
 WINDOW = "self_w512_s4"
 PLANS = [
     OFF,

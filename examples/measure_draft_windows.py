@@ -1,6 +1,6 @@
 """Loss of a draft past its trained length: all rows, a window, and positions inside the window.
 
-    python examples/measure_draft_windows.py --json docs/results/draft_windows_pair.json
+    python examples/measure_draft_windows.py --json out/draft_windows_pair.json
 
 The demo pair's draft reads held-out files, joined to 8192 tokens, of which it was trained on 1024.
 Each of its layers attends to

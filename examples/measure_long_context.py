@@ -1,6 +1,6 @@
 """Speed of self-drafts where the cache outweighs the weights: batch by context, beside plan off.
 
-    python examples/measure_long_context.py --json docs/results/long_context.json
+    python examples/measure_long_context.py --json out/long_context.json
 
 A random target of 8 layers, two KV heads of 64 (8 KB of cache a token in float32) and 26 MB of
 weights is compiled for the CPU. Rows of the cache are random numbers, one set of them for all
@@ -13,7 +13,7 @@ With `--latency-s` the engine's latency table is measured first, and `predicted`
 from it. `--plot` draws both over the context, a panel for each batch; with `--from` it draws what
 was measured before:
 
-    python examples/measure_long_context.py --from docs/results/long_context.json --plot plot.svg
+    python examples/measure_long_context.py --from out/long_context.json --plot plot.svg
 """
 
 from __future__ import annotations

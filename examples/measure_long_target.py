@@ -1,6 +1,6 @@
 """Speed of self-drafts on a target that uses its context: examples/long, whole iterations.
 
-    python examples/measure_long_target.py --json docs/results/long_target_speed.json
+    python examples/measure_long_target.py --json out/long_target_speed.json
 
 Requests read stretches of held-out files once, and then decode with plain decoding and with each
 plan in turn, a few steps each, all from the same rows: what a step yields is what the target

@@ -4,7 +4,7 @@ r"""Measure an engine whose weights do not fit: bytes read, time of a step, and 
     specc compile --target T --draft examples/pair/draft --tree 1,1,1,1 --tree 4,2,2,1 \
       --segments --no-probe --max-batch-size 2 --max-seq-len 512 -o engine/
     python examples/measure_offload.py engine/ --budgets 200M,350M,700M,1000M \
-      --output docs/results/offload.json
+      --output out/offload.json
 
 On a machine with other work, `--turns 3` measures all of it three times, one budget after the
 other, and takes medians; a step is compared with the bound of its own turn. `--small-pages` adds

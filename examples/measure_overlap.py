@@ -1,6 +1,6 @@
 """Drafting and verifying at once, on two cores: what it takes, beside what it could take at best.
 
-    python examples/measure_overlap.py --json docs/results/overlap.json
+    python examples/measure_overlap.py --json out/overlap.json
 
 Two processes, pinned to a core each: one passes the target over a batch, the other one the draft.
 They wait for each other after every round, as two stages of a pipeline do (Minions,

@@ -1,7 +1,7 @@
 """Models of many layers as segments and as one program: what compiling and passes cost.
 
-    python examples/measure_segments.py --output docs/results/compile_segments.json
-    python examples/measure_segments.py --passes --output docs/results/compile_segments.json
+    python examples/measure_segments.py --output out/compile_segments.json
+    python examples/measure_segments.py --passes --output out/compile_segments.json
 
 Each engine is compiled in a process of its own with no cache warm. Then one process loads both and
 runs a pass of one and of the other in turns: the two are compared within the same milliseconds,

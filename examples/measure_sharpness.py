@@ -1,6 +1,6 @@
 """Tokens a step of sampled requests, with drafts as they are and with the factors that suit them.
 
-    python examples/measure_sharpness.py --json docs/results/sharpness.json
+    python examples/measure_sharpness.py --json out/sharpness.json
 
 The demo target is compiled with each of its drafts. Factors are learned from what it puts out at
 temperature 1 after the held-out prompts, as `specc tune` learns them. Then plans with and without

@@ -8,7 +8,7 @@ so that there are enough of them.
 
     specc compile --target examples/pair/target --draft examples/pair/draft --tree 1,1,1,1 \
         --tree 3,2,1 --tree dynamic:8,3,3 -o out/structured
-    python examples/measure_structured.py out/structured --json docs/results/structured.json
+    python examples/measure_structured.py out/structured --json out/structured.json
 """
 
 from __future__ import annotations

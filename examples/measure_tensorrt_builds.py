@@ -1,6 +1,6 @@
 """Build TensorRT engines for several GPUs on a machine without one, and list what came out.
 
-    python examples/measure_tensorrt_builds.py --output docs/results/tensorrt_builds.json
+    python examples/measure_tensorrt_builds.py --output out/tensorrt_builds.json
 
 Configurations only: weights are random, the emitter and the builder are specc's own. The shape
 `llama-8b-4-layers` is Llama 3 8B with 4 of its 32 layers; a plan holds the weights. Every model and

@@ -1,7 +1,7 @@
 r"""One model in too little memory: llama.cpp, which maps its file, beside offloaded weights.
 
     python examples/measure_under_limit.py engine/ --target T --draft examples/pair/draft \
-      --limit 700M --budget 350M --output docs/results/under_limit.json
+      --limit 700M --budget 350M --output out/under_limit.json
 
 The engine is that of `measure_offload.py`; the checkpoints are those that it was compiled of, and
 become GGUF files of the same type. Needs llama-cpp-python and gguf (the extra `peers`), and

@@ -1,13 +1,13 @@
 """Tokens a step of self-drafts by window and context, beside those of a draft model.
 
-    python examples/measure_views.py --json docs/results/views_pair.json
+    python examples/measure_views.py --json out/views_pair.json
 
     python examples/measure_views.py --target examples/long/target --corpus \
         --contexts 1024 2048 4096 8000 --windows 64 128 256 512 1024 \
-        --draft-kv window=64 window=512 --json docs/results/views_long.json
+        --draft-kv window=64 window=512 --json out/views_long.json
 
     python examples/measure_views.py --windows --budgets --selves skip=5 skip=4-5 layers=0-3 \
-        --times --json docs/results/layers_pair.json
+        --times --json out/layers_pair.json
 
 The demo target drafts chains with windows of its own cache, and with as many rows of which some are
 the blocks that it attended to most. A context is held-out prompts of `examples/pair`, joined until

@@ -1,6 +1,6 @@
 """Tokens a step of drafts that have the target's tokenizer, and of one that has another.
 
-    python examples/measure_vocabularies.py --json docs/results/other_vocabulary.json
+    python examples/measure_vocabularies.py --json out/other_vocabulary.json
 
 The demo target is compiled with its own draft and with those of `train_other_vocabulary.py`, whose
 tokenizer is Llama's kind. Chains of each draft continue the same prompts, greedily and at

@@ -1,6 +1,6 @@
 """Where the time of a step goes: compiled programs, the glue between their calls, and Python.
 
-    python examples/profile_step.py out/engine-100m --threads 2 --json docs/results/profile.json
+    python examples/profile_step.py out/engine-100m --threads 2 --json out/profile.json
 
 A step of a compiled engine is one call out of Python. What is measured, step by step, on real
 prompts after a warm-up: the wall time from one step to the next; the time inside the step program;

@@ -1,6 +1,6 @@
 """Adaptive verification on batches whose requests have good and bad drafts, in simulated time.
 
-    python examples/simulate_adaptive.py --json docs/results/adaptive_verification.json
+    python examples/simulate_adaptive.py --json out/adaptive_verification.json
 
 Some requests of a batch accept most of what is drafted for them, others little; all decode
 together. The real scheduler and the real policy goodput serve them in simulated time
@@ -32,7 +32,7 @@ from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "measure" / "latency_100m.json"
 PROMPT = 256
 # name → acceptance by depth of the first half of the requests, and of the second
 LOADS: Mapping[str, tuple[list[list[float]], list[list[float]]]] = {
@@ -151,7 +151,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
+    parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--requests", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--seeds", type=int, nargs="+", default=[7])
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))

@@ -32,7 +32,7 @@ from specc.simulate.load import Drafting, Lengths, Load, make_load
 from specc.simulate.simulator import Limits
 from specc.speculation.plans import OFF, SpecPlan
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "measure" / "latency_100m.json"
 # what the bars allow: mean latency over that of the best fixed choice, and over that of off
 OVER_BEST, OVER_OFF = 1.02, 1.03
 # what the demo pair shows: depth 1 to 4 of examples/pair/README.md, the first three choices
@@ -208,7 +208,7 @@ def plot(rows: list[Comparison], lengths: tuple[str, str], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
+    parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument(
         "--part", choices=["rates", "adversarial", "policies"], help="only this one"
     )

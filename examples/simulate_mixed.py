@@ -1,6 +1,6 @@
 """Goodput on batches of short and long requests, beside the best choice for each kind.
 
-    python examples/simulate_mixed.py --json docs/results/goodput_mixed.json
+    python examples/simulate_mixed.py --json out/goodput_mixed.json
 
 Half of the requests have 1,024 tokens of context, half 32,768, and all decode together. The real
 scheduler and the real policy goodput serve them in simulated time (specc/simulate/simulator.py),
@@ -30,10 +30,10 @@ from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+TABLE = Path(__file__).resolve().parent.parent / "tests" / "measure" / "latency_100m.json"
 SHORT, LONG = 1024, 32768
 VIEW = "self_w512_s4"
-# of the pair's draft in docs/results/goodput_simulated.json; of a window of the demo target
+# of the pair's draft in docs/results/goodput.json#goodput_simulated; of a window of the demo target
 DRAFTING = Drafting({"draft_0": [[0.73], [0.75], [0.8]], VIEW: [[0.9]]})
 
 
@@ -138,7 +138,7 @@ def run(tables: Mapping[str, LatencyTable], options: argparse.Namespace) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--table", type=Path, default=RESULTS / "latency_100m.json")
+    parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--requests", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 11, 12])
     parser.add_argument("--tokens", type=int, default=1024, help="output of each request")

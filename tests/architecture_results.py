@@ -157,7 +157,7 @@ Milliseconds for the parts that differ in one layer of DeepSeek V2 Lite's sizes:
 keys and values, and attention ("expanded"); products with Wk and Wv, and attention ("absorbed"); or
 latents as engines compute them (one thread, 2026-11-26, torch 2.13.0, a shared machine with load 12
 on two cores, so compare ratios within a row; alternating, medians of 5;
-`docs/results/latent_attention.json`):
+`docs/results/cpu.json#latent_attention`):
 
 | rows, a pass | float32: expanded | absorbed | latent | bfloat16: expanded | absorbed | latent |
 |---|---|---|---|---|---|---|
@@ -351,7 +351,8 @@ def main() -> None:
                 key = (name, options.backend)
                 rows = [r for r in rows if (r["name"], r["backend"]) != key] + [row]
                 rows.sort(key=lambda r: (NAMES.index(r["name"]), r["backend"]))
-                RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                lines = ",\n".join(json.dumps(r) for r in rows)
+                RESULTS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
                 print(name, row["num_compared"], row["attention"], flush=True)
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
