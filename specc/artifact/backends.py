@@ -12,6 +12,8 @@ from typing import Literal
 from specc.close_name import advice
 from specc.errors import ConfigError
 
+# of the integers that rows become, where they are fewer than the type of the rows asks for
+ACTIVATION_BITS = (8, 16)
 Attention = Literal["native", "parts", "split", "whole"]
 NATIVE: Attention = "native"
 PARTS: Attention = "parts"

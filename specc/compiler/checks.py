@@ -37,7 +37,7 @@ def choose_dtypes(
     for model, dtype in zip(models, wanted, strict=True):
         if dtype != AUTO:
             chosen.append(dtype)
-        elif chosen and not config.draft_dtypes:
+        elif chosen and not config.draft_dtype:
             chosen.append(chosen[0])
         else:
             chosen.append(_automatic(model, backend, warnings))

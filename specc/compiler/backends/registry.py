@@ -101,8 +101,8 @@ def check_options(config: CompileConfig, backend: CompilerBackend) -> None:
         )
     if config.quantize is not None and "quantize" in backend.options:
         _check_kind(config.quantize, backend)
-    for name, default in BACKEND_OPTIONS.items():
-        if getattr(config, name) == default or name in backend.options:
+    for name in BACKEND_OPTIONS:
+        if getattr(config, name) == getattr(CompileConfig, name) or name in backend.options:
             continue
         option = "--" + name.replace("_", "-")
         takers = [x for x in backend_names() if name in compiler_backend(x).options]
