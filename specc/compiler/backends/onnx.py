@@ -48,18 +48,18 @@ class PaddedCompiler(CompilerBackend):
         return dataclasses.replace(memory, cache=cache)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        entry = cache_rows_of(engine.limits, engine.plans)
+        entry = cache_rows_of(engine.context.limits, engine.context.plans)
         records = []
         for model in engine.models:
-            with engine.phases.phase(f"trace {model.name} padded"):
+            with engine.context.timer.phase(f"trace {model.name} padded"):
                 source = model.source
-                sizes = (entry.rows.total, engine.dump, source.rope_length)
+                sizes = (entry.rows.total, engine.context.dump, source.rope_length)
                 program, done = padded_program(
                     source.module, model.program, *sizes, model.whole_layers, source.vocabulary
                 )
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program
-            with engine.phases.phase(f"write {model.name} onnx"):
+            with engine.context.timer.phase(f"write {model.name} onnx"):
                 write_onnx(engine.writer, model, self.products)
         return Emitted(rectangle=entry, records=records)
 

@@ -52,7 +52,7 @@ class AbacusBackend(CompilerBackend):
         return (("norms", (FuseRMSNorm,)),)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        with engine.phases.phase("list operators"):
+        with engine.context.timer.phase("list operators"):
             for model in engine.models:
                 calls = [n for n in model.program.graph.nodes if n.op == "call_function"]
                 called = sorted({str(node.target) for node in calls})
