@@ -14,6 +14,7 @@ from specc.artifact.mla_cache import MLA_CACHES
 from specc.close_name import advice, close_name
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
+from specc.refusals import Asked, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +33,6 @@ _DTYPE_ALIASES = {
 }
 DEFAULT_MAX_LOGITS_MB = 512
 _QUANTIZE_GROUPS = (32, 64, 128)
-# options that not every backend takes; the compiler's backends say which they take
-BACKEND_OPTIONS = (
-    "compute_capability", "decomposable_attention", "tensor_parallel_size",
-    "draft_tensor_parallel_size", "draft_ranks", "segments", "kv_cache_dtype",
-    "pipeline_parallel_size", "quantize", "activation_bits",
-)  # fmt: skip
 
 
 # upper ends of ranges are those of traced dimensions (passes/frontend/trace.py), or beyond any use
@@ -261,6 +256,7 @@ class CompileConfig:
         check_ranges(self, as_flags=True)
         self._check_ranks()
         self._check_quantization()
+        refuse(Asked(self))
 
     @property
     def quantization(self) -> str | None:
@@ -281,13 +277,6 @@ class CompileConfig:
                     "choose one of them, or leave out --quantize",
                 ),
             )
-        if self.quantize_group is not None and self.quantize not in ("int8", "int4"):
-            raise ConfigError(
-                f"--quantize-group {self.quantize_group}"
-                + (f" and --quantize {self.quantize}" if self.quantize else ""),
-                "--quantize int8 or int4: fp8 has one scale for each output",
-                "leave out --quantize-group",
-            )
         if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
             raise ConfigError(
                 f"--quantize-group {self.quantize_group}",
@@ -300,53 +289,14 @@ class CompileConfig:
                 "8 or 16",
                 "choose one of them, or leave it out: 24 bits in float32, 16 in bfloat16",
             )
-        own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
-        if own and self.segments:
-            raise ConfigError(
-                f"--draft {own[0].option} and --segments",
-                "whole programs: segments have one copy of their weights",
-                "leave out one of the two",
-            )
-
-    def _check_stages(self) -> None:
-        """Raises ConfigError: what a target in stages does not go with."""
-        stages = self.pipeline_parallel_size
-        if stages == 1:
-            return
-        others = {
-            "--draft-tensor-parallel-size": (self.draft_tensor_parallel_size, 1),
-            "--draft-ranks": (self.draft_ranks, 1),
-            "--kv-cache-dtype": (self.kv_cache_dtype, AS_MODEL),
-        }
-        given = [f"{name} {value}" for name, (value, none) in others.items() if value != none]
-        if self.segments:
-            raise ConfigError(
-                f"--segments and --pipeline-parallel-size {stages}",
-                "one of the two: a stage is one program, whose weights stay in memory",
-                "leave out --segments, or --pipeline-parallel-size",
-            )
-        given += [f"--draft {own.option}" for plan in self.plans for own in plan.self_drafts]
-        if given:
-            raise ConfigError(
-                f"{given[0]} and --pipeline-parallel-size {stages}",
-                "a target in stages, with models or lookups that draft on rank 0",
-                f"leave out {given[0].split()[0]}, or --pipeline-parallel-size",
-            )
 
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
-        self._check_stages()
         if self.draft_ranks > num_ranks:
             raise ConfigError(
                 f"--draft-ranks {self.draft_ranks} and --tensor-parallel-size {num_ranks}",
                 "as many ranks as draft, or more",
                 f"pass --draft-ranks {num_ranks}, or a larger --tensor-parallel-size",
-            )
-        if self.draft_ranks > 1 and drafts > 1:
-            raise ConfigError(
-                f"--draft-ranks {self.draft_ranks} and --draft-tensor-parallel-size {drafts}",
-                "drafts that are one rank's each, or cut for all ranks",
-                "leave out one of the two",
             )
         if drafts in (1, num_ranks):
             return

@@ -21,7 +21,7 @@ from specc.artifact.manifest_entries import (
     SegmentsEntry,
 )
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.registry import check_options, choose_backend
+from specc.compiler.backends.registry import choose_backend
 from specc.compiler.candidate import ModelLike, as_drafts
 from specc.compiler.checked_models import CheckedModels
 from specc.compiler.checks import check_dump
@@ -35,12 +35,8 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.engine_plans import (
-    check_blocks,
     check_budgets,
-    check_kv_windows,
     check_outgrown,
-    check_taps,
-    check_views,
     check_voters,
     engine_plans,
     tile_plans,
@@ -48,8 +44,6 @@ from specc.compiler.engine_plans import (
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.compiler.quantized_models import (
-    check_activation_bits,
-    check_cut_integers,
     check_used_bits,
     describe_quantization,
     told_of_quantized,
@@ -64,6 +58,7 @@ from specc.passes.pipeline import PassRecord
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.refusals import Asked, refuse
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
@@ -124,10 +119,9 @@ def build(
     config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend, config)
-    check_options(config, backend)
-    check_views(plans, config, backend.facts)
-    check_kv_windows(config, len(draft_models), backend.facts)
-    check_taps(taps, config, backend.facts)
+    num_drafts, keeps_hidden = len(draft_models), taps is not None
+    asked = Asked(config, plans, backend.facts, backend.options, num_drafts, keeps_hidden)
+    refuse(asked)
     config = backend.adapt(config)
     with (
         rare_collections(),
@@ -136,11 +130,10 @@ def build(
     ):
         check_dump(dump_graphs)
         with phases.phase("check models"):
-            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
+            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, asked)
         heads = taps_of(checked.candidates)
         taps, plans = heads or taps, with_heads(plans, checked.candidates)
-        check_blocks(plans, backend.facts)
-        check_taps(taps, config, backend.facts)
+        refuse(dataclasses.replace(asked, plans=plans, reads_hidden=taps is not None))
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
@@ -188,8 +181,6 @@ def _context(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
-    check_cut_integers(config, backend.facts, plans, keeps_integers)
-    check_activation_bits(config, plans, keeps_integers)
     return CompileContext(config, backend, plans, limits, timer, dump, taps, keeps_integers)
 
 

@@ -21,7 +21,6 @@ from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models
 from specc.compiler.context import CompileContext
 from specc.compiler.engine_plans import (
-    check_blocks,
     check_budgets,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
@@ -42,6 +41,7 @@ from specc.passes.program_json import program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer
+from specc.refusals import Asked, refuse
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.json_file import read_json
 
@@ -147,7 +147,7 @@ def compile_shapes(
     candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
     candidates = with_confidence(candidates, backend.facts, plans)
     taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
-    check_blocks(plans, backend.facts)
+    refuse(Asked(CompileConfig(), plans, backend.facts, backend.options))
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),

@@ -31,8 +31,6 @@ from specc.compiler.compiled_model import CompiledModel, KeptGraphs, WholeGraph
 from specc.compiler.context import CompileContext
 from specc.compiler.engine_files import write_programs, write_report, write_steps
 from specc.compiler.engine_plans import (
-    check_taps,
-    check_views,
     tile_plans,
 )
 from specc.compiler.model_entries import cache_layout
@@ -49,6 +47,7 @@ from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.refusals import Asked, refuse
 from specc.speculation.self_drafts import SelfDraft
 from specc.version import __version__
 
@@ -89,8 +88,9 @@ def reshard_engine(
             old, backend = _check(engine, asked, num_stages is None)
         num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
         config = _config_of(old, backend, num_ranks, num_stages)
-        check_views(config.plans, config, backend.facts)
-        check_taps(old.models[0].kept_taps, config, backend.facts)
+        keeps_hidden = old.models[0].kept_taps is not None
+        facts, options = backend.facts, backend.options
+        refuse(Asked(config, None, facts, options, reads_hidden=keeps_hidden))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -255,7 +255,7 @@ def _takes_ranks(backend: str) -> bool:
 
     Padded programs are traced from a model's module, which engines do not hold.
     """
-    can_cut = "tensor_parallel_size" in compiler_backend(backend).options
+    can_cut = "tensor_parallel_size" in facts_of(backend).options
     return can_cut and not facts_of(backend).is_padded
 
 

@@ -55,9 +55,8 @@ def self_draft_programs(
     """
     drafts = dict.fromkeys(draft for plan in context.plans for draft in plan.self_drafts)
     made, records = [], []
-    quantization, max_seq_len = context.config.quantization, context.limits.max_seq_len
     for draft in drafts:
-        entry = _entry_of(draft, target, max_seq_len, quantization)
+        entry = _entry_of(draft, target, context.limits.max_seq_len)
         if entry is None:
             continue
         assert target.unfused is not None
@@ -108,9 +107,7 @@ def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) 
             writer.write_json(draft.entry.whole_file, draft.whole)
 
 
-def _entry_of(
-    draft: SelfDraft, target: CompiledModel, max_seq_len: int, quantization: str | None
-) -> SelfDraftEntry | None:
+def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
     """None of a draft that calls the target's own program over another block table."""
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
@@ -120,18 +117,6 @@ def _entry_of(
     has_slopes = any(layer.has_slopes for layer in target.program.layers)
     # over a table of a part of the blocks, distances would be other ones
     is_windowed = view is not None and (any(slides) or has_slopes)
-    if draft.weights is not None and target.source.scheme is not None:
-        raise ConfigError(
-            f"--draft {draft.option}, and a quantized checkpoint ({target.source.scheme})",
-            "a checkpoint in floats, whose weights are rounded for the draft",
-            "choose another draft: this one would read the target's own integers",
-        )
-    if draft.weights is not None and draft.quantization == quantization:
-        raise ConfigError(
-            f"--draft {draft.option}, and a target whose weights are in {quantization}, too",
-            "weights that differ from the target's",
-            "leave out --quantize, or choose another draft",
-        )
     if view is not None and view.chosen and has_slopes:
         raise ConfigError(
             f"--draft {draft.option}, and scores that depend on how far a key is (ALiBi)",

@@ -66,7 +66,6 @@ class CompilerBackend:
     Attributes:
         facts: of the backend that the engine names, and that runs it.
         aliases: what people and other programs call it; an error then says the right name.
-        options: fields of `CompileConfig` that it takes and others do not; see `BACKEND_OPTIONS`.
         prefill_chunk: tokens of a prefill pass where nobody says how many.
         cuts_first: stages of a pipeline are cut before its phases, which each stage then goes
             through by itself; else the target is cut after them.
@@ -74,7 +73,6 @@ class CompilerBackend:
 
     facts: BackendFacts
     aliases: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
     prefill_chunk: int = LEAST_PREFILL_CHUNK
     cuts_first: bool = False
 
@@ -82,6 +80,11 @@ class CompilerBackend:
     def name(self) -> str:
         """As `--backend` has it."""
         return self.facts.name
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """See `BackendFacts`."""
+        return self.facts.options
 
     def is_default(self) -> bool:
         """Whether a compilation that names no backend may choose it on this machine."""

@@ -21,9 +21,6 @@ from specc.passes.memory import ModelMemory
 from specc.passes.rewrite.padded import padded_program
 from specc.speculation.plans import SpecPlan
 
-# how models are cut for ranks, of each of which they are written
-RANK_OPTIONS = ("tensor_parallel_size", "draft_tensor_parallel_size")
-
 
 class PaddedCompiler(CompilerBackend):
     """Traces every model over [batch, nodes] tokens and writes it as ONNX.
@@ -112,7 +109,6 @@ class OnnxCompiler(PaddedCompiler):
 
     facts = facts_of("onnx")
     aliases = ("onnxruntime",)
-    options = (*RANK_OPTIONS, "quantize")
 
     def probe_refusal(self, manifest: Manifest) -> str | None:
         if any(model.dtype in self.facts.unrun_dtypes for model in manifest.models):

@@ -10,7 +10,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import LimitsEntry, TensorRTEntry
 from specc.artifact.model_entry import ModelEntry, rank_prefix
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedCompiler
+from specc.compiler.backends.onnx import PaddedCompiler
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -27,9 +27,6 @@ class TensorRTCompiler(PaddedCompiler):
 
     facts = facts_of("tensorrt")
     aliases = ("trt",)
-    options: tuple[str, ...] = (
-        "compute_capability", "decomposable_attention", *RANK_OPTIONS, "quantize",
-    )  # fmt: skip
     products = "rows"
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:

@@ -39,9 +39,11 @@ from tests.runtime.backends.counted_backend import CountedBackend
 class AbacusBackend(CompilerBackend):
     """Engines with a list of the operators that each model calls."""
 
-    facts = BackendFacts("abacus", ("bfloat16",), "cpu", "flat", model_files=("onnx_file",))
+    facts = BackendFacts(
+        "abacus", ("bfloat16",), "cpu", "flat",
+        model_files=("onnx_file",), options=("compute_capability",),
+    )  # fmt: skip
     aliases = ("beads",)
-    options = ("compute_capability",)
     prefill_chunk = 1024
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
