@@ -35,7 +35,7 @@ def main(
     config = CompileConfig(
         plans=plans,
         dtype=dtype,
-        draft_dtypes=(dtype, "bfloat16"),
+        draft_dtype=(dtype, "bfloat16"),
         activation_bits=activation_bits,
         max_batch_size=max_batch_size,
         max_seq_len=512,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, open_models
 from specc.compiler.checks import check_assumptions, check_lengths, check_logits, choose_dtypes
 from specc.compiler.engine_plans import check_voters, engine_plans
-from specc.compiler.heads import check_heads, with_confidence
-from specc.compiler.quantized_models import check_quantized
+from specc.compiler.heads import called, check_heads, with_confidence
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import CompileConfig
@@ -27,6 +26,7 @@ from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.heads.mtp_source import mtp_source
 from specc.passes.frontend.heads.mtp_spec import MtpSpec
 from specc.passes.frontend.model_source import ModelSource
+from specc.refusals import Asked, refuse
 from specc.speculation.kv_window import KVWindow
 
 # what has to be divisible, by the names that configurations have for it
@@ -67,6 +67,7 @@ class CheckedModels:
         config: CompileConfig,
         backend: CompilerBackend,
         tokenizer: str | Path | None,
+        asked: Asked,
     ) -> CheckedModels:
         """Read configurations and headers, and refuse what cannot be compiled.
 
@@ -76,6 +77,7 @@ class CheckedModels:
             config: options.
             backend: of the engine.
             tokenizer: directory or tokenizer.json, where the target is a module.
+            asked: what is known before the models are.
         Raises:
             SpeccError: found / needed / do.
         """
@@ -83,11 +85,17 @@ class CheckedModels:
         candidates = open_models(target, drafts, config.rope_length, config.weight_only, switches)
         check_assumptions(candidates, config)
         candidates = with_confidence(candidates, backend.facts, engine_plans(config, len(drafts)))
-        check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
+        asked = replace(
+            asked,
+            heads={x.name: called(x) for x in candidates if x.head is not None},
+            schemes={x.name: x.scheme for x in candidates if x.scheme is not None},
+            dtypes=dtypes,
+        )
+        refuse(asked)
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
-        check_heads(candidates, dtypes, config)
+        check_heads(candidates, dtypes)
         check_logits(config, candidates[0], dtypes[0])
         check_voters(config.plans, _head_dims(candidates[0].config), dtypes[0], backend.facts)
         for candidate in candidates:
@@ -96,7 +104,7 @@ class CheckedModels:
         if num_layers := _named_size(candidates[0].config, _LAYERS):
             check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
-        check_uncut(config, tokens)
+        refuse(replace(asked, mapped=tuple(tokens.maps)))
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
         return cls(candidates, dtypes, tokens, told, windows, config.weight_only)
@@ -129,17 +137,6 @@ def _source_of(head: HeadSpec, target: ModelSource, dtype: torch.dtype, name: st
         return mtp_source(head, target, dtype, name)
     assert isinstance(head, OwnSpec)
     return head_source(head, target, dtype, name)
-
-
-def check_uncut(config: CompileConfig, tokens: TokenizerFiles) -> None:
-    """Raises ConfigError: ranks share drafts, of which one has other tokens than the target."""
-    if tokens.maps and config.draft_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--draft-tensor-parallel-size {config.draft_tensor_parallel_size}, and"
-            f" {next(iter(tokens.maps))}, whose tokens are other ones than the target's",
-            "a whole vocabulary on each rank that drafts: the target's ids are chosen from it",
-            "leave --draft-tensor-parallel-size at 1: rank 0 drafts alone",
-        )
 
 
 def _head_dims(model: Any) -> list[int]:

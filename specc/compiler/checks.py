@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.backends import BackendFacts
 from specc.compiler.assumptions import AS_FILES_SAY
 from specc.compiler.candidate import Candidate, advice_for, errors_of, label
 from specc.config import AUTO, DTYPES, CompileConfig
@@ -29,7 +29,7 @@ def choose_dtypes(
     backend does not compute in it. Drafts that are told nothing take what the target has.
 
     Raises:
-        ConfigError: a type that the backend, or specc, does not compute in.
+        ConfigError: a checkpoint in a type that specc does not compute in.
     """
     wanted = config.dtypes_of(len(models) - 1)
     warnings: list[str] = []
@@ -37,13 +37,10 @@ def choose_dtypes(
     for model, dtype in zip(models, wanted, strict=True):
         if dtype != AUTO:
             chosen.append(dtype)
-        elif chosen and not config.draft_dtypes:
+        elif chosen and not config.draft_dtype:
             chosen.append(chosen[0])
         else:
             chosen.append(_automatic(model, backend, warnings))
-    for dtype in chosen:
-        if dtype not in backend.dtypes:
-            raise _not_computed(dtype, backend)
     return chosen, warnings
 
 
@@ -135,15 +132,6 @@ def check_dump(directory: Path | None) -> None:
             "a directory that this user may write to",
             "choose another directory, or leave out --dump-graphs",
         ) from error
-
-
-def _not_computed(dtype: str, backend: BackendFacts) -> ConfigError:
-    others = [name for name in backend_names() if dtype in facts_of(name).dtypes]
-    return ConfigError(
-        f"dtype {dtype} for the backend {backend.name}",
-        f"{' or '.join(backend.dtypes)}, or one of the backends {', '.join(others)}",
-        f"pass --dtype {backend.dtypes[-1]}, or --backend {others[0]}",
-    )
 
 
 def _automatic(model: Candidate, backend: BackendFacts, warnings: list[str]) -> str:

@@ -17,8 +17,10 @@ from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
 class TorchTensorRTCompiler(TensorRTCompiler):
     """Builds from the padded programs instead of the ONNX files."""
 
-    # it builds for the GPU that it finds
-    options = ("decomposable_attention",)
+    @property
+    def options(self) -> tuple[str, ...]:
+        """It builds for the GPU that it finds."""
+        return ("decomposable_attention",)
 
     @property
     def name(self) -> str:

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 from specc.artifact.cache_rows import CacheRows
 from specc.cli.main import app
 from specc.compiler import build as compiler
-from specc.compiler.backends.registry import check_options, compiler_backend
+from specc.compiler.backends.registry import compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TensorRTError
 from specc.kernels import ops
 from specc.passes.lower.experimental import torch_tensorrt as lower
 from specc.passes.lower.experimental.export_with_weights import export_with_weights, input_sizes
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
+from specc.refusals import Asked, refuse
 from specc.tensorrt import library as tensorrt
 from tests.onnx_models import lowered as lowered_once
 
@@ -136,9 +137,11 @@ def test_the_command_refuses_it_in_three_lines(variable, word, tiny_models, tmp_
 
 def test_it_builds_for_the_gpu_that_is_there():
     backend = compiler_backend("torch-tensorrt")
+    given = {"backend": backend.facts, "options": backend.options}
+    asked = Asked(CompileConfig(compute_capability="8.9"), **given)
     with pytest.raises(ConfigError, match="--compute-capability"):
-        check_options(CompileConfig(compute_capability="8.9"), backend)
-    check_options(CompileConfig(decomposable_attention=True), backend)
+        refuse(asked)
+    refuse(Asked(CompileConfig(decomposable_attention=True), **given))
 
 
 def test_one_profile_spans_all():
