@@ -12,8 +12,8 @@ from torch import Tensor
 from specc.runtime.backends.step import Model
 from specc.runtime.execution.block_votes import BlockVotes
 from specc.runtime.execution.can_draw import can_draw_prompts
-from specc.runtime.execution.device_link import DeviceLink, HostLink
 from specc.runtime.execution.draws import DrawnPrograms, Draws, StagedModel, prompt_draws
+from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
@@ -46,7 +46,7 @@ class Prompts:
         cache: KVCache,
         prefill_chunk: int,
         operators: Any,
-        link: HostLink | DeviceLink,
+        link: Link,
         votes: BlockVotes,
         drawn: DrawnPrograms | None,
         staged: StagedModel | None,

@@ -29,6 +29,7 @@ from specc.runtime.execution.shared_pass import (
     begin_together,
     tree_tokens,
 )
+from specc.runtime.execution.shared_runner import SharedRunner, StagedRunner
 from specc.runtime.ranks.led_model import LedModel, LoneDraft
 from specc.runtime.ranks.orders import Commit
 
@@ -70,19 +71,9 @@ class LedStep:
         self._slots = torch.arange(self.plan.num_nodes, dtype=torch.int32)
 
     @property
-    def staged(self) -> StagedStep | None:
-        """Itself: see `StagedStep`."""
-        return self
-
-    @property
-    def repeated(self) -> None:
-        """Each is run by itself."""
-        return None
-
-    @property
-    def queued(self) -> None:
-        """The host runs it."""
-        return None
+    def runner_type(self) -> type[SharedRunner]:
+        """See `Step.runner_type`."""
+        return StagedRunner if self.target.num_stages > 1 else SharedRunner
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
