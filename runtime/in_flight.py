@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch
-from specc.runtime.scheduling.beside import Beside
+from specc.runtime.scheduling.beside import ALONE, Beside
 from specc.runtime.scheduling.scheduler import Scheduler
 
 # steps in a row: of what is paid once for all of them, each has an eighth by then, and more would
@@ -141,7 +140,9 @@ class InFlight:
 
     def _advance(self) -> bool:
         if not self.queued:
-            batch = self._scheduler.schedule(Beside(most=self._most_beside))
+            batch = self._scheduler.schedule(
+                ALONE if self.num_batches is None else Beside(most=self._most_beside)
+            )
             if not batch.prefill and not batch.groups:
                 self._last_end_s = None
                 return False
@@ -181,8 +182,8 @@ class InFlight:
             for _ in results:
                 self._scheduler.hold(batch)
         if self._last_end_s is not None:
-            wall_s = (end_s - self._last_end_s) / len(results)
-            results = [replace(result, wall_s=wall_s) for result in results]
+            for result in results:
+                result.wall_s = (end_s - self._last_end_s) / len(results)
         for result in results:
             self._scheduler.postprocess(batch, result)
         # after the last request nobody knows for how long the host does other things

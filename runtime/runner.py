@@ -137,7 +137,9 @@ class Runner:
 
     def _advance(self, group: StepGroup) -> StepResult:
         inputs, slabs = self.inputs(group), self._cache.environment
-        if (drawn := drawn_step(self._drawn, group, self._steps)) is not None:
-            return drawn.advance(inputs, slabs)
+        if self._drawn is not None:
+            drawn = drawn_step(self._drawn, group, self._steps)
+            if drawn is not None:
+                return drawn.advance(inputs, slabs)
         step = self._steps[group.plan.name]
         return hooked(step, group.requests, lambda reads: step.advance(inputs, slabs, reads))

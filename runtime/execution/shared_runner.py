@@ -72,16 +72,16 @@ class SharedRunner(Runner):
 
         Plans in tiles have passes of their own, and so have all others beside them: of whole trees.
         """
-        return (
-            self.shares_pass
-            and bool(batch.groups)
-            and (
-                len(batch.groups) + bool(batch.prefill) > 1
-                or any(group.live for group in batch.groups)
-                or (self._threshold > 0 and any(says_confidence(g.plan) for g in batch.groups))
-            )
-            and all(group.plan.tile is None for group in batch.groups)
-        )
+        groups = batch.groups
+        if not self.shares_pass or not groups:
+            return False
+        if len(groups) == 1 and not batch.prefill and not self._is_cut(groups[0]):
+            return False
+        return all(group.plan.tile is None for group in groups)
+
+    def _is_cut(self, group: StepGroup) -> bool:
+        """Whether the target may verify a part of its trees."""
+        return bool(group.live) or (self._threshold > 0 and says_confidence(group.plan))
 
     def _begin_shared(self, batch: Batch) -> Callable[[], RunResult]:
         """All drafts, and one pass of the target for everyone; then acceptance of each group."""

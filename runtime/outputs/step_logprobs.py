@@ -13,7 +13,11 @@ from specc.runtime.scheduling.request import Request
 
 
 def wants_logprobs(requests: Sequence[Request]) -> bool:
-    return any(request.params.logprobs is not None for request in requests)
+    # asked at each step: no generator
+    for request in requests:  # noqa: SIM110
+        if request.params.logprobs is not None:
+            return True
+    return False
 
 
 def logprobs_after(

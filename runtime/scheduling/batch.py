@@ -132,7 +132,7 @@ class Vote(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunResult:
     """Of its prompts and steps; `first_tokens` is None where a prompt is not finished yet."""
 

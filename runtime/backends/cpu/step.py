@@ -294,15 +294,14 @@ class CpuStep:
                 if name in slabs:
                     self._native.set(slots[name], slabs[name])
             self._bound = slabs
-        self._bind_row("sampling_values", inputs.sampling_values)
-        self._bind_row("sampling_words", inputs.sampling_words)
+        rows = self._rows
+        given = {"sampling_values": inputs.sampling_values, "sampling_words": inputs.sampling_words}
         for name in self._encoder.extra:
-            self._bind_row(name, inputs.extra[name])
-
-    def _bind_row(self, name: str, value: Tensor) -> None:
-        if self._rows.get(name) is not value:
-            self._rows[name] = value
-            self._native.set(self._encoder.input_slots[name], value)
+            given[name] = inputs.extra[name]
+        for name, value in given.items():
+            if rows.get(name) is not value:
+                rows[name] = value
+                self._native.set(slots[name], value)
 
     def _draft_masked(
         self, flat_rows: list[int], block_table: Tensor, mask_drafts: MaskDrafts
