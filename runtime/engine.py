@@ -27,7 +27,7 @@ from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
-from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.kept_latency import with_kept_latency
 from specc.runtime.profile import load_profile
@@ -94,7 +94,7 @@ class Engine:
     directory: Path | None = None
     link: Link = field(default_factory=HostLink)
     drawn: DrawnPrograms | None = None
-    staged: StagedModel | None = None
+    staged: BegunModel | None = None
     self_drafts: Mapping[str, Model] = field(default_factory=dict)
     loaded_with: Mapping[str, Any] = field(default_factory=dict)
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)

@@ -20,7 +20,7 @@ from specc.runtime.constraints.grammar_masks import hooked
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
 from specc.runtime.execution.can_draw import drawn_step
-from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.execution.prompts import Prompts
 from specc.runtime.outputs.step_logprobs import logprobs_after
@@ -63,7 +63,7 @@ class Runner:
         operators: Any = torch.ops.specc,
         link: Link | None = None,
         drawn: DrawnPrograms | None = None,
-        staged: StagedModel | None = None,
+        staged: BegunModel | None = None,
         threshold: float = 0.0,
     ) -> None:
         self._steps = steps

@@ -19,7 +19,7 @@ from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.device_models import DeviceRanks
 from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
-from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.scheduling.kv_cache import KVCache
 
@@ -82,7 +82,7 @@ class LoadedPrograms:
     mapped_weights: tuple[MappedWeights, ...] = ()
     winners_steps: dict[str, Step] = field(default_factory=dict)
     drawn: DrawnPrograms | None = None
-    staged: StagedModel | None = None
+    staged: BegunModel | None = None
     self_drafts: dict[str, Model] = field(default_factory=dict)
 
 

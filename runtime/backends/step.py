@@ -83,7 +83,7 @@ class StagedStep(Step, Protocol):
 
 
 class BegunStep(StagedStep, Protocol):
-    """A step of a `StagedModel`."""
+    """A step of a `BegunModel`."""
 
     def begin(self, inputs: StepInputs, slabs: Mapping[str, Tensor]) -> FinishStep:
         """Draft, and begin the target's pass."""
