@@ -75,23 +75,21 @@ class EngineCore:
         self.engine = engine
         self.defaults = defaults or SamplingDefaults()
         self._template: ChatTemplate | None = None
-        shares_pass = engine.facts.shares_pass and all(
-            step.staged is not None for step in engine.steps.values()
-        )
+        runner_type = next(iter(engine.steps.values())).runner_type
+        shares_pass = runner_type.shares_pass
         ranks = engine.manifest.num_ranks if engine.manifest else 1
         cuts_trees = shares_pass or (engine.facts.captures_live and ranks == 1)
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
             _check_threshold(confidence_threshold, engine, in_use, cuts_trees)
-        self.runner = Runner(
+        self.runner: Runner = runner_type(
             engine.target,
             engine.drafts,
             engine.steps,
             engine.cache,
             engine.prefill_chunk,
             engine.operators,
-            shares_pass,
             engine.link,
             engine.drawn,
             engine.staged,
@@ -122,9 +120,7 @@ class EngineCore:
                 cuts_trees=cuts_trees,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
-                graph_sizes=next(
-                    (step.queued.buckets for step in engine.steps.values() if step.queued), ()
-                ),
+                graph_sizes=self.runner.graph_sizes,
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)

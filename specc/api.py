@@ -180,7 +180,7 @@ def compile_with(
 
 def probe_engine(directory: Path) -> dict[str, Any]:
     """Generate a few dozen tokens on built-in prompts; returns acceptance figures."""
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.llm import LLM
     from specc.sampling.generation_config import NONE

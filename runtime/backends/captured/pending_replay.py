@@ -6,41 +6,20 @@ That is where it brings their masks, or reads how much of what was drafted is ve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.backends.captured.step_scores import ScoredResults, StepKind
+from specc.runtime.backends.captured.step_scores import ScoredResults
 from specc.runtime.backends.step_io import StepResult
 
-
-class ReplayedStep(Protocol):
-    """What a queued step asks of the captured one that it is of."""
-
-    kind: StepKind | None
-
-    def is_newest(self, results: HostResults) -> bool:
-        """No other step has been queued since."""
-        ...
-
-    def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
-        """A step of this many requests, which does this besides, runs as one graph."""
-        ...
-
-    def to_result(self, values: Tensor, seconds: float) -> StepResult:
-        """Host results [B, 2 + P + drafts] as lists."""
-        ...
-
-    def seconds_since(self, begin_s: float) -> float:
-        """Seconds up to now, or since the host saw the last step end where that is less."""
-        ...
+if TYPE_CHECKING:
+    from specc.runtime.backends.captured.captured_step import CapturedStep
 
 
 class PendingReplay(NamedTuple):
-    """A captured step that was queued; see `PendingStep`."""
+    """A captured step all of which was queued."""
 
-    step: ReplayedStep
+    step: CapturedStep
     batch: int
     begin_s: float
     results: HostResults
@@ -61,11 +40,11 @@ class PendingReplay(NamedTuple):
         return is_newest and self.step.is_replayed(count, self.step.kind)
 
     def since(self, begin_s: float) -> PendingReplay:
-        """See `PendingStep.since`."""
+        """The same, with seconds counted from here on."""
         return self._replace(begin_s=begin_s)
 
     def complete(self) -> PendingReplay:
-        """See `PendingStep.complete`: all of it is queued."""
+        """See `HalfReplay.complete`: all of it is queued."""
         return self
 
     def result(self) -> StepResult:
@@ -79,7 +58,7 @@ class PendingReplay(NamedTuple):
 
 
 class HalfReplay:
-    """A step of which only the beginning was queued; see `PendingStep`.
+    """A step of which only the beginning was queued.
 
     That is all up to its verification, or to the first pass of a draft that obeys a grammar; where
     drafters say how much is verified, all of the draft alone. There are two reasons, and a step may
@@ -113,12 +92,17 @@ class HalfReplay:
         buffers.half = self
 
     def since(self, begin_s: float) -> HalfReplay:
-        """See `PendingStep.since`."""
+        """See `PendingReplay.since`."""
         self._begin_s = begin_s
         return self
 
     def complete(self) -> PendingReplay | None:
-        """See `PendingStep.complete`."""
+        """Queue what is left of it; to be called when the step before it is committed.
+
+        Returns:
+            the whole step; None where another step was queued meanwhile, and it has to be submitted
+            again.
+        """
         if self._buffers.half is not self:
             return None
         self._buffers.half = None
@@ -127,6 +111,9 @@ class HalfReplay:
     def result(self) -> StepResult:
         """Not before `complete`."""
         raise AssertionError("a step of which the rest was not queued")
+
+
+PendingStep = PendingReplay | HalfReplay
 
 
 def rows_of(batch: int, places: Sequence[int] | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +22,8 @@ from specc.runtime.backends.step_io import (
     StepInputs,
     StepResult,
 )
+from specc.runtime.execution.shared_runner import SharedRunner
+from specc.runtime.runner import Runner
 from specc.speculation.plans import SpecPlan
 
 
@@ -39,6 +41,8 @@ class EagerStep:
     benchmarks read the tree's `tokens` there, and read or replace the target's `logits`, or, of
     plans in tiles, its `winners`.
     """
+
+    runner_type: ClassVar[type[Runner]] = SharedRunner
 
     def __init__(
         self,
@@ -94,21 +98,6 @@ class EagerStep:
             environment.update(made)
             stage_s[name] = time.perf_counter() - begin
         return stage_s
-
-    @property
-    def staged(self) -> StagedStep | None:
-        """Itself: see `StagedStep`."""
-        return self
-
-    @property
-    def repeated(self) -> None:
-        """Each is run by itself."""
-        return None
-
-    @property
-    def queued(self) -> None:
-        """The host runs it."""
-        return None
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()

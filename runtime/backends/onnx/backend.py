@@ -17,6 +17,7 @@ from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cac
 from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
 from specc.runtime.backends.padded.hnd_commit import place_commits
 from specc.runtime.backends.program_files import load_operators, read_json
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -68,6 +69,9 @@ class OnnxStep(EagerStep):
         cache: of the models.
     """
 
+    # rows of a padded batch are as long as each other: nothing else goes with them
+    runner_type = Runner
+
     def __init__(
         self,
         program: Mapping[str, Any],
@@ -77,11 +81,6 @@ class OnnxStep(EagerStep):
     ) -> None:
         super().__init__(program, models, adapt)
         self._cache = cache
-
-    @property
-    def staged(self) -> None:
-        """Rows of a padded batch are as long as each other: nothing else goes with them."""
-        return None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """See `EagerStep.run`."""

@@ -12,6 +12,7 @@ from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.program_files import MappedWeights, read_json
+from specc.runtime.runner import Runner
 
 FACTS = BackendFacts("counted", ("float32",), "cpu", "flat")
 
@@ -29,9 +30,7 @@ class CountedProgram(ModelProgram):
 class WholeStep(EagerStep):
     """A step that is run as a whole."""
 
-    @property
-    def staged(self) -> None:
-        return None
+    runner_type = Runner
 
 
 class CountedBackend(RuntimeBackend):
