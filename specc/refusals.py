@@ -1,6 +1,7 @@
 """What does not go together: one table of pairs of features, with the reason and what to do.
 
-`refuse` raises the first pair that a compilation asks for; docs/guide/compatibility.md is the table.
+`refuse` raises the first pair that a compilation asks for; docs/guide/compatibility.md is the
+whole table.
 """
 
 from __future__ import annotations
