@@ -20,10 +20,10 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.phases import CPU
-from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.segments.cut_segments import Segment
 from specc.passes.step.step_graph import TARGET
 

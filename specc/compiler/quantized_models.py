@@ -11,8 +11,8 @@ from specc.artifact.model_entry import ModelEntry
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.lower.cpu.row_integers import has_rows_of
 from specc.passes.program import Program
+from specc.passes.quantize.row_integers import has_rows_of
 
 
 def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:

@@ -26,7 +26,7 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
 from specc.passes.lower.cpu.experts import unpack_experts
 from specc.passes.program import AttentionLayer, Program, Weight, constant_key
-from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
+from specc.passes.quantize.quantized_inputs import COLUMN_ORDER
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader, StagesReader
 from specc.sharding.shard_plan import ShardPlan

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is the table of refusals; `python tests/docs/test_compatibility.py` writes it."""
+"""docs/compatibility.md is the table of refusals; this file, run as a program, writes it."""
 
 from __future__ import annotations
 
