@@ -8,8 +8,7 @@ from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
 from specc.artifact.kv_rows import INT8
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.artifact.model_entry import SelfDraftEntry
-from specc.compiler.context import CompileContext
-from specc.compiler.engine_plans import chosen_blocks
+from specc.compiler.context import CompileContext, chosen_blocks
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.heads.medusa_spec import MedusaSpec

@@ -14,7 +14,7 @@ from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.cli.render import weight_lines
-from specc.compiler.quantized_models import check_used_bits
+from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.kernels import ops
