@@ -23,35 +23,34 @@ from specc.artifact.manifest_entries import (
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.candidate import ModelLike, as_drafts
-from specc.compiler.checked_models import CheckedModels
-from specc.compiler.checks import check_dump
-from specc.compiler.compiled_model import compile_models
-from specc.compiler.context import CompileContext
-from specc.compiler.engine_files import (
-    told_of_sampling,
-    write_configurations,
-    write_programs,
-    write_report,
-    write_steps,
+from specc.compiler.checked_models import CheckedModels, check_dump
+from specc.compiler.compiled_model import (
+    check_used_bits,
+    compile_models,
+    describe_quantization,
+    told_of_quantized,
 )
-from specc.compiler.engine_plans import (
+from specc.compiler.context import (
+    CompileContext,
     check_budgets,
     check_outgrown,
     check_voters,
     engine_plans,
     tile_plans,
 )
+from specc.compiler.engine_files import (
+    told_of_sampling,
+    write_configurations,
+    write_model_weights,
+    write_programs,
+    write_report,
+    write_steps,
+)
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.quantized_models import (
-    check_used_bits,
-    describe_quantization,
-    told_of_quantized,
-)
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
-from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import PassRecord

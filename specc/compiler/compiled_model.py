@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +16,8 @@ from specc.compiler.candidate import advice_for
 from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
+from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_head import step_weights
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import head_rows
@@ -20,10 +25,11 @@ from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.phases import CPU
-from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_linear import QUANTIZE
+from specc.passes.quantize.row_integers import has_rows_of
 from specc.passes.segments.cut_segments import Segment
 from specc.passes.step.step_graph import TARGET
 
@@ -192,3 +198,55 @@ class KeptGraphs:
             self.unfused = program.copy(program.name)
         if phase == self._staged_at:
             self.unlowered = program.copy(program.name)
+
+
+def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:
+    """The entry of a model, with how its projections are stored.
+
+    Args:
+        model: after its last pass.
+        asked: what `--quantize` says, or None; it says nothing of drafts that read hidden states.
+    """
+    counts: Counter[str] = Counter()
+    for weight in model.program.weights.values():
+        if weight.quantized is not None:
+            counts[weight.quantized.name] += math.prod(weight.shape)
+    names = [name for name, _ in counts.most_common()]
+    scheme = model.source.scheme
+    is_asked = scheme is None and model.source.head is None
+    stored = asked if is_asked else " and ".join(names) or None
+    return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
+
+
+def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
+    """Weights that are quantized in the checkpoint, and that the engine holds in its own type."""
+    told = []
+    for model in models:
+        names = model.source.decoded_names(model.program)
+        if names:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            told.append(
+                f"{model.name}: {len(names)} quantized weight{'s' * (len(names) != 1)} of the"
+                f" checkpoint become {model.entry.dtype}, since no operator of the engine reads"
+                f" them as they are: {shown}"
+            )
+    return told
+
+
+def check_used_bits(config: CompileConfig, programs: Iterable[Program]) -> None:
+    """Refuse a number of bits that no product has in the end.
+
+    Args:
+        config: of the engine.
+        programs: of all models and self-drafts, after their last passes.
+    Raises:
+        ConfigError: rows have as few bits anyway, or the checkpoint's weights are not integers.
+    """
+    bits = config.activation_bits
+    if bits is None or any(has_rows_of(program, bits) for program in programs):
+        return
+    raise ConfigError(
+        f"--activation-bits {bits}, which changes no product of these models in {config.dtype}",
+        "weights in int8, int4 or mxfp4, and rows of more bits: bfloat16 has 16, float32 24",
+        "leave it out" + (", or pass --activation-bits 8" if bits > 8 else ""),
+    )

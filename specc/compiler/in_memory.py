@@ -18,14 +18,13 @@ from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.artifact.weights import MemoryReader
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.candidate import Candidate
-from specc.compiler.compiled_model import CompiledModel, compile_models
-from specc.compiler.context import CompileContext
-from specc.compiler.engine_plans import (
+from specc.compiler.compiled_model import CompiledModel, compile_models, describe_quantization
+from specc.compiler.context import (
+    CompileContext,
     check_budgets,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
-from specc.compiler.quantized_models import describe_quantization
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError

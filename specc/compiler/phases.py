@@ -8,17 +8,16 @@ from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
 from specc.artifact.kv_rows import INT8
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.artifact.model_entry import SelfDraftEntry
-from specc.compiler.context import CompileContext
-from specc.compiler.engine_plans import chosen_blocks
+from specc.compiler.context import CompileContext, chosen_blocks
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.cpu.phases import with_layers_apart
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
+from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
+from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
@@ -225,4 +224,12 @@ def _required(context: CompileContext) -> Phases:
 
 
 def _apart(context: CompileContext, lowering: Phases) -> Phases:
-    return with_layers_apart(lowering) if context.cuts_layers else lowering
+    """Where a model is cut between its layers, one value leads from each to the next: the norm of a
+    layer is no part of the sum that the layer before ends with.
+    """
+    if not context.cuts_layers:
+        return lowering
+    return tuple(
+        (name, tuple(each for each in passes if each is not FuseAddRMSNorm))
+        for name, passes in lowering
+    )

@@ -28,17 +28,21 @@ from specc.compiler.build import (
     ranks_of,
 )
 from specc.compiler.compiled_model import CompiledModel, KeptGraphs, WholeGraph
-from specc.compiler.context import CompileContext
-from specc.compiler.engine_files import write_programs, write_report, write_steps
-from specc.compiler.engine_plans import (
+from specc.compiler.context import (
+    CompileContext,
     tile_plans,
+)
+from specc.compiler.engine_files import (
+    write_model_weights,
+    write_programs,
+    write_report,
+    write_steps,
 )
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower, write_self_drafts
 from specc.compiler.stages import make_stages
 from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
-from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU

@@ -15,10 +15,10 @@ from specc.compiler.context import CompileContext
 from specc.compiler.phases import CUT, cut_phases, self_draft_phases
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU
-from specc.passes.lower.cpu.quantize_linear import QUANTIZE
 from specc.passes.pipeline import PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.sharding.shard_plan import RankConstant
 from specc.speculation.self_drafts import SelfDraft
 

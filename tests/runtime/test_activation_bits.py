@@ -14,13 +14,13 @@ from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.cli.render import weight_lines
-from specc.compiler.quantized_models import check_used_bits
+from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.kernels import ops
-from specc.passes.lower.cpu.quantize_linear import QuantizeLinear
-from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.program import bind_args
+from specc.passes.quantize.quantize_linear import QuantizeLinear
+from specc.passes.quantize.row_integers import RowIntegers
 from specc.refusals import Asked, refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
@@ -84,7 +84,7 @@ def test_compiled_and_eager_engines_say_the_same(make) -> None:
 
 
 # the default tier has their bits, those of experts among them, in
-# tests/passes/lower/cpu/test_row_integers.py
+# tests/passes/quantize/test_row_integers.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),

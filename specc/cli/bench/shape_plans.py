@@ -27,7 +27,7 @@ def choose_shape_plans(
             beside a draft of another shape, or a malformed one.
     """
     from specc.bench.synthetic.shapes import SHAPES
-    from specc.compiler.engine_plans import engine_plans
+    from specc.compiler.context import engine_plans
     from specc.speculation.choose_plans import DEFAULT_CHAIN, choose_plans, parse_tree
 
     head = head_of(options, has_draft)
