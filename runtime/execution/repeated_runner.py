@@ -15,7 +15,7 @@ from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult
 class RepeatedRunner(SharedRunner):
     """A `SharedRunner` of steps that are `RepeatedStep`s."""
 
-    def begin(self, batch: Batch, count: int = 1) -> PendingBatch:
+    def begin(self, batch: Batch, count: int = 1) -> PendingBatch | None:
         """See `Runner.begin`.
 
         Steps end early with one that brings a request a token that ends its output.
