@@ -23,7 +23,7 @@ from specc.runtime.backends.program_files import (
     read_json,
     read_self_draft,
 )
-from specc.runtime.execution.repeated_runner import RepeatedRunner
+from specc.runtime.execution.shared_runner import RepeatedRunner
 from specc.system.allocator import keep_freed_memory
 
 
