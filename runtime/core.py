@@ -13,7 +13,6 @@ from specc.runtime.policies.base import FixedPolicy, Policy
 from specc.runtime.policies.named import make_policy
 from specc.runtime.requests.chat_template import ChatTemplate, load_template
 from specc.runtime.requests.request_maker import RequestMaker
-from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.generation_config import SamplingDefaults
 from specc.speculation.live_nodes import says_confidence
@@ -75,15 +74,14 @@ class EngineCore:
         self.engine = engine
         self.defaults = defaults or SamplingDefaults()
         self._template: ChatTemplate | None = None
-        runner_type = next(iter(engine.steps.values())).runner_type
-        shares_pass = runner_type.shares_pass
+        shares_pass = engine.runner_type.shares_pass
         ranks = engine.manifest.num_ranks if engine.manifest else 1
         cuts_trees = shares_pass or (engine.facts.captures_live and ranks == 1)
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
             _check_threshold(confidence_threshold, engine, in_use, cuts_trees)
-        self.runner: Runner = runner_type(
+        self.runner = engine.runner_type(
             engine.target,
             engine.drafts,
             engine.steps,

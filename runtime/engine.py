@@ -32,6 +32,7 @@ from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.kept_latency import with_kept_latency
 from specc.runtime.profile import load_profile
 from specc.runtime.ranks.rank_options import RankOptions
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
 from specc.speculation.plans import OFF, SpecPlan
@@ -71,6 +72,7 @@ class Engine:
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, bound to its weights and caches.
         loaded_with: options of loading that change how long passes take.
+        runner_type: what runs batches of its steps.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -97,6 +99,7 @@ class Engine:
     staged: BegunModel | None = None
     self_drafts: Mapping[str, Model] = field(default_factory=dict)
     loaded_with: Mapping[str, Any] = field(default_factory=dict)
+    runner_type: type[Runner] = Runner
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -288,6 +291,7 @@ class Engine:
             drawn=loaded.drawn,
             staged=loaded.staged,
             self_drafts=loaded.self_drafts,
+            runner_type=loaded.runner_type,
         )
 
 

@@ -2,7 +2,7 @@
 
 One protocol for every engine: `begin(batch)` returns a `PendingBatch`, whose `results` waits for
 it. `Runner` runs pass after pass; `SharedRunner`, `StagedRunner`, `RepeatedRunner` and
-`CapturedRunner` are what else steps allow. `Step.runner_type` says which one its engine has.
+`CapturedRunner` are what else steps allow. `Engine.runner_type` is the one of an engine.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -72,6 +73,7 @@ class LoadedPrograms:
         drawn: for batches whose tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, as passes between steps call it.
+        runner_type: what runs batches of these steps.
     """
 
     models: dict[str, Model]
@@ -84,6 +86,7 @@ class LoadedPrograms:
     drawn: DrawnPrograms | None = None
     staged: BegunModel | None = None
     self_drafts: dict[str, Model] = field(default_factory=dict)
+    runner_type: type[Runner] = Runner
 
 
 class RuntimeBackend(ABC):

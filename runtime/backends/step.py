@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from specc.runtime.backends.step_io import BeforeAccept, Drafted, StepInputs, StepResult
 from specc.speculation.plans import SpecPlan
-
-if TYPE_CHECKING:
-    from specc.runtime.runner import Runner
 
 
 class Model(Protocol):
@@ -28,11 +25,6 @@ class Step(Protocol):
 
     plan: SpecPlan
     before_accept: BeforeAccept | None
-
-    @property
-    def runner_type(self) -> type[Runner]:
-        """What runs batches of an engine of such steps."""
-        ...
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()

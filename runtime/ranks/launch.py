@@ -28,6 +28,7 @@ from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, StagedStep, Step
 from specc.runtime.execution.draws import DrawnPrograms
+from specc.runtime.execution.shared_runner import SharedRunner, StagedRunner
 from specc.runtime.processes.fork_server import interpreter
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.follower import facts_about, follow
@@ -214,6 +215,7 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         steps=steps,
         drawn=DrawnPrograms(target, drawn) if drawn else None,
         staged=target if target.num_stages > 1 else None,
+        runner_type=StagedRunner if target.num_stages > 1 else SharedRunner,
         self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 

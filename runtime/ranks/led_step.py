@@ -27,7 +27,6 @@ from specc.runtime.execution.shared_pass import (
     begin_together,
     tree_tokens,
 )
-from specc.runtime.execution.shared_runner import SharedRunner, StagedRunner
 from specc.runtime.ranks.led_model import LedModel, LoneDraft
 from specc.runtime.ranks.orders import Commit
 
@@ -67,11 +66,6 @@ class LedStep:
         self._history = history
         self._is_in_place = self.plan.is_in_place
         self._slots = torch.arange(self.plan.num_nodes, dtype=torch.int32)
-
-    @property
-    def runner_type(self) -> type[SharedRunner]:
-        """See `Step.runner_type`."""
-        return StagedRunner if self.target.num_stages > 1 else SharedRunner
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()

@@ -15,6 +15,7 @@ from specc.artifact.manifest import Manifest
 from specc.errors import EngineError
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.capture_limits import CaptureLimits
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.engine_steps import load_steps
@@ -123,6 +124,7 @@ class CapturedBackend(RuntimeBackend):
             cache,
             DeviceOperators(graphs),
             DeviceLink(graphs),
+            runner_type=CapturedRunner,
             self_drafts={
                 entry.name: DeviceModel(cast(DeviceProgram, models.within[entry.name]), graphs)
                 for entry in manifest.self_drafts

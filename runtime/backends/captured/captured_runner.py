@@ -6,11 +6,12 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.mask_rules import MaskRules
 from specc.runtime.backends.captured.pending_replay import PendingStep
 from specc.runtime.backends.captured.step_scores import StepExtras
@@ -21,9 +22,6 @@ from specc.runtime.outputs.step_logprobs import logprobs_after, wants_logprobs
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, StepGroup
 from specc.speculation.live_nodes import says_confidence
-
-if TYPE_CHECKING:
-    from specc.runtime.backends.captured.captured_step import CapturedStep
 
 
 class _QueuedGroup(NamedTuple):

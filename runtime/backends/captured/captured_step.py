@@ -14,7 +14,6 @@ from torch import Tensor
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.reference.processing import are_unfiltered
 from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
-from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captures import LoneGraph, capture_parts, warm_up
 from specc.runtime.backends.captured.confident_step import ConfidentStep
 from specc.runtime.backends.captured.extended_step import ExtendedStep
@@ -51,8 +50,6 @@ class CapturedStep:
             the cache is dense.
         skips_filters: capture a second graph of each bucket, for batches without filters.
     """
-
-    runner_type = CapturedRunner
 
     def __init__(
         self,

@@ -6,20 +6,41 @@ That is where it brings their masks, or reads how much of what was drafted is ve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
-from specc.runtime.backends.captured.step_scores import ScoredResults
+from specc.runtime.backends.captured.step_scores import ScoredResults, StepKind
 from specc.runtime.backends.step_io import StepResult
 
-if TYPE_CHECKING:
-    from specc.runtime.backends.captured.captured_step import CapturedStep
+
+class ReplayedStep(Protocol):
+    """What a queued step asks of the captured one that it is of."""
+
+    kind: StepKind | None
+
+    def is_newest(self, results: HostResults) -> bool:
+        """No other step has been queued since."""
+        ...
+
+    def is_replayed(self, batch: int, kind: StepKind | None = None) -> bool:
+        """A step of this many requests, which does this besides, runs as one graph."""
+        ...
+
+    def to_result(self, values: Tensor, seconds: float) -> StepResult:
+        """Host results [B, 2 + P + drafts] as lists."""
+        ...
+
+    def seconds_since(self, begin_s: float) -> float:
+        """Seconds up to now, or since the host saw the last step end where that is less."""
+        ...
 
 
 class PendingReplay(NamedTuple):
     """A captured step all of which was queued."""
 
-    step: CapturedStep
+    step: ReplayedStep
     batch: int
     begin_s: float
     results: HostResults

@@ -35,7 +35,6 @@ from specc.runtime.backends.step_io import (
     StepInputs,
     StepResult,
 )
-from specc.runtime.execution.repeated_runner import RepeatedRunner
 
 
 class NativeStep:
@@ -165,8 +164,6 @@ class CpuStep:
     Raises:
         EngineError: a malformed program.
     """
-
-    runner_type = RepeatedRunner
 
     def __init__(
         self,

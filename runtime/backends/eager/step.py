@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,8 +22,6 @@ from specc.runtime.backends.step_io import (
     StepInputs,
     StepResult,
 )
-from specc.runtime.execution.shared_runner import SharedRunner
-from specc.runtime.runner import Runner
 from specc.speculation.plans import SpecPlan
 
 
@@ -41,8 +39,6 @@ class EagerStep:
     benchmarks read the tree's `tokens` there, and read or replace the target's `logits`, or, of
     plans in tiles, its `winners`.
     """
-
-    runner_type: ClassVar[type[Runner]] = SharedRunner
 
     def __init__(
         self,

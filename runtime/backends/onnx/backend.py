@@ -17,7 +17,6 @@ from specc.runtime.backends.engine_cache import LayerCaches, caches_of, make_cac
 from specc.runtime.backends.onnx.program import OnnxProgram, can_grow, load_onnx
 from specc.runtime.backends.padded.hnd_commit import place_commits
 from specc.runtime.backends.program_files import load_operators, read_json
-from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -44,6 +43,7 @@ class OnnxBackend(RuntimeBackend):
             plan.name: OnnxStep(read_json(path / plan.file), models, adapt, cache)
             for plan in manifest.plans
         }
+        # rows of a padded batch are as long as each other: nothing else goes with them
         return LoadedPrograms(dict(models), dict(steps), cache, operators)
 
 
@@ -68,9 +68,6 @@ class OnnxStep(EagerStep):
         adapt: called with each stage's graph, which it may change.
         cache: of the models.
     """
-
-    # rows of a padded batch are as long as each other: nothing else goes with them
-    runner_type = Runner
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from specc.errors import EngineError
 
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.step_binder import StepBinder
@@ -114,4 +115,5 @@ def make_engine(
         position_limit=limits.max_seq_len,
         backend=backend,
         link=DeviceLink(graphs),
+        runner_type=CapturedRunner,
     )

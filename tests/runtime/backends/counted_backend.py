@@ -12,7 +12,6 @@ from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.program_files import MappedWeights, read_json
-from specc.runtime.runner import Runner
 
 FACTS = BackendFacts("counted", ("float32",), "cpu", "flat")
 
@@ -25,12 +24,6 @@ class CountedProgram(ModelProgram):
     def forward(self, *inputs: Any) -> Any:
         self.num_passes += 1
         return super().forward(*inputs)
-
-
-class WholeStep(EagerStep):
-    """A step that is run as a whole."""
-
-    runner_type = Runner
 
 
 class CountedBackend(RuntimeBackend):
@@ -51,6 +44,6 @@ class CountedBackend(RuntimeBackend):
             for model in manifest.models
         }
         steps = {
-            plan.name: WholeStep(read_json(path / plan.file), models) for plan in manifest.plans
+            plan.name: EagerStep(read_json(path / plan.file), models) for plan in manifest.plans
         }
         return LoadedPrograms(dict(models), dict(steps), cache)
