@@ -144,7 +144,7 @@ absorbed as well, 3.4 times the products of expanded ones for DeepSeek; they are
 yet. Tiles of 64 rows, which the matrix units of sm_90 take at their full rate, are not built: they
 need more registers than a thread has. An H200 has run it: on a tiny model, with the oracles'
 tokens, and a step of DeepSeek V2 Lite's shapes takes 3.92 ms, in which attention takes 0.74
-([benchmarks](../notebook/benchmarks.md#drafts-that-read-hidden-states-quantized-weights-mixtures-latent-attention)).
+([measured](../notebook/gpu.md#drafts-that-read-hidden-states-quantized-weights-mixtures-latent-attention)).
 Expanded keys and values need models in which both have the same width; if the widths differ, `auto`
 takes latents of any size.
 

@@ -191,7 +191,7 @@ def main() -> None:
     report = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": "python tests/measure/tensorrt_builds.py --output "
-        + f"docs/results/{arguments.output.name}",
+        + f"out/{arguments.output.name}",
         "tensorrt": trt.facts().title,
         "python": platform.python_version(),
         "machine": describe_machine(),
