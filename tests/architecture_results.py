@@ -167,11 +167,6 @@ on two cores, so compare ratios within a row; alternating, medians of 5;
 | none, a prompt's first 512 | 359 | 613 | 516 | 204 | 404 | 333 |
 | 4,096, its next 512 | 2,079 | 6,083 | 4,052 | 1,490 | 4,633 | 2,371 |
 
-<!-- not run by tests: minutes -->
-```sh
-OMP_NUM_THREADS=1 python examples/measure_latent.py --rounds 5 --json latent_attention.json
-```
-
 | | with latents |
 |---|---|
 | trees, prefixes, self-drafts, segments, stages | as with other caches |

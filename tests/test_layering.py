@@ -69,7 +69,7 @@ PACKAGES = {
     "kernels": {"torch", "triton"},
     "passes": {
         "torch", "transformers", "huggingface_hub", "tokenizers", "sympy",
-        "onnx", "onnx_ir", "onnxscript", "torch_tensorrt",
+        "onnx", "onnx_ir", "onnxscript",
     },
     "runtime": {
         "torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance",
@@ -165,7 +165,7 @@ LAZY = {
 MAX_LINES = 450
 # where backends are told apart: their facts, and what each of them does
 BACKENDS = ("specc/artifact/backends.py", "specc/compiler/backends", "runtime/backends")
-BACKEND_NAMES = {*backend_names(), "torch-tensorrt"}
+BACKEND_NAMES = set(backend_names())
 
 
 def sources() -> list[Path]:

@@ -79,6 +79,7 @@ FIRST = next(block for block in BLOCKS if block.page.name == "README.md")
 OTHERS = [block for block in BLOCKS if block is not FIRST]
 # page → why its blocks are in the slow tier; seconds of all of them on a busy machine, 2026-11-23
 WHY_SLOW = {
+    "docs/design/synthetic.md": "it traces shapes of 8B and 1B: 30 s",
     "docs/guide/start.md": "they compile, and measure beside transformers: 250 s",
     "docs/guide/bench.md": "they measure, one of them beside transformers: 115 s",
     "docs/guide/drafts.md": "each compiles an engine with other plans: 150 s",

@@ -13,10 +13,6 @@ from specc.errors import ConfigError, SpeccError
 from specc.refusals import Asked, refuse
 
 _PACKAGE = "specc.compiler.backends"
-# what no GPU has run has a name of its own, and stands in no list of what there is
-_EXPERIMENTAL = {
-    "torch-tensorrt": f"{_PACKAGE}.experimental.torch_tensorrt",
-}
 _registered: dict[str, CompilerBackend] = {}
 _VARIABLE = "SPECC_BACKEND"
 
@@ -45,7 +41,7 @@ def find_backend(name: str) -> CompilerBackend | None:
         return _registered[name]
     if name in backend_names():
         return importlib.import_module(f"{_PACKAGE}.{name}").BACKEND
-    return importlib.import_module(_EXPERIMENTAL[name]).BACKEND if name in _EXPERIMENTAL else None
+    return None
 
 
 def compiler_backend(name: str) -> CompilerBackend:

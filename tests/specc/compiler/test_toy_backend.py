@@ -240,7 +240,3 @@ def test_every_backend_is_found_by_its_name() -> None:
     for name in backend_names():
         backend = compiler_backend(name)
         assert (backend.name, backend.facts) == (name, facts_of(name))
-    for name, runs_as in (("torch-tensorrt", "tensorrt"),):
-        assert name not in backend_names()
-        assert compiler_backend(name).name == name
-        assert compiler_backend(name).facts == facts_of(runs_as)
