@@ -55,9 +55,9 @@ Qwen3-VL), the complete model is traced with text alone (`tests/runtime/test_tex
 ## Latent attention
 
 Caches of DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash hold [latents](../design/attention.md).
-`--mla-cache` chooses: `latent`, `expanded`, or `auto`, the default: latents if they take fewer bytes
-a token on each rank, or if keys and values have different widths and the backend (`cuda`, `onnx`)
-supports only one. `expanded` is for long prompts and short outputs if memory is not a concern.
+`--mla-cache` chooses: `latent`, `expanded`, or `auto`, the default: latents if they take fewer
+bytes a token on each rank, or if keys and values have different widths and the backend (`cuda`,
+`onnx`) supports only one. `expanded` is for long prompts and short outputs if memory is not a concern.
 `specc inspect` shows which one an engine has.
 
 | | with latents |
@@ -67,7 +67,7 @@ supports only one. `expanded` is for long prompts and short outputs if memory is
 | `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
 | `--quantize`, quantized checkpoints | Wk and Wv stay in `--dtype` |
 | `cuda` | latents of 512 columns and 64 that heads share at most; prompts stay absorbed |
-| chosen blocks of a self-draft on `cuda` | layers that can vote (rows of at most 256 columns) stay expanded |
+| chosen blocks of a self-draft on `cuda` | layers with rows of at most 256 columns stay expanded |
 | `tensorrt` | expanded; `latent` is refused |
 | Wk or Wv with a bias, or heads that share keys | expanded; the reason: `specc inspect --why` |
 """
