@@ -57,8 +57,8 @@ Qwen3-VL), the complete model is traced with text alone (`tests/runtime/test_tex
 Caches of DeepSeek V2 and V3, MiniCPM 3 and GLM-4.7-Flash hold [latents](../design/attention.md).
 `--mla-cache` chooses: `latent`, `expanded`, or `auto`, the default: latents if they take fewer
 bytes a token on each rank, or if keys and values have different widths and the backend (`cuda`,
-`onnx`) supports only one. `expanded` is for long prompts and short outputs if memory is not a concern.
-`specc inspect` shows which one an engine has.
+`onnx`) supports only one. `expanded` is for long prompts and short outputs if memory is not a
+concern. `specc inspect` shows which one an engine has.
 
 | | with latents |
 |---|---|
