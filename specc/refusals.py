@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specc.config import CompileConfig
 
 # options that not every backend takes; `BackendFacts.options` says which it does
 BACKEND_OPTIONS = (
@@ -29,7 +26,7 @@ class Asked:
     """What is known of a compilation: it is asked whenever more is known.
 
     Args:
-        config: options.
+        config: a `CompileConfig`, which imports this module.
         plans: of the engine; None are those of the options.
         backend: of the engine, where it is chosen.
         options: of `BACKEND_OPTIONS` that the compiler of this backend takes.
@@ -41,7 +38,7 @@ class Asked:
         dtypes: of the models.
     """
 
-    config: CompileConfig
+    config: Any
     plans: Sequence[Any] | None = None
     backend: BackendFacts | None = None
     options: Collection[str] = ()
@@ -346,7 +343,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "pass --dtype {dtype}, or --backend {taker}",
             "{a} for the backend {b}",
         )
-        for name in ("bfloat16", "float16")
+        for name in ("float32", "bfloat16", "float16")
     ),
     Refusal(
         SELF_DRAFT,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.memory import logit_row_bytes
+from specc.passes.memory import ModelMemory, logit_row_bytes
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program
 from specc.passes.step.step_graph import TARGET
@@ -23,8 +23,21 @@ from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.taps import Taps
 from specc.speculation.views import View
 
-if TYPE_CHECKING:
-    from specc.compiler.backends.base import CompilerBackend
+
+class Lowering(Protocol):
+    """What is asked of a backend before the engine is written: a part of `CompilerBackend`."""
+
+    facts: BackendFacts
+    prefill_chunk: int
+    cuts_first: bool
+
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases: ...
+
+    def phase_of_stages(self, num_stages: int, max_seq_len: int) -> str | None: ...
+
+    def model_memory(
+        self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    ) -> ModelMemory: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class CompileContext:
     """
 
     config: CompileConfig
-    backend: CompilerBackend
+    backend: Lowering
     plans: Sequence[SpecPlan]
     limits: LimitsEntry
     timer: PhaseTimer
