@@ -13,9 +13,8 @@ from specc.artifact.backends import BackendFacts
 from specc.compiler.assumptions import AS_FILES_SAY, switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, label, open_models
-from specc.compiler.context import check_voters, engine_plans
+from specc.compiler.context import check_seq_len, check_voters, engine_plans
 from specc.compiler.heads import called, check_heads, with_confidence
-from specc.compiler.model_entries import check_seq_len
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import AUTO, DTYPES, CompileConfig

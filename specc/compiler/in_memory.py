@@ -22,9 +22,9 @@ from specc.compiler.compiled_model import CompiledModel, compile_models, describ
 from specc.compiler.context import (
     CompileContext,
     check_budgets,
+    plan_model_memory,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
-from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError

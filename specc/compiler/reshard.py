@@ -40,7 +40,7 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
-from specc.compiler.self_drafts import cut_and_lower, write_self_drafts
+from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
 from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
 from specc.config import CompileConfig
@@ -130,8 +130,7 @@ def reshard_engine(
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
             with phases.phase("write programs"):
                 _take_over(engine, old, writer)
-                write_programs(writer, cut)
-                write_self_drafts(writer, own)
+                write_programs(writer, cut, own)
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
@@ -309,7 +308,7 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     keeps_whole = num_ranks > 1 or staged_at or is_lowered or (is_rounded and is_target)
     whole = WholeGraph(program, is_rounded)
     kept = KeptGraphs(program, layout, staged_at=staged_at)
-    records = Pipeline(layout, on_phase=kept.keep).run(program)
+    records = Pipeline(layout, before=kept.before).run(program)
     model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)

@@ -10,8 +10,12 @@ import torch
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.context import tokens_of_passes
-from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.context import (
+    engine_limits,
+    fit_prefill_chunk,
+    plan_model_memory,
+    tokens_of_passes,
+)
 from specc.config import CompileConfig
 from specc.passes.step.tiles import pass_rows
 from specc.speculation.block_drafts import MOST_ROWS, BlockDraft
