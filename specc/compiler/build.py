@@ -46,7 +46,7 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.heads import taps_of, trained_lengths, with_heads
+from specc.compiler.heads import trained_lengths
 from specc.compiler.self_drafts import self_draft_programs
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -128,13 +128,11 @@ def build(
         check_dump(dump_graphs)
         with phases.phase("check models"):
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, asked)
-        heads = taps_of(checked.candidates)
-        taps, plans = heads or taps, with_heads(plans, checked.candidates)
-        refuse(dataclasses.replace(asked, plans=plans, reads_hidden=taps is not None))
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
-        context = make_context(sources, plans, config, backend, phases, dump_graphs, taps)
+        taps = checked.taps or taps
+        context = make_context(sources, checked.plans, config, backend, phases, dump_graphs, taps)
         engine, records = _compile(context, sources, writer)
         memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
