@@ -381,6 +381,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
     ),
     Refusal(
+        Feature("a block drafter or Medusa heads", _block_drafter),
+        Backends(lambda facts, options: facts.fills_blocks),
+        "a backend that such drafts have run on: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    Refusal(
         READER,
         Backends(lambda facts, options: not facts.is_padded),
         "a backend of flat tokens: {backends}",
@@ -396,13 +403,6 @@ REFUSALS: tuple[Refusal, ...] = (
             "{a}, and {b}",
         )
         for other in (SEGMENTS, STAGES)
-    ),
-    Refusal(
-        Feature("a block drafter or Medusa heads", _block_drafter),
-        Backends(lambda facts, options: facts.fills_blocks),
-        "a backend that such drafts have run on: {backends}",
-        "pass --backend {taker}, or another draft",
-        "{a}, and the backend {b}",
     ),
     *(
         Refusal(
