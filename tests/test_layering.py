@@ -45,6 +45,7 @@ LAYER_OF = {
     "outputs": "runtime",
     "passes": "passes",
     "percentile": "facts",
+    "refusals": "facts",
     "progress": "facts",
     "runtime": "runtime",
     "sampling": "facts",
