@@ -15,7 +15,7 @@ from typing import Any
 
 # how the named tests may end, besides by a failure of their own
 ENDS = ("failure", "crash", "hang")
-_KEYS = {"name", "file", "breaks", "find", "replace", "tests", "ends", "limit_s"}
+_KEYS = {"breaks", "find", "replace", "tests", "ends", "limit_s"}
 _NEEDED = _KEYS - {"ends", "limit_s"}
 _CPP = (".cpp", ".h")
 
@@ -85,14 +85,14 @@ def _read_file(path: Path) -> Iterator[Mutant]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MutantError(f"{path.name}: {error}") from error
-    if unknown := sorted(set(data) - {"mutant"}):
-        raise MutantError(f"{path.name}: unknown: {', '.join(unknown)}")
-    for entry in data.get("mutant", []):
-        yield _mutant(path.stem, entry)
+    for file, entries in data.items():
+        if not isinstance(entries, dict) or not all(isinstance(x, dict) for x in entries.values()):
+            raise MutantError(f"{path.name}: {file}: not a table of mutants, name = {{breaks = …}}")
+        for name, entry in entries.items():
+            yield _mutant(f"{path.stem}/{name}", file, entry)
 
 
-def _mutant(group: str, entry: dict[str, Any]) -> Mutant:
-    name = f"{group}/{entry.get('name')}"
+def _mutant(name: str, file: str, entry: dict[str, Any]) -> Mutant:
     if wrong := sorted(_NEEDED - set(entry)) or sorted(set(entry) - _KEYS):
         raise MutantError(f"{name}: missing or unknown: {', '.join(wrong)}")
     tests = entry["tests"]
@@ -102,7 +102,7 @@ def _mutant(group: str, entry: dict[str, Any]) -> Mutant:
         raise MutantError(f"{name}: what it breaks is said in one line")
     if entry.get("ends", "failure") not in ENDS:
         raise MutantError(f"{name}: ends is one of {', '.join(ENDS)}")
-    return Mutant(**(entry | {"name": name, "tests": tuple(tests)}))
+    return Mutant(**(entry | {"name": name, "file": file, "tests": tuple(tests)}))
 
 
 def file_of(test: str) -> str:

@@ -77,7 +77,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "cases": ("2 * x", "3 * x", "test_cases", ""),
     "survivor": ("2 * x", "3 * x", "test_zero", ""),
     "hang": ("x -= 1", "x -= 0", "test_count_down", "limit_s = 0.9"),
-    "said-hang": ("x -= 1", "x -= 0", "test_count_down", 'limit_s = 0.9\nends = "hang"'),
+    "said-hang": ("x -= 1", "x -= 0", "test_count_down", 'limit_s = 0.9, ends = "hang"'),
     "death": ("2 * x", "3 * x", "test_death", ""),
     "said-death": ("2 * x", "3 * x", "test_death", 'ends = "crash"'),
     "fixture": ("2 * x", "3 * x", "test_fixture", ""),
@@ -110,10 +110,10 @@ OUTCOMES = {
 
 
 def _entry(name: str, find: str, replace: str, test: str, more: str = "") -> str:
+    more = more and f", {more}"
     return (
-        f"[[mutant]]\nname = '{name}'\nfile = 'source/code.py'\nbreaks = 'it'\n"
-        f"find = '''{find}'''\nreplace = '''{replace}'''\n"
-        f"tests = ['tests/test_code.py::{test}']\n{more}\n"
+        f"{name} = {{breaks = 'it', find = '{find}', replace = '{replace}',"
+        f" tests = ['tests/test_code.py::{test}']{more}}}\n"
     )
 
 
@@ -128,7 +128,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
             "source/__init__.py": "",
             "source/code.py": CODE,
             "tests/test_code.py": TESTS,
-            "tests/mutants/toy.toml": mutants,
+            "tests/mutants/toy.toml": f"['source/code.py']\n{mutants}",
             "pyproject.toml": '[tool.scikit-build.wheel.packages]\ntoy = "source"\n'
             '[tool.pytest.ini_options]\nmarkers = ["slow"]\n',
             ".gitignore": "build/\n",
@@ -199,9 +199,27 @@ def test_known_results_are_taken_over(toy, capfd):
         (_entry("a", "2 * x", "3 * x", "test_nothing"), "there is no tests/test_code.py"),
         (_entry("a", "2 * x", "3 * x", "test_double", "speed = 1"), "unknown: speed"),
         (_entry("a", "2 * x", "3 * x", "test_double", "ends = 'well'"), "ends is one of"),
-        (_entry("a", "2 * x", "3 * x", "test_double") * 2, "twice: toy/a"),
+        (_entry("a", "2 * x", "3 * x", "test_double") * 2, "Cannot overwrite a value"),
+        (
+            "\n['b']\n".join([_entry("a", "2 * x", "3 * x", "test_double")] * 2),
+            "names that are there twice: toy/a",
+        ),
+        ("a = {}", "missing or unknown: breaks"),
+        ("[[b]]\na = {}", "toy.toml: b: not a table of mutants"),
     ],
-    ids=["gone", "often", "comment", "syntax", "no-test", "key", "end", "name"],
+    ids=[
+        "gone",
+        "often",
+        "comment",
+        "syntax",
+        "test",
+        "key",
+        "end",
+        "name",
+        "two",
+        "empty",
+        "list",
+    ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(toy, capfd, mutant, message):
     root = toy(mutant)
