@@ -49,7 +49,7 @@ help:
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make aarch64    the C++ operators for aarch64, in an emulator, under their tests"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
-	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/design/cuda.md"
+	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/design/gpu-check.md"
 	@echo "make gpu-rehearsal  the same without a GPU, with faults put into it"
 	@echo "make lint       formatting, lint, types and imports between packages only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"

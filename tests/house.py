@@ -2,7 +2,7 @@
 
     python -P tests/house.py [--root CHECKOUT] [--json FILE] [--list]
 
-It reads source only, so that `--root` may be a checkout of any commit. `docs/design/structure.md`
+It reads source only, so that `--root` may be a checkout of any commit. `docs/notebook/house.md`
 holds its figures from before and after the packages.
 """
 
