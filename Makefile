@@ -15,7 +15,7 @@ WORKERS ?= $(shell $(BIN)/python -P tests/workers.py)
 PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder
 
-# of `make test-full`, as JSON; docs/results/test_full.json is the one that is committed
+# of `make test-full`, as JSON
 RESULTS ?= build/test_full.json
 REPORT := build/test_full.xml
 # PART=2/8: the second of eight parts of `make test-full`; RESULTS holds those of one commit together
@@ -90,7 +90,7 @@ sanitize: $(VENV)/.dev
 aarch64: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.kernels.aarch64 $(PYTEST_ARGS)
 
-# ARGS="--only 'step/*' --jobs 2 --resume --json docs/results/mutants.json"; tests/mutants/README.md
+# ARGS="--only 'step/*' --jobs 2 --resume --json out/mutants.json"; tests/mutants/README.md
 mutants: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.mutants $(ARGS)
 

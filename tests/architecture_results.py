@@ -205,7 +205,8 @@ def main() -> None:
                 key = (name, options.backend)
                 rows = [r for r in rows if (r["name"], r["backend"]) != key] + [row]
                 rows.sort(key=lambda r: (NAMES.index(r["name"]), r["backend"]))
-                RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                lines = ",\n".join(json.dumps(r) for r in rows)
+                RESULTS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
                 print(name, row["num_compared"], row["attention"], flush=True)
     PAGE.write_text(page(read_results()), encoding="utf-8")
 

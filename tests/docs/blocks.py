@@ -31,7 +31,6 @@ REASONS = {
     "minutes",
     "models of your own",
     "root",
-    "torch-tensorrt",
 }
 _FENCE = re.compile(r" *```(\S*)")
 _REASON = re.compile(r"<!-- not run by tests: (.+) -->")
