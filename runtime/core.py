@@ -13,7 +13,6 @@ from specc.runtime.policies.base import FixedPolicy, Policy
 from specc.runtime.policies.named import make_policy
 from specc.runtime.requests.chat_template import ChatTemplate, load_template
 from specc.runtime.requests.request_maker import RequestMaker
-from specc.runtime.runner import Runner
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.sampling.generation_config import SamplingDefaults
 from specc.speculation.live_nodes import says_confidence
@@ -75,23 +74,20 @@ class EngineCore:
         self.engine = engine
         self.defaults = defaults or SamplingDefaults()
         self._template: ChatTemplate | None = None
-        shares_pass = engine.facts.shares_pass and all(
-            step.staged is not None for step in engine.steps.values()
-        )
+        shares_pass = engine.runner_type.shares_pass
         ranks = engine.manifest.num_ranks if engine.manifest else 1
         cuts_trees = shares_pass or (engine.facts.captures_live and ranks == 1)
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
             _check_threshold(confidence_threshold, engine, in_use, cuts_trees)
-        self.runner = Runner(
+        self.runner = engine.runner_type(
             engine.target,
             engine.drafts,
             engine.steps,
             engine.cache,
             engine.prefill_chunk,
             engine.operators,
-            shares_pass,
             engine.link,
             engine.drawn,
             engine.staged,
@@ -122,9 +118,7 @@ class EngineCore:
                 cuts_trees=cuts_trees,
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
-                graph_sizes=next(
-                    (step.queued.buckets for step in engine.steps.values() if step.queued), ()
-                ),
+                graph_sizes=self.runner.graph_sizes,
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)

@@ -18,7 +18,7 @@ from specc.errors import EngineError
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.engine_cache import DTYPES
 from specc.runtime.backends.held_weights import check_mmap
 from specc.runtime.backends.offload_budget import check_offload, least_of
@@ -27,11 +27,12 @@ from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
-from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms
+from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.kept_latency import with_kept_latency
 from specc.runtime.profile import load_profile
 from specc.runtime.ranks.rank_options import RankOptions
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.shared_loop import FairLock
 from specc.speculation.plans import OFF, SpecPlan
@@ -71,6 +72,7 @@ class Engine:
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, bound to its weights and caches.
         loaded_with: options of loading that change how long passes take.
+        runner_type: what runs batches of its steps.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
     """
 
@@ -92,11 +94,12 @@ class Engine:
     mapped_weights: tuple[MappedWeights, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None
-    link: HostLink | DeviceLink = field(default_factory=HostLink)
+    link: Link = field(default_factory=HostLink)
     drawn: DrawnPrograms | None = None
-    staged: StagedModel | None = None
+    staged: BegunModel | None = None
     self_drafts: Mapping[str, Model] = field(default_factory=dict)
     loaded_with: Mapping[str, Any] = field(default_factory=dict)
+    runner_type: type[Runner] = Runner
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
 
     @property
@@ -288,6 +291,7 @@ class Engine:
             drawn=loaded.drawn,
             staged=loaded.staged,
             self_drafts=loaded.self_drafts,
+            runner_type=loaded.runner_type,
         )
 
 

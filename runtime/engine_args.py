@@ -20,7 +20,7 @@ from specc.vllm.answers import answers_names
 from specc.vllm.engine_options import ENGINE
 
 if TYPE_CHECKING:
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.core import EngineCore
     from specc.runtime.engine import Engine
     from specc.runtime.policies.base import Policy

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch
-from specc.runtime.scheduling.beside import Beside
+from specc.runtime.scheduling.beside import ALONE, Beside
 from specc.runtime.scheduling.scheduler import Scheduler
 
 # steps in a row: of what is paid once for all of them, each has an eighth by then, and more would
@@ -141,14 +140,17 @@ class InFlight:
 
     def _advance(self) -> bool:
         if not self.queued:
-            batch = self._scheduler.schedule(Beside(most=self._most_beside))
+            batch = self._scheduler.schedule(
+                ALONE if self.num_batches is None else Beside(most=self._most_beside)
+            )
             if not batch.prefill and not batch.groups:
                 self._last_end_s = None
                 return False
             self.num_iterations += 1
-            pending = self._runner.queue(batch)
-            if pending is None:
-                self._run(batch)
+            pending = self._runner.begin(batch, self._steps_of(batch))
+            assert pending is not None, "no results are on their way"
+            if not pending.is_queued:
+                self._run(batch, pending)
                 return True
             self._last_end_s = None
             self._hold(batch, pending)
@@ -161,27 +163,27 @@ class InFlight:
         self._finish_oldest()
         return True
 
-    def _run(self, batch: Batch) -> None:
-        """Run a batch here, and its steps again as often as nobody has to look at the requests."""
+    def _steps_of(self, batch: Batch) -> int:
+        """How often the steps of a batch run before anybody has to look at the requests."""
         count = self._pace.most(batch)
-        if count > 1:
-            count = self._scheduler.steps_in_a_row(
-                batch, count if self._runner.can_repeat(batch) else 1
-            )
+        if count == 1 or not self._runner.can_repeat(batch):
+            return 1
+        return self._scheduler.steps_in_a_row(batch, count)
+
+    def _run(self, batch: Batch, pending: PendingBatch) -> None:
+        """Run a batch here, and take over the results."""
         begin_s = time.perf_counter()
-        if count == 1:
-            results = [self._runner.run(batch)]
-        else:
-            results = self._runner.run_in_a_row(batch, count)
+        results = pending.results()
+        end_s = time.perf_counter()
+        self._pace.took(batch, end_s - begin_s, len(results))
+        if len(results) > 1:
             self.num_iterations += len(results) - 1
             # a request that ends by the first of them keeps its blocks for the last
             for _ in results:
                 self._scheduler.hold(batch)
-        end_s = time.perf_counter()
-        self._pace.took(batch, end_s - begin_s, len(results))
         if self._last_end_s is not None:
-            wall_s = (end_s - self._last_end_s) / len(results)
-            results = [replace(result, wall_s=wall_s) for result in results]
+            for result in results:
+                result.wall_s = (end_s - self._last_end_s) / len(results)
         for result in results:
             self._scheduler.postprocess(batch, result)
         # after the last request nobody knows for how long the host does other things
@@ -192,7 +194,7 @@ class InFlight:
         if len(self.queued) != 1:
             return
         batch = self._scheduler.schedule_ahead([queued.batch for queued in self.queued])
-        if batch is not None and (pending := self._runner.queue(batch)) is not None:
+        if batch is not None and (pending := self._runner.begin(batch)) is not None:
             self._hold(batch, pending)
             self.num_iterations += 1
             self.num_ahead += 1
@@ -204,7 +206,7 @@ class InFlight:
             batch = self._scheduler.schedule(Beside(in_flight, self._most_beside))
             if not batch.prefill and not batch.groups:
                 return
-            pending = self._runner.queue(batch)
+            pending = self._runner.begin(batch)
             assert pending is not None, "a target in stages takes every batch"
             self._hold(batch, pending)
             self.num_iterations += 1
@@ -221,6 +223,6 @@ class InFlight:
 
     def _finish_oldest(self) -> None:
         batch, pending = self.queued[0]
-        result = pending.result()
+        (result,) = pending.results()
         self.queued.popleft()
         self._scheduler.postprocess(batch, result)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
-from specc.runtime.backends.captured.device_models import DeviceRanks
+from specc.runtime.backends.capture_limits import CaptureLimits
+from specc.runtime.backends.device_models import DeviceRanks
 from specc.runtime.backends.program_files import MappedWeights
 from specc.runtime.backends.step import Model, Step
-from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms, StagedModel
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms
+from specc.runtime.execution.link import HostLink, Link
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 
 
@@ -72,18 +73,20 @@ class LoadedPrograms:
         drawn: for batches whose tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, as passes between steps call it.
+        runner_type: what runs batches of these steps.
     """
 
     models: dict[str, Model]
     steps: dict[str, Step]
     cache: KVCache
     operators: Any = torch.ops.specc
-    link: HostLink | DeviceLink = field(default_factory=HostLink)
+    link: Link = field(default_factory=HostLink)
     mapped_weights: tuple[MappedWeights, ...] = ()
     winners_steps: dict[str, Step] = field(default_factory=dict)
     drawn: DrawnPrograms | None = None
-    staged: StagedModel | None = None
+    staged: BegunModel | None = None
     self_drafts: dict[str, Model] = field(default_factory=dict)
+    runner_type: type[Runner] = Runner
 
 
 class RuntimeBackend(ABC):

@@ -51,7 +51,13 @@ class DraftMasks:
             plan: of the step.
             num_rows: sequences of its passes; those after the requests are padding.
         """
-        if not plan.asked or all(request.grammar is None for request in requests):
+        if not plan.asked:
+            return None
+        # asked at each step: no generator
+        for request in requests:
+            if request.grammar is not None:
+                break
+        else:
             return None
         grammars = [None if request.is_finished else request.grammar for request in requests]
         padding = 0 if num_rows is None else num_rows - len(requests)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import BeforeAccept, StepValues
+from specc.runtime.backends.step import Step
+from specc.runtime.backends.step_io import BeforeAccept, StepResult, StepValues
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.tree_controls import control_trees, reads_trees
-from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
+from specc.runtime.execution.link import Link, to_device
+from specc.runtime.outputs.step_logprobs import wants_logprobs
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
@@ -65,6 +67,32 @@ class TreeMasks:
         return values["tokens"].tolist(), parents
 
 
+def hooked(
+    step: Step, requests: Sequence[Request], run: Callable[[Sequence[str]], StepResult]
+) -> StepResult:
+    """Run a step; grammars and controls change the logits that acceptance looks at.
+
+    Args:
+        step: of a plan.
+        requests: whose step it is.
+        run: the step, given the names of values that are wanted.
+    """
+    reads = ("logits", "path") if wants_logprobs(requests) else ()
+    if not has_masks(requests):
+        return run(reads)
+    before = step.before_accept
+    masks = TreeMasks(requests, step.plan, before, keeps=bool(reads))
+    step.before_accept = masks
+    try:
+        result = run(reads)
+    finally:
+        step.before_accept = before
+    if masks.logits is not None:
+        # log probabilities are the model's own
+        result.values["logits"] = masks.logits
+    return result
+
+
 def has_masks(requests: Sequence[Request]) -> bool:
     """Whether the logits of what follows any of them are changed."""
     # asked at each step: no generator
@@ -100,9 +128,7 @@ def mask_trees(
     return mask_rows(logits, rows)
 
 
-def mask_roots(
-    logits: Tensor, requests: Sequence[Request], link: HostLink | DeviceLink | None = None
-) -> Tensor:
+def mask_roots(logits: Tensor, requests: Sequence[Request], link: Link | None = None) -> Tensor:
     """The logits [B, V] of what follows each request, as its grammar and controls change them.
 
     With a link nothing waits for the device.
@@ -141,7 +167,7 @@ def tree_masks(
 def mask_rows(
     logits: Tensor,
     masks: Mapping[int, bytes],
-    link: HostLink | DeviceLink | None = None,
+    link: Link | None = None,
     revives: bool = False,
 ) -> Tensor:
     """Logits [R, V] with -inf wherever a row's mask has no bit; rows without a mask stay.

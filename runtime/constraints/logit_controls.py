@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import RequestError
-from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
+from specc.runtime.execution.link import Link, to_device
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
 
@@ -80,7 +80,7 @@ class LogitControls:
         """Whether outputs of this many tokens and of more differ in what may follow."""
         return num_output < self._min_tokens
 
-    def row(self, device: torch.device, link: HostLink | DeviceLink | None = None) -> Tensor | None:
+    def row(self, device: torch.device, link: Link | None = None) -> Tensor | None:
         """[V] float32 to be added to all logits, -inf at what is never allowed; None adds nothing.
 
         Made once a device; with a link, without a wait for it.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specc.runtime.execution.device_link import DeviceLink, HostLink, to_device
+from specc.runtime.execution.link import Link, to_device
 from specc.runtime.scheduling.request import Request
 
 
@@ -25,7 +25,7 @@ def control_trees(
     requests: Sequence[Request],
     tokens: Sequence[Sequence[int]],
     parents: Sequence[Sequence[int]],
-    link: HostLink | DeviceLink | None = None,
+    link: Link | None = None,
 ) -> Tensor:
     """The logits of B trees, as the controls of their requests change them.
 

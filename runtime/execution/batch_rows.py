@@ -117,6 +117,8 @@ class BatchRows:
     ) -> list[tuple[int, ...]]:
         """`rows` of a step's inputs; see `inputs`."""
         count = self._num_last
+        if count == 1 and not ahead:
+            return [(request.token_ids[-1], request.cache_len) for request in requests]
         return [
             (*_last(request.token_ids, count), request.cache_len + more)
             for request, more in zip(requests, ahead or [0] * len(requests), strict=True)

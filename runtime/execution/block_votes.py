@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.operators.block_mass import MOST_VOTERS
-from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
+from specc.runtime.execution.link import Fetched, Link
 from specc.runtime.scheduling.batch import Batch, Span, StepGroup, Vote
 from specc.runtime.scheduling.kv_cache import NOBODY, KVCache
 from specc.runtime.scheduling.request import Request
@@ -64,7 +64,7 @@ class BlockVotes:
         link: to its device.
     """
 
-    def __init__(self, cache: KVCache, link: HostLink | DeviceLink) -> None:
+    def __init__(self, cache: KVCache, link: Link) -> None:
         self._cache = cache
         self._link = link
 

@@ -33,23 +33,16 @@ class Draws(NamedTuple):
     positions: Tensor
 
 
-class DrawingModel(Protocol):
-    """A model that can put out tokens instead of logits."""
+class BegunModel(Protocol):
+    """A target of several ranks: each pass is begun, and its result taken later.
 
-    def draw(self, draws: Draws, *inputs: Tensor | None) -> Tensor:
-        """[R] int64 tokens after the rows that `inputs` name; see `Model` for these."""
-        ...
-
-
-class StagedModel(DrawingModel, Protocol):
-    """A target in stages, which work on several passes at once: each is begun, and taken later.
-
-    Passes that are in flight together are of disjoint sequences.
+    Stages work on several passes together, which are of disjoint sequences. Without stages a pass
+    is done when it has begun.
     """
 
     @property
     def num_stages(self) -> int:
-        """As many passes as can be worked on at once."""
+        """As many passes as can be worked on together."""
         ...
 
     def begin(self, *inputs: Tensor | None) -> Callable[[], Tensor]:
@@ -57,7 +50,7 @@ class StagedModel(DrawingModel, Protocol):
         ...
 
     def begin_draw(self, draws: Draws, *inputs: Tensor | None) -> Callable[[], Tensor]:
-        """The same of a pass that yields tokens, see `DrawingModel.draw`."""
+        """The same of a pass that yields tokens: [R] int64 after the rows that inputs name."""
         ...
 
 
@@ -70,7 +63,7 @@ class DrawnPrograms(NamedTuple):
             instead of logits.
     """
 
-    target: DrawingModel
+    target: BegunModel
     steps: Mapping[str, StagedStep]
 
 

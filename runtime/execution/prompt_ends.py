@@ -11,7 +11,7 @@ from torch import Tensor
 from specc.runtime.constraints.grammar_masks import mask_roots
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.execution.block_votes import PendingVotes, read_votes
-from specc.runtime.execution.device_link import DeviceLink, Fetched, HostLink
+from specc.runtime.execution.link import Fetched, HostLink, Link
 from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_prompt, score_tokens
 from specc.runtime.scheduling.batch import Span, Vote
 from specc.runtime.scheduling.kv_cache import KVCache
@@ -78,7 +78,7 @@ def queue_ends(
     spans: Sequence[Span],
     logits: Tensor,
     draw: Callable[[Tensor, list[Request]], Tensor],
-    link: HostLink | DeviceLink,
+    link: Link,
     votes: Sequence[PendingVotes] = (),
 ) -> PendingEnds:
     """Queue what follows the target's pass over some spans.
@@ -112,7 +112,7 @@ def first_tokens(
     logits: Tensor,
     requests: list[Request],
     cache: KVCache,
-    link: HostLink | DeviceLink,
+    link: Link,
     operators: Any,
 ) -> Tensor:
     """Draw what follows each prompt, as a step without speculation does: a tree of one node.
@@ -147,7 +147,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 def _score_prompts(
-    spans: Sequence[Span], logits: Tensor, link: HostLink | DeviceLink, scores: list[Tensor]
+    spans: Sequence[Span], logits: Tensor, link: Link, scores: list[Tensor]
 ) -> Tensor:
     """Append the scores of each span that asks; returns the rows of the last tokens of prompts."""
     after: list[int] = []

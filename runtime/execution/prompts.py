@@ -12,8 +12,8 @@ from torch import Tensor
 from specc.runtime.backends.step import Model
 from specc.runtime.execution.block_votes import BlockVotes
 from specc.runtime.execution.can_draw import can_draw_prompts
-from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms, Draws, StagedModel, prompt_draws
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms, Draws, prompt_draws
+from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
@@ -46,10 +46,10 @@ class Prompts:
         cache: KVCache,
         prefill_chunk: int,
         operators: Any,
-        link: HostLink | DeviceLink,
+        link: Link,
         votes: BlockVotes,
         drawn: DrawnPrograms | None,
-        staged: StagedModel | None,
+        staged: BegunModel | None,
         heads: Collection[int] = (),
         blocks: Collection[int] = (),
     ) -> None:
@@ -61,7 +61,6 @@ class Prompts:
         self._link = link
         self._votes = votes
         self._drawn = drawn
-        self._staged = staged
         self._heads, self._blocks = frozenset(heads), frozenset(blocks)
 
     @torch.inference_mode()
@@ -93,10 +92,8 @@ class Prompts:
 
     def begin_drawn(self, draws: Draws) -> Begin:
         """Passes of the target that yield tokens."""
-        if self._staged is not None:
-            return functools.partial(self._staged.begin_draw, draws)
         assert self._drawn is not None
-        return at_once(functools.partial(self._drawn.target.draw, draws))
+        return functools.partial(self._drawn.target.begin_draw, draws)
 
     @torch.inference_mode()
     def before_pass(self, spans: list[Span]) -> PassInputs:

@@ -7,15 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specc.runtime.backends.step_io import StepResult
 from specc.runtime.outputs.logprobs import TokenLogprobs, logprobs_of, score_tokens
 from specc.runtime.scheduling.request import Request
 
 
 def wants_logprobs(requests: Sequence[Request]) -> bool:
-    return any(request.params.logprobs is not None for request in requests)
+    # asked at each step: no generator
+    for request in requests:  # noqa: SIM110
+        if request.params.logprobs is not None:
+            return True
+    return False
 
 
-def step_logprobs(
+def logprobs_after(
+    requests: list[Request], step: StepResult
+) -> list[list[TokenLogprobs] | None] | None:
+    """Those of the tokens that a step emits; None where nobody asks for any."""
+    if not step.values:
+        return None
+    counts = zip(step.output_tokens, step.num_accepted, strict=True)
+    outputs = [tokens[: accepted + 1] for tokens, accepted in counts]
+    if (scores := step.values.get("scores")) is not None:
+        return _emitted_logprobs(scores, outputs, requests)
+    return _tree_logprobs(step.values["logits"], step.values["path"], outputs, requests)
+
+
+def _tree_logprobs(
     logits: Tensor, path: Tensor, outputs: Sequence[Sequence[int]], requests: list[Request]
 ) -> list[list[TokenLogprobs] | None]:
     """Of what a step put out for each request; None for those that do not ask.
@@ -39,10 +57,10 @@ def step_logprobs(
     return found
 
 
-def emitted_logprobs(
+def _emitted_logprobs(
     scores: Tensor, outputs: Sequence[Sequence[int]], requests: list[Request]
 ) -> list[list[TokenLogprobs] | None]:
-    """`step_logprobs` of a step that has computed them itself.
+    """`_tree_logprobs` of a step that has computed them itself.
 
     Args:
         scores: [B, P, 2 + 2 K] on the host, see `score_tokens`; of tokens that were not emitted

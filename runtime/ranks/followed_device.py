@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.launch import even_tokens
-from specc.runtime.backends.captured.device_models import DeviceModels
-from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
+from specc.runtime.backends.device_models import DeviceModels
+from specc.runtime.backends.graph_device import Graph, GraphDevice
 from specc.runtime.ranks.answers import checksum, values_message
 from specc.runtime.ranks.device_drafts import described, gathered, logit_bytes
 from specc.runtime.ranks.device_stages import DeviceStages

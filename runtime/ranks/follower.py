@@ -30,7 +30,7 @@ from specc.errors import SpeccError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.ranks import rank_error
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits
-from specc.runtime.backends.captured.device_models import DeviceRanks
+from specc.runtime.backends.device_models import DeviceRanks
 from specc.runtime.backends.offload_budget import least_of, offload_bytes
 from specc.runtime.backends.program_files import load_operators
 from specc.runtime.backends.registry import backend_of

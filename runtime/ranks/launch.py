@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -26,8 +26,9 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits
 from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.backends.program_files import load_operators, read_json
 from specc.runtime.backends.registry import backend_of
-from specc.runtime.backends.step import Model, Step
+from specc.runtime.backends.step import Model, StagedStep, Step
 from specc.runtime.execution.draws import DrawnPrograms
+from specc.runtime.execution.shared_runner import SharedRunner, StagedRunner
 from specc.runtime.processes.fork_server import interpreter
 from specc.runtime.ranks.channel import Channel
 from specc.runtime.ranks.follower import facts_about, follow
@@ -197,14 +198,13 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         for number, entry in enumerate(manifest.plans):
             if entry.name not in files:
                 continue
-            operators, step = loaded.operators, found.get(entry.name)
-            staged = None if step is None else step.staged
-            if staged is None:
+            operators, step = loaded.operators, cast("StagedStep | None", found.get(entry.name))
+            if step is None:
                 program = read_json(path / files[entry.name])
-                staged = led_drafts(program, number, models, operators, homes)
+                step = led_drafts(program, number, models, operators, homes)
             drafts = {name: kept[name] for name in entry.plan.models if name in kept}
             history = loaded.cache.history
-            made[entry.name] = make(staged, target, operators, history, drafts)
+            made[entry.name] = make(step, target, operators, history, drafts)
         return made
 
     steps: dict[str, Step] = {**led_steps(LedStep, manifest.step_files, loaded.steps)}
@@ -215,6 +215,7 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         steps=steps,
         drawn=DrawnPrograms(target, drawn) if drawn else None,
         staged=target if target.num_stages > 1 else None,
+        runner_type=StagedRunner if target.num_stages > 1 else SharedRunner,
         self_drafts={name: models[name] for name in loaded.self_drafts},
     )
 

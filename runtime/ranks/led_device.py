@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from specc.errors import RankError
-from specc.runtime.backends.captured.device_models import DeviceProgram
-from specc.runtime.backends.captured.graph_device import (
+from specc.runtime.backends.device_models import DeviceProgram
+from specc.runtime.backends.graph_device import (
     CopyStream,
     Event,
     Graph,

@@ -39,27 +39,21 @@ class LedModel:
         Raises:
             RankError: a rank is lost.
         """
-        if self.num_stages > 1:
-            return self.begin(*inputs)()
-        return self.leader.run_pass(self.number, inputs, self.program)
-
-    def draw(self, draws: Draws, *inputs: Tensor | None) -> Tensor:
-        """See `DrawingModel.draw`.
-
-        Raises:
-            RankError: a rank is lost.
-        """
-        if self.num_stages > 1:
-            return self.begin_draw(draws, *inputs)()
-        return self.leader.run_draw(self.number, draws, inputs, self.program)
+        return self.begin(*inputs)()
 
     def begin(self, *inputs: Tensor | None) -> Callable[[], Tensor]:
-        """See `StagedModel.begin`."""
-        return self.leader.begin_staged(inputs, self.program)
+        """See `BegunModel.begin`."""
+        if self.num_stages > 1:
+            return self.leader.begin_staged(inputs, self.program)
+        logits = self.leader.run_pass(self.number, inputs, self.program)
+        return lambda: logits
 
     def begin_draw(self, draws: Draws, *inputs: Tensor | None) -> Callable[[], Tensor]:
-        """See `StagedModel.begin_draw`."""
-        return self.leader.begin_staged(inputs, self.program, draws)
+        """See `BegunModel.begin_draw`."""
+        if self.num_stages > 1:
+            return self.leader.begin_staged(inputs, self.program, draws)
+        tokens = self.leader.run_draw(self.number, draws, inputs, self.program)
+        return lambda: tokens
 
 
 class LoneDraft:

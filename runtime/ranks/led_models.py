@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from specc.artifact.manifest import Manifest
-from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.device_models import DeviceModels, DeviceProgram
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.ranks.device_drafts import DeviceAsker, LonePass
 from specc.runtime.ranks.device_stages import DeviceStages
 from specc.runtime.ranks.draft_parts import asked_of, leave_parts, leave_rows, parts_of

@@ -20,12 +20,10 @@ from specc.runtime.backends.step_io import (
     StepResult,
     slots_of,
 )
-from specc.runtime.execution.draws import Draws, tree_draws
+from specc.runtime.execution.draws import tree_draws
 from specc.runtime.execution.shared_pass import (
-    Begin,
     FlatTokens,
     accepted_values,
-    at_once,
     begin_together,
     tree_tokens,
 )
@@ -68,21 +66,6 @@ class LedStep:
         self._history = history
         self._is_in_place = self.plan.is_in_place
         self._slots = torch.arange(self.plan.num_nodes, dtype=torch.int32)
-
-    @property
-    def staged(self) -> StagedStep | None:
-        """Itself: see `StagedStep`."""
-        return self
-
-    @property
-    def repeated(self) -> None:
-        """Each is run by itself."""
-        return None
-
-    @property
-    def queued(self) -> None:
-        """The host runs it."""
-        return None
 
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
@@ -148,12 +131,12 @@ class LedStep:
         """
         nodes = tree_tokens(self.plan, inputs, drafted)
         if self.plan.tile is None:
-            taken = begin_together(self._begins(), [nodes], mass=mass)
+            taken = begin_together(self.target.begin, [nodes], mass=mass)
             return lambda: accepted_values(self.plan, taken()[0], inputs)
         batch = len(inputs.rows)
 
         def begin(tile: tuple[int, int]) -> Callable[[], list[Tensor]]:
-            return begin_together(self._begins(), [part_of(nodes, batch, *tile)], mass=mass)
+            return begin_together(self.target.begin, [part_of(nodes, batch, *tile)], mass=mass)
 
         first, *others = self.plan.tiles(self.plan.num_nodes)
         taken = begin(first)
@@ -165,10 +148,6 @@ class LedStep:
                 yield from begin(tile)()
 
         return lambda: {"winners": self._winners(inputs, drafted, nodes, passes())}
-
-    def _begins(self) -> Begin:
-        """Passes of the target."""
-        return self.target.begin if self.target.num_stages > 1 else at_once(self.target)
 
     def _mass_of(self, slabs: Mapping[str, Tensor], batch: int) -> Tensor | None:
         """What a step's own pass adds votes to; None where none of its sequences votes."""
@@ -241,20 +220,14 @@ class DrawnStep(LedStep):
         passes = []
         for first, last in tiles:
             part = part_of(nodes, batch, first, last)
-            draws = tree_draws(part, *sampling)
-            passes.append(begin_together(self._begin_draws(draws), [part], mass=mass))
+            begin = functools.partial(self.target.begin_draw, tree_draws(part, *sampling))
+            passes.append(begin_together(begin, [part], mass=mass))
 
         def finish() -> Mapping[str, Tensor]:
             winners = [found.view(batch, -1) for taken in passes for found in taken()]
             return accepted_values(self.plan, torch.cat(winners, dim=1).flatten(), inputs)
 
         return finish
-
-    def _begin_draws(self, draws: Draws) -> Begin:
-        """Passes of the target that yield tokens."""
-        if self.target.num_stages > 1:
-            return functools.partial(self.target.begin_draw, draws)
-        return at_once(functools.partial(self.target.draw, draws))
 
 
 class _Lease:

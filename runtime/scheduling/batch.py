@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from specc.runtime.backends.captured.graph_device import Event
-from specc.runtime.backends.step import PendingStep, QueuedStep
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.scheduling.request import Request
@@ -134,7 +132,7 @@ class Vote(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunResult:
     """Of its prompts and steps; `first_tokens` is None where a prompt is not finished yet."""
 
@@ -155,57 +153,17 @@ class RunResult:
     wall_s: float = 0.0
 
 
-class PendingPrefill(NamedTuple):
-    """Passes over prompts that were queued.
-
-    Args:
-        step: any of the engine, which knows when the host last saw the device's work end.
-        end: after the passes.
-        begin_s: when they were queued.
-        read: what they yield, once they are done.
-    """
-
-    step: QueuedStep
-    end: Event
-    begin_s: float
-    read: Callable[[], RunResult]
-
-    def result(self) -> RunResult:
-        """Wait for the passes; the seconds are those since the work before them ended."""
-        self.end.synchronize()
-        return replace(self.read(), prefill_s=self.step.seconds_since(self.begin_s))
-
-
 class PendingBatch(NamedTuple):
-    """A batch that was queued, or begun.
+    """A batch that was begun.
 
     Args:
-        result: waits for it, once.
-        complete: queues what is left of it, once, before `result`; to be called when all that was
+        results: waits for it, once; of each time that its steps ran.
+        complete: queues what is left of it, once, before `results`; to be called when all that was
             queued before is committed.
+        is_queued: other batches can be begun before its results are there; False is one that runs
+            when they are asked for.
     """
 
-    result: Callable[[], RunResult]
+    results: Callable[[], list[RunResult]]
     complete: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A batch that was queued on a device.
-
-    Args:
-        read_prefill: waits for its prompts, and tells what they yield.
-        steps: of its groups, by place, in the order in which they were queued.
-        read_votes: waits for votes of its steps.
-    """
-
-    read_prefill: Callable[[], RunResult]
-    steps: Mapping[int, PendingStep]
-    read_votes: Callable[[], list[Vote]] = list
-
-    def result(self) -> RunResult:
-        """Wait for all of it; once."""
-        found = self.read_prefill()
-        steps = {place: step.result() for place, step in self.steps.items()}
-        in_order = [steps[place] for place in range(len(steps))]
-        return replace(found, steps=in_order, votes=[*found.votes, *self.read_votes()])
+    is_queued: bool = True

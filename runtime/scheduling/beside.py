@@ -41,6 +41,8 @@ class Beside:
 
         Nobody is left out for long: where as many batches are in flight as can be, all are.
         """
+        if self._most == 1 and not self._busy:
+            return list(running)
         idle, count = self.idle(running), -(-len(running) // self._most)
         if len(idle) <= count:
             return idle
@@ -58,3 +60,7 @@ class Beside:
             return last
         after = (turn_of(other) > turn_of(request) for other in running if self.is_busy(other))
         return None if any(after) else request
+
+
+# nothing is in flight
+ALONE = Beside()

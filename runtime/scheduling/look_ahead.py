@@ -56,8 +56,8 @@ class LookAhead:
         before = self._plans.get(id(request))
         moved = () if before is None or before.catch_up > plan.catch_up else before.draft_lens
         most = request.cache_len + self.most(request)
-        return any(
-            request.draft_lens[draft] < most + 1 - plan.catch_up
-            for draft in plan.draft_lens
-            if draft not in moved
-        )
+        # asked at each step: no generator
+        for draft in plan.draft_lens:
+            if draft not in moved and request.draft_lens[draft] < most + 1 - plan.catch_up:
+                return True
+        return False

@@ -176,8 +176,6 @@ class RequestBlocks:
 
     def let_go(self, requests: Iterable[Request]) -> None:
         """The batch is done: blocks of those that left are free, unless another one uses them."""
-        if not self._held and not self._left:
-            return
         for request in requests:
             if (count := self._held[request]) > 1:
                 self._held[request] = count - 1
@@ -191,6 +189,11 @@ class RequestBlocks:
         self._held.clear()
         for request in list(self._left):
             self._free(request)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether a batch was held that is not done, or somebody left meanwhile."""
+        return bool(self._held or self._left)
 
     @property
     def left(self) -> Collection[Request]:

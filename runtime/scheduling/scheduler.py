@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from specc.errors import RequestError
 from specc.runtime.drafts.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
-from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
-from specc.runtime.scheduling.beside import Beside
+from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
+from specc.runtime.scheduling.beside import ALONE, Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
@@ -21,8 +21,6 @@ from specc.runtime.scheduling.step_groups import StepGroups
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan, heads_of
 
-# nothing is in flight
-_ALONE = Beside()
 _NOTHING_QUEUED = LookAhead()
 
 
@@ -137,7 +135,7 @@ class Scheduler:
                     "send the request again",
                 )
 
-    def schedule(self, beside: Beside = _ALONE) -> Batch:
+    def schedule(self, beside: Beside = ALONE) -> Batch:
         """Pick the work of the next iteration.
 
         Args:
@@ -169,21 +167,26 @@ class Scheduler:
         if not self.may_look_ahead or self._late():
             return None
         self._admit()
-        return self._pick(LookAhead(queued), _ALONE)
+        return self._pick(LookAhead(queued), ALONE)
 
     def _pick(self, ahead: LookAhead, beside: Beside) -> Batch | None:
         own = beside.share(self.running)
-        ready = [s for s in own if s.is_prefilled and s.num_tokens_left > ahead.least(s)]
-        if ahead.is_queued and not self._is_worth_it(ready, ahead):
-            return None
+        ready = [s for s in own if s.is_prefilled]
+        has_prompts = len(ready) < len(own)
+        if ahead.is_queued:
+            ready = [s for s in ready if s.num_tokens_left > ahead.least(s)]
+            if not self._is_worth_it(ready, ahead):
+                return None
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
         if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
-        num_step_tokens = sum([g.num_nodes for g in groups])
         self.last_plans = {g.plan.name: len(g.requests) for g in groups}
-        spans = self._prompts.spans(
-            own, num_step_tokens, ahead, lambda s: self._groups.readers(s, plan)
-        )
+        spans: list[Span] = []
+        if has_prompts:
+            num_step_tokens = sum(g.num_nodes for g in groups)
+            spans = self._prompts.spans(
+                own, num_step_tokens, ahead, lambda s: self._groups.readers(s, plan)
+            )
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
     def _is_worth_it(self, ready: list[Request], ahead: LookAhead) -> bool:
@@ -310,13 +313,15 @@ class Scheduler:
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
         left = self._blocks.left
-        commit_prefill(batch, result, self.stats, left)
+        if batch.prefill:
+            commit_prefill(batch, result, self.stats, left)
         commit_steps(batch, result, self.stats, left, self.host_drafts, self.policy)
         commit_votes(result, left)
         for request in self.running:
             self._blocks.publish(request)
         self._release_finished()
-        self._blocks.let_go(batch.requests)
+        if self._blocks.has_held:
+            self._blocks.let_go(batch.requests)
         self.policy.observe_batch(batch, result)
 
     def _admit(self) -> None:

@@ -83,7 +83,8 @@ class StepGroups:
         Where a pass takes all groups, plans in tiles have passes of their own, and so have all
         others beside them: of whole trees.
         """
-        if not self.cuts_trees:
+        # asked at each step: most policies leave trees as they are
+        if not self.cuts_trees or type(policy).live_nodes is Policy.live_nodes:
             return groups
         if self.shares_pass and any(group.plan.tile is not None for group in groups):
             return groups

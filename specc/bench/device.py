@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specc.artifact.directory import available_memory_bytes
-from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.backends.cuda.graphs import cuda_device
+from specc.runtime.backends.graph_device import Graph, GraphDevice
 
 # a copy on a GPU moves twice this; the CPU's buffers need only be larger than its caches
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}

@@ -16,8 +16,8 @@ import torch
 
 from specc.bench.device import Replay, TimedGraphs
 from specc.bench.rounds import Spread
+from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.captures import CaptureWarning
-from specc.runtime.backends.step import QueuedStep
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
@@ -66,7 +66,7 @@ class StepBench:
     """Measures the steps of an engine in memory.
 
     Args:
-        engine: its steps are `QueuedStep`s on `graphs`.
+        engine: its steps are `CapturedStep`s on `graphs`.
         graphs: that they are captured with.
         context: committed rows of a sequence when steps begin.
         tokens: that a sequence may grow by.
@@ -143,7 +143,7 @@ class StepBench:
         return replace(figures, stage_ms=stage_ms, kernels=kernels, kernel_us=kernel_us)
 
     def _rounds(
-        self, step: QueuedStep, count: int, rounds: int, inputs: StepInputs
+        self, step: CapturedStep, count: int, rounds: int, inputs: StepInputs
     ) -> tuple[list[float], list[float], float]:
         """Milliseconds of steps, gaps between them, and the mean acceptance length."""
         self._queue(step, count, inputs)
@@ -159,24 +159,24 @@ class StepBench:
             lengths += [1.0 + n for result in results for n in result.num_accepted]
         return step_ms, gaps, statistics.mean(lengths)
 
-    def _step(self, plan: str) -> QueuedStep:
-        step = self._engine.steps[plan].queued
-        assert step is not None, "an engine of a device that captures"
+    def _step(self, plan: str) -> CapturedStep:
+        step = self._engine.steps[plan]
+        assert isinstance(step, CapturedStep), "an engine of a device that captures"
         return step
 
-    def _capture(self, step: QueuedStep) -> str | None:
+    def _capture(self, step: CapturedStep) -> str | None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CaptureWarning)
             step.capture(self._batch)
         reasons = [str(item.message) for item in caught if item.category is CaptureWarning]
         return reasons[0] if reasons else None
 
-    def _steps_of_queue(self, step: QueuedStep) -> int:
+    def _steps_of_queue(self, step: CapturedStep) -> int:
         """As many as fit where every step emits all that it can."""
         return max(1, self._tokens // (step.plan.max_depth + 1))
 
     def _queue(
-        self, step: QueuedStep, count: int, inputs: StepInputs | None = None
+        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
     ) -> list[StepResult]:
         """Queue steps; the host reads a result when the next step is queued already.
 
@@ -194,7 +194,7 @@ class StepBench:
         return [*results, pending.result()]
 
     def _time(
-        self, step: QueuedStep, count: int, inputs: StepInputs | None = None
+        self, step: CapturedStep, count: int, inputs: StepInputs | None = None
     ) -> tuple[list[StepResult], list[Replay], Replay]:
         """Results of a queue, its replays, and marks around all of it."""
         results: list[StepResult] = []
@@ -219,7 +219,7 @@ class StepBench:
         return self._graphs.clock.ms(*replay)
 
     def _stages(
-        self, step: QueuedStep, names: Sequence[str], count: int, rounds: int
+        self, step: CapturedStep, names: Sequence[str], count: int, rounds: int
     ) -> dict[str, float]:
         """Median milliseconds of each stage while each is a graph of its own."""
         step.before_accept = _look_away
@@ -238,7 +238,7 @@ class StepBench:
             step.before_accept = None
 
     def _kernels(
-        self, step: QueuedStep, count: int
+        self, step: CapturedStep, count: int
     ) -> tuple[float, dict[str, tuple[float, float]]]:
         """Of one step: how many, and launches and microseconds by name."""
         found = self._graphs.count_kernels(lambda: self._queue(step, count))

@@ -240,8 +240,8 @@ def of_command_a(parts: Sequence[str] = PARTS) -> dict[str, Launches]:
     """What these parts of command A compile on an H200 that has compiled nothing."""
     from specc.bench.synthetic import engine as bench_shapes_engine
     from specc.kernels.cuda import attend, attend_config, few_rows
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.backends.captured import backend as captured_backend
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
     from specc.runtime.backends.cuda import backend as cuda_backend
     from tests.gpu import replay
 

@@ -35,7 +35,7 @@ DRAFTERS = ("dspark-deepspec", "dspark-specforge")
 def check_policies(results: Results, device: Device) -> None:
     """The demo pair in float32: a number of live nodes for each request and step."""
     device.prepare()
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from tests.runtime.live_rig import ScriptedNodes
 
@@ -138,7 +138,7 @@ def _policy_ms(engine: Any, plan: Any, prompts: Sequence[list[int]]) -> dict[str
 
 def _drafter_ms(load: Callable[..., Any], path: Path, plan: str) -> dict[str, float]:
     """Milliseconds an iteration with a drafter that is not asked, and with one that is."""
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.policies.base import FixedPolicy
     from tests.runtime.backends.cuda.confident_rig import PROMPTS
 

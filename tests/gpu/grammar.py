@@ -90,7 +90,7 @@ class Grammars:
 def check(results: Results, device: Device, dtype: str) -> None:
     """Each plan of the demo pair that drafts."""
     device.prepare()
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
 
     count = count_compiles(device)

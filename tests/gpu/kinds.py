@@ -143,7 +143,7 @@ def check(results: Results, device: Device, kind: str) -> None:
     device.prepare()
     import torch
 
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from specc.runtime.execution.batch_rows import last_tokens_of
     from tests.mixed_sampling import mixed_sampling

@@ -81,7 +81,7 @@ def triton_in_package() -> str:
 
 def graph_memory() -> dict[str, float]:
     """Device memory that capturing each plan for one and for eight sequences takes."""
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
 
     found = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -38,7 +38,7 @@ def check_pair(results: Results, device: Device) -> None:
     device.prepare()
     import torch
 
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from tests.mixed_sampling import mixed_sampling
 
     count = count_compiles(device)
@@ -60,7 +60,7 @@ def check_pair(results: Results, device: Device) -> None:
 def check_overlap(results: Results, device: Device) -> None:
     """The demo pair in float32: one half of eight sequences drafts while the other is verified."""
     device.prepare()
-    from specc.runtime.backends.captured.capture_limits import CaptureLimits
+    from specc.runtime.backends.capture_limits import CaptureLimits
     from specc.runtime.engine import Engine
     from tests.mixed_sampling import mixed_sampling
 

@@ -26,6 +26,7 @@ from specc.passes.program import RUNTIME_INPUTS
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.engine import Engine
+from specc.runtime.execution.shared_runner import SharedRunner
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan
 from specc.version import __version__
@@ -192,6 +193,7 @@ def build_engine(
         position_limit=min(max_seq_len, draft_positions),
         tokenizer=text_tokenizer(),
         eos_token_ids=frozenset(eos),
+        runner_type=SharedRunner,
     )
 
 

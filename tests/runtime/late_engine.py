@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specc.config import CompileConfig
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend as captured_backend
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy

@@ -18,8 +18,8 @@ from specc.compiler.in_memory import load_config
 from specc.errors import ConfigError, EngineError, RequestError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
-from specc.runtime.execution import begun_batch
-from specc.runtime.execution.begun_batch import cut_unlikely
+from specc.runtime.execution import shared_runner
+from specc.runtime.execution.shared_runner import cut_unlikely
 from specc.sampling.params import SamplingParams
 from specc.speculation.block_drafts import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.speculation.plans import SpecPlan
@@ -144,7 +144,7 @@ def test_trees_that_end_where_the_drafter_is_unsure(
         sizes.append(group.live)
         return group
 
-    monkeypatch.setattr(begun_batch, "cut_unlikely", noted)
+    monkeypatch.setattr(shared_runner, "cut_unlikely", noted)
     kinds = ({"temperature": 0.0}, {"temperature": 1.0, "rule": "delta"}, {"temperature": 1.0})
     core = EngineCore(engine, TREE.name, confidence_threshold=0.52)
     found = outputs(core, *kinds)
@@ -353,7 +353,7 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
         ({"backend": "onnx", "block_size": 0}, "a block drafter .draft_0., and the backend onnx"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the block drafter"),
-        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"draft_dtype": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
     ],
 )
 def test_what_block_drafters_do_not_go_with(

@@ -15,6 +15,7 @@ from specc.errors import ConfigError, RequestError
 from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import FixedPolicy
+from specc.runtime.runner import Runner
 from specc.sampling.params import SamplingParams
 from tests import engines
 from tests.block_heads import BLOCK_CASES, write_block
@@ -86,7 +87,8 @@ def test_a_threshold_where_whole_trees_are_verified(compiled: Callable[..., Path
     assert engine.manifest is not None
     two = replace(engine.manifest, parallel=ParallelEntry(2, ("target",)))
     # ranks, and passes over padded batches
-    for other in (replace(engine, backend="tensorrt"), replace(engine, manifest=two)):
+    padded = replace(engine, backend="tensorrt", runner_type=Runner)
+    for other in (padded, replace(engine, manifest=two)):
         with pytest.raises(ConfigError, match="ask no drafter how much to verify") as caught:
             EngineCore(other, TREE.name, confidence_threshold=0.5)
         assert caught.value.needed == "an engine of the backends cpu, cuda or eager, of one rank"

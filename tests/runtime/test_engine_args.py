@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specc.errors import ConfigError, EngineError, RequestError
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs, EngineArgs
 from specc.runtime.engine_checks import check_cut

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specc.config import CompileConfig
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.speculation.plans import DynamicTree, SpecPlan
 from tests.interleavings import Figures, Moody, NearTies, Solo, run_interleaving

@@ -204,10 +204,9 @@ def begun(engine: Engine, prompts: list[list[int]]) -> tuple[Any, Any]:
     while not all(request.is_prefilled for request in made):
         core.advance()
     (group,) = core.scheduler.schedule().groups
-    inputs = core.runner._inputs(group)
-    staged = engine.steps[TREE.name].staged
-    assert staged is not None
-    return inputs, staged.draft(inputs, engine.cache.environment)
+    inputs = core.runner.inputs(group)
+    step: Any = engine.steps[TREE.name]
+    return inputs, step.draft(inputs, engine.cache.environment)
 
 
 def test_rows_of_live_nodes_are_those_of_the_whole_tree(

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from specc.runtime.backends.captured.device_link import NUM_STAGES, DeviceLink
 from specc.runtime.engine import Engine
-from specc.runtime.execution.device_link import NUM_STAGES, DeviceLink
 from specc.runtime.execution.prompt_ends import PendingEnds
 from specc.runtime.execution.prompts import Prompts
 from specc.runtime.llm import LLM
-from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Span
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
@@ -59,19 +58,20 @@ def rig(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
         *engine.cache.environment.values(),
         *(tensor for model in models for tensor in model._program.tensors.values()),
     ]
-    queue = Runner.queue_prefill
+    begin = Prompts.begin
 
-    def watched(runner: Runner, spans: list[Span]) -> Any:
+    def watched(prompts: Prompts, spans: list[Span]) -> Any:
         device.log = []
         logs.append(device.log)
         with device.watch(lasting):
-            pending = queue(runner, spans)
+            pending = begin(prompts, spans)()
             device.log.append("queued")
             found = pending.result()
         device.log = []
-        return type("Done", (), {"result": lambda _: found})()
+        done = type("Done", (), {"result": lambda _: found})()
+        return lambda: done
 
-    monkeypatch.setattr(Runner, "queue_prefill", watched)
+    monkeypatch.setattr(Prompts, "begin", watched)
     return Rig(engine, device, logs)
 
 
@@ -129,7 +129,7 @@ def test_nothing_waits_before_the_end(rig, tiny_engine, kind, plan) -> None:
 def test_the_watch_sees_what_waits(rig, monkeypatch, spoil) -> None:
     first_tokens = Prompts.first_tokens
 
-    def spoilt(runner: Runner, *args: Any) -> Any:
+    def spoilt(runner: Prompts, *args: Any) -> Any:
         spoil(rig.engine)
         return first_tokens(runner, *args)
 
@@ -151,7 +151,7 @@ def test_first_tokens_may_stay_pending(tiny_engine) -> None:
         request = core.requests.make(tokens, REQUESTS["plain"][i])
         count = engine.cache.shape.blocks_for(len(tokens), 1)
         request.blocks = engine.cache.allocator.allocate(count)
-        found.append(core.runner.queue_prefill([Span(request, 0, len(tokens), (0,))]))
+        found.append(core.runner._prompts.begin([Span(request, 0, len(tokens), (0,))])())
     first = [pending.result().first_tokens for pending in found]
     assert first == [[output.outputs[0].token_ids[0]] for output in wanted]
 

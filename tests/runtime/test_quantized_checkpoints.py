@@ -9,21 +9,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import specc
+from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.cli.render import weight_lines
 from specc.compiler.candidate import open_models
-from specc.compiler.quantized_models import check_quantized
 from specc.config import CompileConfig
 from specc.errors import ConfigError, WeightError
+from specc.refusals import Asked, refuse
 from specc.runtime.backends.program_files import read_json
 from tests import engines, models
 from tests import quantized_checkpoints as made
@@ -219,16 +218,16 @@ def test_an_option_and_a_draft(tmp_path) -> None:
     assert [item.quantization for item in found.manifest.models] == [None, "int8"]
 
 
-def test_a_backend_that_reads_no_integers(tmp_path) -> None:
+def test_a_backend_without_quantized_weights(tmp_path) -> None:
     form = made.packed(4, 32)
     target = models.save_tiny("llama", tmp_path / "target", num_hidden_layers=1)
     written = made.write_checkpoint(target, tmp_path, form.config, form.writer)
-    backend: Any = SimpleNamespace(name="toy", options=())
-    candidates = open_models(written.quantized, [])
+    (target,) = open_models(written.quantized, [])
+    asked = Asked(CompileConfig(), (), facts_of("cpu"), schemes={"target": target.scheme})
     with pytest.raises(ConfigError) as caught:
-        check_quantized(candidates, CompileConfig(probe=False), backend)
+        refuse(asked)
     assert caught.value.found.startswith("a quantized checkpoint (target: compressed-tensors")
-    assert caught.value.found.endswith("with backend toy")
+    assert caught.value.found.endswith("with backend cpu")
 
 
 def test_a_head_with_integers_of_its_own(tmp_path) -> None:

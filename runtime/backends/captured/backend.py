@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -11,17 +12,20 @@ import torch
 from torch import Tensor
 
 from specc.artifact.manifest import Manifest
+from specc.errors import EngineError
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
-from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.capture_limits import CaptureLimits
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.device_models import DeviceModels, DeviceProgram
+from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.engine_steps import load_steps
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.graphs import choose_gpu, cuda_device
+from specc.runtime.backends.device_models import DeviceModels, DeviceProgram
 from specc.runtime.backends.engine_cache import make_cache, rows_of
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.offload_budget import budget_of
-from specc.runtime.execution.device_link import DeviceLink
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.system.files import format_bytes
 
 
 class CapturedBackend(RuntimeBackend):
@@ -120,6 +124,7 @@ class CapturedBackend(RuntimeBackend):
             cache,
             DeviceOperators(graphs),
             DeviceLink(graphs),
+            runner_type=CapturedRunner,
             self_drafts={
                 entry.name: DeviceModel(cast(DeviceProgram, models.within[entry.name]), graphs)
                 for entry in manifest.self_drafts
@@ -164,3 +169,50 @@ class DeviceOperators:
                 return operator(*args)
 
         return launch
+
+
+def fit_device(
+    manifest: Manifest,
+    graphs: GraphDevice,
+    limits: CaptureLimits,
+    max_num_seqs: int | None = None,
+    kv_cache_tokens: int | None = None,
+    weights_budget: int | None = None,
+) -> CaptureLimits:
+    """Compare an engine's memory plan with what is free, before anything is allocated.
+
+    Args:
+        manifest: of the engine.
+        graphs: the device.
+        limits: of capturing.
+        max_num_seqs: sequences that caches are made for; None is what the engine allows.
+        kv_cache_tokens: rows of all sequences together; None is the worst case of each.
+        weights_budget: bytes that weights of the target take; None is all of them.
+    Returns:
+        the limits, with graphs held to what weights, caches and passes leave free: a step that
+        gets no graph while the engine loads runs all the same.
+    Raises:
+        EngineError: weights, caches and the values of a pass need more than there is.
+    """
+    free = graphs.free_bytes()
+    plan = manifest.memory_plan.values()
+    most = manifest.limits.max_batch_size
+    num_seqs = min(max_num_seqs or most, most)
+    weights = sum(entry.weights for entry in plan)
+    if weights_budget is not None:
+        whole = manifest.memory_plan[manifest.models[0].name].weights
+        weights -= max(0, whole - weights_budget)
+    rows = manifest.limits.cache_rows(num_seqs, kv_cache_tokens)
+    caches = sum(entry.cache for entry in plan) * rows // manifest.limits.cache_rows()
+    passes = sum(entry.logits + entry.workspace for entry in plan)
+    needed = weights + caches + passes
+    if needed > free:
+        raise EngineError(
+            f"{format_bytes(free)} of memory free on {graphs.device}",
+            f"{format_bytes(needed)}: weights {format_bytes(weights)}, caches"
+            f" {format_bytes(caches)} for {num_seqs} sequences of"
+            f" {manifest.limits.max_seq_len} tokens, passes {format_bytes(passes)}",
+            "lower max_num_seqs, compile with a smaller --max-batch-size or --max-seq-len, or end"
+            " what else uses the GPU",
+        )
+    return replace(limits, max_bytes=min(limits.max_bytes, free - needed))

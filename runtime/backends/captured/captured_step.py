@@ -17,13 +17,17 @@ from specc.runtime.backends.captured.bound_step import BoundStep, HookValues
 from specc.runtime.backends.captured.captures import LoneGraph, capture_parts, warm_up
 from specc.runtime.backends.captured.confident_step import ConfidentStep
 from specc.runtime.backends.captured.extended_step import ExtendedStep
-from specc.runtime.backends.captured.graph_device import Event, Graph
-from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay, rows_of
+from specc.runtime.backends.captured.pending_replay import (
+    HalfReplay,
+    PendingReplay,
+    PendingStep,
+    rows_of,
+)
 from specc.runtime.backends.captured.step_binder import Bound, StepBinder, calls_of
 from specc.runtime.backends.captured.step_bounds import check_step_bounds
 from specc.runtime.backends.captured.step_buffers import HostResults, StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepExtras, StepKind
-from specc.runtime.backends.step import QueuedStep
+from specc.runtime.backends.graph_device import Event, Graph
 from specc.runtime.backends.step_io import BeforeAccept, StepInputs, StepResult, StepValues
 from specc.speculation.live_nodes import can_cut, captured_rows
 
@@ -31,7 +35,7 @@ Parts = Sequence[Callable[[], object]]
 
 
 class CapturedStep:
-    """One plan's step, captured for each batch bucket: a `QueuedStep`.
+    """One plan's step, captured for each batch bucket: others are queued after it.
 
     A bucket is a number of requests; rows that a batch does not fill are padding, which writes
     nothing. A bucket is captured as one graph, or, while `before_accept` is set, as one graph for
@@ -83,21 +87,6 @@ class CapturedStep:
         return self._slabs
 
     @property
-    def staged(self) -> None:
-        """It is replayed as a whole."""
-        return None
-
-    @property
-    def repeated(self) -> None:
-        """Each is run by itself."""
-        return None
-
-    @property
-    def queued(self) -> QueuedStep | None:
-        """Itself: see `QueuedStep`."""
-        return self
-
-    @property
     def is_split(self) -> bool:
         """A hook stands between the stages."""
         return self.before_accept is not None
@@ -113,7 +102,7 @@ class CapturedStep:
         return not (self.is_split or self.by_block) and can_cut(self.plan)
 
     def pass_rows(self, batch: int, num_live: int) -> int:
-        """See `QueuedStep.pass_rows`."""
+        """Rows of the target's pass for a batch of which so many nodes are live together."""
         return captured_rows(self.plan.num_nodes, self.bucket_of(batch), num_live)
 
     def is_captured(self, bucket: int, kind: StepKind | None = None) -> bool:
@@ -181,8 +170,21 @@ class CapturedStep:
         requests: Sequence[object] = (),
         is_carried: Sequence[bool] = (),
         extras: StepExtras | None = None,
-    ) -> PendingReplay | HalfReplay:
-        """See `QueuedStep.submit`; `StateRows.knows` the requests of carried rows."""
+    ) -> PendingStep:
+        """Queue a step; nothing waits for the device, unless what it drafts decides on the rest.
+
+        Where rows are carried, such a step is a `HalfReplay`.
+
+        Args:
+            inputs: on the host. A carried row has any last tokens, and at least as many committed
+                rows as the device has.
+            requests: whose rows these are, where later steps are to go on from what this one
+                leaves; else (). `StateRows.knows` those of carried rows.
+            is_carried: which of them go on from what their last step leaves.
+            extras: what it does besides.
+        Raises:
+            EngineError: the step would leave the cache, or cannot run at all.
+        """
         begin_s = time.perf_counter()
         batch = len(inputs.rows)
         places = inputs.block_table[:, 0].tolist() if self.by_block else None
@@ -206,8 +208,14 @@ class CapturedStep:
         batch: int,
         places: Sequence[int] | None = None,
         extras: StepExtras | None = None,
-    ) -> PendingReplay | HalfReplay:
-        """See `QueuedStep.submit_next`."""
+    ) -> PendingStep:
+        """Queue a step that goes on where the last one ended, which the host may not know yet.
+
+        Args:
+            batch: requests, those of the step that was queued last.
+            places: their rows, as that step had them.
+            extras: what it does besides; see `submit`.
+        """
         begin_s = time.perf_counter()
         bucket = self.bucket_of(rows_of(batch, places))
         self.kind = extras.kind if extras else None
@@ -245,7 +253,13 @@ class CapturedStep:
     def can_follow(
         self, blocks: Sequence[int], carried: Sequence[object], extras: StepExtras | None = None
     ) -> bool:
-        """See `QueuedStep.can_follow`."""
+        """Whether it can be queued while steps of its requests are on their way, as a replay.
+
+        Args:
+            blocks: the first block of each request.
+            carried: requests that go on from what a step leaves.
+            extras: what it would do besides.
+        """
         # over rows of a dense cache, buckets reach to the last row in use
         count = rows_of(len(blocks), blocks if self.by_block else None)
         return self.is_replayed(count, extras and extras.kind) and self.knows(carried)
@@ -297,7 +311,7 @@ class CapturedStep:
         begin_s: float,
         extras: StepExtras | None = None,
         is_carried: bool = False,
-    ) -> PendingReplay | HalfReplay:
+    ) -> PendingStep:
         key = self._replayed_key(bucket)
         bound, captured = self._bound[key], self._captured[key]
         parts: list[Callable[[], object]] = [graph.replay for graph in captured or ()]

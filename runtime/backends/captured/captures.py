@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specc.errors import EngineError
-from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.backends.failed_operator import OperatorError
+from specc.runtime.backends.graph_device import Graph, GraphDevice
 
 
 class CaptureWarning(UserWarning):

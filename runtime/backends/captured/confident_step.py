@@ -18,11 +18,11 @@ from torch import Tensor
 
 from specc.runtime.backends.captured.bound_step import BoundStage, StepParts
 from specc.runtime.backends.captured.extended_step import DraftReader, ExtendedStep
-from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
+from specc.runtime.backends.captured.mask_rules import MaskRules
 from specc.runtime.backends.captured.masked_draft import MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import do_named
-from specc.runtime.constraints.mask_rules import MaskRules
+from specc.runtime.backends.graph_device import Graph, GraphDevice
 from specc.speculation.confidence import ConfidentNodes
 from specc.speculation.live_nodes import captured_rows
 from specc.speculation.plans import SpecPlan

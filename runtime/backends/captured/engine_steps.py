@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import nn
 
 from specc.artifact.manifest import Manifest
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.device_models import Adapt, leave_alone
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED
+from specc.runtime.backends.device_models import Adapt, leave_alone
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import KVCache

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specc.runtime.backends.captured.bound_step import BoundStage, BoundStep, StepParts
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.live_pass import LivePass, accepts_live
+from specc.runtime.backends.captured.mask_rules import MaskRules
 from specc.runtime.backends.captured.masked_draft import NOTHING, MaskedDraft, unread_error
 from specc.runtime.backends.captured.step_masks import StepMasks
 from specc.runtime.backends.captured.step_scores import StepKind, StepScores
 from specc.runtime.backends.failed_operator import do_named
-from specc.runtime.constraints.mask_rules import MaskRules
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.speculation.plans import SpecPlan
 
 # batch → [B][N] tokens and parents

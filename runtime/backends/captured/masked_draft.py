@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from specc.errors import EngineError
 from specc.runtime.backends.captured.bound_step import BoundStage
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks, StepMasks
 from specc.runtime.backends.failed_operator import do_named
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.speculation.plans import SpecPlan
 

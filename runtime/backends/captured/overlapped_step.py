@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specc.runtime.backends.captured.bound_step import BoundStep
-from specc.runtime.backends.captured.graph_device import SideStream
+from specc.runtime.backends.graph_device import SideStream
 from specc.speculation.plans import SpecPlan
 
 # rows of a half at least, and that the second one begins at a multiple of: every input and result

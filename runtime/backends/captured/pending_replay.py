@@ -38,7 +38,7 @@ class ReplayedStep(Protocol):
 
 
 class PendingReplay(NamedTuple):
-    """A captured step that was queued; see `PendingStep`."""
+    """A captured step all of which was queued."""
 
     step: ReplayedStep
     batch: int
@@ -61,11 +61,11 @@ class PendingReplay(NamedTuple):
         return is_newest and self.step.is_replayed(count, self.step.kind)
 
     def since(self, begin_s: float) -> PendingReplay:
-        """See `PendingStep.since`."""
+        """The same, with seconds counted from here on."""
         return self._replace(begin_s=begin_s)
 
     def complete(self) -> PendingReplay:
-        """See `PendingStep.complete`: all of it is queued."""
+        """See `HalfReplay.complete`: all of it is queued."""
         return self
 
     def result(self) -> StepResult:
@@ -79,7 +79,7 @@ class PendingReplay(NamedTuple):
 
 
 class HalfReplay:
-    """A step of which only the beginning was queued; see `PendingStep`.
+    """A step of which only the beginning was queued.
 
     That is all up to its verification, or to the first pass of a draft that obeys a grammar; where
     drafters say how much is verified, all of the draft alone. There are two reasons, and a step may
@@ -113,12 +113,17 @@ class HalfReplay:
         buffers.half = self
 
     def since(self, begin_s: float) -> HalfReplay:
-        """See `PendingStep.since`."""
+        """See `PendingReplay.since`."""
         self._begin_s = begin_s
         return self
 
     def complete(self) -> PendingReplay | None:
-        """See `PendingStep.complete`."""
+        """Queue what is left of it; to be called when the step before it is committed.
+
+        Returns:
+            the whole step; None where another step was queued meanwhile, and it has to be submitted
+            again.
+        """
         if self._buffers.half is not self:
             return None
         self._buffers.half = None
@@ -127,6 +132,9 @@ class HalfReplay:
     def result(self) -> StepResult:
         """Not before `complete`."""
         raise AssertionError("a step of which the rest was not queued")
+
+
+PendingStep = PendingReplay | HalfReplay
 
 
 def rows_of(batch: int, places: Sequence[int] | None) -> int:

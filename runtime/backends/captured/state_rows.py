@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.graph_device import Event, GraphDevice
+from specc.runtime.backends.graph_device import Event, GraphDevice
 
 # slots for each sequence of the largest batch: engines may serve several `LLM`s
 _SPARE = 4

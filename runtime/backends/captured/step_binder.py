@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.runtime.backends.captured.bound_step import BoundStep, StepParts
 from specc.runtime.backends.captured.confident_step import CONFIDENCE, ConfidentStep
-from specc.runtime.backends.captured.device_models import Adapt, leave_alone
 from specc.runtime.backends.captured.extended_step import ExtendedStep
-from specc.runtime.backends.captured.graph_device import GraphDevice, SideStream
 from specc.runtime.backends.captured.live_pass import without_output
 from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
+from specc.runtime.backends.device_models import Adapt, leave_alone
+from specc.runtime.backends.graph_device import GraphDevice, SideStream
 from specc.runtime.backends.program_files import place, plan_of
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.graph_device import Event, GraphDevice
 from specc.runtime.backends.captured.state_rows import StateRows
+from specc.runtime.backends.graph_device import Event, GraphDevice
 from specc.runtime.backends.step_io import StepInputs
 from specc.sampling.rows import Value, Word
 

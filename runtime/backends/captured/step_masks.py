@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.graph_device import Event, GraphDevice
 from specc.runtime.backends.captured.step_buffers import NUM_STAGES
+from specc.runtime.backends.graph_device import Event, GraphDevice
 
 # rows whose bits are unpacked at once: V bytes each, a few times
 _ROWS_AT_ONCE = 64

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.graph_device import Event, GraphDevice
+from specc.runtime.backends.captured.mask_rules import MaskRules
 from specc.runtime.backends.captured.step_buffers import NUM_STAGES, HostResults
-from specc.runtime.constraints.mask_rules import MaskRules
+from specc.runtime.backends.graph_device import Event, GraphDevice
 from specc.runtime.outputs.logprobs import ROWS_AT_ONCE, score_tokens
 from specc.sampling.params import MAX_LOGPROBS
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.offload import NUM_BUFFERS, OffloadPlan, Piece
-from specc.runtime.backends.captured.graph_device import GraphDevice, Point
+from specc.runtime.backends.graph_device import GraphDevice, Point
 
 # where a tensor begins within a slot: what vector loads of kernels and libraries take
 _ALIGNMENT = 256

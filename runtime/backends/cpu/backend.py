@@ -23,6 +23,7 @@ from specc.runtime.backends.program_files import (
     read_json,
     read_self_draft,
 )
+from specc.runtime.execution.shared_runner import RepeatedRunner
 from specc.system.allocator import keep_freed_memory
 
 
@@ -78,6 +79,7 @@ class CpuBackend(RuntimeBackend):
             mapped_weights=tuple(w for w in weights.values() if isinstance(w, MappedWeights)),
             winners_steps=dict(winners_steps),
             self_drafts=dict(self_drafts),
+            runner_type=RepeatedRunner,
         )
 
 

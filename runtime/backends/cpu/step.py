@@ -26,7 +26,7 @@ from specc.runtime.backends.cpu.program import CpuProgram, failed
 from specc.runtime.backends.cpu.segments import CpuSegments, stream_error
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
 from specc.runtime.backends.program_files import plan_of
-from specc.runtime.backends.step import RepeatedStep, StagedStep
+from specc.runtime.backends.step import StagedStep
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.runtime.backends.step_io import (
     BeforeAccept,
@@ -155,7 +155,7 @@ class NativeStep:
 
 
 class CpuStep:
-    """One plan's step as instructions of the library's runner: a `StagedStep`.
+    """One plan's step as instructions of the library's runner: a `StagedStep` and a `RepeatedStep`.
 
     Args:
         program: content of `steps/<plan>.json`.
@@ -222,16 +222,6 @@ class CpuStep:
         environment.update(zip(encoder.output_names, results, strict=True))
         return self._stage_s(native.seconds())
 
-    @property
-    def staged(self) -> StagedStep | None:
-        """Itself: see `StagedStep`."""
-        return self
-
-    @property
-    def queued(self) -> None:
-        """The host runs it."""
-        return None
-
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:
@@ -248,11 +238,6 @@ class CpuStep:
             first = self._accept
             self._values.show_to(self.before_accept)
         return self._finish(flat_rows, block_table, first, reads)
-
-    @property
-    def repeated(self) -> RepeatedStep | None:
-        """Itself, where nobody looks at values between two of its stages."""
-        return self if self.before_accept is None else None
 
     def advance_often(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], count: int, ends: Sequence[int]
@@ -306,15 +291,14 @@ class CpuStep:
                 if name in slabs:
                     self._native.set(slots[name], slabs[name])
             self._bound = slabs
-        self._bind_row("sampling_values", inputs.sampling_values)
-        self._bind_row("sampling_words", inputs.sampling_words)
+        rows = self._rows
+        given = {"sampling_values": inputs.sampling_values, "sampling_words": inputs.sampling_words}
         for name in self._encoder.extra:
-            self._bind_row(name, inputs.extra[name])
-
-    def _bind_row(self, name: str, value: Tensor) -> None:
-        if self._rows.get(name) is not value:
-            self._rows[name] = value
-            self._native.set(self._encoder.input_slots[name], value)
+            given[name] = inputs.extra[name]
+        for name, value in given.items():
+            if rows.get(name) is not value:
+                rows[name] = value
+                self._native.set(slots[name], value)
 
     def _draft_masked(
         self, flat_rows: list[int], block_table: Tensor, mask_drafts: MaskDrafts

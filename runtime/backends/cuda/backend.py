@@ -14,16 +14,16 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.runtime.backends.captured.backend import CapturedBackend
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.device_models import DeviceModels
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.choose_products import DeviceLostError, choose_products
 from specc.runtime.backends.cuda.kept_measurements import Conditions, KeptLaunches, KeptProducts
 from specc.runtime.backends.cuda.product_candidates import Timer
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
+from specc.runtime.backends.device_models import DeviceModels
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import (
     MappedWeights,
     map_weights,

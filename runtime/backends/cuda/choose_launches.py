@@ -26,8 +26,8 @@ from torch import Tensor
 
 from specc.errors import FaultError
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.graph_device import Graph, GraphDevice
 from specc.runtime.backends.cuda.kept_measurements import KeptLaunches
+from specc.runtime.backends.graph_device import Graph, GraphDevice
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.sampling.rows import Value, Word

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx
 
 from specc.errors import FaultError
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.cuda.product_calls import (
     LINEAR,
     QUANTIZED,
@@ -39,6 +38,7 @@ from specc.runtime.backends.cuda.product_candidates import (
     graph_timer,
     measure,
 )
+from specc.runtime.backends.graph_device import GraphDevice
 
 # those that end with rotation and cache write, and all
 _WRITERS = ("add_norm_rope_write", "embed_norm_rope_write")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.errors import ConfigError, EngineError
-from specc.runtime.backends.captured.graph_device import CopyStream, SideStream
+from specc.runtime.backends.graph_device import CopyStream, SideStream
 from specc.system.extras import install_command
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.cuda.launch import dependent_launches
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.graph_device import GraphDevice
 
 # a kernel that saves less than this share may be as fast as the library's: it is not chosen
 _LEAST_GAIN = 0.01

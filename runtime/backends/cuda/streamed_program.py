@@ -13,10 +13,10 @@ from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.offload import OffloadPlan, plan_offload
 from specc.errors import EngineError
-from specc.runtime.backends.captured.graph_device import GraphDevice
 from specc.runtime.backends.captured.weight_copies import WeightCopies, find_weights
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import (
     check_program,
     map_weights,

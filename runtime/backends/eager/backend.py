@@ -10,6 +10,7 @@ from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache
 from specc.runtime.backends.program_files import map_weights, read_json, read_self_draft
+from specc.runtime.execution.shared_runner import SharedRunner
 
 
 class EagerBackend(RuntimeBackend):
@@ -59,6 +60,7 @@ class EagerBackend(RuntimeBackend):
             mapped_weights=tuple(weights.values()),
             winners_steps=dict(winners_steps),
             self_drafts=dict(self_drafts),
+            runner_type=SharedRunner,
         )
 
 

@@ -95,21 +95,6 @@ class EagerStep:
             stage_s[name] = time.perf_counter() - begin
         return stage_s
 
-    @property
-    def staged(self) -> StagedStep | None:
-        """Itself: see `StagedStep`."""
-        return self
-
-    @property
-    def repeated(self) -> None:
-        """Each is run by itself."""
-        return None
-
-    @property
-    def queued(self) -> None:
-        """The host runs it."""
-        return None
-
     def advance(
         self, inputs: StepInputs, slabs: Mapping[str, Tensor], reads: Sequence[str] = ()
     ) -> StepResult:

@@ -43,6 +43,7 @@ class OnnxBackend(RuntimeBackend):
             plan.name: OnnxStep(read_json(path / plan.file), models, adapt, cache)
             for plan in manifest.plans
         }
+        # rows of a padded batch are as long as each other: nothing else goes with them
         return LoadedPrograms(dict(models), dict(steps), cache, operators)
 
 
@@ -77,11 +78,6 @@ class OnnxStep(EagerStep):
     ) -> None:
         super().__init__(program, models, adapt)
         self._cache = cache
-
-    @property
-    def staged(self) -> None:
-        """Rows of a padded batch are as long as each other: nothing else goes with them."""
-        return None
 
     def run(self, environment: dict[str, Tensor]) -> dict[str, float]:
         """See `EagerStep.run`."""

@@ -13,9 +13,9 @@ from specc.artifact.manifest_entries import TensorRTEntry
 from specc.artifact.model_entry import ModelEntry
 from specc.errors import EngineError
 from specc.runtime.backends.captured.backend import CapturedBackend
-from specc.runtime.backends.captured.device_models import DeviceModels
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.device_models import DeviceModels
 from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.padded.hnd_commit import place_commits
 from specc.runtime.backends.padded.model import WholeBatch
 from specc.runtime.backends.tensorrt.program import TensorRTProgram

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows, Reach, cache_output
 from specc.errors import EngineError
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.padded.model import PaddedModel
 from specc.runtime.backends.padded.padded_batch import PaddedBatch, named_caches, named_inputs
 

@@ -12,8 +12,9 @@ from specc.errors import EngineError
 
 # importing this registers the operators that programs call
 from specc.kernels import ops as _ops  # noqa: F401
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.cuda import choose_launches
@@ -21,9 +22,9 @@ from specc.runtime.backends.cuda.backend import choose_on_gpu
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of, slab_shapes
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
-from specc.runtime.execution.device_link import DeviceLink
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.system.files import format_bytes
 
@@ -114,4 +115,5 @@ def make_engine(
         position_limit=limits.max_seq_len,
         backend=backend,
         link=DeviceLink(graphs),
+        runner_type=CapturedRunner,
     )

@@ -26,14 +26,6 @@ class CountedProgram(ModelProgram):
         return super().forward(*inputs)
 
 
-class WholeStep(EagerStep):
-    """A step that is run as a whole."""
-
-    @property
-    def staged(self) -> None:
-        return None
-
-
 class CountedBackend(RuntimeBackend):
     """See `RuntimeBackend`; keeps the limits that it was asked for."""
 
@@ -52,6 +44,6 @@ class CountedBackend(RuntimeBackend):
             for model in manifest.models
         }
         steps = {
-            plan.name: WholeStep(read_json(path / plan.file), models) for plan in manifest.plans
+            plan.name: EagerStep(read_json(path / plan.file), models) for plan in manifest.plans
         }
         return LoadedPrograms(dict(models), dict(steps), cache)

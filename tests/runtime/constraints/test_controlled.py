@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from specc.errors import RequestError
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
@@ -310,6 +311,7 @@ def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
         )
         for plan in other.manifest.plans
     }
+    other.runner_type = CapturedRunner
     options: list[dict[str, Any]] = [
         {"logit_bias": {66: 3.0}, "bad_words": ["ab", "c"]},
         {"min_tokens": 9, "stop_token_ids": [*range(60, 120)]},

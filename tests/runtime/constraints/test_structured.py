@@ -13,6 +13,7 @@ import torch
 
 from specc.errors import RequestError
 from specc.passes.step.fuse_step import fuse_step
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
@@ -301,6 +302,7 @@ def test_captured_steps_run_with_the_masks(tiny_engine, engine) -> None:
         )
         for plan in other.manifest.plans
     }
+    other.runner_type = CapturedRunner
     for _ in range(2):
         for plan in ("tree-2-1", "off"):
             assert generate(other, plan) == generate(engine, plan)

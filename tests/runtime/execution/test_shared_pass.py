@@ -126,7 +126,7 @@ def test_nodes_of_a_tree_have_its_depths(engines: list[Engine]) -> None:
     plan = PLANS[2]
     request = make_request("a", [3, 1, 4, 1, 5], 4, list(range(4)))
     group = StepGroup(plan, [request])
-    inputs = core.runner._inputs(group)
+    inputs = core.runner.inputs(group)
     step: Any = engine.steps[plan.name]
     drafted = step.draft(inputs, engine.cache.environment)
     flat = tree_tokens(plan, inputs, drafted)

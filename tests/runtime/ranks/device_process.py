@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend as captured_backend
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

@@ -39,9 +39,11 @@ from tests.runtime.backends.counted_backend import CountedBackend
 class AbacusBackend(CompilerBackend):
     """Engines with a list of the operators that each model calls."""
 
-    facts = BackendFacts("abacus", ("bfloat16",), "cpu", "flat", model_files=("onnx_file",))
+    facts = BackendFacts(
+        "abacus", ("bfloat16",), "cpu", "flat",
+        model_files=("onnx_file",), options=("compute_capability",),
+    )  # fmt: skip
     aliases = ("beads",)
-    options = ("compute_capability",)
     prefill_chunk = 1024
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ class AbacusBackend(CompilerBackend):
         return (("norms", (FuseRMSNorm,)),)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        with engine.phases.phase("list operators"):
+        with engine.context.timer.phase("list operators"):
             for model in engine.models:
                 calls = [n for n in model.program.graph.nodes if n.op == "call_function"]
                 called = sorted({str(node.target) for node in calls})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specc.passes.lower.cuda.pass_sizes import PassSizes, batch_sizes, step_sizes
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.speculation.plans import OFF, SpecPlan
 
 TREE = SpecPlan.from_widths((2, 1))

@@ -9,13 +9,14 @@ from typing import Any
 
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.backend import DeviceModel, DeviceOperators
+from specc.runtime.backends.captured.captured_runner import CapturedRunner
 from specc.runtime.backends.captured.captured_step import CapturedStep
+from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.engine_steps import make_buffers
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
-from specc.runtime.execution.device_link import DeviceLink
 from specc.speculation.plans import SpecPlan
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
@@ -42,7 +43,7 @@ def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPla
     }
     engine.target, *engine.drafts = [DeviceModel(model, device) for model in models.values()]
     engine.operators, engine.link = DeviceOperators(device), DeviceLink(device)
-    engine.backend = "cuda"
+    engine.backend, engine.runner_type = "cuda", CapturedRunner
     return engine
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from specc.runtime.backends.captured import backend as captured_backend
-from specc.runtime.backends.captured.graph_device import SideStream
+from specc.runtime.backends.graph_device import SideStream
 from tests.runtime.backends.captured.tape import Recorder, Tape, poison, storage_of, storages_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import pytest
 
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from specc.errors import EngineError
+from specc.runtime.backends.captured import mask_rules
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.pending_replay import HalfReplay
 from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks, StepMasks
-from specc.runtime.constraints import draft_masks, mask_rules
+from specc.runtime.constraints import draft_masks
 from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

@@ -81,8 +81,7 @@ def test_passes_have_quarters_of_the_nodes() -> None:
 
 def eager_cut(rig: Rig, plan: SpecPlan, inputs: StepInputs, live: Sequence[int]) -> StepResult:
     """The step of the backend eager for these live nodes."""
-    step = rig.eager.steps[plan.name].staged
-    assert step is not None
+    step: Any = rig.eager.steps[plan.name]
     drafted = step.draft(inputs, rig.eager.cache.environment)
     mass = rig.eager.cache.environment.get("block_mass")
     own = None if mass is None or not plan.chooses_blocks else mass

@@ -16,7 +16,7 @@ from specc.runtime.in_flight import StepPace
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import RequestOutput
 from specc.runtime.policies.base import FixedPolicy
-from specc.runtime.scheduling.batch import Batch, RunResult
+from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from tests import models
@@ -76,8 +76,7 @@ def test_results_and_caches_are_those_of_single_steps(pair: Pair, plan: str) -> 
         wanted = one_by_one(pair, plan, inputs, count)
         rows = {name: slab.clone() for name, slab in engine.cache.environment.items()}
         pair.fill_caches(seed)
-        step = engine.steps[plan].repeated
-        assert step is not None
+        step: Any = engine.steps[plan]
         results = step.advance_often(inputs, engine.cache.environment, count, [])
         assert found(results) == found(wanted)
         assert all(seconds > 0 for one in results for seconds in one.stage_s.values())
@@ -94,8 +93,7 @@ def test_a_token_that_ends_a_sequence_is_in_the_last_step(pair: Pair, plan: str)
         {t for b in range(3) for t in step.output_tokens[b][: step.num_accepted[b] + 1]}
         for step in wanted
     ]
-    step = pair.compiled.steps[plan].repeated
-    assert step is not None
+    step: Any = pair.compiled.steps[plan]
     lengths = set()
     for token in sorted(set().union(*emitted)):
         pair.fill_caches()
@@ -111,10 +109,14 @@ def test_a_token_that_ends_a_sequence_is_in_the_last_step(pair: Pair, plan: str)
 
 
 def test_a_hook_is_asked_in_each(pair: Pair) -> None:
+    llm = LLM(pair.compiled, plan=CHAIN)
+    requests = [llm._core.requests.make([1, 2, 3], SamplingParams(temperature=0))]
     step = pair.compiled.steps[CHAIN]
+    batch = Batch(groups=[StepGroup(step.plan, requests)])
+    assert llm._runner.can_repeat(batch)
     step.before_accept = lambda values: None
-    assert step.repeated is None
-    assert all(one.repeated is None for one in pair.eager.steps.values())
+    assert not llm._runner.can_repeat(batch)
+    assert not LLM(pair.eager, plan=CHAIN)._runner.can_repeat(batch)
 
 
 PROMPTS = [[1, 2, 3], list(range(40, 60)), [9] * 5]

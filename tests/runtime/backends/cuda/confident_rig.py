@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch, RunResult

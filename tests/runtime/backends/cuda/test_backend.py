@@ -15,8 +15,9 @@ from specc.artifact.directory import read_manifest
 from specc.cli.render import stats_rows
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import captured_step
-from specc.runtime.backends.captured.capture_limits import CaptureLimits, fit_device
+from specc.runtime.backends.captured.backend import fit_device
 from specc.runtime.backends.captured.engine_steps import capture_within
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.cuda.graphs import cuda_device

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from specc.errors import EngineError
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend, confident_step
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.backends.captured.pending_replay import HalfReplay, PendingReplay

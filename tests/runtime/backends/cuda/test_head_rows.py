@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specc.config import CompileConfig
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.core import EngineCore
 from specc.speculation.plans import DynamicTree, SpecPlan
 from tests import engines

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specc.config import CompileConfig
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.step_scores import StepKind
 from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine

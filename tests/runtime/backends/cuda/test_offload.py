@@ -10,9 +10,9 @@ import torch
 
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend as captured_backend
 from specc.runtime.backends.captured import weight_copies
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.cuda import streamed_program
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram
 from specc.runtime.backends.program_files import MappedWeights, read_json

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from specc.cli.main import app
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend as captured_backend
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.overlapped_step import OverlappedStep
 from specc.runtime.backends.step_io import StepInputs

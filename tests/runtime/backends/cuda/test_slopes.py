@@ -8,7 +8,7 @@ from specc.kernels import ops
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import bind_args
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from tests import models
 from tests.kernels.cuda.races import watched

@@ -9,7 +9,7 @@ import pytest
 
 from specc.compiler.build import build
 from specc.config import CompileConfig
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.tap_rows import NAME, PLANS, TAPS, Oracle, load, serve

@@ -15,8 +15,8 @@ from specc.compiler.backends import tensorrt as compile_tensorrt
 from specc.config import CompileConfig
 from specc.passes.lower.tensorrt.builder import BuildOptions
 from specc.passes.lower.tensorrt.shape_profile import ShapeProfile
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured import backend as captured_backend
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
 from specc.runtime.backends.tensorrt.program import TensorRTProgram
 from specc.runtime.engine import Engine
 from specc.tensorrt import library as trt

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.padded import model as padded_model

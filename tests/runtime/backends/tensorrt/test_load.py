@@ -18,7 +18,7 @@ from specc.compiler.backends import tensorrt as compile_tensorrt
 from specc.errors import ConfigError, EngineError
 from specc.passes.lower.tensorrt.lower import build_engine
 from specc.runtime import engine as engine_module
-from specc.runtime.backends.captured.capture_limits import CaptureLimits
+from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.backends.tensorrt import backend as trt_backend

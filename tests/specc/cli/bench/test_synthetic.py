@@ -17,7 +17,7 @@ from specc.bench.synthetic import engine as bench_shapes_engine
 from specc.cli.bench.shape_plans import choose_shape_plans
 from specc.cli.options.bench import ShapesOptions
 from specc.passes.step.draw_acceptance import DrawnAcceptance
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.graph_device import GraphDevice
 from specc.speculation.tree import TokenTree
 from tests import command_line
 from tests.command_line import assert_refused
@@ -252,7 +252,7 @@ def test_plans_without_a_tree(chain, acceptance, plan):
         (("--synthetic", "PAIR", "--tree", "x"), ("--tree x",)),
         (
             ("--synthetic", "PAIR", "--tree", "2,1", "--num-speculative-tokens", 2),
-            ("both --tree", "one of them"),
+            ("both a tree", "one of them"),
         ),
         (
             ("--synthetic", "PAIR", "--tree", "2,1", "--synthetic-acceptance", ".7,.1,.1"),

@@ -1,31 +1,27 @@
-"""Batches whose steps run stage by stage: begun, and finished when the target's passes are done.
+"""Batches whose steps run stage by stage: prompts and all groups have one pass of the target.
 
-Prompts and all groups have one pass of the target together where they can. Where the target has
-stages, other batches are begun in between, of requests that have no part in this one; so what a
-batch reads of its requests is the same from its beginning to its end.
+Where the target has stages, other batches are begun while a pass is on its way, of requests that
+have no part in this one; so what a batch reads of its requests stays the same until its end.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 from torch import Tensor
 
-from specc.runtime.backends.step import BegunStep, FinishStep, StagedStep, Step
+from specc.runtime.backends.step import BegunStep, FinishStep, RepeatedStep, StagedStep, Step
 from specc.runtime.backends.step_io import Drafted, StepInputs
-from specc.runtime.constraints.draft_masks import DraftMasks
-from specc.runtime.execution.batch_rows import BatchRows
-from specc.runtime.execution.block_votes import BlockVotes, read_votes
+from specc.runtime.constraints.grammar_masks import has_masks, hooked
+from specc.runtime.execution.block_votes import read_votes
 from specc.runtime.execution.can_draw import drawn_step, drawn_steps
-from specc.runtime.execution.device_link import DeviceLink, HostLink
-from specc.runtime.execution.draws import DrawnPrograms, Draws, joined, prompt_draws, tree_draws
-from specc.runtime.execution.hooked_step import hooked, logprobs_after
+from specc.runtime.execution.draws import Draws, joined, prompt_draws, tree_draws
 from specc.runtime.execution.prompt_ends import PromptEnds, queue_ends
-from specc.runtime.execution.prompts import Prompts, as_drawn
+from specc.runtime.execution.prompts import as_drawn
 from specc.runtime.execution.shared_pass import (
     FlatTokens,
     accepted_values,
@@ -33,8 +29,9 @@ from specc.runtime.execution.shared_pass import (
     span_tokens,
     tree_tokens,
 )
+from specc.runtime.outputs.step_logprobs import logprobs_after, wants_logprobs
+from specc.runtime.runner import Runner
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, Span, StepGroup
-from specc.runtime.scheduling.kv_cache import KVCache
 from specc.speculation.confidence import ConfidentNodes
 from specc.speculation.live_nodes import says_confidence
 
@@ -52,8 +49,8 @@ class _Begun(NamedTuple):
     draft_s: float
 
 
-class _Own(NamedTuple):
-    """A step with a pass of its own."""
+class _Apart(NamedTuple):
+    """A step with a pass for itself."""
 
     group: StepGroup
     step: Step
@@ -61,45 +58,36 @@ class _Own(NamedTuple):
     catch_up_s: float
 
 
-class BegunBatches:
-    """Begins batches of one engine.
+class SharedRunner(Runner):
+    """Runs engines of flat programs, whose steps are `StagedStep`s."""
 
-    Args:
-        steps: plan name → step.
-        cache: that all programs are bound to.
-        prompts: feeds the prompts.
-        rows: inputs of steps.
-        votes: on the blocks of requests.
-        link: to the device of the programs.
-        drawn: for batches whose tokens the target draws; None where it cannot.
-        threshold: least probability of a draft token that is verified, where drafts say it; 0
-            verifies all.
-    """
+    shares_pass = True
 
-    def __init__(
-        self,
-        steps: Mapping[str, Step],
-        cache: KVCache,
-        prompts: Prompts,
-        rows: BatchRows,
-        votes: BlockVotes,
-        link: HostLink | DeviceLink,
-        drawn: DrawnPrograms | None,
-        threshold: float = 0.0,
-    ) -> None:
-        self._steps = steps
-        self._cache = cache
-        self._prompts = prompts
-        self._rows = rows
-        self._votes = votes
-        self._link = link
-        self._drawn = drawn
-        self._threshold = threshold
+    def run(self, batch: Batch) -> RunResult:
+        """See `Runner.run`."""
+        return self._begin_shared(batch)() if self._is_shared(batch) else super().run(batch)
 
-    def begin_shared(self, batch: Batch) -> PendingBatch:
+    def _is_shared(self, batch: Batch) -> bool:
+        """More than one pass would be needed, and one can do; or not all nodes take part in it.
+
+        Plans in tiles have passes of their own, and so have all others beside them: of whole trees.
+        """
+        groups = batch.groups
+        if not self.shares_pass or not groups:
+            return False
+        if len(groups) == 1 and not batch.prefill and not self._is_cut(groups[0]):
+            return False
+        return all(group.plan.tile is None for group in groups)
+
+    def _is_cut(self, group: StepGroup) -> bool:
+        """Whether the target may verify a part of its trees."""
+        return bool(group.live) or (self._threshold > 0 and says_confidence(group.plan))
+
+    def _begin_shared(self, batch: Batch) -> Callable[[], RunResult]:
         """All drafts, and one pass of the target for everyone; then acceptance of each group."""
+        self.num_shared_passes += 1
         drawn = drawn_steps(self._drawn, batch, self._steps)
-        steps = drawn or [self._staged(group) for group in batch.groups]
+        steps = drawn or [cast("StagedStep", self._steps[g.plan.name]) for g in batch.groups]
         if batch.prefill:
             self._prompts.before_pass(batch.prefill)
         parts: list[FlatTokens] = []
@@ -114,7 +102,7 @@ class BegunBatches:
             group = batch.groups[place]
             begin_s = time.perf_counter()
             self._prompts.catch_up(group)
-            inputs = self._inputs(group)
+            inputs = self.inputs(group)
             drafted = step.draft(inputs, self._cache.environment)
             if self._threshold and says_confidence(group.plan):
                 # what commits the batch, and who learns of it, counts what was verified
@@ -149,20 +137,37 @@ class BegunBatches:
                 begin_s = time.perf_counter()
                 group = one.group
                 values = accepted_values(group.plan, rows, one.inputs, one.drafted, group.live)
-                found = hooked(one.step, one.group, functools.partial(one.drafted.accept, values))
+                found = hooked(
+                    one.step, one.group.requests, functools.partial(one.drafted.accept, values)
+                )
                 verify_s = pass_s * len(rows) / num_tokens
                 accept_s = time.perf_counter() - begin_s
                 stage_s = {"draft": one.draft_s, "verify": verify_s, "accept_commit": accept_s}
                 found = found._replace(stage_s=stage_s)
                 result.steps.append(found)
-                result.logprobs.append(logprobs_after(one.group, found))
+                result.logprobs.append(logprobs_after(one.group.requests, found))
             result.votes.extend(read_votes(votes))
             return result
 
-        return PendingBatch(finish)
+        return finish
 
-    def begin_apart(self, batch: Batch) -> PendingBatch:
-        """A pass for the prompts and passes of each group, where the target has stages."""
+
+class StagedRunner(SharedRunner):
+    """A `SharedRunner` of a target in stages: batches are begun before others are done."""
+
+    def begin(self, batch: Batch, count: int = 1) -> PendingBatch:
+        """See `Runner.begin`."""
+        begin = self._begin_shared if self._is_shared(batch) else self._begin_apart
+        finish = begin(batch)
+        return PendingBatch(lambda: [finish()])
+
+    def run(self, batch: Batch) -> RunResult:
+        """See `Runner.run`."""
+        (result,) = self.begin(batch).results()
+        return result
+
+    def _begin_apart(self, batch: Batch) -> Callable[[], RunResult]:
+        """A pass for the prompts and passes of each group."""
         prompts = self._begin_prompts(batch.prefill) if batch.prefill else None
         begun = []
         for group in batch.groups:
@@ -170,8 +175,8 @@ class BegunBatches:
             self._prompts.catch_up(group)
             catch_up_s = time.perf_counter() - begin_s
             step = drawn_step(self._drawn, group, self._steps) or self._steps[group.plan.name]
-            finish = cast("BegunStep", step).begin(self._inputs(group), self._cache.environment)
-            begun.append(_Own(group, step, finish, catch_up_s))
+            finish = cast("BegunStep", step).begin(self.inputs(group), self._cache.environment)
+            begun.append(_Apart(group, step, finish, catch_up_s))
 
         def finish_all() -> RunResult:
             result = RunResult()
@@ -179,14 +184,14 @@ class BegunBatches:
                 ends, prefill_s = prompts()
                 result = RunResult(**ends._asdict(), prefill_s=prefill_s)
             for one in begun:
-                found = hooked(one.step, one.group, one.finish)
+                found = hooked(one.step, one.group.requests, one.finish)
                 if "draft" in found.stage_s:
                     found.stage_s["draft"] += one.catch_up_s
                 result.steps.append(found)
-                result.logprobs.append(logprobs_after(one.group, found))
+                result.logprobs.append(logprobs_after(one.group.requests, found))
             return result
 
-        return PendingBatch(finish_all)
+        return finish_all
 
     def _begin_prompts(self, spans: list[Span]) -> Callable[[], tuple[PromptEnds, float]]:
         """Begin the pass of some prompts; returns what waits for it, and for its seconds."""
@@ -201,15 +206,43 @@ class BegunBatches:
 
         return finish
 
-    def _staged(self, group: StepGroup) -> StagedStep:
-        step = self._steps[group.plan.name].staged
-        assert step is not None, "a pass is shared by steps that have stages"
-        return step
 
-    def _inputs(self, group: StepGroup) -> StepInputs:
-        inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
-        masks = DraftMasks.of(group.requests, group.plan)
-        return inputs if masks is None else inputs._replace(mask_drafts=masks)
+class RepeatedRunner(SharedRunner):
+    """A `SharedRunner` of `RepeatedStep`s, which follow each other in one call."""
+
+    def begin(self, batch: Batch, count: int = 1) -> PendingBatch | None:
+        """See `Runner.begin`.
+
+        Steps end early with one that brings a request a token that ends its output.
+        """
+        if count == 1:
+            return super().begin(batch)
+        return PendingBatch(lambda: self._repeat(batch, count), is_queued=False)
+
+    def can_repeat(self, batch: Batch) -> bool:
+        """See `Runner.can_repeat`; grammars, controls, log probabilities and votes need each."""
+        group = batch.groups[0]
+        return (
+            len(batch.groups) == 1
+            and not group.plan.chooses_blocks
+            and not has_masks(group.requests)
+            and not wants_logprobs(group.requests)
+            and not self._is_shared(batch)
+            and self._steps[group.plan.name].before_accept is None
+        )
+
+    def _repeat(self, batch: Batch, count: int) -> list[RunResult]:
+        group = batch.groups[0]
+        begin_s = time.perf_counter()
+        if group.plan.models:
+            self._prompts.catch_up(group)
+        catch_up_s = time.perf_counter() - begin_s
+        step = cast("RepeatedStep", self._steps[group.plan.name])
+        ends = sorted({token for request in group.requests for token in request.end_token_ids})
+        steps = step.advance_often(self.inputs(group), self._cache.environment, count, ends)
+        if "draft" in (stage_s := steps[0].stage_s):
+            stage_s["draft"] += catch_up_s
+        return [RunResult(steps=[one], logprobs=[None]) for one in steps]
 
 
 def _length(batch: Batch) -> int:

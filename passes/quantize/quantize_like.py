@@ -7,7 +7,7 @@ import torch
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, Weight, bind_args, emit_call, replace
-from specc.passes.rewrite.quantized_inputs import QuantizedInputs, order_columns
+from specc.passes.quantize.quantized_inputs import QuantizedInputs, order_columns
 
 aten = torch.ops.aten
 

@@ -10,11 +10,11 @@ from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
-from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
 from specc.passes.program import Program, Weight, bind_args, emit_call
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
-from tests.passes.lower.cpu.test_quantize_linear import compiled, layouts
+from specc.passes.quantize.quantize_experts import QuantizeExperts
 from tests.passes.modules import aten
+from tests.passes.quantize.test_quantize_linear import compiled, layouts
 
 INT4 = QuantizedLayout(4, 32)
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)

@@ -3,66 +3,48 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.artifact.backends import facts_of
 from specc.cli import render, render_plans
 from specc.cli.progress import make_listener
-from specc.config import CompileConfig
-from specc.errors import ConfigError
-from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
-from specc.speculation.plans import SpecPlan
-from specc.speculation.speculative_config import SpeculativeConfig
+from specc.speculation.choose_plans import parse_tree
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
+    from specc.cli.options.drafts import DraftOptions
     from specc.compiler.build import Compilation
+    from specc.config import CompileConfig
 
 
 def run_compile(
     target: str,
-    drafts: Sequence[str],
+    drafts: DraftOptions,
     output: Path,
-    make_config: Callable[[tuple[SpecPlan, ...], str], CompileConfig],
+    config: CompileConfig,
     *,
-    trees: Sequence[str],
-    num_speculative_tokens: int | None,
-    combine: str | None,
-    speculative_config: str | None,
     dump_graphs: Path | None,
     force: bool,
     verbose: bool = False,
 ) -> None:
     """Compile, with progress on standard error and a summary on standard output.
 
-    `speculative_config` is JSON as of vLLM, instead of drafts, trees, their number and `combine`.
-
     Raises:
         SpeccError: found / needed / do; nothing is left behind.
     """
-    if speculative_config is None:
-        models, names = split_drafts(list(drafts))
-        plans = parse_plans(trees, num_speculative_tokens, names, combine)
-        config = make_config(plans, policy_of(combine))
-    else:
-        wanted = SpeculativeConfig.read(speculative_config)
-        wanted.check_alone(
-            draft=drafts,
-            tree=trees,
-            num_speculative_tokens=num_speculative_tokens,
-            combine=combine,
-        )
-        models, names = split_drafts([wanted.draft])
-        plans = choose_plans(wanted.trees, wanted.num_speculative_tokens, names)
-        config = make_config(plans, policy_of(None))
-        num_ranks = wanted.num_draft_ranks(config.draft_tensor_parallel_size)
-        config = replace(config, draft_tensor_parallel_size=num_ranks)
+    trees = [parse_tree(text) for text in drafts.trees]
     with make_listener() as listen:
-        from specc.api import compile_with
+        from specc.api import compile_with, with_drafts
 
+        models, config = with_drafts(
+            config,
+            drafts.drafts,
+            trees,
+            drafts.num_speculative_tokens,
+            drafts.combine,
+            drafts.speculative_config,
+        )
         compilation = compile_with(
             target, models, output, config, force=force, dump_graphs=dump_graphs, listen=listen
         )
@@ -97,33 +79,6 @@ def run_reshard(
             listen=listen,
         )
     print_summary(compilation, output, verbose)
-
-
-def parse_plans(
-    trees: Sequence[str],
-    num_speculative_tokens: int | None,
-    drafts: tuple[str, ...] = ("draft_0",),
-    combine: str | None = None,
-) -> tuple[SpecPlan, ...]:
-    """Plans that the options name; empty where they name none.
-
-    Args:
-        trees: such as `3,2,1` or `dynamic:16,4,4`.
-        num_speculative_tokens: length of a chain, instead of trees.
-        drafts: what proposes, see `split_drafts`.
-        combine: of several drafts.
-    Raises:
-        TreeError: no list of positive widths.
-        ConfigError: options that contradict each other.
-    """
-    if trees and num_speculative_tokens is not None:
-        raise ConfigError(
-            f"both --tree {trees[0]} and --num-speculative-tokens {num_speculative_tokens}",
-            "one of them",
-            "write the chain as a tree, too: --tree 1,1,1,1 is a chain of 4",
-        )
-    parsed = [parse_tree(text) for text in trees]
-    return choose_plans(parsed, num_speculative_tokens, drafts, combine)
 
 
 def print_summary(compilation: Compilation, output: Path, verbose: bool = False) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from specc.artifact.directory import read_manifest
 from specc.cli import render
-from specc.cli.compile import next_step
+from specc.cli.build_engine import next_step
 from specc.cli.main import app
 from specc.cli.progress import Lines, count_text
 from specc.compiler.build import build

@@ -1,45 +1,20 @@
-"""Values of the host on their way to the device and back, without a copy that waits."""
+"""A device's `Link`: values of the host come and go by copies that nobody waits for."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.captured.graph_device import Event, GraphDevice
+from specc.runtime.backends.graph_device import Event, GraphDevice
+from specc.runtime.execution.link import Fetched
 
 # of tensors in a staging buffer, in bytes: what Triton specializes pointers on
 _ALIGNMENT = 16
 # copies on their way: more than the passes of an iteration, so that a fence mostly is reached
 NUM_STAGES = 8
-
-
-class Fetched(Protocol):
-    """Values on their way to the host."""
-
-    def wait(self) -> list[Tensor]:
-        """The values, in memory of the host; the first call waits for the device."""
-        ...
-
-
-class HostLink:
-    """Where programs run on the host: nothing moves."""
-
-    def active(self) -> AbstractContextManager[object]:
-        """For launches; see `GraphDevice.active`."""
-        return contextlib.nullcontext()
-
-    def send(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The values on the device."""
-        return list(values)
-
-    def fetch(self, values: Sequence[Tensor]) -> Fetched:
-        """Bring values to the host."""
-        return _Here(list(values))
 
 
 class DeviceLink:
@@ -94,21 +69,6 @@ class DeviceLink:
             size = max(1 << (num_bytes - 1).bit_length(), _ALIGNMENT)
             buffer = self._stages[stage] = self._graphs.host_buffer(size, dtype=torch.uint8)
         return buffer[:num_bytes]
-
-
-def to_device(
-    values: Sequence[Tensor], device: torch.device, link: HostLink | DeviceLink | None
-) -> list[Tensor]:
-    """Values of the host on a device: by its link, or, without one, by copies that wait."""
-    return [value.to(device) for value in values] if link is None else link.send(values)
-
-
-class _Here:
-    def __init__(self, values: list[Tensor]) -> None:
-        self._values = values
-
-    def wait(self) -> list[Tensor]:
-        return self._values
 
 
 class _Coming:

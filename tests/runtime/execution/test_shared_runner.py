@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specc.runtime.execution.begun_batch import cut_unlikely
+from specc.runtime.execution.shared_runner import cut_unlikely
 from specc.runtime.scheduling.batch import StepGroup
 from specc.speculation.block_drafts import OF_TOKEN, BlockDraft
 from specc.speculation.live_nodes import says_confidence

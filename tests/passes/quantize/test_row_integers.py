@@ -7,12 +7,12 @@ import torch
 
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import ops
-from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
-from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
-from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.program import Program, bind_args
+from specc.passes.quantize.quantize_experts import QuantizeExperts
+from specc.passes.quantize.quantize_linear import QuantizeLinear, quantize_phases
+from specc.passes.quantize.row_integers import RowIntegers
 from tests.passes.lower.cpu.test_linear import make_program
-from tests.passes.lower.cpu.test_quantize_experts import product
+from tests.passes.quantize.test_quantize_experts import product
 
 
 def bits_of(program: Program) -> list[int]:

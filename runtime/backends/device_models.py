@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
-from specc.runtime.backends.captured.graph_device import GraphDevice
+from specc.runtime.backends.graph_device import GraphDevice
 
 # of a stage's graph, the name of its plan, and names of the plan's constants
 Adapt = Callable[[fx.GraphModule, str, Collection[str]], object]

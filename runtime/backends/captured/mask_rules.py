@@ -11,7 +11,7 @@ from specc.runtime.backends.captured.step_masks import MaskRow, NodeMasks
 from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar_masks import tree_masks
 from specc.runtime.constraints.tree_controls import ends_of, reads_trees
-from specc.runtime.execution.device_link import DeviceLink, HostLink
+from specc.runtime.execution.link import Link
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SUFFIX, SpecPlan
 
@@ -36,7 +36,7 @@ class MaskRules:
         requests: Sequence[Request],
         plan: SpecPlan,
         proposals: Tensor | None,
-        link: HostLink | DeviceLink,
+        link: Link,
     ) -> None:
         assert plan.tile is None, "trees in tiles leave no logits"
         self._requests = requests

@@ -1,22 +1,93 @@
-"""Plans of an engine: those that were asked for, the default ones, and off."""
+"""What every step of a compilation knows: options, backend, plans, sizes, and where to report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.backends import BackendFacts
+from specc.artifact.manifest_entries import LimitsEntry
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.memory import logit_row_bytes
+from specc.passes.memory import ModelMemory, logit_row_bytes
+from specc.passes.pipeline import Phases
 from specc.passes.program import Program
 from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import pass_rows, tile_plan
+from specc.progress import PhaseTimer
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.taps import Taps
 from specc.speculation.views import View
+
+
+class Lowering(Protocol):
+    """What is asked of a backend before the engine is written: a part of `CompilerBackend`."""
+
+    facts: BackendFacts
+    prefill_chunk: int
+    cuts_first: bool
+
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases: ...
+
+    def phase_of_stages(self, num_stages: int, max_seq_len: int) -> str | None: ...
+
+    def model_memory(
+        self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    ) -> ModelMemory: ...
+
+
+@dataclass(frozen=True)
+class CompileContext:
+    """What every step of a compilation knows.
+
+    Args:
+        config: options, as the backend has adapted them.
+        backend: of the engine.
+        plans: of the engine, the default first; in tiles once the logits of the models are known.
+        limits: of the engine.
+        timer: tells the listener how far this is.
+        dump: directory that gets each program's graph after each phase, or None.
+        taps: hidden states that the target keeps for drafts.
+        keeps_integers: a checkpoint is quantized, and its integers are kept.
+    """
+
+    config: CompileConfig
+    backend: Lowering
+    plans: Sequence[SpecPlan]
+    limits: LimitsEntry
+    timer: PhaseTimer
+    dump: Path | None = None
+    taps: Taps | None = None
+    keeps_integers: bool = False
+
+    @property
+    def facts(self) -> BackendFacts:
+        return self.backend.facts
+
+    @property
+    def positions(self) -> int:
+        """Rows of passes are at positions 0 … positions - 1."""
+        return reached_positions(self.plans, self.limits.max_seq_len)
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the target is cut between its layers after the phases of the backend."""
+        is_cut = self.config.segments or self.config.pipeline_parallel_size > 1
+        return is_cut and not self.backend.cuts_first
+
+    @property
+    def cuts_at(self) -> str | None:
+        """See `CompilerBackend.phase_of_stages`."""
+        return self.backend.phase_of_stages(self.config.pipeline_parallel_size, self.positions)
+
+    def lowering(self) -> Phases:
+        """Phases of the backend."""
+        tokens = tokens_of_passes(self.plans, self.limits.prefill_chunk)
+        return self.backend.phases(self.positions, tokens)
 
 
 def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
@@ -39,89 +110,6 @@ def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     if not plans and not config.plans and known:
         plans = [SpecPlan.from_widths((1,) * DEFAULT_CHAIN)]
     return list(dict.fromkeys([*plans, OFF]))
-
-
-def check_views(plans: Sequence[SpecPlan], config: CompileConfig, backend: BackendFacts) -> None:
-    """Whether the backend runs the self-drafts of some plans.
-
-    Raises:
-        ConfigError: it does not, or its cache has no blocks, or blocks are chosen for fewer layers.
-    """
-    drafts = [draft for plan in plans for draft in plan.self_drafts]
-    if not drafts:
-        return
-    draft = f"--draft {drafts[0].option}"
-    if not backend.takes_views:
-        others = [name for name in backend_names() if facts_of(name).takes_views]
-        raise ConfigError(
-            f"{draft} and the backend {backend.name}, whose programs read the cache of a sequence"
-            " as a whole",
-            f"a backend that reads it in blocks: {' or '.join(others)}",
-            f"pass --backend {others[0]}, or another draft",
-        )
-    if not config.block_size:
-        raise ConfigError(
-            f"{draft} and --block-size 0, one block for each sequence",
-            "a cache in blocks, of which the draft sees some",
-            "leave out --block-size",
-        )
-    for own in drafts:
-        if own.has_program and own.view is not None and own.view.chosen:
-            without = replace(own, view=View(own.view.window, own.view.sink))
-            what = "some of the layers" if own.layers else "other weights"
-            raise ConfigError(
-                f"--draft {own.option}: blocks, and {what}",
-                "one of the two: blocks are chosen for the target's own program, and fewer layers"
-                " or other weights are a second one",
-                f"pass --draft {without.option}, or --draft {own.view.option}",
-            )
-
-
-def check_taps(taps: Taps | None, config: CompileConfig, backend: BackendFacts) -> None:
-    """Whether the target can keep hidden states, where drafts read some.
-
-    Raises:
-        ConfigError: programs take padded batches, or a target's layers are several programs.
-    """
-    if taps is None:
-        return
-    if backend.is_padded:
-        others = [name for name in backend_names() if not facts_of(name).is_padded]
-        raise ConfigError(
-            f"a draft that reads hidden states, and the backend {backend.name}, whose caches have"
-            " no place for them",
-            f"a backend of flat tokens: {' or '.join(others)}",
-            f"pass --backend {others[0]}, or another draft",
-        )
-    parts = {
-        "--segments": config.segments,
-        f"--pipeline-parallel-size {config.pipeline_parallel_size}": (
-            config.pipeline_parallel_size > 1
-        ),
-    }
-    for option, is_given in parts.items():
-        if is_given:
-            raise ConfigError(
-                f"a draft that reads hidden states, and {option}",
-                "a target whose layers are one program, which keeps them",
-                f"leave out {option.split()[0]}, or choose another draft",
-            )
-
-
-def check_blocks(plans: Sequence[SpecPlan], backend: BackendFacts) -> None:
-    """Whether the backend runs the block drafters of some plans.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    blocks = [block for plan in plans for block in plan.blocks]
-    if blocks and not backend.fills_blocks:
-        others = [name for name in backend_names() if facts_of(name).fills_blocks]
-        raise ConfigError(
-            f"{blocks[0].called} ({blocks[0].draft}), and the backend {backend.name}",
-            f"a backend that such drafts have run on: {' or '.join(others)}",
-            f"pass --backend {others[0]}, or another draft",
-        )
 
 
 def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
@@ -222,25 +210,6 @@ def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) 
                 f"pass --draft self:window={most}, or a larger --max-seq-len"
                 if most
                 else "pass a larger --max-seq-len",
-            )
-
-
-def check_kv_windows(config: CompileConfig, num_drafts: int, backend: BackendFacts) -> None:
-    """Whether the backend runs drafts that attend to some of their rows.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    for rows in config.kv_windows_of(num_drafts):
-        if rows is None:
-            continue
-        if backend.is_padded:
-            others = [name for name in backend_names() if not facts_of(name).is_padded]
-            raise ConfigError(
-                f"--draft-kv {rows.option} and the backend {backend.name}, whose masks have no sink"
-                " and whose passes read the whole cache",
-                f"a backend that reads it in blocks: {' or '.join(others)}",
-                f"pass --backend {others[0]}, or leave out --draft-kv",
             )
 
 

@@ -10,7 +10,7 @@ from specc.artifact.weight_layout import BLOCK, UNITS
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
-from specc.passes.rewrite.quantized_inputs import (
+from specc.passes.quantize.quantized_inputs import (
     QuantizedInputs,
     kept_of,
     name_sums,

@@ -13,11 +13,11 @@ from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantiz
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
-from specc.passes.lower.cpu.quantize_linear import QuantizeLinear, quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import Program, Weight
 from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
+from specc.passes.quantize.quantize_linear import QuantizeLinear, quantize_phases
 from tests.models import build_model
 from tests.passes.lower.cpu.test_linear import make_program, numbers
 from tests.passes.modules import aten

@@ -11,19 +11,18 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.lower.cpu.linear import replace_linear
-from specc.passes.lower.cpu.pack_weights import why_not
-from specc.passes.lower.cpu.quantize_experts import QuantizeExperts
-from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program, bind_args
-from specc.passes.rewrite.quantized_inputs import (
+from specc.passes.quantize.quantize_experts import QuantizeExperts
+from specc.passes.quantize.quantized_inputs import (
     QuantizedInputs,
     kept_of,
     name_sums,
     order_columns,
     whole_shape,
 )
+from specc.passes.quantize.row_integers import RowIntegers
+from specc.passes.rewrite.flat_rows import replace_linear, why_not
 
 aten = torch.ops.aten
 # of the head: its errors are those of the logits, and nothing after it evens them out
