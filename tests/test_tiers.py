@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,22 +75,3 @@ def test_boards_that_are_too_small():
     for given in (([1], [2, 3]), ([1, 2], [3]), ([1, 2], [3, 4], 2)):
         with pytest.raises(ValueError, match="needed two or more"):
             checkered(*given)
-
-
-def test_cases_are_made_without_pytest():
-    """As on a machine with a GPU and no pytest: the stand-in's marks and parameters do."""
-    code = """
-import sys
-from tests.gpu import stub_pytest
-stub_pytest.install()
-import pytest
-from tests.tiers import checkered, every, only
-cases = every(2, [1, pytest.param(2, id="two"), pytest.param(3, marks=pytest.mark.skip)], first=1)
-assert [[mark.name for mark in case.marks] for case in cases] == [["slow"], [], ["skip", "slow"]]
-assert [case.id for case in cases] == [None, "two", None]
-assert [len(case.marks) for case in only([1], [1, (2, "b")])] == [0, 1]
-assert [case.id for case in checkered([1, 2], ["a", "b"])] == ["1-a", "1-b", "2-a", "2-b"]
-assert "_pytest" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

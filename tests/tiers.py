@@ -1,7 +1,4 @@
-"""Which cases of a product run every time, and which in the slow tier alone.
-
-It uses only what `tests/gpu/stub_pytest.py` has of pytest: on GPUs tests of kernels run without it.
-"""
+"""Which cases of a product run every time, and which in the slow tier alone."""
 
 from __future__ import annotations
 

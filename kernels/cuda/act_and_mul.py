@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
 from specc.kernels.reference.fused import ACTIVATIONS
@@ -79,7 +78,7 @@ def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
     size = out.shape[-1]
     rows, item = rows_of(gate_up), config(size)
     grid = (triton.cdiv(rows.num_rows, item.block_r), triton.cdiv(size, item.block_i))
-    launcher(_act_and_mul_kernel)[grid](
+    _act_and_mul_kernel[grid](
         rows.tensors[0],
         out,
         rows.num_rows,

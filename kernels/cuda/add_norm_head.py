@@ -24,7 +24,6 @@ from specc.kernels.cuda.dependent import (
 from specc.kernels.cuda.few_rows import check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair
 from specc.kernels.cuda.few_rows_tiles import TILES
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
@@ -60,7 +59,7 @@ def add_norm_head(
     out = x.new_empty(*x.shape[:-2], rows.shape[0], size)
     if out.numel():
         x, residual = in_rows(x), in_rows(residual)
-        launcher(_add_norm_head_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
+        _add_norm_head_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
             x, residual, gamma, weight, bias, rows, out,
             rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
             **tile.sizes,

@@ -18,7 +18,6 @@ from specc.kernels.cuda.dependent import (
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import TILES, Tile
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS
@@ -61,7 +60,7 @@ def _launch(
 ) -> None:
     x, residual = in_rows(x), in_rows(residual)
     size = weight.shape[0]
-    launcher(_add_norm_linear_kernel)[(triton.cdiv(size, 2 * tile.block_n),)](
+    _add_norm_linear_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
         x, residual, gamma, weight, bias, out, total,
         x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
         **tile.sizes,

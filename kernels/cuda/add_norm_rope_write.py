@@ -22,7 +22,6 @@ from specc.kernels.cuda.dependent import (
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import TILES, Tile
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -151,7 +150,7 @@ def _launch(
     num_seqs, num_pages = block_table.shape
     num_heads = out.shape[1]
     per_head = triton.cdiv(head_dim // 2, tile.block_n)
-    launcher(_add_norm_rope_write_kernel)[((num_heads + 2 * kv_heads) * per_head,)](
+    _add_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
         x, residual, gamma, weight, bias, cos, sin, k_cache, v_cache,
         q_start, slot, block_table, out, total,
         x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,

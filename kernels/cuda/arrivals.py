@@ -8,8 +8,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from specc.kernels.cuda.launch import is_inlined
-
 # counters that are made at a time
 _FEWEST = 4096
 # (device, address of the memory that launches share, number) → counters
@@ -29,9 +27,6 @@ def counters(shared: Tensor, count: int) -> Tensor:
     """
     if shared.device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=shared.device)
-    if is_inlined():
-        # generated code brings no memory that outlives it
-        return torch.zeros(count, dtype=torch.int32, device=shared.device)
     size = max(_FEWEST, triton.next_power_of_2(count))
     key = (shared.device, shared.untyped_storage().data_ptr(), size)
     if key not in _kept:

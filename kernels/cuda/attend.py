@@ -29,7 +29,6 @@ from specc.kernels.cuda.attend_call import (
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 MAX_HEAD_DIM = 256
@@ -112,7 +111,7 @@ def _launch(
     num_parts = call.num_kv_heads * work.num_parts
     can_start_early = rows <= LARGEST_DEPENDENT and call.head_dim in _DEPENDENT_HEAD_DIMS
     can_start_early &= call.head_dim == call.value_dim
-    launcher(attend_kernel)[(work.num_programs * call.num_kv_heads,)](
+    attend_kernel[(work.num_programs * call.num_kv_heads,)](
         call.q, call.k_cache, call.v_cache, out, *call.parts(num_parts, c.block_m, num_parts),
         *call.places, call.window or NO_WINDOW.value, call.sink,
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,

@@ -21,7 +21,6 @@ from specc.kernels.cuda.attend_call import (
 from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
@@ -118,7 +117,7 @@ def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     most = most if call.num_splits is None else call.num_splits
     max_splits = max(1, min(most, triton.cdiv(call.capacity, c.block_n)))
     num_parts = num_counters * max_splits if max_splits > 1 else 0
-    launcher(attend_few_kernel)[(call.num_kv_heads, max_splits, num_tiles)](
+    attend_few_kernel[(call.num_kv_heads, max_splits, num_tiles)](
         call.q, call.k_cache, call.v_cache, out, *call.parts(num_parts, c.block_m, num_counters),
         *call.places,
         call.num_tokens, call.num_heads, call.group, shift, *call.sizes, max_splits,

@@ -27,7 +27,6 @@ from specc.kernels.cuda.attend_call import (
 from specc.kernels.cuda.attend_config import AttendConfig
 from specc.kernels.cuda.attend_kernels import NO_WINDOW
 from specc.kernels.cuda.attend_latent_kernels import attend_latent_kernel
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # columns of a latent, and of what heads share
@@ -120,7 +119,7 @@ def attend_latent(
     c = config(q.dtype, call.mean_rows, capability)
     tokens = triton.cdiv(call.num_tokens, call.num_seqs)
     work = call.plan(c, num_sms, is_prompt=tokens > _LARGEST_TREE)
-    launcher(attend_latent_kernel)[(work.num_programs,)](
+    attend_latent_kernel[(work.num_programs,)](
         q, k_cache, out, *call.parts(work.num_parts, c.block_m, work.num_parts),
         *call.places, window or NO_WINDOW.value, sink,
         call.num_tokens, call.num_seqs, call.num_heads, *call.sizes,

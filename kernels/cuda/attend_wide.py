@@ -22,7 +22,7 @@ from specc.kernels.cuda.attend_call import (
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
 from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
-from specc.kernels.cuda.launch import is_even, is_inlined
+from specc.kernels.cuda.launch import is_even
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
@@ -80,7 +80,7 @@ _TABLE = {rows: WideConfig(rows) for rows in TILE_ROWS}
 
 def _is_able() -> bool:
     """Whether a launch is one of this process, by Triton's compiler."""
-    return not (dependent.INTERPRETED or is_inlined())
+    return not dependent.INTERPRETED
 
 
 def find(

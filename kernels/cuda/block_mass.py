@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.operators.block_mass import MOST_VOTERS
 
@@ -218,7 +217,7 @@ def block_mass(
     num_columns = mass.shape[1]
     votes = torch.empty(num_seqs, num_heads, num_columns, dtype=torch.float32, device=q.device)
     used = torch.empty(num_seqs, dtype=torch.int32, device=q.device)
-    launcher(_votes_kernel)[num_seqs, num_heads](
+    _votes_kernel[num_seqs, num_heads](
         q, k_cache, q_start, position, slot, cache_len,
         position if ancestors is None else ancestors, block_table, mass, votes, used,
         scale * _LOG2_E, num_words, num_blocks, num_pages, block_size, num_columns, num_heads,
@@ -232,7 +231,7 @@ def block_mass(
         num_warps=_NUM_WARPS,
         maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
-    launcher(_add_kernel)[num_seqs, triton.cdiv(num_columns, _COLUMNS)](
+    _add_kernel[num_seqs, triton.cdiv(num_columns, _COLUMNS)](
         votes, used, mass, num_columns, num_heads, mass.stride(0), BC=_COLUMNS,
         num_warps=_NUM_WARPS,
     )  # fmt: skip

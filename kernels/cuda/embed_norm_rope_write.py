@@ -32,7 +32,6 @@ from specc.kernels.cuda.dependent import (
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, EMBED, check_product, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair, store_sum
 from specc.kernels.cuda.few_rows_tiles import EMBED_TILES, Tile
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.rms_norm import rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -111,7 +110,7 @@ def _launch(
     num_seqs, num_pages = block_table.shape
     num_heads = out.shape[1]
     per_head = triton.cdiv(head_dim // 2, tile.block_n)
-    launcher(_embed_norm_rope_write_kernel)[((num_heads + 2 * kv_heads) * per_head,)](
+    _embed_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
         tokens, embedding, gamma, weight, bias, cos, sin, k_cache, v_cache,
         q_start, slot, block_table, out, total,
         tokens.numel(), num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,

@@ -29,7 +29,6 @@ from specc.kernels.cuda.experts_kernels import (
     experts_order_kernel,
     experts_sum_kernel,
 )
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.reference.fused import ACTIVATIONS
@@ -93,7 +92,7 @@ def experts(
     if num_pairs > FEW:
         order = ids.new_empty(num_pairs, dtype=torch.int32)
         counts = ids.new_empty(num_experts, dtype=torch.int32)
-        launcher(experts_order_kernel)[(num_experts,)](
+        experts_order_kernel[(num_experts,)](
             ids, order, counts, num_pairs, BS=BLOCK_PAIRS, num_warps=4, num_stages=1
         )  # fmt: skip
     places = (ids if order is None else None, order, counts)
@@ -102,7 +101,7 @@ def experts(
     _launch_gate_up(x, places, gate_up, inner, ids.shape[1], activation)
     _launch_down(inner, places, down, found)
     grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK_SUM))
-    launcher(experts_sum_kernel)[grid](
+    experts_sum_kernel[grid](
         found, ids, weights, out, num_experts, ids.shape[1], x.shape[1],
         BT=BLOCK_TOP,
         BH=BLOCK_SUM,
@@ -121,7 +120,7 @@ def _launch_gate_up(
     num_pairs, size = out.shape
     tile = GATE_UP[x.dtype][num_pairs > FEW]
     grid = (tile.num_tiles(num_pairs, weight.shape[0]), triton.cdiv(size, tile.block_n))
-    launcher(experts_gate_up_kernel)[grid](
+    experts_gate_up_kernel[grid](
         x, *places, weight, out, num_pairs, weight.shape[0], top_k, size, x.shape[1],
         ACTIVATION=activation,
         **_constexprs(tile),
@@ -134,7 +133,7 @@ def _launch_down(x: Tensor, places: _Places, weight: Tensor, out: Tensor) -> Non
     num_pairs, size = out.shape
     tile = DOWN[x.dtype][num_pairs > FEW]
     grid = (tile.num_tiles(num_pairs, weight.shape[0]), triton.cdiv(size, tile.block_n))
-    launcher(experts_down_kernel)[grid](
+    experts_down_kernel[grid](
         x, *places, weight, out, num_pairs, weight.shape[0], size, x.shape[1],
         **_constexprs(tile),
         num_warps=tile.num_warps,

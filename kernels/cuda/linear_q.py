@@ -30,7 +30,6 @@ from specc.kernels.cuda.few_rows_tiles import (
     Tile,
     quantized_tiles,
 )
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
 from specc.kernels.cuda.linear_q_slices import linear_q_row_kernel, linear_q_slices_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -64,7 +63,7 @@ def linear_q(
         return _by_library(x, weight, bias, out_features, layout)
     out = x.new_empty(x.shape[0], out_features)
     if x.shape[0]:
-        launcher(_kernel_of(tile))[(triton.cdiv(out_features, tile.block_n),)](
+        _kernel_of(tile)[(triton.cdiv(out_features, tile.block_n),)](
             x, *_parts(weight, layout), x if bias is None else bias, out,
             x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
             **_constexprs(layout, tile, _block_rows(x.shape[0])),
@@ -94,7 +93,7 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
     columns = like.shape[1]
     out = like.new_empty(size, columns)
     grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
-    launcher(linear_q_decode_kernel)[grid](
+    linear_q_decode_kernel[grid](
         *_parts(weight, layout), out, first, size, layout.header_columns or columns, columns,
         **_format(layout),
         BK=_DECODE_BLOCK,

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
 
@@ -124,7 +123,7 @@ def _launch(
         return
     rows = rows_of(x) if residual is None else rows_of(x, residual)
     item = config(x.shape[-1])
-    launcher(_rms_norm_kernel)[(triton.cdiv(rows.num_rows, item.block_r),)](
+    _rms_norm_kernel[(triton.cdiv(rows.num_rows, item.block_r),)](
         rows.tensors[0],
         None if residual is None else rows.tensors[1],
         weight,

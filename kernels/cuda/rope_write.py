@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
 
@@ -165,7 +164,7 @@ def rope_write(
     size = cos.shape[1]
     block_t, block_h, num_warps = config(num_tokens)
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
-    launcher(_rope_write_kernel)[(triton.cdiv(num_tokens, block_t), num_groups)](
+    _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
         q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
         num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),

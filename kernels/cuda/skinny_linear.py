@@ -20,7 +20,6 @@ from specc.kernels.cuda.dependent import (
 from specc.kernels.cuda.few_rows import SKINNY, check_linear, in_rows, tile_for
 from specc.kernels.cuda.few_rows_loops import plain_part
 from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES, Tile
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS
 
@@ -45,7 +44,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
         partial = x.new_empty(splits, num_rows, size, dtype=torch.float32)
         # launches over one weight run one after another, as those over the caches of its model do
         arrived = counters(weight, blocks)
-    launcher(_skinny_linear_kernel)[(blocks, splits)](
+    _skinny_linear_kernel[(blocks, splits)](
         x, weight, bias, out, partial, arrived,
         num_rows, size, width, triton.cdiv(triton.cdiv(width, tile.block_k), splits),
         **tile.sizes,

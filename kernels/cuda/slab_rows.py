@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.write_kv import SEARCH
 
@@ -110,7 +109,7 @@ def write_rows(x: Tensor, slab: Tensor, q_start: Tensor, slot: Tensor, block_tab
         return
     block_t, block_w = config(num_tokens, width)
     grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_w))
-    launcher(_write_rows_kernel)[grid](
+    _write_rows_kernel[grid](
         x, slab, q_start, slot, block_table, num_tokens, 1, *_sizes(slab, block_table), width,
         x.stride(0), *slab.stride()[:2],
         BT=block_t, BW=block_w, BB=SEARCH, num_warps=_NUM_WARPS,
@@ -133,7 +132,7 @@ def take_rows(slab: Tensor, slots: Tensor, q_start: Tensor, block_table: Tensor)
         return out
     block_t, block_w = config(num_rows, width)
     grid = (triton.cdiv(num_rows, block_t), triton.cdiv(width, block_w))
-    launcher(_take_rows_kernel)[grid](
+    _take_rows_kernel[grid](
         out, slab, q_start, slots, block_table, num_rows, slots.shape[1],
         *_sizes(slab, block_table), width, *slab.stride()[:2],
         BT=block_t, BW=block_w, BB=SEARCH, num_warps=_NUM_WARPS,

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.launch import launcher
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -135,7 +134,7 @@ def write_kv(
         return
     block_t, block_h, num_warps = config(num_tokens, num_kv_heads)
     grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(num_kv_heads, block_h))
-    launcher(_write_kv_kernel)[grid](
+    _write_kv_kernel[grid](
         k, v, k_cache, v_cache, q_start, slot, block_table,
         num_tokens, num_seqs, num_kv_heads, num_blocks, num_pages, block_size,
         *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTEST = ROOT / "build/gpu-check/pytest"
 
 
 @contextlib.contextmanager
@@ -49,6 +52,16 @@ def _compiled_kernels() -> Path:
         return Path(tempfile.gettempdir()) / "specc-gpu-check-triton"
 
 
+def bundle_pytest() -> None:
+    """Copy pytest, which is Python alone, to where the check finds it on a machine without it."""
+    shutil.rmtree(PYTEST, ignore_errors=True)
+    for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        for file in importlib.metadata.files(name) or []:
+            if file.suffix == ".py" or file.name == "METADATA":
+                (PYTEST / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(str(file.locate()), PYTEST / file)
+
+
 def environment(site: Path) -> dict[str, str]:
     """Variables of the check's processes: nothing that changes what is checked comes along."""
     kept = {
@@ -58,6 +71,8 @@ def environment(site: Path) -> dict[str, str]:
         and name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")
     }
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if importlib.util.find_spec("pytest") is None:
+        paths.append(str(PYTEST))
     defaults = {"TRITON_CACHE_DIR": str(_compiled_kernels())}
     return {
         **defaults,
@@ -69,3 +84,7 @@ def environment(site: Path) -> dict[str, str]:
         # what a machine has beside pytest is none of the tests' business
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
+
+
+if __name__ == "__main__":
+    bundle_pytest()

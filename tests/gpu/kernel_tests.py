@@ -1,4 +1,4 @@
-"""One file of kernel tests in a process: with pytest where it is, else with what stands in for it.
+"""One file of kernel tests in a process, by pytest.
 
 Every test ends with a wait for the device, so that what fails there fails the test that did it.
 Once the device is lost the process ends, and another one goes on with the tests that are left.
@@ -7,7 +7,6 @@ Once the device is lost the process ends, and another one goes on with the tests
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ def run(
     path: str,
     shard: Sequence[int] = (0, 1),
     left_out: Sequence[str] = (),
-    runner: str | None = None,
 ) -> None:
     """Run the tests of a file.
 
@@ -35,20 +33,14 @@ def run(
         path: of the file.
         shard: (index, count): every count-th test alone.
         left_out: tests of these names, and those whose parameters have one, are not run.
-        runner: `pytest` or `stub`; None is pytest where it can be imported.
     """
-    if runner is None:
-        runner = "pytest" if importlib.util.find_spec("pytest") is not None else "stub"
     if device.kind == APART:
         # before the tests ask where they run
         device.prepare()
     count = count_compiles(device)
-    results.note(runner=runner, path=Path(path).name)
+    results.note(path=Path(path).name)
     choice = Choice(results, shard, left_out)
-    if runner == "pytest":
-        _run_pytest(results, device, Path(path), choice)
-    else:
-        _run_stub(results, device, Path(path), choice)
+    _run_pytest(results, device, Path(path), choice)
     results.note(num_tests=choice.num_tests, compiles=count())
 
 
@@ -123,30 +115,6 @@ class _Plugin:
             self._results.end(name, "skipped", str(reason), self._seconds)
         else:
             self._results.end(name, "passed", seconds=self._seconds)
-
-
-def _run_stub(results: Results, device: Device, path: Path, choice: Choice) -> None:
-    from tests.gpu import runner
-
-    runner.install()
-
-    def report(outcome: runner.Outcome) -> None:
-        value = outcome.message[-LONGEST:] or None
-        results.end(outcome.name, outcome.state, value, outcome.seconds)
-        if outcome.state == "failed" and device.is_lost():
-            results.lose()
-
-    def takes(name: str) -> bool:
-        if is_taken := choice.takes(name):
-            results.begin(name)
-        return is_taken
-
-    try:
-        tests = runner.load(path, ROOT)
-    except Exception as error:
-        results.end(IMPORT, "failed", runner.text_of(error)[-LONGEST:])
-        return
-    runner.run(tests, report, takes, device.synchronize)
 
 
 def _waiting(function: Any, device: Device) -> Any:

@@ -117,15 +117,12 @@ def problems(kernels: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def fault_tasks(directory: Path, runner: str | None, hang_s: float) -> list[Task]:
+def fault_tasks(directory: Path, hang_s: float) -> list[Task]:
     """Tasks of the files with faults."""
     from tests.gpu.tasks import kernel_tasks
 
     tasks = kernel_tasks(write_faults(directory))
-    return [
-        replace(task, arguments={**task.arguments, "runner": runner}, result_s=hang_s, least_s=1.0)
-        for task in tasks
-    ]
+    return [replace(task, result_s=hang_s, least_s=1.0) for task in tasks]
 
 
 def rehearsed(stages: Mapping[str, Sequence[Stage]], directory: Path) -> dict[str, list[Stage]]:
@@ -133,7 +130,7 @@ def rehearsed(stages: Mapping[str, Sequence[Stage]], directory: Path) -> dict[st
     from tests.gpu.tasks import kernel_files, kernel_tasks
 
     files = [path for path in kernel_files() if path.stem in QUICK]
-    kernels = [*fault_tasks(directory, None, HANG_S), *kernel_tasks(files)]
+    kernels = [*fault_tasks(directory, HANG_S), *kernel_tasks(files)]
     made = {
         name: [replace(stage, workers=min(stage.workers, 2)) for stage in plan]
         for name, plan in stages.items()

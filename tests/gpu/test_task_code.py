@@ -80,7 +80,7 @@ def test_the_checks_own_helpers_are_among_them():
         for stage in stages
         for task in stage.tasks
     }
-    assert found["kernels"] >= {"child", "results", "kernel_tests", "runner", "stub_pytest"}
+    assert found["kernels"] >= {"child", "results", "kernel_tests"}
     assert found["steps"] >= {"child", "results", "benchmark", "count_compiles"}
     assert found["replay"] >= {"replay", "pair", "mixed_sampling"}
     assert found["collectives"] >= {"child", "results", "collectives"}
@@ -97,7 +97,7 @@ def test_a_repaired_helper_is_run_again(tmp_path, monkeypatch):
     """Through the whole check: what is known is taken over, and what is stale is not."""
     (tmp_path / "test_sound.py").write_text(SOUND)
     (task,) = tasks.kernel_tasks([tmp_path / "test_sound.py"])
-    task = replace(task, arguments={**task.arguments, "runner": "stub"}, least_s=1.0)
+    task = replace(task, least_s=1.0)
     stages = {"B": [Stage(300.0, (task,))]}
     output = tmp_path / "report.json"
 
@@ -114,10 +114,10 @@ def test_a_repaired_helper_is_run_again(tmp_path, monkeypatch):
     report["parts"]["kernels"]["test_sound"]["attempts"] = 7
     output.write_text(json.dumps(report))
     assert attempts() == 7
-    # a change of the runner
+    # a change of a helper
     monkeypatch.setattr(
         Path,
         "read_bytes",
-        lambda self: read(self) + (b"#" if self.name == "stub_pytest.py" else b""),
+        lambda self: read(self) + (b"#" if self.name == "kernel_tests.py" else b""),
     )
     assert attempts() == 1

@@ -111,37 +111,44 @@ def test_what_a_gpu_refuses(printed):
         assert wanted in line
 
 
-# every test of the kernels up to what it makes of its results
+# every test of the kernels up to what it makes of its results; races need memory that is the
+# interpreter's own
 GIVEN = """
-import inspect, json, os
-from pathlib import Path
-from tests.gpu import runner, tasks, told_apart
+import inspect, json
+import pytest
+from tests.gpu import tasks, told_apart
 from tests.gpu.importable import ROOT
 
-runner.install()
 told_apart.prepare(is_launched=False)
 LARGE = tasks.large_cases()
-
-
-def device():
-    return told_apart.PLACE
-
-
-device.fixture = {"scope": "session"}
+VALUES = {"device": told_apart.PLACE, "watched_launches": "none"}
 found, counts = {}, {}
-for path in tasks.kernel_files():
-    file = runner.load(path, ROOT)
-    # races need memory that is the interpreter's own
-    fixtures = {k: x for k, x in file.fixtures.items() if k != "watched_launches"}
-    tests = [t for t in file.tests if "device" in inspect.signature(t.function).parameters]
-    tests = [t for t in tests if t.name.partition("[")[2].rstrip("]") not in LARGE]
-    counts[path.stem] = len(tests)
 
-    def report(outcome):
-        if outcome.state == "failed":
-            found[f"{path.stem}: {outcome.name}"] = outcome.message[-400:]
 
-    runner.run(runner.File(tests, fixtures | {"device": device}), report)
+class Plugin:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if (value := VALUES.get(fixturedef.argname)) is not None:
+            fixturedef.cached_result = (value, fixturedef.cache_key(request), None)
+        return value
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [
+            item for item in items
+            if "device" in inspect.signature(item.function).parameters
+            and item.name.partition("[")[2].rstrip("]") not in LARGE
+        ]
+        for item in items:
+            counts[item.path.stem] = counts.get(item.path.stem, 0) + 1
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            found[report.nodeid] = report.longreprtext[-400:]
+
+
+options = ["--import-mode=importlib", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+options += ["-c", str(ROOT / "pyproject.toml"), "--tb=short"]
+pytest.main([*options, *map(str, tasks.kernel_files())], plugins=[Plugin()])
 print(json.dumps([counts, found]))
 """
 REFUSALS = ("same device", "cannot be accessed from Triton", "device type tensor")

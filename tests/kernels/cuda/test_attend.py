@@ -12,7 +12,7 @@ import torch
 
 from specc.kernels.cuda import arrivals, attend_config
 from specc.kernels.cuda import attend as module
-from specc.kernels.cuda.launch import even_tokens, inlined
+from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda.cases_attend import (
     BF16,
@@ -244,8 +244,6 @@ def test_counters_are_kept_and_apart() -> None:
     assert arrivals.counters(other, 5) is not first
     assert arrivals.counters(one, 5000).numel() >= 5000
     assert arrivals.counters(one, 5) is first
-    with inlined(lambda kernel: kernel):
-        assert arrivals.counters(one, 5).numel() == 5
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

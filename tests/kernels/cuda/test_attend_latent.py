@@ -113,7 +113,7 @@ def test_no_more_programs_than_may_have_work(
             return lambda *args, **options: grids.append(grid)
 
     monkeypatch.setattr(attend_latent.attend, "machine", lambda device: (90, 132))
-    monkeypatch.setattr(attend_latent, "launcher", lambda kernel: Launcher())
+    monkeypatch.setattr(attend_latent, "attend_latent_kernel", Launcher())
     q = torch.zeros(16, 16, 24, dtype=BF16)
     k_cache = torch.zeros(1, rows, 1, 24, dtype=BF16)
     i32 = torch.arange(17, dtype=torch.int32)
