@@ -15,7 +15,7 @@ WORKERS ?= $(shell $(BIN)/python -P tests/workers.py)
 PYTEST = $(RUN) env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder
 
-# of `make test-full`, as JSON; docs/results/test_full.json is the one that is committed
+# of `make test-full`, as JSON
 RESULTS ?= build/test_full.json
 REPORT := build/test_full.xml
 # PART=2/8: the second of eight parts of `make test-full`; RESULTS holds those of one commit together
@@ -49,7 +49,7 @@ help:
 	@echo "make sanitize   the C++ operators under GCC's sanitizers: their tests, and hostile calls"
 	@echo "make aarch64    the C++ operators for aarch64, in an emulator, under their tests"
 	@echo "make mutants    break the code on purpose and see that tests notice; tests/mutants"
-	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/cuda.md"
+	@echo "make gpu-check  on a machine with a GPU: speed, replays, output, kernels; docs/design/gpu-check.md"
 	@echo "make gpu-rehearsal  the same without a GPU, with faults put into it"
 	@echo "make lint       formatting, lint, types and imports between packages only"
 	@echo "make clean      remove build outputs and caches; make distclean: and .venv"
@@ -90,7 +90,7 @@ sanitize: $(VENV)/.dev
 aarch64: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.kernels.aarch64 $(PYTEST_ARGS)
 
-# ARGS="--only 'step/*' --jobs 2 --resume --json docs/results/mutants.json"; tests/mutants/README.md
+# ARGS="--only 'step/*' --jobs 2 --resume --json out/mutants.json"; tests/mutants/README.md
 mutants: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.mutants $(ARGS)
 

@@ -1,7 +1,7 @@
 """Compile the demo pair, generate from held-out prompts, and measure what speculation did.
 
     make demo                                     # or
-    python examples/demo.py --prompts 33 --tokens 128 --json docs/results/pair.json
+    python examples/demo.py --prompts 33 --tokens 128 --json out/pair.json
 
 Every figure is measured in this run, on this machine.
 """

@@ -32,16 +32,17 @@ Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
 
 # from here on projections of a layer are one, and its weights are as they are stored
 FUSE = "fuse"
-# the compiler at a glance: phases by name, each a list of passes; verified after every phase
-PHASES: Phases = (
+# phases of every model, verified after each; between these two a model may get others
+TRACED_PHASES: Phases = (
     (
         "normalize",
         (Normalize, RecoverLinear, ReadTables, ReplaceGroupedMM, RouteExperts, DropSentinelMasks),
     ),
     ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention, ReadPlaces)),
     ("logits", (SelectLogits,)),
-    (FUSE, (FuseQKV, FuseGateUp)),
 )
+FUSE_PHASES: Phases = ((FUSE, (FuseQKV, FuseGateUp)),)
+PHASES: Phases = (*TRACED_PHASES, *FUSE_PHASES)
 # of a draft that attends to nothing
 LAYERLESS_PHASES: Phases = (
     ("normalize", (Normalize, RecoverLinear, ReadTables)),

@@ -372,7 +372,7 @@ def refusal(node: fx.Node, phase: str, reason: str) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"{where + ': ' if where else ''}node {node.name} after {phase}: {reason}",
         "token-wise operators of aten and specc, and attention",
-        "choose a model of a supported architecture (see README, What is supported), or report it",
+        "choose a model of a supported architecture (docs/guide/models.md), or report it",
     )
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
+from specc.artifact.backends import ACTIVATION_BITS
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
-from specc.artifact.quantized_layout import ACTIVATION_BITS
 from specc.close_name import advice, close_name
 from specc.errors import ConfigError
-from specc.speculation.kv_window import FULL, KVWindow
-from specc.speculation.plans import SpecPlan
+from specc.option import check_ranges, option
+from specc.refusals import Asked, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+    from specc.speculation.kv_window import KVWindow
+    from specc.speculation.plans import SpecPlan
 
 DTYPES = ("float32", "bfloat16", "float16")
 # the type of the checkpoint
@@ -23,119 +31,210 @@ _DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
 }
-# the upper ends are those of traced dimensions (passes/frontend/trace.py), or beyond any use
-_RANGES = (
-    ("max_batch_size", 1, 4096), ("prefill_chunk", 1, 1 << 20), ("block_size", 0, 1 << 16),
-    ("max_logits_mb", 1, 1 << 20), ("tensor_parallel_size", 1, 256),
-    ("pipeline_parallel_size", 1, 256),
-    ("draft_tensor_parallel_size", 1, 256), ("rope_length", 2, 1 << 30),
-    ("kv_cache_tokens", 1, 1 << 40), ("draft_ranks", 1, 256),
-)  # fmt: skip
 DEFAULT_MAX_LOGITS_MB = 512
 _QUANTIZE_GROUPS = (32, 64, 128)
-# options that not every backend takes, and what says that nobody gave them; the compiler's backends
-# say which they take
-BACKEND_OPTIONS = {
-    "compute_capability": None, "decomposable_attention": False, "tensor_parallel_size": 1,
-    "draft_tensor_parallel_size": 1, "draft_ranks": 1, "segments": False,
-    "kv_cache_dtype": AS_MODEL, "pipeline_parallel_size": 1, "quantize": None,
-    "activation_bits": None,
-}  # fmt: skip
 
 
+# upper ends of ranges are those of traced dimensions (passes/frontend/trace.py), or beyond any use
 @dataclass(frozen=True)
 class CompileConfig:
-    """Options of `specc compile`.
+    """What `specc compile` and `specc.compile` take: each option once, with its help.
 
     Args:
-        plans: speculation plans of the engine; off is always added. The first is the default.
-        dtype: arithmetic and weight type of the target, `float32`, `bfloat16`, for other backends
-            than cpu and eager `float16`, or `auto`, that of the checkpoint; bf16, fp16, half and
-            their like are understood, too.
-        draft_dtypes: of the draft models: one each, or one for all; none is the target's.
-        draft_kv: rows of their caches that draft models attend to, `window=512,sink=4` or `full`:
-            one each, or one for all; none is full.
-        draft_assume: what to take for what files of heads leave open,
-            `tap_convention=entering,is_last_normed=true`, or `files`: one each, or one for all
-            heads; none is what files and their trainers say. See `specc.compiler.assumptions`.
-        max_batch_size: sequences that decode together.
-        max_seq_len: tokens of prompt and output together; None takes the target's own maximum,
-            at most 4096.
-        block_size: rows of a KV cache block; 0 means dense: one block a sequence.
-        prefill_chunk: tokens of one prefill pass; None is 2048 for cuda and 512 for others, and no
-            more than all sequences can have.
-        max_logits_mb: MiB of logits that a step may hold at a time, the drafts' included; trees
-            that need more are verified in tiles.
-        backend: `cpu`, `eager`, `cuda`, `onnx` or `tensorrt`; None is cuda where Triton
-            is and a GPU like one that has run it, else cpu where there is a C++ compiler.
-        probe: generate a few dozen tokens at the end and report the acceptance.
-        compute_capability: of the GPU that TensorRT engines are for, `8.9`; None is every GPU that
-            the builder supports, or the one that it finds.
-        decomposable_attention: let TensorRT take attention apart where it has no fused kernel.
-        allow_nonfinite_weights: compile weights that are NaN or infinite, or become so in `dtype`.
-        tensor_parallel_size: ranks that share the target, each with a part of its weights.
-        pipeline_parallel_size: stages of the target, each with some of its layers, and
-            `tensor_parallel_size` ranks.
-        draft_tensor_parallel_size: ranks that share each draft model: those of the target, or 1,
-            rank 0 alone.
-        draft_ranks: ranks that draft models which are not cut are spread over, in turn.
-        rope_length: rotary frequencies of this length at every position, where those of a model
-            depend on length and it is longer than the model's own; None serves that at most.
-        kv_cache_tokens: rows of the cache, for all sequences together; None is the worst case of
-            `max_batch_size` sequences.
-        quantize: how weights of projections are rounded, `int8`, `int4` or `fp8`, of all models but
-            drafts that read hidden states; None keeps them in `dtype`.
-        quantize_group: columns that share a scale, with int4 and int8: 32, 64 or 128; None is 64,
-            with int8 all of an output.
-        activation_bits: of the integers that rows become before weights of int8 or int4 multiply
-            them: 8, 16, or None, 24 in float32 and 16 in bfloat16.
-        weight_only: of checkpoints whose activations are quantized, too, take the weights and leave
-            activations as they are.
-        segments: compile the target as segments, one program for each kind of layer; such engines
-            can run with weights in files, see `--offload-weights`.
-        kv_cache_dtype: how caches hold K and V of all models: `auto`, in the type of the model, or
-            `int8`, with a scale for each token and KV head.
-        mla_cache: what caches hold of layers whose keys and values are expanded from one latent:
-            `latent`, `expanded`, or `auto`, see `specc.artifact.mla_cache`.
+        plans: speculation plans of the engine, the default first; off is always added.
         policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value is outside its range, or options exclude each other.
     """
 
     plans: tuple[SpecPlan, ...] = ()
-    dtype: str = "float32"
-    max_batch_size: int = 8
-    max_seq_len: int | None = None
-    block_size: int = 16
-    prefill_chunk: int | None = None
-    backend: str | None = None
-    probe: bool = True
     policy: str = "fixed"
-    draft_dtypes: tuple[str, ...] = ()
-    draft_kv: tuple[str, ...] = ()
-    draft_assume: tuple[str, ...] = ()
-    max_logits_mb: int = DEFAULT_MAX_LOGITS_MB
-    compute_capability: str | None = None
-    decomposable_attention: bool = False
-    allow_nonfinite_weights: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    draft_tensor_parallel_size: int = 1
-    draft_ranks: int = 1
-    rope_length: int | None = None
-    kv_cache_tokens: int | None = None
-    quantize: str | None = None
-    quantize_group: int | None = None
-    activation_bits: int | None = None
-    weight_only: bool = False
-    segments: bool = False
-    kv_cache_dtype: str = AS_MODEL
-    mla_cache: str = MLA_AUTO
+    dtype: str = option(
+        "float32",
+        "Type of weights and arithmetic: float32, bfloat16 (bf16), float16 (fp16, half; not for the"
+        " backends cpu and eager), or auto, the type of the checkpoint.",
+    )
+    draft_dtype: tuple[str, ...] = option(
+        (),
+        "The same for the draft models: once for all of them, or once for each. The default is the"
+        " type of the target.",
+    )
+    draft_kv: tuple[str, ...] = option(
+        (),
+        "Rows of their caches that draft models attend to: window=W,sink=S, the last W and the"
+        " first S (4 by default), or full. A draft with rotary positions then works past the length"
+        " that it was trained for. Once for all of them, or once for each.",
+        metavar="window=W",
+    )
+    draft_assume: tuple[str, ...] = option(
+        (),
+        "What to take for what files of EAGLE-3 heads, MTP modules and block drafters leave open,"
+        " or say in a way that not all of their readers share: tap_convention=entering|after (what"
+        " ids of the target's layers mean), is_last_normed=true|false (of a hidden state after the"
+        " last layer, whether it has gone through the final norm), norm_before_residual=true|false"
+        " (EAGLE-3), sample_from_anchor=true|false (block drafters: the newest token's row proposes"
+        " the next one); several with commas, or files. The default is what the files say, or else"
+        " what their own trainer does. Once for all of them, or once for each draft.",
+        metavar="NAME=VALUE",
+    )
+    quantize: str | None = option(
+        None,
+        "Store the weights of projections in 8 or 4 bits, which saves memory, and on CPUs time:"
+        " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
+        " columns. Drafts that read hidden states (heads) stay as they are."
+        " Outputs are those of the rounded weights. onnx has no fp8.",
+        metavar="int8|int4|fp8",
+    )
+    quantize_group: int | None = option(
+        None,
+        "How many columns share a scale, with --quantize int4 or int8: 32, 64 or 128. Smaller"
+        " groups are more exact and larger. The default is 64 with int4, and with int8 all of an"
+        " output.",
+    )
+    activation_bits: int | None = option(
+        None,
+        "How many bits the values have that weights in int8 or int4 multiply: 8, as llama.cpp and"
+        " OpenVINO have it, faster where a pass has several tokens (trees, prompts) and less exact,"
+        " or 16. The default is 24 in float32 and 16 in bfloat16, as good as no rounding."
+        " For the backends cpu and eager.",
+        metavar="8|16",
+    )
+    weight_only: bool = option(
+        False,
+        "Of checkpoints that quantize activations, too, take the weights and leave activations as"
+        " they are; without it they are refused.",
+    )
+    max_batch_size: int = option(8, "How many sequences can decode together.", least=1, most=4096)
+    max_seq_len: int | None = option(
+        None,
+        "How many tokens a prompt and its output can have together. The default is what the models"
+        " allow, at most 4096.",
+        least=2,
+    )
+    rope_length: int | None = option(
+        None,
+        "Rotate every position as transformers does in a pass of this many tokens: for models whose"
+        " rotary scaling (dynamic, longrope) depends on length, beyond the length that they were"
+        " trained for. Outputs differ from those of transformers where a pass is shorter.",
+        least=2,
+        most=1 << 30,
+    )
+    block_size: int = option(
+        16,
+        "How many tokens a block of the KV cache holds; 0 makes one block for each sequence.",
+        least=0,
+        most=1 << 16,
+    )
+    kv_cache_tokens: int | None = option(
+        None,
+        "How many tokens the KV cache holds, for all sequences together: where it is full, the"
+        " newest gives way. The default is the worst case, --max-batch-size times --max-seq-len.",
+        least=1,
+        most=1 << 40,
+    )
+    kv_cache_dtype: str = option(
+        AS_MODEL,
+        "How the KV cache holds rows: auto, in the type of the model, or int8 (backends cpu and"
+        " eager), a fourth to a half of the bytes, rounded to 8 bits with a scale for each token"
+        " and KV head. Outputs differ a little from those of auto; speculation stays lossless.",
+    )
+    mla_cache: str = option(
+        MLA_AUTO,
+        "What the KV cache holds of models with multi-head latent attention (DeepSeek V2 and V3):"
+        " latent, what keys and values are expanded from, once for all heads, which takes more"
+        " arithmetic a token of context (backends cpu, cuda, eager and onnx); expanded, keys and"
+        " values of each head; or auto, latent where that takes fewer bytes or, on cuda and onnx,"
+        " keys and values have two widths. On cuda layers of one width stay expanded where a"
+        " self-draft chooses blocks and latents are too wide to vote on them.",
+    )
+    prefill_chunk: int | None = option(
+        None,
+        "How many tokens of prompts one pass takes at most. The default is 2048 for cuda, where the"
+        " memory of such a pass is no more than --max-logits-mb, and 512 for others.",
+        least=1,
+        most=1 << 20,
+    )
+    max_logits_mb: int = option(
+        DEFAULT_MAX_LOGITS_MB,
+        "How many MiB of logits a step may hold. Trees that need more are verified in tiles, which"
+        " the rules mss and swor do not allow.",
+        least=1,
+        most=1 << 20,
+    )
+    backend: str | None = option(
+        None,
+        "What will run the engine: cpu (code compiled for this machine), eager (compiles in seconds"
+        " and runs several times slower), cuda (a GPU, with Triton), onnx (onnxruntime) or tensorrt"
+        " (experimental). The default is cuda where a GPU of compute capability 9.0 and Triton are,"
+        " else cpu where there is a C++ compiler, else eager.",
+    )
+    compute_capability: str | None = option(
+        None,
+        "Compute capability of the GPU that a TensorRT engine is for, such as 8.9. The default is"
+        " every GPU that TensorRT-RTX builds for, or the one that TensorRT finds.",
+        metavar="X.Y",
+    )
+    decomposable_attention: bool = option(
+        False,
+        "Let TensorRT compute attention by several kernels where it has no fused one, as for"
+        " float32.",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "How many ranks share the target: each holds a part of its heads, inner features and"
+        " vocabulary, in a weight file of its own.",
+        "--tensor-parallel-size",
+        "-tp",
+        least=1,
+        most=256,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "How many stages the target has: each holds some of its layers, on as many ranks as"
+        " --tensor-parallel-size says, and hands on to the next what it has computed.",
+        "--pipeline-parallel-size",
+        "-pp",
+        least=1,
+        most=256,
+    )
+    draft_tensor_parallel_size: int = option(
+        1,
+        "How many ranks share each draft model: 1, which is rank 0, or as many as share the"
+        " target.",
+        least=1,
+        most=256,
+    )
+    draft_ranks: int = option(
+        1,
+        "How many ranks the draft models are spread over, in turn: several then draft at the same"
+        " time, each on its own rank. 1 is rank 0.",
+        least=1,
+        most=256,
+    )
+    segments: bool = option(
+        False,
+        "Compile the target as segments, layer by layer: equal layers are one program, so deep"
+        " models compile in a fraction of the time and memory, and run a little slower. Such"
+        " engines take --offload-weights.",
+    )
+    allow_nonfinite_weights: bool = option(
+        False,
+        "Compile weights that are NaN or infinite, or too large for --dtype; without it they are"
+        " refused.",
+    )
+    probe: bool = option(
+        True,
+        "Generate a few dozen tokens at the end and report how many are accepted.",
+        "--probe/--no-probe",
+    )
 
     def __post_init__(self) -> None:
+        for name in ("draft_dtype", "draft_kv", "draft_assume"):
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, (given,))
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
-        drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtypes)
-        object.__setattr__(self, "draft_dtypes", drafts)
+        drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtype)
+        object.__setattr__(self, "draft_dtype", drafts)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"--kv-cache-dtype {self.kv_cache_dtype}",
@@ -153,24 +252,11 @@ class CompileConfig:
                     f"choose one of them, or leave out --mla-cache for {MLA_AUTO}",
                 ),
             )
-        for text in self.draft_kv:
-            KVWindow.parse(text)
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            option = "--" + name.replace("_", "-")
-            if value is None:
-                continue
-            if value < low:
-                raise ConfigError(f"{option} {value}", f"{low} or more", f"raise {option}")
-            if value > high:
-                raise ConfigError(f"{option} {value}", f"{high} or less", f"lower {option}")
-        if self.max_seq_len is not None and self.max_seq_len < 2:
-            raise ConfigError(
-                f"--max-seq-len {self.max_seq_len}", "2 or more", "raise --max-seq-len"
-            )
-
+        self.kv_windows_of(len(self.draft_kv))
+        check_ranges(self, as_flags=True)
         self._check_ranks()
         self._check_quantization()
+        refuse(Asked(self))
 
     @property
     def quantization(self) -> str | None:
@@ -191,13 +277,6 @@ class CompileConfig:
                     "choose one of them, or leave out --quantize",
                 ),
             )
-        if self.quantize_group is not None and self.quantize not in ("int8", "int4"):
-            raise ConfigError(
-                f"--quantize-group {self.quantize_group}"
-                + (f" and --quantize {self.quantize}" if self.quantize else ""),
-                "--quantize int8 or int4: fp8 has one scale for each output",
-                "leave out --quantize-group",
-            )
         if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
             raise ConfigError(
                 f"--quantize-group {self.quantize_group}",
@@ -210,53 +289,14 @@ class CompileConfig:
                 "8 or 16",
                 "choose one of them, or leave it out: 24 bits in float32, 16 in bfloat16",
             )
-        own = [own for plan in self.plans for own in plan.self_drafts if own.weights]
-        if own and self.segments:
-            raise ConfigError(
-                f"--draft {own[0].option} and --segments",
-                "whole programs: segments have one copy of their weights",
-                "leave out one of the two",
-            )
-
-    def _check_stages(self) -> None:
-        """Raises ConfigError: what a target in stages does not go with."""
-        stages = self.pipeline_parallel_size
-        if stages == 1:
-            return
-        others = {
-            "--draft-tensor-parallel-size": (self.draft_tensor_parallel_size, 1),
-            "--draft-ranks": (self.draft_ranks, 1),
-            "--kv-cache-dtype": (self.kv_cache_dtype, AS_MODEL),
-        }
-        given = [f"{name} {value}" for name, (value, none) in others.items() if value != none]
-        if self.segments:
-            raise ConfigError(
-                f"--segments and --pipeline-parallel-size {stages}",
-                "one of the two: a stage is one program, whose weights stay in memory",
-                "leave out --segments, or --pipeline-parallel-size",
-            )
-        given += [f"--draft {own.option}" for plan in self.plans for own in plan.self_drafts]
-        if given:
-            raise ConfigError(
-                f"{given[0]} and --pipeline-parallel-size {stages}",
-                "a target in stages, with models or lookups that draft on rank 0",
-                f"leave out {given[0].split()[0]}, or --pipeline-parallel-size",
-            )
 
     def _check_ranks(self) -> None:
         drafts, num_ranks = self.draft_tensor_parallel_size, self.tensor_parallel_size
-        self._check_stages()
         if self.draft_ranks > num_ranks:
             raise ConfigError(
                 f"--draft-ranks {self.draft_ranks} and --tensor-parallel-size {num_ranks}",
                 "as many ranks as draft, or more",
                 f"pass --draft-ranks {num_ranks}, or a larger --tensor-parallel-size",
-            )
-        if self.draft_ranks > 1 and drafts > 1:
-            raise ConfigError(
-                f"--draft-ranks {self.draft_ranks} and --draft-tensor-parallel-size {drafts}",
-                "drafts that are one rank's each, or cut for all ranks",
-                "leave out one of the two",
             )
         if drafts in (1, num_ranks):
             return
@@ -284,7 +324,7 @@ class CompileConfig:
         Raises:
             ConfigError: neither one type for all drafts nor one each.
         """
-        return [self.dtype, *_for_each(self.draft_dtypes, self.dtype, num_drafts, "dtype", "type")]
+        return [self.dtype, *_for_each(self.draft_dtype, self.dtype, num_drafts, "dtype", "type")]
 
     def kv_windows_of(self, num_drafts: int) -> list[KVWindow | None]:
         """Rows that the target and each draft model attend to; None is all of them.
@@ -292,6 +332,9 @@ class CompileConfig:
         Raises:
             ConfigError: neither one window for all drafts nor one each.
         """
+        # it needs torch, which a command's help does not wait for
+        from specc.speculation.kv_window import FULL, KVWindow
+
         given = _for_each(self.draft_kv, FULL, num_drafts, "kv", "window")
         return [None, *map(KVWindow.parse, given)]
 
@@ -302,6 +345,38 @@ class CompileConfig:
             ConfigError: neither one for all drafts nor one each.
         """
         return _for_each(self.draft_assume, "files", num_drafts, "assume", "assumption")
+
+
+class CompileOptions(TypedDict, total=False):
+    """Options of `CompileConfig` as `specc.compile` takes them."""
+
+    dtype: str | torch.dtype
+    draft_dtype: str | Sequence[str]
+    draft_kv: str | Sequence[str]
+    draft_assume: str | Sequence[str]
+    quantize: str | None
+    quantize_group: int | None
+    activation_bits: int | None
+    weight_only: bool
+    max_batch_size: int
+    max_seq_len: int | None
+    rope_length: int | None
+    block_size: int
+    kv_cache_tokens: int | None
+    kv_cache_dtype: str
+    mla_cache: str
+    prefill_chunk: int | None
+    max_logits_mb: int
+    backend: str | None
+    compute_capability: str | None
+    decomposable_attention: bool
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    draft_tensor_parallel_size: int
+    draft_ranks: int
+    segments: bool
+    allow_nonfinite_weights: bool
+    probe: bool
 
 
 def _for_each(

@@ -43,11 +43,11 @@ class Option(NamedTuple):
         """What is needed instead, and in which direction it lies; None where `value` will do."""
         # written so that NaN fails
         if self.above is not None and not value > self.above:
-            return f"above {self.above:g}", "raise"
+            return f"above {_shown(self.above)}", "raise"
         if self.least is not None and not value >= self.least:
-            return f"{self.least:g} or more", "raise"
+            return f"{_shown(self.least)} or more", "raise"
         if self.most is not None and not value <= self.most:
-            return f"{self.most:g} or less", "lower"
+            return f"{_shown(self.most)} or less", "lower"
         return None
 
 
@@ -71,11 +71,14 @@ def option_of(field: dataclasses.Field[Any]) -> Option | None:
     return field.metadata.get("option")
 
 
-def check_ranges(args: Any) -> None:
+def check_ranges(args: Any, *, as_flags: bool = False) -> None:
     """Compare the options of a dataclass with their ranges; None is always in range.
 
+    Args:
+        args: the dataclass.
+        as_flags: errors call an option `--prefill-chunk 0`, and not `prefill_chunk=0`.
     Raises:
-        ConfigError: a value is outside; the error calls it as the field is called.
+        ConfigError: a value is outside.
     """
     for field in dataclasses.fields(args):
         found, value = option_of(field), getattr(args, field.name)
@@ -84,7 +87,13 @@ def check_ranges(args: Any) -> None:
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, int | float) and (complaint := found.complaint(item)):
                 needed, verb = complaint
-                raise ConfigError(f"{field.name}={item}", needed, f"{verb} {field.name}")
+                name = f"--{field.name.replace('_', '-')}" if as_flags else field.name
+                given = f"{name}{' ' if as_flags else '='}{item}"
+                raise ConfigError(given, needed, f"{verb} {name}")
+
+
+def _shown(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def object_of(given: Any, name: str, example: str) -> Mapping[str, Any] | None:

@@ -1,6 +1,6 @@
 """A server under attack: what its ordinary clients see of it, and what is left afterwards.
 
-    python tests/attack.py --engine ENGINE --seconds 600 --json docs/results/attacks.json
+    python tests/attack.py --engine ENGINE --seconds 600 --json out/attacks.json
 
 `specc serve` runs as a process that may open 1024 files. Ordinary requests come at a fixed rate
 all the time; phases of quiet and of attack take turns. Where a limit is missed, the exit code is 1.

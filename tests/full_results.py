@@ -4,8 +4,7 @@
     PYTHONPATH=. python -P -m tests.full_results junit.xml results.json --again
     PYTHONPATH=. python -P -m tests.full_results --failed results.json
 
-`make test-full` does it after pytest, whether tests have failed or not; with
-`RESULTS=docs/results/test_full.json` it writes the file that is committed. Of a run in parts
+`make test-full` does it after pytest, whether tests have failed or not. Of a run in parts
 (`make test-full PART=2/8`, tests/parts.py), results are added to those that the file holds of other
 parts of the same commit and versions; results of another run are put aside.
 

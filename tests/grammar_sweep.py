@@ -1,6 +1,6 @@
 """Every plan puts out what plain decoding does: 200 grammars with dead ends, patterns, recursion.
 
-    python -m tests.grammar_sweep --results docs/results/grammar_sweep.json
+    python -m tests.grammar_sweep --results out/grammar_sweep.json
 
 Models are tables over a part of the demo pair's tokenizer: the logits of a token and a place. So
 every plan has the same logits to the last bit. Grammars are drawn from a seed.

@@ -2,8 +2,8 @@
 
     python -P tests/house.py [--root CHECKOUT] [--json FILE] [--list]
 
-It reads source only, so that `--root` may be a checkout of any commit. `docs/structure.md` holds
-its figures from before and after the packages.
+It reads source only, so that `--root` may be a checkout of any commit. `docs/notebook/house.md`
+holds its figures from before and after the packages.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from specc.artifact.cache_rows import CacheRows, Reach, reaches_of
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.mla_cache import LATENT
 from specc.artifact.model_entry import LayerEntry, ModelEntry
-from specc.compiler.compiled_model import first_phases
+from specc.compiler.phases import MLA
 from specc.kernels import ops
 from specc.passes.lower.onnx.lower import OnnxFile, lower_onnx
-from specc.passes.pipeline import PHASES, PassRecord, Phases
+from specc.passes.pipeline import FUSE_PHASES, PHASES, TRACED_PHASES, PassRecord, Phases
 from specc.passes.program import Program, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
@@ -131,7 +131,7 @@ def model_entry(pair: Lowered) -> ModelEntry:
 
 def latent_phases() -> Phases:
     """Those of every engine whose caches hold latents."""
-    return first_phases(lambda ranks: AbsorbLatent(LATENT, AUTO, ranks), 1)
+    return (*TRACED_PHASES, (MLA, (lambda: AbsorbLatent(LATENT, AUTO, 1),)), *FUSE_PHASES)
 
 
 class BothPrograms:

@@ -45,6 +45,7 @@ LAYER_OF = {
     "outputs": "runtime",
     "passes": "passes",
     "percentile": "facts",
+    "refusals": "facts",
     "progress": "facts",
     "runtime": "runtime",
     "sampling": "facts",
@@ -69,7 +70,7 @@ PACKAGES = {
     "kernels": {"torch", "triton"},
     "passes": {
         "torch", "transformers", "huggingface_hub", "tokenizers", "sympy",
-        "onnx", "onnx_ir", "onnxscript", "torch_tensorrt",
+        "onnx", "onnx_ir", "onnxscript",
     },
     "runtime": {
         "torch", "safetensors", "tokenizers", "onnx", "onnxruntime", "llguidance",
@@ -109,7 +110,15 @@ _OPTIONS = {
         "specc.runtime.engine_args",
         "specc.bench.peers.names",
     },
-    "specc.cli.options.compile": _FACTS,
+    "specc.cli.options.drafts": _FACTS,
+    "specc.config": {
+        *_FACTS,
+        "specc.artifact.backends",
+        "specc.artifact.kv_rows",
+        "specc.artifact.mla_cache",
+        "specc.refusals",
+    },
+    "specc.refusals": {"specc.artifact.backends", "specc.artifact.kv_rows", "specc.errors"},
     "specc.cli.options.load": {*_MEASURED, "specc.runtime.engine_args"},
     "specc.cli.options.common": _FACTS,
     "specc.cli.options.sampling": _FACTS,
@@ -157,7 +166,7 @@ LAZY = {
 MAX_LINES = 450
 # where backends are told apart: their facts, and what each of them does
 BACKENDS = ("specc/artifact/backends.py", "specc/compiler/backends", "runtime/backends")
-BACKEND_NAMES = {*backend_names(), "torch-tensorrt"}
+BACKEND_NAMES = set(backend_names())
 
 
 def sources() -> list[Path]:

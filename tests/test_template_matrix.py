@@ -1,4 +1,4 @@
-"""The figures of docs/serving.md come of a comparison that sees what differs."""
+"""The figures of docs/notebook/serving.md come of a comparison that sees what differs."""
 
 from __future__ import annotations
 

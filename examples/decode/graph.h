@@ -99,7 +99,7 @@ class Encoder {
       for (const std::string& name : missing) names += (names.empty() ? "" : ", ") + name;
       refuse("operators that the library has no kernel for: " + names,
              "a kernel for each: there is no Python here that could call torch's",
-             "use `specc run`, or write the kernels (docs/cpu.md)");
+             "use `specc run`, or write the kernels (docs/design/cpu.md)");
     }
     int64_t num_slots = 0;
     for (const Json& node : nodes) num_slots += num_results(node);

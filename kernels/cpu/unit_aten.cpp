@@ -1,4 +1,4 @@
-// aten's operators, which round as they are written, as one translation unit (docs/cpu.md).
+// aten's operators, which round as they are written, as one translation unit (docs/design/cpu.md).
 #include "aten_binary.cpp"
 #include "aten_copies.cpp"
 #include "aten_loops.cpp"

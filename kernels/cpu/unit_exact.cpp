@@ -1,4 +1,4 @@
-// Small sources that round as they are written, as one translation unit (docs/cpu.md).
+// Small sources that round as they are written, as one translation unit (docs/design/cpu.md).
 #include "accept.cpp"
 #include "column_winners.cpp"
 #include "draft_children.cpp"

@@ -1,5 +1,5 @@
 // Kernels that stand for several operators, which round as they are written, as one translation unit
-// (docs/cpu.md).
+// (docs/design/cpu.md).
 #include "gates.cpp"
 #include "norms.cpp"
 #include "rotary.cpp"

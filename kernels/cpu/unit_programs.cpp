@@ -1,4 +1,4 @@
-// Programs and steps, and the interface to them, as one translation unit (docs/cpu.md).
+// Programs and steps, and the interface to them, as one translation unit (docs/design/cpu.md).
 #include "arena.cpp"
 #include "frame.cpp"
 #include "instructions.cpp"

@@ -1,4 +1,4 @@
-// Groups and links of ranks, as one translation unit (docs/cpu.md).
+// Groups and links of ranks, as one translation unit (docs/design/cpu.md).
 #include "ranks_functions.cpp"
 #include "ranks_links.cpp"
 #include "ranks_segment.cpp"

@@ -1,4 +1,4 @@
-// Small sources with the flags of most kernels, as one translation unit (docs/cpu.md).
+// Small sources with the flags of most kernels, as one translation unit (docs/design/cpu.md).
 #include "bandwidth.cpp"
 #include "block_mass.cpp"
 #include "bounds.cpp"

@@ -40,8 +40,8 @@ stay there, so one that may start as soon as this one has crowds the few that th
 layers of products were up to a fifth slower so than in ordinary launches. What fills the device
 therefore lets it start after its loop, when programs end everywhere, and only the launch and the
 last stores overlap. On an H200 that makes layers of Llama's products 2 to 6 % faster than ordinary
-launches (2026-11-26, docs/results/gpu_dependent.json). Loading the first step of a weight before
-the wait, into registers, gained nothing beside that.
+launches (2026-11-26, docs/results/gpu.json#gpu_dependent). Loading the first step of a weight
+before the wait, into registers, gained nothing beside that.
 """
 
 from __future__ import annotations

@@ -110,12 +110,12 @@ def suited(tiles: Iterable[Tile], num_rows: int, columns: int, capability: int) 
 
 
 # In bfloat16 those that together come closest to the best of 1044 measurements: on an H200,
-# 2026-11-26, one row and eight, shapes of 8B and 1B (docs/results/gpu_tiles.json). Time over that
-# of reading the weight, summed up over the six products with a norm, is 9.57 (one row) and 9.71
+# 2026-11-26, one row and eight, shapes of 8B and 1B (docs/results/gpu.json#gpu_tiles). Time over
+# that of reading the weight, summed over the six products with a norm, is 9.57 (one row) and 9.71
 # (eight) with the library's, 7.83 and 8.77 with these, 7.71 and 8.72 with the best of each; of the
 # four without a norm 7.49 and 7.51, 5.87 and 6.85, which are the best. With 16 rows
-# (2026-11-27, docs/results/gpu_products_16.json) the two of 16 are the fastest, or level with it,
-# wherever the library takes 1 % of a layer longer. All fit where there is least shared memory.
+# (2026-11-27, docs/results/gpu.json#gpu_products_16) the two of 16 are the fastest, or level with
+# it, wherever the library takes 1 % of a layer longer. All fit where there is least shared memory.
 TILES = {
     torch.bfloat16: (
         Tile(4, 512, 2, 4, form=VECTOR, block_m=1),

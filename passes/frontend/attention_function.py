@@ -128,5 +128,5 @@ def _error(module: nn.Module, reason: str) -> UnsupportedAttentionError:
     return UnsupportedAttentionError(
         f"{type(module).__name__}{'' if layer is None else f' of layer {layer}'}: {reason}",
         "causal attention, optionally with one sliding window, sinks and a softcap",
-        "choose a model of a supported architecture (see README, What is supported)",
+        "choose a model of a supported architecture (see docs/guide/models.md)",
     )

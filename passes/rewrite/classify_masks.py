@@ -191,7 +191,7 @@ def describe_foreign_attention(program: Program) -> tuple[str, str, str]:
     """Found / needed / do for a graph without attention nodes: names the first softmax."""
     softmaxes = list(program.calls(aten.softmax.int, aten._softmax.default))
     needed = "attention as torch.nn.functional.scaled_dot_product_attention"
-    do = "choose a model of a supported architecture (see README, What is supported)"
+    do = "choose a model of a supported architecture (see docs/guide/models.md)"
     if not softmaxes:
         return "the model has no attention layer", needed, do
     node = softmaxes[0]

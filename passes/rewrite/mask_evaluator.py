@@ -252,5 +252,5 @@ def mask_error(node: fx.Node, reason: str, do: str = "") -> UnsupportedAttention
     return UnsupportedAttentionError(
         f"layer {module_path(node) or node.name}: {reason}",
         "causal attention, optionally with one sliding window or chunks",
-        do or "choose a model of a supported architecture (see README, What is supported)",
+        do or "choose a model of a supported architecture (see docs/guide/models.md)",
     )

@@ -136,7 +136,7 @@ def _refuse_nested(program: Program) -> None:
                 f"layer {module_path(node) or node.name}: a mask built by a function of positions"
                 " that the trace keeps closed (bidirectional or custom attention)",
                 "causal attention, optionally with one sliding window",
-                "choose a model of a supported architecture (see README, What is supported)",
+                "choose a model of a supported architecture (see docs/guide/models.md)",
             )
     raise UnsupportedGraphError(
         f"{program.name}: node {min(nested).name} is a program inside the program",

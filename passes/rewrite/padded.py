@@ -17,13 +17,13 @@ from specc.kernels import ops
 from specc.passes.frontend.trace_padded import trace_padded
 from specc.passes.pipeline import PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Slopes, bind_args
+from specc.passes.quantize.quantize_like import QuantizeLike
 from specc.passes.rewrite.cached_attention import RewriteCachedAttention
 from specc.passes.rewrite.drop_sentinel_masks import DropSentinelMasks
 from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
 from specc.passes.rewrite.fuse_rms_norm import FuseRMSNorm
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.normalize import Normalize
-from specc.passes.rewrite.quantize_like import QuantizeLike
 from specc.passes.rewrite.read_padded_places import ReadPaddedPlaces
 from specc.passes.rewrite.read_tables import ReadTables
 from specc.passes.rewrite.recover_attention import RecoverAttention

@@ -187,7 +187,7 @@ def _check_operands(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> None:
         raise UnsupportedAttentionError(
             f"layer {module_path(node) or node.name}: {found}",
             needed,
-            "choose a model of a supported architecture (see README, What is supported)",
+            "choose a model of a supported architecture (see docs/guide/models.md)",
         )
 
 

@@ -2,8 +2,8 @@
 
 Every rank connects to rank 0 and says where it listens; when all have come, rank 0 tells each where
 the others are. Of two ranks the later one connects to the earlier one. Whoever connects shows a
-secret, which is a part of the address; nothing is encrypted (docs/ranks.md). The sockets then
-belong to the operators' library, whose collectives are those of ranks that share memory, sums
+secret, which is a part of the address; nothing is encrypted (docs/design/ranks.md). The sockets
+then belong to the operators' library, whose collectives are those of ranks that share memory, sums
 included, bit for bit.
 """
 

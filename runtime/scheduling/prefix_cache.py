@@ -6,8 +6,8 @@ committed past its end; rows after that belong to trees. Which drafts have commi
 is noted block by block: plans without a draft then still share the target's rows, and a draft that
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
 
-The last row of a head in a block (see `docs/drafts.md`) is made of the first token after the block,
-too. Where there are heads that token belongs to the key: it is known as soon as the rows are
+The last row of a head in a block (see `docs/guide/drafts.md`) is made of the first token after the
+block, too. Where there are heads that token belongs to the key: it is known as soon as the rows are
 committed, but for a request that ends there, whose last block nobody finds.
 """
 

@@ -12,6 +12,8 @@ from typing import Literal
 from specc.close_name import advice
 from specc.errors import ConfigError
 
+# of the integers that rows become, where they are fewer than the type of the rows asks for
+ACTIVATION_BITS = (8, 16)
 Attention = Literal["native", "parts", "split", "whole"]
 NATIVE: Attention = "native"
 PARTS: Attention = "parts"
@@ -66,6 +68,8 @@ class BackendFacts:
         cuts_quantized: several ranks may have parts of a quantized weight.
         takes_activation_bits: rows become integers before quantized weights multiply them, of as
             many bits as an engine asks for.
+        options: of `specc compile` that its compiler takes, and not that of every backend; see
+            `specc.refusals.BACKEND_OPTIONS`.
         overlaps: a captured step may draft for one half of its sequences while it verifies the
             other's.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at
@@ -101,6 +105,7 @@ class BackendFacts:
     quantizes_experts: bool = False
     cuts_quantized: bool = False
     takes_activation_bits: bool = False
+    options: tuple[str, ...] = ()
     overlaps: bool = False
     decoded_bytes: int = 0
     most_latent: tuple[int, int] | None = None
@@ -143,6 +148,11 @@ _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 ZERO_POINTS, SHORT_GROUPS = "zero points", "short groups"
 _QUANTIZED_EXTRAS = (ZERO_POINTS, SHORT_GROUPS)
 _DTYPES = (*_TWO_DTYPES, "float16")
+_RANKS = ("tensor_parallel_size", "draft_tensor_parallel_size")
+_ON_CPU = (
+    *_RANKS, "draft_ranks", "segments", "kv_cache_dtype", "pipeline_parallel_size", "quantize",
+    "activation_bits",
+)  # fmt: skip
 _known: dict[str, BackendFacts] = {}
 
 
@@ -183,6 +193,7 @@ register(
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
         quantizes_experts=True, cuts_quantized=True, takes_activation_bits=True,
+        options=_ON_CPU,
     )
 )  # fmt: skip
 register(
@@ -194,6 +205,7 @@ register(
         overlaps=True, decoded_bytes=64 << 20,
         attention_extras=("slopes", "chunks", LATENT_ROWS), most_latent=(512, 64),
         expands_prompts=False,
+        options=(*_RANKS, "draft_ranks", "pipeline_parallel_size", "quantize"),
     )
 )  # fmt: skip
 register(
@@ -203,14 +215,14 @@ register(
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
-        takes_activation_bits=True,
+        takes_activation_bits=True, options=_ON_CPU,
     )
 )  # fmt: skip
 register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), quantized_extras=_QUANTIZED_EXTRAS,
-        attention_extras=("slopes", "chunks", LATENT_ROWS),
+        attention_extras=("slopes", "chunks", LATENT_ROWS), options=(*_RANKS, "quantize"),
     )
 )  # fmt: skip
 register(
@@ -218,5 +230,6 @@ register(
         "tensorrt", _DTYPES, "cuda", "padded", is_captured=True, scores_prompts=False,
         model_files=("onnx_file", "plan_file", "build_file"), quantized=("int8", "int4", "fp8"),
         attention_extras=("chunks",),
+        options=("compute_capability", "decomposable_attention", *_RANKS, "quantize"),
     )
 )  # fmt: skip

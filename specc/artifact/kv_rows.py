@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # rows in the type of the model
 AUTO = "auto"
@@ -24,6 +27,8 @@ def stored_row(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> tuple[
         kv_cache_dtype: one of `KV_CACHE_DTYPES`.
     """
     if kv_cache_dtype == INT8:
+        import torch  # not for those who ask for names alone
+
         return head_dim + SCALE_BYTES, torch.int8
     return head_dim, dtype
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.artifact.backends import ACTIVATION_BITS, BackendFacts, backend_names, facts_of
 from specc.artifact.block_sums import digits_of
 from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_decoding import invalid
@@ -27,7 +27,6 @@ from specc.artifact.model_entry import (
     SelfDraftEntry,
     SlabEntry,
 )
-from specc.artifact.quantized_layout import ACTIVATION_BITS
 from specc.errors import EngineError, SpeccError
 from specc.speculation.self_drafts import SelfDraft
 

@@ -101,7 +101,7 @@ FLAT_KINDS = (MEDUSA,)
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """Of a draft that reads the target's hidden states, see `docs/drafts.md`.
+    """Of a draft that reads the target's hidden states, see `docs/guide/drafts.md`.
 
     Args:
         kind: `eagle3`, `mtp`, `dflash`, `dspark` or `medusa`.
@@ -143,7 +143,7 @@ class ProgramFiles:
 
 @dataclass(frozen=True)
 class VocabularyEntry:
-    """Of a draft whose tokens are other ones than the target's, see `docs/drafts.md`.
+    """Of a draft whose tokens are other ones than the target's, see `docs/guide/drafts.md`.
 
     Args:
         num_proposed: target ids that it can propose.

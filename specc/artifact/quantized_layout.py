@@ -36,8 +36,6 @@ from specc.artifact.integers import Integers
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
-# of the integers that rows become, where they are fewer than the type of the rows asks for
-ACTIVATION_BITS = (8, 16)
 # the largest values of e4m3 and e2m1
 FP8_MOST, FP4_MOST = 448.0, 6.0
 # of mxfp4, columns with one header

@@ -104,7 +104,7 @@ class Bench:
 
 
 def make_report(bench: Bench, command: str) -> dict[str, Any]:
-    """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
+    """All figures of a benchmark, ready for JSON; the schema is in docs/guide/bench.md."""
     manifest = bench.manifest
     return report_head(command, bench.settings.against) | {
         "engine": {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, BackendFacts
 from specc.artifact.directory import available_memory_bytes, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
@@ -22,58 +20,44 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
 )
-from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
-from specc.compiler.backends.registry import check_options, choose_backend
+from specc.compiler.backends.registry import choose_backend
 from specc.compiler.candidate import ModelLike, as_drafts
-from specc.compiler.checked_models import CheckedModels
-from specc.compiler.checks import check_dump
-from specc.compiler.compiled_model import compile_models
+from specc.compiler.checked_models import CheckedModels, check_dump
+from specc.compiler.compiled_model import (
+    check_used_bits,
+    compile_models,
+    describe_quantization,
+    told_of_quantized,
+)
+from specc.compiler.context import (
+    CompileContext,
+    check_budgets,
+    check_outgrown,
+    check_voters,
+    engine_plans,
+    tile_plans,
+)
 from specc.compiler.engine_files import (
     told_of_sampling,
     write_configurations,
+    write_model_weights,
     write_programs,
     write_report,
     write_steps,
 )
-from specc.compiler.engine_plans import (
-    check_blocks,
-    check_budgets,
-    check_kv_windows,
-    check_outgrown,
-    check_taps,
-    check_views,
-    check_voters,
-    chosen_blocks,
-    engine_plans,
-    reached_positions,
-    tile_plans,
-    tokens_of_passes,
-)
 from specc.compiler.heads import taps_of, trained_lengths, with_heads
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.quantized_models import (
-    check_activation_bits,
-    check_cut_integers,
-    check_used_bits,
-    describe_quantization,
-    told_of_quantized,
-)
 from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
-from specc.compiler.weights import write_model_weights
 from specc.config import CompileConfig
-from specc.passes.base import Pass
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.cpu.phases import with_layers_apart
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.pipeline import PassRecord, Phases
-from specc.passes.rewrite.absorb_latent import AbsorbLatent
-from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
+from specc.passes.pipeline import PassRecord
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.refusals import Asked, refuse
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
@@ -134,10 +118,9 @@ def build(
     config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend, config)
-    check_options(config, backend)
-    check_views(plans, config, backend.facts)
-    check_kv_windows(config, len(draft_models), backend.facts)
-    check_taps(taps, config, backend.facts)
+    num_drafts, keeps_hidden = len(draft_models), taps is not None
+    asked = Asked(config, plans, backend.facts, backend.options, num_drafts, keeps_hidden)
+    refuse(asked)
     config = backend.adapt(config)
     with (
         rare_collections(),
@@ -146,30 +129,27 @@ def build(
     ):
         check_dump(dump_graphs)
         with phases.phase("check models"):
-            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer)
+            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, asked)
         heads = taps_of(checked.candidates)
         taps, plans = heads or taps, with_heads(plans, checked.candidates)
-        check_blocks(plans, backend.facts)
-        check_taps(taps, config, backend.facts)
+        refuse(dataclasses.replace(asked, plans=plans, reads_hidden=taps is not None))
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
-        engine, records = _compile(
-            sources, plans, config, backend, writer, phases, dump_graphs, taps
-        )
-        memory = plan_engine_memory(engine, backend)
-        parallel = ranks_of(engine, backend.facts)
+        context = _context(sources, plans, config, backend, phases, dump_graphs, taps)
+        engine, records = _compile(context, sources, writer)
+        memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
             write_programs(writer, engine.models)
             write_self_drafts(writer, engine.self_drafts)
             slabs = {model.name: model.entry.num_slabs for model in engine.models}
-            sizes = (backend.facts.is_padded, engine.limits.block_size)
-            is_cut = engine.models[0].program.shard is not None or bool(engine.models[0].stages)
+            sizes = (backend.facts.is_padded, engine.context.limits.block_size)
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
-            steps = write_steps(writer, engine.plans, slabs, *sizes, is_cut, windowed)
+            is_cut = parallel is not None
+            steps = write_steps(writer, engine.context.plans, slabs, *sizes, is_cut, windowed)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
-        lengths = trained_lengths(checked.candidates, engine.limits.max_seq_len)
+        lengths = trained_lengths(checked.candidates, engine.context.limits.max_seq_len)
         said += told_of_sampling(checked.tokens)
         warnings = [*checked.warnings, *said, *lengths, *told, *told_of_quantized(engine.models)]
         warnings += write_engine_weights(engine)
@@ -178,7 +158,7 @@ def build(
         warnings += emitted.warnings
         write_configurations(writer, engine.models, checked.tokens)
         write_report(writer, records, phases.seconds)
-        manifest = _describe(engine, backend, emitted, steps, memory, checked.tokens, parallel)
+        manifest = _describe(engine, emitted, steps, memory, checked.tokens, parallel)
         if probe is not None and config.probe and checked.tokens.file is not None:
             manifest, refused = probe_staged(manifest, backend, writer, probe, phases)
             warnings += refused
@@ -186,112 +166,59 @@ def build(
     return Compilation(manifest, records, warnings, phases.seconds)
 
 
-def _compile(
+def _context(
     sources: Sequence[ModelSource],
-    plans: list[SpecPlan],
+    plans: Sequence[SpecPlan],
     config: CompileConfig,
     backend: CompilerBackend,
-    writer: EngineWriter,
-    phases: PhaseTimer,
+    timer: PhaseTimer,
     dump: Path | None,
     taps: Taps | None,
-) -> tuple[UnfinishedEngine, list[PassRecord]]:
-    """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
-    # what can be refused before tracing
+) -> CompileContext:
+    """What the compilation knows before it traces; what can be refused by then is refused."""
     limits = engine_limits(sources, plans, config, backend.prefill_chunk)
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
     keeps_integers = any(source.is_quantized for source in sources)
-    check_cut_integers(config, backend.facts, plans, keeps_integers)
-    check_activation_bits(config, plans, keeps_integers)
-    integers = backend.facts.quantizes_experts, config.activation_bits
-    rounded, kept = (
-        quantize_phases(name, keeps_integers, *integers) for name in (config.quantization, None)
-    )
-    lowered_for = reached_positions(plans, limits.max_seq_len)
-    lowering: Phases = (
-        *required_phases(backend.facts),
-        *backend.phases(lowered_for, tokens_of_passes(plans, limits.prefill_chunk)),
-    )
-    ranks = config.tensor_parallel_size, config.draft_tensor_parallel_size
-    models, records = compile_models(
-        sources,
-        plans,
-        limits.max_seq_len,
-        (*rounded, *lowering),
-        phases,
-        dump,
-        *ranks,
-        config.kv_cache_dtype,
-        latent_pass(config, plans, backend.facts),
-        backend.phase_of_stages(config.pipeline_parallel_size, limits.max_seq_len),
-        taps,
-        backend.facts.expands_prompts,
-        lowering_of_heads=(*kept, *lowering),
-        layers_apart=(layers_apart := cuts_layers(config, backend)),
-    )
+    return CompileContext(config, backend, plans, limits, timer, dump, taps, keeps_integers)
+
+
+def _compile(
+    context: CompileContext, sources: Sequence[ModelSource], writer: EngineWriter
+) -> tuple[UnfinishedEngine, list[PassRecord]]:
+    """Trace and rewrite the models; sizes and plans of the engine follow from their graphs."""
+    config, plans, facts = context.config, context.plans, context.facts
+    models, records = compile_models(context, sources)
     # of modules without a configuration it is not known earlier
     widest = max(models[0].entry.layers, key=lambda layer: layer.head_dim, default=None)
     if widest is not None:
         rows = "latents" if widest.values_in_keys else "heads"
-        check_voters(plans, [widest.head_dim], models[0].entry.dtype, backend.facts, rows)
-    lowering = with_layers_apart(lowering) if layers_apart else lowering
-    sizes = (plans, limits.max_seq_len, lowering, phases, dump, config.kv_cache_dtype)
-    drafts, told = self_draft_programs(models[0], *sizes, config.quantization, *integers)
+        check_voters(plans, [widest.head_dim], models[0].entry.dtype, facts, rows)
+    drafts, told = self_draft_programs(context, models[0])
     records += told
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
         model.entry = describe_quantization(model, config.quantization)
-    # the graphs may hold fewer positions
-    limits = engine_limits(sources, plans, config, backend.prefill_chunk)
-    typed = [(model.program, model.source.dtype) for model in models]
-    limits = fit_prefill_chunk(limits, config, typed, backend.facts)
-    plans = tile_plans(plans, [model.program for model in models], config)
     if config.pipeline_parallel_size > 1:
-        own = backend.phases(lowered_for)
-        records += make_stages(models[0], config.pipeline_parallel_size, own, dump)
+        records += make_stages(context, models[0])
     if config.segments:
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
-    engine = UnfinishedEngine(writer, models, plans, limits, config, phases, dump, drafts)
-    return engine, records
-
-
-def cuts_layers(config: CompileConfig, backend: CompilerBackend) -> bool:
-    """Whether the target is cut between its layers after the phases of the backend."""
-    is_cut = config.segments or config.pipeline_parallel_size > 1
-    return is_cut and not backend.cuts_first
-
-
-def required_phases(facts: BackendFacts) -> Phases:
-    """What refuses models that a backend does not run, before anything slow is done for them."""
-    kinds = (RequireAttention, RequireLayouts)
-    return (("backend", tuple(functools.partial(kind, facts) for kind in kinds)),)
-
-
-def latent_pass(
-    config: CompileConfig, plans: Sequence[SpecPlan], facts: BackendFacts
-) -> Callable[[int], Pass] | None:
-    """What has caches hold latents, of a number of ranks; None where that is not to be."""
-    computes = LATENT_ROWS in facts.attention_extras
-    if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
-        return None
-    return functools.partial(
-        AbsorbLatent,
-        config.mla_cache,
-        config.kv_cache_dtype,
-        most=facts.most_latent,
-        takes_two_widths=VALUE_WIDTH in facts.attention_extras,
-        most_voting=facts.most_voting_dim if chosen_blocks(plans) else None,
+    # the graphs may hold fewer positions
+    limits = engine_limits(sources, plans, config, context.backend.prefill_chunk)
+    typed = [(model.program, model.source.dtype) for model in models]
+    context = dataclasses.replace(
+        context,
+        limits=fit_prefill_chunk(limits, config, typed, facts),
+        plans=tile_plans(plans, [model.program for model in models], config),
     )
+    return UnfinishedEngine(context, writer, models, drafts), records
 
 
-def plan_engine_memory(
-    engine: UnfinishedEngine, backend: CompilerBackend
-) -> dict[str, MemoryEntry]:
+def plan_engine_memory(engine: UnfinishedEngine) -> dict[str, MemoryEntry]:
     """Model name → memory; of the graphs before the backend changes them for its own compiler."""
-    found = {}
+    found, context = {}, engine.context
     for model in engine.models:
-        sizes = (engine.limits, model.source.dtype, engine.plans, backend.facts)
+        sizes = (context.limits, model.source.dtype, context.plans, context.facts)
         memory = plan_model_memory(model.program, *sizes)
         copies = sum(
             math.prod(copy.stored_shape) * copy.stored_dtype.itemsize
@@ -299,11 +226,11 @@ def plan_engine_memory(
         )
         copies += sum(table.nbytes for table in model.tables.values())
         memory = dataclasses.replace(memory, weights=memory.weights + copies)
-        memory = backend.model_memory(memory, engine.limits, engine.plans)
+        memory = context.backend.model_memory(memory, context.limits, context.plans)
         found[model.name] = MemoryEntry(**memory.to_json())
         if model.stages:
             # no rank has more
-            stages = stage_entries(engine, backend.facts)
+            stages = stage_entries(context, model)
             found[model.name] = max((stage.memory for stage in stages), key=lambda m: m.total)
     return found
 
@@ -312,31 +239,32 @@ def write_engine_weights(engine: UnfinishedEngine) -> list[str]:
     """Write the weights of all models; returns what the user should know."""
     warnings = []
     for model in engine.models:
-        with engine.phases.phase(f"write {model.name} weights") as advance:
-            warnings += write_model_weights(engine.writer, model, engine.config, advance)
+        with engine.context.timer.phase(f"write {model.name} weights") as advance:
+            config = engine.context.config
+            warnings += write_model_weights(engine.writer, model, config, advance)
     return warnings
 
 
 def _describe(
     engine: UnfinishedEngine,
-    backend: CompilerBackend,
     emitted: Emitted,
     steps: tuple[PlanEntry, ...],
     memory: Mapping[str, MemoryEntry],
     tokens: TokenizerFiles,
     parallel: ParallelEntry | None,
 ) -> Manifest:
+    context, facts = engine.context, engine.context.facts
     return Manifest(
         specc_version=__version__,
         torch_version=torch_version(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        backend=backend.facts.name,
-        device=backend.facts.device,
+        backend=facts.name,
+        device=facts.device,
         models=tuple(model.entry for model in engine.models),
         plans=steps,
-        default_plan=engine.plans[0].name,
-        policy=engine.config.policy,
-        limits=engine.limits,
+        default_plan=context.plans[0].name,
+        policy=context.config.policy,
+        limits=context.limits,
         tokenizer=tokens.entry,
         memory_plan=dict(memory),
         rectangle=emitted.rectangle,
@@ -344,8 +272,8 @@ def _describe(
         parallel=parallel,
         self_drafts=tuple(item.entry for item in engine.self_drafts),
         segments=_segments(engine),
-        kv_cache_dtype=engine.config.kv_cache_dtype,
-        activation_bits=engine.config.activation_bits,
+        kv_cache_dtype=context.config.kv_cache_dtype,
+        activation_bits=context.config.activation_bits,
     )
 
 
@@ -356,14 +284,14 @@ def _segments(engine: UnfinishedEngine) -> SegmentsEntry | None:
     return SegmentsEntry(len(segments), len({item.kind for item in segments}))
 
 
-def ranks_of(engine: UnfinishedEngine, facts: BackendFacts) -> ParallelEntry | None:
+def ranks_of(engine: UnfinishedEngine) -> ParallelEntry | None:
     """What the manifest says of ranks and stages; None where there is one of each."""
     cut = tuple(
         model.name for model in engine.models if model.program.shard is not None or model.stages
     )
     if not cut:
         return None
-    config, stages = engine.config, stage_entries(engine, facts)
+    config, stages = engine.context.config, stage_entries(engine.context, engine.models[0])
     return ParallelEntry(
         config.tensor_parallel_size, cut, draft_ranks=config.draft_ranks, stages=stages
     )

@@ -33,7 +33,7 @@ from specc.speculation.choose_plans import meant_draft
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
 
-_CHANGE = "change what {name} computes there; README, What is supported, says what can be compiled"
+_CHANGE = "change what {name} computes there; docs/guide/models.md says what can be compiled"
 # beginning of an error's advice → advice for somebody who wrote the module
 _ADVICE_FOR_MODULES = {
     "choose a model of a supported architecture": _CHANGE,

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specc.compiler.assumptions import switches_of
+from specc.artifact.backends import BackendFacts
+from specc.compiler.assumptions import AS_FILES_SAY, switches_of
 from specc.compiler.backends.base import CompilerBackend
-from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, open_models
-from specc.compiler.checks import check_assumptions, check_lengths, check_logits, choose_dtypes
-from specc.compiler.engine_plans import check_voters, engine_plans
-from specc.compiler.heads import check_heads, with_confidence
-from specc.compiler.quantized_models import check_quantized
+from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, label, open_models
+from specc.compiler.context import check_voters, engine_plans
+from specc.compiler.heads import called, check_heads, with_confidence
+from specc.compiler.model_entries import check_seq_len
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
-from specc.config import CompileConfig
-from specc.errors import ConfigError
+from specc.config import AUTO, DTYPES, CompileConfig
+from specc.errors import (
+    ConfigError,
+    OutputError,
+)
 from specc.passes.frontend.config_numbers import whole_number
 from specc.passes.frontend.heads.head_modules import OwnSpec
 from specc.passes.frontend.heads.head_source import head_source
@@ -27,7 +30,11 @@ from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.heads.mtp_source import mtp_source
 from specc.passes.frontend.heads.mtp_spec import MtpSpec
 from specc.passes.frontend.model_source import ModelSource
+from specc.passes.frontend.rotary import check_rope_length, check_rotary
+from specc.passes.step.tiles import tile_plan
+from specc.refusals import Asked, refuse
 from specc.speculation.kv_window import KVWindow
+from specc.speculation.plans import OFF
 
 # what has to be divisible, by the names that configurations have for it
 _SIZES = {
@@ -67,6 +74,7 @@ class CheckedModels:
         config: CompileConfig,
         backend: CompilerBackend,
         tokenizer: str | Path | None,
+        asked: Asked,
     ) -> CheckedModels:
         """Read configurations and headers, and refuse what cannot be compiled.
 
@@ -76,6 +84,7 @@ class CheckedModels:
             config: options.
             backend: of the engine.
             tokenizer: directory or tokenizer.json, where the target is a module.
+            asked: what is known before the models are.
         Raises:
             SpeccError: found / needed / do.
         """
@@ -83,11 +92,17 @@ class CheckedModels:
         candidates = open_models(target, drafts, config.rope_length, config.weight_only, switches)
         check_assumptions(candidates, config)
         candidates = with_confidence(candidates, backend.facts, engine_plans(config, len(drafts)))
-        check_quantized(candidates, config, backend)
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
+        asked = replace(
+            asked,
+            heads={x.name: called(x) for x in candidates if x.head is not None},
+            schemes={x.name: x.scheme for x in candidates if x.scheme is not None},
+            dtypes=dtypes,
+        )
+        refuse(asked)
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
-        check_heads(candidates, dtypes, config)
+        check_heads(candidates, dtypes)
         check_logits(config, candidates[0], dtypes[0])
         check_voters(config.plans, _head_dims(candidates[0].config), dtypes[0], backend.facts)
         for candidate in candidates:
@@ -96,7 +111,7 @@ class CheckedModels:
         if num_layers := _named_size(candidates[0].config, _LAYERS):
             check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
-        check_uncut(config, tokens)
+        refuse(replace(asked, mapped=tuple(tokens.maps)))
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
         return cls(candidates, dtypes, tokens, told, windows, config.weight_only)
@@ -129,17 +144,6 @@ def _source_of(head: HeadSpec, target: ModelSource, dtype: torch.dtype, name: st
         return mtp_source(head, target, dtype, name)
     assert isinstance(head, OwnSpec)
     return head_source(head, target, dtype, name)
-
-
-def check_uncut(config: CompileConfig, tokens: TokenizerFiles) -> None:
-    """Raises ConfigError: ranks share drafts, of which one has other tokens than the target."""
-    if tokens.maps and config.draft_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--draft-tensor-parallel-size {config.draft_tensor_parallel_size}, and"
-            f" {next(iter(tokens.maps))}, whose tokens are other ones than the target's",
-            "a whole vocabulary on each rank that drafts: the target's ids are chosen from it",
-            "leave --draft-tensor-parallel-size at 1: rank 0 drafts alone",
-        )
 
 
 def _head_dims(model: Any) -> list[int]:
@@ -197,3 +201,146 @@ def _indivisible(
         f"a number that divides them: {names}" if fits else "a size that divides them",
         f"leave {option} at 1: rank 0 drafts alone" if is_draft else f"choose another {option}",
     )
+
+
+def choose_dtypes(
+    config: CompileConfig, models: Sequence[Candidate], backend: BackendFacts
+) -> tuple[list[str], list[str]]:
+    """Type of each model, and warnings.
+
+    `auto` is the type of the checkpoint, or float32, which holds all of its values, where the
+    backend does not compute in it. Drafts that are told nothing take what the target has.
+
+    Raises:
+        ConfigError: a checkpoint in a type that specc does not compute in.
+    """
+    wanted = config.dtypes_of(len(models) - 1)
+    warnings: list[str] = []
+    chosen: list[str] = []
+    for model, dtype in zip(models, wanted, strict=True):
+        if dtype != AUTO:
+            chosen.append(dtype)
+        elif chosen and not config.draft_dtype:
+            chosen.append(chosen[0])
+        else:
+            chosen.append(_automatic(model, backend, warnings))
+    return chosen, warnings
+
+
+def check_lengths(config: CompileConfig, models: Sequence[Candidate]) -> list[str]:
+    """Compare lengths with what configurations say. A draft with a window may be outgrown.
+
+    Returns:
+        what the user should know.
+    Raises:
+        UnsupportedRotaryError: `max_seq_len` is beyond what rotary frequencies are constant for.
+        ConfigError: `max_seq_len` or a draft's window is beyond the positions of a model, or
+            `rope_length` is of no use.
+    """
+    # how far a head was trained is no limit: what it proposes is verified
+    configs = {model.name: model.config for model in models if model.head is None}
+    told = check_rope_length(configs, config.rope_length)
+    windows = config.kv_windows_of(len(models) - 1)
+    known = {}
+    for model, rows in zip(models, windows, strict=True):
+        if model.head is not None:
+            continue
+        lengths = (config.max_seq_len, config.rope_length)
+        with errors_of(model.name), advice_for(model.model):
+            check_rotary(model.config, label(model), *lengths)
+        if rows is None:
+            known[model.name] = model.max_position
+        elif model.max_position is not None and rows.window > model.max_position:
+            raise ConfigError(
+                f"--draft-kv {rows.option}; the {model.name.replace('_', ' ')} model has"
+                f" {model.max_position} positions",
+                f"a window of {model.max_position} rows or less: it was trained on no distance"
+                " beyond",
+                f"pass --draft-kv window={model.max_position}, or less",
+            )
+    check_seq_len(config.max_seq_len, {name: most for name, most in known.items() if most})
+    return told
+
+
+def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:
+    """Compare the limit of logits with what one token of each sequence takes.
+
+    Args:
+        config: with the limit.
+        target: one without a configuration is looked at when it is traced.
+        dtype: of the target.
+    Raises:
+        ConfigError: not even those fit.
+    """
+    # a module may bring a configuration of its own kind
+    num_ids = getattr(target.config, "vocab_size", None)
+    if num_ids is not None:
+        row_bytes = {"target": num_ids * getattr(torch, dtype).itemsize}
+        tile_plan(OFF, row_bytes, config.max_batch_size, config.max_logits_mb)
+
+
+def check_dump(directory: Path | None) -> None:
+    """Make the directory for graphs, which are written late.
+
+    Raises:
+        OutputError: it cannot be made or written to.
+    """
+    if directory is None:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".specc-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"--dump-graphs {directory}: {error.strerror or error}",
+            "a directory that this user may write to",
+            "choose another directory, or leave out --dump-graphs",
+        ) from error
+
+
+def _automatic(model: Candidate, backend: BackendFacts, warnings: list[str]) -> str:
+    dtype = model.checkpoint_dtype
+    if dtype in DTYPES and dtype not in backend.dtypes:
+        warnings.append(
+            f"{model.name}: its checkpoint is in {dtype}, which the backend {backend.name} does"
+            " not compute in; --dtype auto is float32 here"
+        )
+        return "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"--dtype auto, and the {model.name.replace('_', ' ')} model is stored in"
+            f" {dtype or 'no floating-point type'}",
+            f"a checkpoint in {', '.join(DTYPES)}, or a type by name",
+            f"pass --dtype {DTYPES[0]}",
+        )
+    return dtype
+
+
+def check_assumptions(candidates: Sequence[Candidate], config: CompileConfig) -> None:
+    """Refuse what was said of drafts that are no heads.
+
+    Args:
+        candidates: the target first.
+        config: options; what is said once is of all heads among the drafts.
+    Raises:
+        ConfigError: it is said of an ordinary model.
+    """
+    drafts, given = candidates[1:], config.draft_assume
+    if not given:
+        return
+    texts = config.assumptions_of(len(drafts))
+    plain = [
+        (draft, text)
+        for draft, text in zip(drafts, texts, strict=True)
+        if draft.head is None and text.strip() != AS_FILES_SAY
+    ]
+    if plain and (len(given) > 1 or len(plain) == len(drafts)):
+        draft, text = plain[0]
+        called = f"{draft.name.replace('_', ' ')} ({label(draft)})"
+        raise ConfigError(
+            f"--draft-assume {text}, and {called}, which is an ordinary model",
+            "a head or a block drafter, whose files leave something open",
+            f"leave it out, or pass --draft-assume {AS_FILES_SAY} for this draft",
+        )

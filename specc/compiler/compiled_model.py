@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from specc.artifact.kv_rows import AUTO, INT8
 from specc.artifact.model_entry import ModelEntry
 from specc.compiler.candidate import advice_for
+from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import check_windows, describe_model
-from specc.compiler.whole_graph import KeptGraphs
-from specc.passes.base import Pass
+from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
+from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_head import step_weights
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.feature_head import head_rows
-from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cpu.phases import CPU, with_layers_apart
-from specc.passes.lower.cpu.quantize_linear import QUANTIZE
-from specc.passes.pipeline import (
-    FUSE,
-    LAYERLESS_PHASES,
-    PHASES,
-    PassRecord,
-    Phases,
-    Pipeline,
-)
-from specc.passes.program import AttentionLayer, Program, Weight
-from specc.passes.rewrite.expand_prompts import ExpandPrompts
-from specc.passes.rewrite.insert_block_mass import InsertBlockMass
-from specc.passes.rewrite.map_vocabulary import fits_target
-from specc.passes.rewrite.return_hidden import ReturnHidden
-from specc.passes.rewrite.see_blocks import feature_passes
-from specc.passes.rewrite.store_int8 import StoreInt8
-from specc.passes.rewrite.tap_features import TapFeatures
-from specc.passes.rewrite.window_attention import WindowAttention
+from specc.passes.lower.cpu.phases import CPU
+from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
+from specc.passes.program import AttentionLayer, Program, Weight, constant_key
+from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_linear import QUANTIZE
+from specc.passes.quantize.row_integers import has_rows_of
 from specc.passes.segments.cut_segments import Segment
-from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
-from specc.progress import PhaseTimer
-from specc.speculation.plans import SpecPlan
-from specc.speculation.taps import Taps
-
-# phases that not every model has: how caches hold rows, what fits a draft to its target, what
-# bounds the rows that it attends to, and what cuts a target
-CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
-# what lets long prompts expand latents for their own pass
-PROMPTS = "prompts"
-# what lets caches hold the latents that keys and values are expanded from
-MLA = "latent"
-# what asks a target's attention for the blocks that it looks at
-VOTES = "votes"
-# what lets a target keep hidden states for drafts, and drafts read them
-TAPS = "taps"
-HIDDEN = "hidden states"
-# those, beside the ones of every engine, that come before a model is cut for ranks
-BEFORE_CUT = (MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS)
 
 
 @dataclass
@@ -103,41 +72,13 @@ class CompiledModel:
 
 
 def compile_models(
-    sources: Sequence[ModelSource],
-    plans: Sequence[SpecPlan],
-    max_seq_len: int,
-    lowering: Phases,
-    phases: PhaseTimer,
-    dump: Path | None = None,
-    num_ranks: int = 1,
-    num_draft_ranks: int = 1,
-    kv_cache_dtype: str = AUTO,
-    latent: Callable[[int], Pass] | None = None,
-    stages_before: str | None = None,
-    taps: Taps | None = None,
-    expands_prompts: bool = True,
-    lowering_of_heads: Phases | None = None,
-    layers_apart: bool = False,
+    context: CompileContext, sources: Sequence[ModelSource]
 ) -> tuple[list[CompiledModel], list[PassRecord]]:
     """Trace and rewrite the models of an engine; no weight is read.
 
     Args:
+        context: of the compilation.
         sources: the target first.
-        plans: of the engine.
-        max_seq_len: positions that the engine serves.
-        lowering: phases of the backend, after those of every engine.
-        phases: tells the listener how far this is.
-        dump: directory that gets each program's graph after each phase, or None.
-        num_ranks: that share the target.
-        num_draft_ranks: that share each draft.
-        kv_cache_dtype: see `specc.artifact.kv_rows`.
-        latent: makes the pass that has caches hold latents, for a number of ranks; None leaves keys
-            and values as models compute them.
-        stages_before: see `CompilerBackend.phase_of_stages`.
-        taps: hidden states that the target keeps for drafts.
-        expands_prompts: where caches hold latents, long prompts may expand them for their own pass.
-        lowering_of_heads: that of drafts that read hidden states; None is `lowering`.
-        layers_apart: see `with_layers_apart`, of the target.
     Returns:
         the models, and what each pass did.
     Raises:
@@ -147,55 +88,21 @@ def compile_models(
     records: list[PassRecord] = []
     for source in sources:
         author = source.module if source.is_given else source.label
-        with phases.phase(f"trace {source.name}"), advice_for(author):
-            rows = () if source.head is None else head_rows(source.head, source.dtype)
-            hands_on = source.head is not None and source.head.hands_on
-            program = trace(
-                source.module, source.name, source.rope_length, rows=rows, hands_on=hands_on
-            )
-            source.position_rows = position_limit(program)
-            program.integers = source.integers(program)
-            program.most_positions = max_seq_len
-        ranks = num_ranks if source.name == TARGET else num_draft_ranks
-        layout = first_phases(latent, ranks)
-        if isinstance(source.head, MedusaSpec):
-            layout = LAYERLESS_PHASES
-        if source.name == TARGET and taps is not None:
-            # after the graph that self-drafts take: they keep nothing
-            layout = (*layout, (TAPS, (partial(TapFeatures, taps),)))
-        if source.head is not None:
-            layout = (*layout, (TAPS, feature_passes(source.head)))
-        layout = (*layout, *cache_phases(kv_cache_dtype))
-        if source.name != TARGET:
-            num_ids = models[0].entry.vocab_size
-            fits = partial(fits_target, source.vocabulary, num_ids)
-            layout = (*layout, (VOCABULARY, (fits,)))
-            if source.kv_window is not None:
-                layout = (*layout, (WINDOW, (partial(WindowAttention, source.kv_window),)))
-        if isinstance(source.head, BlockSpec) and source.head.block.hidden_columns:
-            # from here on columns of the output are not all ids
-            width = source.head.block.hidden_columns
-            layout = (*layout, (HIDDEN, (partial(ReturnHidden, width),)))
-        if latent is not None and expands_prompts:
-            layout = (*layout, (PROMPTS, (ExpandPrompts,)))
-        if ranks > 1:
-            layout = (*layout, (CUT, (partial(Shard, ranks),)))
-        own = lowering if source.head is None or lowering_of_heads is None else lowering_of_heads
-        if layers_apart and source.name == TARGET:
-            own = with_layers_apart(own)
-        # an uncut draft stays as it is, whatever the target becomes
-        is_rounded = any(phase == QUANTIZE for phase, _ in own)
-        firsts = (CUT, CPU, *((QUANTIZE,) if source.name == TARGET else ()))
-        last: Phases = ()
-        if source.name == TARGET and any(plan.chooses_blocks for plan in plans):
-            last = ((VOTES, (InsertBlockMass,)),)
-        is_target = source.name == TARGET
-        drafts = is_target and any(plan.self_drafts for plan in plans)
-        places = (FUSE if drafts else None, stages_before if is_target else None)
-        kept = KeptGraphs(program, firsts, is_rounded, *places)
-        with phases.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline((*layout, *own, *last), dump, kept.keep).run(program)
-        entry = describe_model(source, program, max_seq_len)
+        with context.timer.phase(f"trace {source.name}"), advice_for(author):
+            program = _trace(source, context.limits.max_seq_len)
+        if source.name == TARGET:
+            layout = target_phases(context)
+            drafts = any(plan.self_drafts for plan in context.plans)
+            places = (FUSE if drafts else None, context.cuts_at)
+            kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
+        else:
+            # an uncut draft stays as it is, whatever the target becomes
+            make = draft_phases if source.head is None else head_phases
+            layout = make(context, source, models[0].entry.vocab_size)
+            kept = KeptGraphs(program, layout, (CUT, CPU))
+        with context.timer.phase(f"rewrite {source.name}"), advice_for(author):
+            records += Pipeline(layout, context.dump, kept.keep).run(program)
+        entry = describe_model(source, program, context.limits.max_seq_len)
         model = CompiledModel(source, program, entry)
         if isinstance(source.head, BlockSpec):
             model.copies, model.tables = step_weights(source.head, source.dtype)
@@ -203,18 +110,143 @@ def compile_models(
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered
         models.append(model)
-        check_windows(entry, plans)
+        check_windows(entry, context.plans)
     return models, records
 
 
-def first_phases(latent: Callable[[int], Pass] | None, num_ranks: int) -> Phases:
-    """Those of every engine, and before projections are fused what lets caches hold latents."""
-    if latent is None:
-        return PHASES
-    place = [phase for phase, _ in PHASES].index(FUSE)
-    return (*PHASES[:place], (MLA, (partial(latent, num_ranks),)), *PHASES[place:])
+def _trace(source: ModelSource, max_seq_len: int) -> Program:
+    head = source.head
+    program = trace(
+        source.module,
+        source.name,
+        source.rope_length,
+        rows=() if head is None else head_rows(head, source.dtype),
+        hands_on=head is not None and head.hands_on,
+    )
+    source.position_rows = position_limit(program)
+    program.integers = source.integers(program)
+    program.most_positions = max_seq_len
+    return program
 
 
-def cache_phases(kv_cache_dtype: str) -> Phases:
-    """What lets caches hold rows of this type."""
-    return ((CACHE, (StoreInt8,)),) if kv_cache_dtype == INT8 else ()
+class WholeGraph:
+    """What `whole.json` holds.
+
+    Constants that a backend's phases do away with, as those that tables take the place of, are in
+    no weight file: their values, which are small, are in the JSON.
+
+    Args:
+        program: that is about to be cut or quantized.
+        keeps_order: write the keys of weights and constants in their order: files of quantized
+            weights have them in another one, and under other names.
+    """
+
+    def __init__(self, program: Program, keeps_order: bool = False) -> None:
+        self._data = program_to_json(program)
+        if keeps_order:
+            keys = [weight.key for weight in program.weights.values()]
+            self._data["keys"] = [*keys, *map(constant_key, program.constants)]
+        self._constants = dict(program.constants)
+        self.layers = tuple(program.layers)
+
+    def to_json(self, program: Program) -> dict[str, Any]:
+        """JSON-ready data.
+
+        Args:
+            program: the same after its last pass.
+        """
+        keys = {program.constant_keys.get(name, constant_key(name)) for name in program.constants}
+        for entry in self._data["inputs"]:
+            if entry["kind"] == "constant" and entry["key"] not in keys:
+                entry["value"] = self._constants[entry["name"]].tolist()
+        return self._data
+
+
+class KeptGraphs:
+    """What a program was before some of its phases.
+
+    Args:
+        program: that goes through them.
+        layout: the phases.
+        firsts: phases before the first of which it is kept whole, for other cuts; `staged_at` is
+            among them.
+        unfused_at: phase before which it is copied for self-drafts, or None.
+        staged_at: phase before which it is copied for its stages, or None.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layout: Phases,
+        firsts: Collection[str] = (),
+        unfused_at: str | None = None,
+        staged_at: str | None = None,
+    ) -> None:
+        self._program, self._firsts = program, firsts
+        self._is_rounded = any(phase == QUANTIZE for phase, _ in layout)
+        self._unfused_at, self._staged_at = unfused_at, staged_at
+        self.whole: WholeGraph | None = None
+        self.unfused: Program | None = None
+        self.unlowered: Program | None = None
+
+    def keep(self, _: str, phase: str) -> None:
+        """Called before each phase, see `Pipeline.on_phase`."""
+        program = self._program
+        if self.whole is None and (phase in self._firsts or phase == self._staged_at):
+            self.whole = WholeGraph(program, self._is_rounded)
+        if phase == self._unfused_at:
+            self.unfused = program.copy(program.name)
+        if phase == self._staged_at:
+            self.unlowered = program.copy(program.name)
+
+
+def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:
+    """The entry of a model, with how its projections are stored.
+
+    Args:
+        model: after its last pass.
+        asked: what `--quantize` says, or None; it says nothing of drafts that read hidden states.
+    """
+    counts: Counter[str] = Counter()
+    for weight in model.program.weights.values():
+        if weight.quantized is not None:
+            counts[weight.quantized.name] += math.prod(weight.shape)
+    names = [name for name, _ in counts.most_common()]
+    scheme = model.source.scheme
+    is_asked = scheme is None and model.source.head is None
+    stored = asked if is_asked else " and ".join(names) or None
+    return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
+
+
+def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:
+    """Weights that are quantized in the checkpoint, and that the engine holds in its own type."""
+    told = []
+    for model in models:
+        names = model.source.decoded_names(model.program)
+        if names:
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            told.append(
+                f"{model.name}: {len(names)} quantized weight{'s' * (len(names) != 1)} of the"
+                f" checkpoint become {model.entry.dtype}, since no operator of the engine reads"
+                f" them as they are: {shown}"
+            )
+    return told
+
+
+def check_used_bits(config: CompileConfig, programs: Iterable[Program]) -> None:
+    """Refuse a number of bits that no product has in the end.
+
+    Args:
+        config: of the engine.
+        programs: of all models and self-drafts, after their last passes.
+    Raises:
+        ConfigError: rows have as few bits anyway, or the checkpoint's weights are not integers.
+    """
+    bits = config.activation_bits
+    if bits is None or any(has_rows_of(program, bits) for program in programs):
+        return
+    raise ConfigError(
+        f"--activation-bits {bits}, which changes no product of these models in {config.dtype}",
+        "weights in int8, int4 or mxfp4, and rows of more bits: bfloat16 has 16, float32 24",
+        "leave it out" + (", or pass --activation-bits 8" if bits > 8 else ""),
+    )

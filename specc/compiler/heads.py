@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from specc.artifact.backends import BackendFacts
 from specc.compiler.candidate import Candidate
-from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.frontend.heads.block_spec import BlockSpec
 from specc.passes.frontend.heads.medusa_spec import MedusaSpec
@@ -20,18 +19,14 @@ _ONE_PASS = (BlockSpec, MedusaSpec)
 _KINDS: dict[type, str] = {BlockSpec: "block drafter", MedusaSpec: "set of Medusa heads"}
 
 
-def check_heads(
-    candidates: Sequence[Candidate], dtypes: Sequence[str], config: CompileConfig
-) -> None:
-    """Compare heads with what else was asked for.
+def check_heads(candidates: Sequence[Candidate], dtypes: Sequence[str]) -> None:
+    """Compare heads with each other, and with the target.
 
     Args:
         candidates: the target first.
         dtypes: of each.
-        config: options.
     Raises:
-        ConfigError: heads that read different hidden states, one of another type than what it
-            reads, one that is to see a part of its rows, or an option that heads do not go with.
+        ConfigError: heads that read different hidden states, or one of another type than those.
     """
     heads = [(x, dtype) for x, dtype in zip(candidates, dtypes, strict=True) if x.head is not None]
     if not heads:
@@ -40,34 +35,16 @@ def check_heads(
     for candidate, dtype in heads:
         if dtype != dtypes[0]:
             raise ConfigError(
-                f"{_called(candidate)} in {dtype}, which reads hidden states of {dtypes[0]}",
+                f"{called(candidate)} in {dtype}, which reads hidden states of {dtypes[0]}",
                 f"the target's type: {dtypes[0]}",
                 "leave out --draft-dtype",
             )
         if _taps(candidate) != _taps(first):
             raise ConfigError(
-                f"{_called(first)} reads boundaries {_shown(first)}, {_called(candidate)}"
+                f"{called(first)} reads boundaries {_shown(first)}, {called(candidate)}"
                 f" {_shown(candidate)}",
                 "drafts that read the same hidden states: the target keeps one row a token",
                 "pass one of the two",
-            )
-    for option, size in {
-        "--draft-tensor-parallel-size": config.draft_tensor_parallel_size,
-        "--draft-ranks": config.draft_ranks,
-    }.items():
-        if size > 1:
-            raise ConfigError(
-                f"{option} {size}, and {_called(first)}",
-                "drafts that rank 0 has, whole: it reads the hidden states there",
-                f"leave out {option}",
-            )
-    windows = config.kv_windows_of(len(candidates) - 1)
-    for candidate, window in zip(candidates, windows, strict=True):
-        if candidate.head is not None and window is not None:
-            raise ConfigError(
-                f"--draft-kv {window.option}, and {_called(candidate)}",
-                "a draft model of its own: this one sees what its layers were trained to see",
-                "leave out --draft-kv",
             )
 
 
@@ -98,17 +75,6 @@ def _without_confidence(candidate: Candidate, why: str) -> Candidate:
     return replace(candidate, head=own)
 
 
-def check_no_heads(candidates: Sequence[Candidate], what: str) -> None:
-    """Raises ConfigError: something that has no place for heads was asked for."""
-    for candidate in candidates:
-        if candidate.head is not None:
-            raise ConfigError(
-                f"{what}, and {_called(candidate)}",
-                "a draft that reads tokens alone",
-                "choose another draft",
-            )
-
-
 def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
     """What the target keeps for its heads; None where it has none."""
     return next((_taps(x) for x in candidates if x.head is not None), None)
@@ -128,14 +94,15 @@ def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> li
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:
     """What the user should know where sequences become longer than a head was trained for."""
     return [
-        f"{_called(x)} was trained for {x.head.trained_length} positions, and sequences have"
+        f"{called(x)} was trained for {x.head.trained_length} positions, and sequences have"
         f" up to {max_seq_len}: beyond, fewer of its tokens are accepted"
         for x in candidates
         if x.head is not None and 0 < x.head.trained_length < max_seq_len
     ]
 
 
-def _called(candidate: Candidate) -> str:
+def called(candidate: Candidate) -> str:
+    """What errors call a head."""
     kind = _KINDS.get(type(candidate.head), "head")
     return f"the {kind} {candidate.model} ({candidate.name.replace('_', ' ')})"
 

@@ -17,18 +17,14 @@ from specc.artifact.in_memory import BenchModel, BenchPrograms, HeadShape
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.artifact.weights import MemoryReader
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.build import latent_pass, required_phases
 from specc.compiler.candidate import Candidate
-from specc.compiler.compiled_model import CompiledModel, compile_models
-from specc.compiler.engine_plans import (
-    check_blocks,
+from specc.compiler.compiled_model import CompiledModel, compile_models, describe_quantization
+from specc.compiler.context import (
+    CompileContext,
     check_budgets,
-    reached_positions,
-    tokens_of_passes,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
 from specc.compiler.model_entries import plan_model_memory
-from specc.compiler.quantized_models import describe_quantization
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError
@@ -39,12 +35,12 @@ from specc.passes.frontend.heads.head_spec import TargetFacts
 from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
 from specc.passes.frontend.heads.recognise import fit_head
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.program import constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer
+from specc.refusals import Asked, refuse
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.json_file import read_json
 
@@ -150,7 +146,7 @@ def compile_shapes(
     candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
     candidates = with_confidence(candidates, backend.facts, plans)
     taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
-    check_blocks(plans, backend.facts)
+    refuse(Asked(CompileConfig(), plans, backend.facts, backend.options))
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),
@@ -168,26 +164,13 @@ def compile_shapes(
         assert isinstance(candidate.head, OwnSpec)
         sources.append(shape_of_head(candidate.head, sources[0], dtype, candidate.name))
     check_budgets(plans, limits.block_size, limits.max_seq_len)
-    required = required_phases(backend.facts)
-    positions = reached_positions(plans, limits.max_seq_len)
-    tokens = tokens_of_passes(plans, limits.prefill_chunk)
-    of_heads = (*required, *backend.phases(positions, tokens))
-    experts = backend.facts.quantizes_experts
-    lowering = (*quantize_phases(options.quantization, experts=experts), *of_heads)
-    compiled, _ = compile_models(
-        sources,
-        plans,
-        limits.max_seq_len,
-        lowering,
-        phases,
-        taps=taps,
-        latent=latent_pass(CompileConfig(), plans, backend.facts),
-        expands_prompts=backend.facts.expands_prompts,
-        lowering_of_heads=of_heads,
-    )
+    quantize, _, group = (options.quantization or "").partition("-g")
+    config = CompileConfig(quantize=quantize or None, quantize_group=int(group) if group else None)
+    context = CompileContext(config, backend, plans, limits, phases, taps=taps)
+    compiled, _ = compile_models(context, sources)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
-    own, _ = self_draft_programs(compiled[0], plans, limits.max_seq_len, lowering, phases)
+    own, _ = self_draft_programs(context, compiled[0])
     if own:
         raise ConfigError(
             f"{own[0].entry.name}, which runs a second program of the target",

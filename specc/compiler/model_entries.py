@@ -17,7 +17,6 @@ from specc.artifact.model_entry import (
     TapsEntry,
     VocabularyEntry,
 )
-from specc.compiler.checks import check_seq_len
 from specc.config import CompileConfig
 from specc.errors import ConfigError, TreeError
 from specc.passes.frontend.heads.head_spec import HeadSpec
@@ -110,6 +109,23 @@ def check_windows(entry: ModelEntry, plans: Sequence[SpecPlan]) -> None:
                     f"a tree of depth {layer.window - 1} or less",
                     "choose fewer levels",
                 )
+
+
+def check_seq_len(max_seq_len: int | None, longest: dict[str, int]) -> None:
+    """Compare the length that was asked for with the positions of the models.
+
+    Raises:
+        ConfigError: it is beyond them.
+    """
+    if max_seq_len is None or not longest or max_seq_len <= min(longest.values()):
+        return
+    name = min(longest, key=lambda key: longest[key])
+    most = longest[name]
+    raise ConfigError(
+        f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
+        f"{most} or less",
+        f"pass --max-seq-len {most}",
+    )
 
 
 def engine_limits(

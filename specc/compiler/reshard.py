@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import sys
 from collections.abc import Callable, Container, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +23,35 @@ from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import (
     Compilation,
-    cuts_layers,
     plan_engine_memory,
     probe_staged,
     ranks_of,
 )
-from specc.compiler.compiled_model import BEFORE_CUT, CUT, VOTES, CompiledModel
-from specc.compiler.engine_files import write_programs, write_report, write_steps
-from specc.compiler.engine_plans import (
-    check_taps,
-    check_views,
-    reached_positions,
+from specc.compiler.compiled_model import CompiledModel, KeptGraphs, WholeGraph
+from specc.compiler.context import (
+    CompileContext,
     tile_plans,
 )
-from specc.compiler.model_entries import cache_layout
-from specc.compiler.self_drafts import (
-    DERIVE,
-    cut_and_lower,
-    write_self_drafts,
+from specc.compiler.engine_files import (
+    write_model_weights,
+    write_programs,
+    write_report,
+    write_steps,
 )
+from specc.compiler.model_entries import cache_layout
+from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
+from specc.compiler.self_drafts import cut_and_lower, write_self_drafts
 from specc.compiler.stages import make_stages
 from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
-from specc.compiler.weights import write_model_weights
-from specc.compiler.whole_graph import KeptGraphs, WholeGraph
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.lower.cpu.phases import CPU, with_layers_apart
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
-from specc.passes.pipeline import PHASES, PassRecord, Phases, Pipeline
-from specc.passes.program import Program
-from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.lower.cpu.phases import CPU
+from specc.passes.pipeline import PassRecord, Pipeline
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
-from specc.passes.shard.shard import Shard
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
+from specc.refusals import Asked, refuse
 from specc.speculation.self_drafts import SelfDraft
 from specc.version import __version__
 
@@ -99,19 +92,19 @@ def reshard_engine(
             old, backend = _check(engine, asked, num_stages is None)
         num_stages = max(1, len(old.stages)) if num_stages is None else num_stages
         config = _config_of(old, backend, num_ranks, num_stages)
-        check_views(config.plans, config, backend.facts)
-        check_taps(old.models[0].kept_taps, config, backend.facts)
-        positions = reached_positions(config.plans, old.limits.max_seq_len)
+        keeps_hidden = old.models[0].kept_taps is not None
+        facts, options = backend.facts, backend.options
+        refuse(Asked(config, None, facts, options, reads_hidden=keeps_hidden))
+        context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
             cut = [m for m in models if m.name == TARGET or old.is_cut(m.entry)]
             records = []
             for model in cut:
                 with phases.phase(f"rewrite {model.name}"):
-                    records += _cut_anew(model, backend, config, positions)
+                    records += _cut_anew(context, model)
             if num_stages > 1:
-                own_phases = backend.phases(positions)
-                records += make_stages(models[0], num_stages, own_phases)
+                records += make_stages(context, models[0])
             if config.segments:
                 program = models[0].program
                 models[0].segments = cut_segments(program, layer_places(program))
@@ -119,16 +112,14 @@ def reshard_engine(
             for stored in old.self_drafts:
                 with phases.phase(f"rewrite {stored.name}"):
                     draft = read_self_draft(engine, old, stored, models[0])
-                    lowering = _lowering(draft.program, backend, positions, config)
-                    if cuts_layers(config, backend):
-                        lowering = with_layers_apart(lowering)
-                    records += cut_and_lower(draft, models[0], (), lowering)
+                    has_integers = bool(draft.program.integers)
+                    last = stored_phases(context, is_target=True, keeps_integers=has_integers)
+                    records += cut_and_lower(context, draft, models[0], (), last)
                 own.append(draft)
             plans = [dataclasses.replace(entry.plan, tile=None) for entry in old.plans]
             plans = tile_plans(plans, [model.program for model in models], config)
-            sizes = (plans, old.limits, config, phases)
-            new = UnfinishedEngine(writer, models, *sizes, self_drafts=own)
-            memory, parallel = plan_engine_memory(new, backend), ranks_of(new, backend.facts)
+            new = UnfinishedEngine(dataclasses.replace(context, plans=plans), writer, models, own)
+            memory, parallel = plan_engine_memory(new), ranks_of(new)
             kept = [model.name for model in models if model not in cut]
             for name in kept:
                 # its file is taken over, with what steps alone read of it
@@ -268,7 +259,7 @@ def _takes_ranks(backend: str) -> bool:
 
     Padded programs are traced from a model's module, which engines do not hold.
     """
-    can_cut = "tensor_parallel_size" in compiler_backend(backend).options
+    can_cut = "tensor_parallel_size" in facts_of(backend).options
     return can_cut and not facts_of(backend).is_padded
 
 
@@ -304,42 +295,26 @@ def _draft_ranks(old: Manifest, num_ranks: int) -> int:
     return min(num_ranks, old.parallel.draft_ranks if old.parallel else 1)
 
 
-def _cut_anew(
-    model: CompiledModel, backend: CompilerBackend, config: CompileConfig, positions: int
-) -> list[PassRecord]:
+def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]:
     """From the whole graph to that of a rank; what the backend did to weights begins anew, too."""
-    program = in_rows(model.program)
-    layout = _lowering(program, backend, positions, config)
-    if model.name == TARGET and cuts_layers(config, backend):
-        layout = with_layers_apart(layout)
-    is_rounded = bool(program.integers)
-    staged_at = None
-    if model.name == TARGET:
-        staged_at = backend.phase_of_stages(config.pipeline_parallel_size, positions)
-    is_cut = config.tensor_parallel_size > 1 or staged_at is not None
+    program, is_target = in_rows(model.program), model.name == TARGET
+    num_ranks, is_rounded = context.config.tensor_parallel_size, bool(program.integers)
+    layout = (
+        *cut_phases(num_ranks),
+        *stored_phases(context, is_target=is_target, keeps_integers=is_rounded),
+        *(vote_phases(context) if is_target else ()),
+    )
+    staged_at = context.cuts_at if is_target else None
     is_lowered = any(phase == CPU for phase, _ in layout)
-    keeps_whole = is_cut or is_lowered or (is_rounded and model.name == TARGET)
+    keeps_whole = num_ranks > 1 or staged_at or is_lowered or (is_rounded and is_target)
     whole = WholeGraph(program, is_rounded)
-    kept = KeptGraphs(program, (), staged_at=staged_at)
-    if config.tensor_parallel_size > 1:
-        layout = ((CUT, (partial(Shard, config.tensor_parallel_size),)), *layout)
-    if any(plan.chooses_blocks for plan in config.plans) and model.name == TARGET:
-        layout = (*layout, (VOTES, (InsertBlockMass,)))
+    kept = KeptGraphs(program, layout, staged_at=staged_at)
     records = Pipeline(layout, on_phase=kept.keep).run(program)
     model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)
     model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
     return records
-
-
-def _lowering(
-    program: Program, backend: CompilerBackend, positions: int, config: CompileConfig
-) -> Phases:
-    """What follows a cut: weights are quantized as the engine has them, then the backend's own."""
-    kept, bits = bool(program.integers), config.activation_bits
-    rounded = quantize_phases(None, keeps_integers=kept, activation_bits=bits)
-    return (*rounded, *backend.phases(positions))
 
 
 def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
@@ -373,10 +348,9 @@ def _earlier_passes(
     if not (engine / _REPORT).is_file():
         return []
     passes = read_stored(engine / _REPORT).get("passes", ())
-    before = {name for name, _ in PHASES} | {*BEFORE_CUT, DERIVE}
 
     def stays(record: Mapping[str, Any]) -> bool:
         program, phase = record.get("program", ""), record.get("phase", "")
-        return phase in before or (program in kept and (program, phase) not in anew)
+        return phase in BEFORE_CUT or (program in kept and (program, phase) not in anew)
 
     return list(filter(stays, passes))

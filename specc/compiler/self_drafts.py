@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from specc.artifact.engine_writer import EngineWriter
-from specc.artifact.kv_rows import AUTO
 from specc.artifact.model_entry import SelfDraftEntry
-from specc.compiler.compiled_model import CUT, CompiledModel, cache_phases
-from specc.compiler.whole_graph import WholeGraph
+from specc.compiler.compiled_model import CompiledModel, KeptGraphs
+from specc.compiler.context import CompileContext
+from specc.compiler.phases import CUT, cut_phases, self_draft_phases
 from specc.errors import ConfigError
-from specc.passes.base import Pass
 from specc.passes.lower.cpu.phases import CPU
-from specc.passes.lower.cpu.quantize_linear import QUANTIZE, quantize_phases
-from specc.passes.pipeline import FUSE, PHASES, PassError, PassRecord, Phases, Pipeline
+from specc.passes.pipeline import PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
-from specc.passes.rewrite.skip_layers import SkipLayers
-from specc.passes.rewrite.window_attention import WindowAttention
-from specc.passes.shard.shard import Shard
-from specc.progress import PhaseTimer
+from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.sharding.shard_plan import RankConstant
-from specc.speculation.kv_window import KVWindow
-from specc.speculation.plans import SpecPlan
 from specc.speculation.self_drafts import SelfDraft
-
-# the phase that makes a second program of the target's
-DERIVE = "derive"
 
 
 @dataclass
@@ -48,16 +36,7 @@ class SelfDraftProgram:
 
 
 def self_draft_programs(
-    target: CompiledModel,
-    plans: Sequence[SpecPlan],
-    max_seq_len: int,
-    lowering: Phases,
-    phases: PhaseTimer,
-    dump: Path | None = None,
-    kv_cache_dtype: str = AUTO,
-    quantization: str | None = None,
-    experts: bool = True,
-    activation_bits: int | None = None,
+    context: CompileContext, target: CompiledModel
 ) -> tuple[list[SelfDraftProgram], list[PassRecord]]:
     """Derive the programs that self-drafts of some plans run beside the target's own.
 
@@ -66,81 +45,57 @@ def self_draft_programs(
     table has not all rows. Quantized copies of weights become `target.copies`.
 
     Args:
+        context: of the compilation.
         target: with the program that it had before fusion.
-        plans: of the engine.
-        max_seq_len: tokens of the longest sequence.
-        lowering: phases of the backend, without those that quantize.
-        quantization: layout of the target's own weights, or None.
-        phases: tells the listener how far this is.
-        dump: directory that gets each program's graph after each phase, or None.
-        kv_cache_dtype: of the target's caches.
-        experts: see `quantize_phases`.
-        activation_bits: likewise.
     Returns:
         programs that read the target's weights by their keys, and what each pass did.
     Raises:
         ConfigError: layers that the target does not have, or a draft that is the target.
         UnsupportedGraphError: the layers of the target cannot be told apart.
     """
-    drafts = dict.fromkeys(draft for plan in plans for draft in plan.self_drafts)
+    drafts = dict.fromkeys(draft for plan in context.plans for draft in plan.self_drafts)
     made, records = [], []
     for draft in drafts:
-        entry = _entry_of(draft, target, max_seq_len, quantization)
+        entry = _entry_of(draft, target, context.limits.max_seq_len)
         if entry is None:
             continue
         assert target.unfused is not None
         program = target.unfused.copy(draft.name)
-        chosen: list[Callable[[], Pass]] = [partial(SkipLayers, entry.layers)]
-        if entry.is_windowed and draft.view is not None:
-            rows = KVWindow(draft.view.window, draft.view.sink)
-            chosen.append(partial(WindowAttention, rows))
-        rest = PHASES[[name for name, _ in PHASES].index(FUSE) :]
-        with phases.phase(f"rewrite {draft.name}"):
-            layout: Phases = ((DERIVE, tuple(chosen)), *rest, *cache_phases(kv_cache_dtype))
-            found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
-            keeps_integers = target.source.is_quantized
-            layout_name = draft.quantization or quantization
-            rounded = quantize_phases(layout_name, keeps_integers, experts, activation_bits)
-            records += cut_and_lower(found, target, layout, (*rounded, *lowering), dump)
+        found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
+        first, last = self_draft_phases(context, draft, entry, target.source.is_quantized)
+        with context.timer.phase(f"rewrite {draft.name}"):
+            records += cut_and_lower(context, found, target, first, last)
         made.append(found)
     return made, records
 
 
 def cut_and_lower(
+    context: CompileContext,
     draft: SelfDraftProgram,
     target: CompiledModel,
     first: Phases,
-    lowering: Phases,
-    dump: Path | None = None,
+    last: Phases,
 ) -> list[PassRecord]:
     """Take a second program through its last phases: it is cut as the target is.
 
     Args:
+        context: of the compilation.
         draft: whose program changes; where the target is cut or quantized, it gets what it was
             before that, too.
         target: after its last pass.
         first: phases before the cut.
-        lowering: phases of the backend.
-        dump: directory that gets the graph after each phase, or None.
+        last: phases after it.
     Returns:
         what each pass did.
     Raises:
         PassError: passes have treated the two programs differently.
     """
-    program, layout = draft.program, (*first, *lowering)
-    if (plan := target.program.shard) is not None:
-        layout = (*first, (CUT, (partial(Shard, plan.num_ranks),)), *lowering)
-
-    whole: list[WholeGraph] = []
-    is_rounded = any(phase == QUANTIZE for phase, _ in lowering)
-
-    def keep(_: str, phase: str) -> None:
-        if phase in (CUT, CPU, QUANTIZE) and not whole:
-            whole.append(WholeGraph(program, is_rounded))
-
-    records = Pipeline(layout, dump, keep).run(program)
+    program, plan = draft.program, target.program.shard
+    layout = (*first, *cut_phases(1 if plan is None else plan.num_ranks), *last)
+    kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE))
+    records = Pipeline(layout, context.dump, kept.keep).run(program)
     _share_weights(program, target, draft.is_rounded)
-    draft.whole = whole[0].to_json(program) if whole else None
+    draft.whole = None if kept.whole is None else kept.whole.to_json(program)
     return records
 
 
@@ -152,9 +107,7 @@ def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) 
             writer.write_json(draft.entry.whole_file, draft.whole)
 
 
-def _entry_of(
-    draft: SelfDraft, target: CompiledModel, max_seq_len: int, quantization: str | None
-) -> SelfDraftEntry | None:
+def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
     """None of a draft that calls the target's own program over another block table."""
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
@@ -164,18 +117,6 @@ def _entry_of(
     has_slopes = any(layer.has_slopes for layer in target.program.layers)
     # over a table of a part of the blocks, distances would be other ones
     is_windowed = view is not None and (any(slides) or has_slopes)
-    if draft.weights is not None and target.source.scheme is not None:
-        raise ConfigError(
-            f"--draft {draft.option}, and a quantized checkpoint ({target.source.scheme})",
-            "a checkpoint in floats, whose weights are rounded for the draft",
-            "choose another draft: this one would read the target's own integers",
-        )
-    if draft.weights is not None and draft.quantization == quantization:
-        raise ConfigError(
-            f"--draft {draft.option}, and a target whose weights are in {quantization}, too",
-            "weights that differ from the target's",
-            "leave out --quantize, or choose another draft",
-        )
     if view is not None and view.chosen and has_slopes:
         raise ConfigError(
             f"--draft {draft.option}, and scores that depend on how far a key is (ALiBi)",

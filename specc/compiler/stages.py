@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import MemoryEntry, StageEntry
 from specc.artifact.model_entry import ModelEntry
 from specc.artifact.weight_spec import WeightSpec
 from specc.compiler.model_entries import plan_model_memory
 from specc.errors import ConfigError
-from specc.passes.pipeline import PassRecord, Phases, Pipeline
+from specc.passes.pipeline import PassRecord, Pipeline
 from specc.passes.program import Program, constant_key
 from specc.passes.segments.cut_segments import Segment, cut_segments
 from specc.passes.segments.places import stage_places
 from specc.sharding.weight_pieces import rank_specs
 
 if TYPE_CHECKING:
-    from specc.compiler.backends.base import UnfinishedEngine
     from specc.compiler.compiled_model import CompiledModel
+    from specc.compiler.context import CompileContext
 
 
 def check_num_stages(num_stages: int, num_layers: int) -> None:
@@ -65,28 +63,23 @@ def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
     return stages
 
 
-def make_stages(
-    model: CompiledModel, num_stages: int, phases: Phases = (), dump: Path | None = None
-) -> list[PassRecord]:
+def make_stages(context: CompileContext, model: CompiledModel) -> list[PassRecord]:
     """Cut a model into stages; each goes through phases that the whole was not to go through yet.
 
-    Args:
-        model: whose stages these become.
-        num_stages: 2 or more.
-        phases: of the backend, for a model that was kept as it was before them.
-        dump: directory that gets each stage's graph after each phase, or None.
     Returns:
         what each pass did to them.
     Raises:
         ConfigError: see `cut_stages`.
         SpeccError: a stage that the backend cannot run.
     """
+    num_stages = context.config.pipeline_parallel_size
     if model.unlowered is None:
         model.stages = cut_stages(model.program, num_stages)
         return []
     stages, records = cut_stages(model.unlowered, num_stages), []
     for stage in stages:
-        records += Pipeline(phases, dump).run(stage.program)
+        phases = context.backend.phases(context.positions)
+        records += Pipeline(phases, context.dump).run(stage.program)
         weights = dict.fromkeys(weight.key for weight in stage.program.weights.values())
         stage.keys = (*weights, *constants_of(stage.program))
     model.stages = stages
@@ -134,15 +127,14 @@ def _with_constants(
     return [*(own.pop(spec.key, spec) for spec in specs), *own.values()]
 
 
-def stage_entries(engine: UnfinishedEngine, facts: BackendFacts) -> tuple[StageEntry, ...]:
+def stage_entries(context: CompileContext, target: CompiledModel) -> tuple[StageEntry, ...]:
     """What the manifest says of the stages of the target; nothing where it has one.
 
     Logits are the last stage's, and rank 0's, which gets them.
     """
-    target = engine.models[0]
     if not target.stages:
         return ()
-    sizes = (engine.limits, target.source.dtype, engine.plans, facts)
+    sizes = (context.limits, target.source.dtype, context.plans, context.facts)
     logits = plan_model_memory(target.program, *sizes).logits
     entries = []
     for stage in target.stages:

@@ -53,7 +53,7 @@ class LoadBench:
 
 
 def make_load_report(bench: LoadBench, command: str) -> dict[str, Any]:
-    """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
+    """All figures of a benchmark, ready for JSON; the schema is in docs/guide/load.md."""
     cells = bench.result.to_json(bench.objectives, bench.predicted)
     runs = list(bench.result.runs.values())
     return report_head(command) | {

@@ -82,7 +82,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         speculative: False decodes this request plainly.
         structured_outputs: what the output must look like: JSON of a schema, a regex, a choice or
-            a grammar, see `docs/structured.md`. None is any text.
+            a grammar, see `docs/guide/structured.md`. None is any text.
         min_tokens: output tokens at least: before, neither EOS nor one of `stop_token_ids` can be
             drawn, with `ignore_eos` either, and no stop string ends the output.
         logit_bias: token id → number from -100 to 100 that is added to its logit.
@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def has_controls(self) -> bool:
-        """Logits are changed, or tokens forbidden, before penalties; see `docs/drafts.md`.
+        """Logits are changed, or tokens forbidden, before penalties; see `docs/guide/drafts.md`.
 
         A structure of the output is none of these.
         """

@@ -49,7 +49,7 @@ class SpecPlan:
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
             until the tree is verified.
         heads: of its drafts, those that read the target's hidden states and hand rows on, see
-            `docs/drafts.md`.
+            `docs/guide/drafts.md`.
         blocks: of its drafts, those that read them and propose all levels in one pass.
         sharpness: factors of the logits of drafts, see there; empty leaves them as they are.
     Raises:

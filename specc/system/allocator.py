@@ -21,7 +21,7 @@ def keep_freed_memory(count: int) -> bool:
 
     A pass frees what the next one takes again. glibc gives freed memory at the end of its heap, and
     large pieces, back to the system, which clears every page of it when it is taken anew: a fourth
-    of the time of a prompt of 200 tokens on one thread (docs/cpu.md).
+    of the time of a prompt of 200 tokens on one thread (docs/design/cpu.md).
 
     It lasts as long as the process, whoever else takes memory in it. Pieces above 32 MB go back in
     any case, as does what lies above 64 MB in the heaps of other threads than the main one: glibc

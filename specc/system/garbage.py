@@ -20,9 +20,9 @@ def rare_collections() -> Iterator[None]:
 
     Tracing and lowering make millions of objects that live as long as their graph: Python went
     through all of them again and again, an eighth of the time of a compilation from warm caches
-    (docs/cpu.md). The thresholds are those of the process: of blocks that overlap, in any threads,
-    the first sets them and the last gives them back. A process that has turned collections off
-    keeps them off.
+    (docs/design/cpu.md). The thresholds are those of the process: of blocks that overlap, in any
+    threads, the first sets them and the last gives them back. A process that has turned collections
+    off keeps them off.
     """
     global _holders, _before
     with _lock:

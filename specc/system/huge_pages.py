@@ -1,7 +1,7 @@
 """Memory in huge pages, which a processor reads faster than in pages of 4 KB.
 
 Every page that a stream goes through has to be looked up; in virtual machines, each lookup is one
-of two tables. What that costs: `examples/measure_weight_pages.py`, docs/cpu.md.
+of two tables. What that costs: docs/design/cpu.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Where it comes from. The builder's verbose log ends in the list that the engine inspector prints, if
 it was asked for detailed verbosity: one line a layer, each with its ONNX nodes. That is read here,
 since an engine can be inspected only where it can be loaded, which takes a driver. It was compared
-with engines of TensorRT-RTX 1.7. The inspector's JSON has the same fields under the same names and
-is read by `layers_from_inspector`; no machine at hand could load an engine to compare that.
+with engines of TensorRT-RTX 1.7.
 
 An attention is called fused where one kernel does both products and the softmax: it is known by its
 name (`_gemm_mha_v2`, `_gemv_mha_v1`, `fmha`), which the list takes from the compiler's code.
@@ -13,7 +12,6 @@ name (`_gemm_mha_v2`, `_gemv_mha_v1`, `fmha`), which the list takes from the com
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +137,7 @@ def read_layers(
     A kernel may hold parts of several nodes: it belongs to the one attention that it names.
 
     Args:
-        layers: of `layers_from_log` or `layers_from_inspector`.
+        layers: of `layers_from_log`.
         attentions: names of the ONNX nodes.
         caches: names of the outputs that hold caches.
         weights: names of the ONNX nodes that make weights of integers → of those that read them.
@@ -199,25 +197,6 @@ def layers_from_log(text: str) -> tuple[Layer, ...]:
         tensors = [_TENSOR.findall(fields[key]) for key in ("inputs", "outputs")]
         name = (match["name"], match["type"])
         layers.append((*name, *tensors, fields["tactic"], fields["metadata"]))
-    return _layers(layers)
-
-
-def layers_from_inspector(text: str) -> tuple[Layer, ...]:
-    """Read `EngineInspector.get_engine_information(LayerInformationFormat.JSON)`.
-
-    Needs detailed profiling verbosity: otherwise layers are bare names, and none is returned.
-    """
-    layers = [
-        (
-            entry["Name"],
-            entry.get("LayerType", ""),
-            *([tensor["Name"] for tensor in entry.get(key, ())] for key in ("Inputs", "Outputs")),
-            entry.get("TacticName", ""),
-            entry.get("Metadata", ""),
-        )
-        for entry in json.loads(text)["Layers"]
-        if isinstance(entry, dict)
-    ]
     return _layers(layers)
 
 

@@ -30,7 +30,7 @@ class TritonConfig:
         instances: copies of the engine that the server loads.
         kind: of each instance, `cpu`, `gpu`, `model` (specc picks devices), or `auto`.
         gpus: devices of each instance, such as `0,1;2,3`; then one instance for each group.
-        parameters: further ones of config.pbtxt; see `docs/triton-server.md`.
+        parameters: further ones of config.pbtxt; see `docs/guide/triton-server.md`.
     Raises:
         ConfigError: values that Triton, or specc, does not take.
     """
@@ -91,7 +91,7 @@ class TritonConfig:
             parameters["gpu_device_ids"] = self.gpus
         backend = BACKEND if self.layout == "backend" else "python"
         lines = [
-            "# written by specc triton; docs/triton-server.md says what can be changed",
+            "# written by specc triton; docs/guide/triton-server.md says what can be changed",
             f"name: {_quoted(self.name)}",
             f"backend: {_quoted(backend)}",
             "# specc batches by itself, continuously",

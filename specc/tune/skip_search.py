@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
-from specc.compiler.skipped_layers import SkippedLayers
+from specc.compiler.stored_models import SkippedLayers
 from specc.cost.latency_table import LatencyTable
 from specc.cost.plan_choice import best_plan
 from specc.cost.step_seconds import StepSeconds

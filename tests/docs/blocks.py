@@ -1,4 +1,4 @@
-"""Commands in README.md and docs/*.md, as a reader finds them.
+"""Commands in README.md and docs, as a reader finds them.
 
 A fenced block of `sh` is commands; one of `console` is a transcript, whose lines with `$ ` are
 commands, with those that a backslash continues, and whose other lines are what they print. A
@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # docs/results holds the commands of measurements: hours of them
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "results"),
+]
 LANGUAGES = {"sh", "console", "python", "text"}
 # what a block may take that a test has not got, or that a reader may do only once
 REASONS = {
@@ -28,7 +31,6 @@ REASONS = {
     "minutes",
     "models of your own",
     "root",
-    "torch-tensorrt",
 }
 _FENCE = re.compile(r" *```(\S*)")
 _REASON = re.compile(r"<!-- not run by tests: (.+) -->")

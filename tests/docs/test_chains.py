@@ -1,4 +1,4 @@
-"""The chains of files in docs/structure.md lead downwards, from import to import."""
+"""The chains of files in docs/design/structure.md lead downwards, from import to import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = re.compile(r"## Chains of files\n.*?```text\n(.*?)```", re.DOTALL)
 
 def read_chains() -> list[list[str]]:
     """Files of each chain; a line that begins with an arrow goes on with the one before."""
-    match = _BLOCK.search((ROOT / "docs/structure.md").read_text(encoding="utf-8"))
+    match = _BLOCK.search((ROOT / "docs/design/structure.md").read_text(encoding="utf-8"))
     assert match is not None
     text = re.sub(r"\n\s+→", " →", match[1])
     return [line.strip().split(" → ") for line in text.splitlines() if ".py" in line]

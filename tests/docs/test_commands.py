@@ -1,4 +1,4 @@
-"""Commands of README.md and docs/*.md run as they are written.
+"""Commands of README.md and docs run as they are written.
 
 Every block has a directory of its own, as a reader's checkout: what `FILES` names lies in it, and
 `engine/`, an engine of the demo pair, unless the block writes one. Blocks that need more than that
@@ -79,9 +79,10 @@ FIRST = next(block for block in BLOCKS if block.page.name == "README.md")
 OTHERS = [block for block in BLOCKS if block is not FIRST]
 # page → why its blocks are in the slow tier; seconds of all of them on a busy machine, 2026-11-23
 WHY_SLOW = {
-    "README.md": "they compile, and measure beside transformers: 250 s",
-    "docs/bench.md": "they measure, one of them beside transformers: 115 s",
-    "docs/drafts.md": "each compiles an engine with other plans: 150 s",
+    "docs/design/synthetic.md": "it traces shapes of 8B and 1B: 30 s",
+    "docs/guide/start.md": "they compile, and measure beside transformers: 250 s",
+    "docs/guide/bench.md": "they measure, one of them beside transformers: 115 s",
+    "docs/guide/drafts.md": "each compiles an engine with other plans: 150 s",
 }
 
 

@@ -1,4 +1,4 @@
-"""The tables of backends in docs/quantization.md are what facts, kernels and builds say."""
+"""The tables of backends in docs/guide/quantization.md are what facts, kernels and builds say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specc.passes.program import Weight
 from specc.passes.rewrite.require_supported import RequireLayouts
 from tests.passes.lower.tensorrt.test_dequantized import FLOATS, READ
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "quantization.md"
 
 
 def lines() -> list[list[str]]:

@@ -22,11 +22,11 @@ from specc.speculation.plans import SpecPlan
 from tests import models
 from tests.heads import LAYERS, VOCAB, WIDTH
 
-_EXAMPLES = Path(__file__).parents[2] / "examples"
+_EXAMPLES = Path(__file__).parents[2] / "examples" / "training"
 _MODULES = (
     "train_block_drafter", "block_drafter", "train_eagle_head", "eagle_head", "head_files",
     "head_loop", "head_loss", "head_prompts", "head_texts", "head_training", "pair_data",
-    "measure_copies", "pair_parts", "pair_policy",
+    "pair_parts", "pair_policy",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "examples" / "triton" / "Dockerfile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-DOCS = (ROOT / "docs" / "triton-server.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "guide" / "triton-server.md").read_text(encoding="utf-8")
 
 
 def instructions() -> list[str]:

@@ -86,7 +86,7 @@ def measure_attention(
     device.prepare()
     import torch
 
-    script = load_example("measure_attention_cuda")
+    script = load_script("attention_cuda")
     torch.manual_seed(0)
     own = torch.device(device.place)
     bandwidth = script.measure_copy_bandwidth(own)
@@ -122,7 +122,7 @@ def bars(steps: dict[str, Any] | None, attention: dict[str, Any] | None) -> dict
 
     Args:
         steps: report of `specc bench --synthetic`; None where it did not end.
-        attention: a case of examples/measure_attention_cuda.py; None likewise.
+        attention: a case of tests/measure/attention_cuda.py; None likewise.
     Returns:
         bar → value, limit, met; those of a speedup also have what the dice gave and should give.
     """
@@ -164,9 +164,9 @@ def bars(steps: dict[str, Any] | None, attention: dict[str, Any] | None) -> dict
     }
 
 
-def load_example(name: str) -> ModuleType:
-    """A script of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+def load_script(name: str) -> ModuleType:
+    """A script of tests/measure as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "measure" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -20,7 +20,7 @@ LIMIT_S = 90.0
 FOLDERS = ("specc", "passes", "runtime", "kernels", "tests/kernels", "examples/pair")
 FILES = (
     "tests/conftest.py", "tests/mixed_sampling.py", "tests/models.py", "tests/near_ties.py",
-    "examples/measure_attention_cuda.py",
+    "tests/measure/attention_cuda.py",
 )  # fmt: skip
 SUFFIXES = (".py", ".json", ".jsonl", ".safetensors")
 SANITIZER = "compute-sanitizer"

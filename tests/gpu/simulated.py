@@ -71,14 +71,14 @@ def prepare(kind: str) -> None:
     replace(collectives, "CALLS", 2)
     replace(collectives, "ROUNDS", 1)
     replace(benchmark, "ATTENTION_ROUNDS", 1)
-    load = benchmark.load_example
+    load = benchmark.load_script
 
     def tiny(name: str) -> Any:
         module = load(name)
         module.CASES = module.TINY[1:]
         return module
 
-    replace(benchmark, "load_example", tiny)
+    replace(benchmark, "load_script", tiny)
     replace(sampling, "VOCAB", VOCAB)
     replace(sampling, "BATCHES", (2,))
     replace(sampling, "ROUNDS", 1)

@@ -4,7 +4,7 @@
 
 The tables of `specc.kernels.cuda.attend_config` and of `attend_few` are written by hand from what
 this finds. All calls of a case are one graph that goes through several copies of the caches, as in
-examples/measure_attention_cuda.py. What fails is noted and passed over; every result is in the file
+tests/measure/attention_cuda.py. What fails is noted and passed over; every result is in the file
 as soon as it is known. With `--compile` nothing is launched and no GPU needed: Triton compiles for
 sm_90 what the sweep launches, into its cache.
 """

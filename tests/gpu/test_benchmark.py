@@ -102,7 +102,7 @@ def tiny_shapes(monkeypatch, tmp_path):
 
 def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
     """Both benchmarks on the simulated device."""
-    load = benchmark.load_example
+    load = benchmark.load_script
 
     def tiny(name: str) -> Any:
         module = load(name)
@@ -110,7 +110,7 @@ def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
         monkeypatch.setattr(benchmark, "LONG_CASE", module.TINY[1].name)
         return module
 
-    monkeypatch.setattr(benchmark, "load_example", tiny)
+    monkeypatch.setattr(benchmark, "load_script", tiny)
     device = Device("simulated")
     events = tmp_path / "events"
     benchmark.measure_steps(Results(events), device)

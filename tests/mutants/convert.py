@@ -114,6 +114,10 @@ def merge():
             _, blob, stage = meta.split()
             stages.setdefault(path, {})[stage] = git("cat-file", "-p", blob)
     for path, texts in stages.items():
+        if "<<<<<<<" in texts.get("1", ""):
+            # of several bases: that before everything
+            show = ["git", "show", f"bac75e9c:{path}"]
+            texts["1"] = subprocess.run(show, capture_output=True, text=True, check=True).stdout
         sides = [read(texts.get(stage, "")) for stage in "123"]
         entries, conflicts = merged(*(side[1] for side in sides))
         if not entries:

@@ -16,10 +16,10 @@ from specc.compiler.model_entries import plan_model_memory
 from specc.kernels import ops
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import ModelMemory, PassShape, peak_bytes, plan_memory
 from specc.passes.pipeline import Pipeline
+from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.speculation.plans import OFF
 from tests.models import POSITIONS, build_model
 from tests.passes.modules import Tiny, compiled, flat_logits

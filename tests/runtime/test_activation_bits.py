@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.cli.render import weight_lines
-from specc.compiler.backends.registry import check_options, compiler_backend
-from specc.compiler.quantized_models import check_activation_bits, check_used_bits
+from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
 from specc.kernels import ops
-from specc.passes.lower.cpu.quantize_linear import QuantizeLinear
-from specc.passes.lower.cpu.row_integers import RowIntegers
 from specc.passes.program import bind_args
+from specc.passes.quantize.quantize_linear import QuantizeLinear
+from specc.passes.quantize.row_integers import RowIntegers
+from specc.refusals import Asked, refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
@@ -83,7 +84,7 @@ def test_compiled_and_eager_engines_say_the_same(make) -> None:
 
 
 # the default tier has their bits, those of experts among them, in
-# tests/passes/lower/cpu/test_row_integers.py
+# tests/passes/quantize/test_row_integers.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -142,12 +143,17 @@ def test_what_is_told(make) -> None:
     ],
 )
 def test_where_they_would_change_nothing(options, plans, keeps_integers, found) -> None:
-    config = CompileConfig(activation_bits=8, **options)
+    schemes = {"target": "packed"} if keeps_integers else {}
+
+    def ask() -> None:
+        config = CompileConfig(activation_bits=8, **options)
+        refuse(Asked(config, plans, schemes=schemes, dtypes=("float32",)))
+
     if found is None:
-        check_activation_bits(config, plans, keeps_integers)
+        ask()
         return
     with pytest.raises(ConfigError) as caught:
-        check_activation_bits(config, plans, keeps_integers)
+        ask()
     assert caught.value.found == found
 
 
@@ -188,5 +194,5 @@ def test_numbers_of_bits_that_are_refused(bits) -> None:
 def test_backends_whose_rows_stay_floats(backend: str) -> None:
     config = CompileConfig(quantize="int8", activation_bits=8, backend=backend)
     with pytest.raises(ConfigError) as caught:
-        check_options(config, compiler_backend(backend))
+        refuse(Asked(config, backend=facts_of(backend), options=facts_of(backend).options))
     assert f"with backend {backend}" in caught.value.found

@@ -353,7 +353,7 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
         ({"backend": "onnx", "block_size": 0}, "a block drafter .draft_0., and the backend onnx"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the block drafter"),
-        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"draft_dtype": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
     ],
 )
 def test_what_block_drafters_do_not_go_with(

@@ -29,7 +29,7 @@ def engine(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request) -> Engin
     path = tmp_path_factory.mktemp("dtypes") / "engine"
     config = CompileConfig(
         plans=PLANS,
-        draft_dtypes=("bfloat16", "float32"),
+        draft_dtype=("bfloat16", "float32"),
         max_batch_size=4,
         max_seq_len=models.MAX_SEQ_LEN,
         backend=request.param,
@@ -99,14 +99,14 @@ def test_rules_that_read_q_take_rows_of_two_dtypes(engine: Engine, rule: str) ->
 )
 def test_as_many_as_drafts(dtypes: tuple[str, ...], num_drafts: int, found: str) -> None:
     with pytest.raises(ConfigError) as error:
-        CompileConfig(draft_dtypes=dtypes).dtypes_of(num_drafts)
+        CompileConfig(draft_dtype=dtypes).dtypes_of(num_drafts)
     assert error.value.found == found
 
 
 def test_which_draft_gets_which() -> None:
     assert CompileConfig().dtypes_of(2) == ["float32"] * 3
-    assert CompileConfig(draft_dtypes=("bfloat16",)).dtypes_of(2) == ["float32", *["bfloat16"] * 2]
-    both = CompileConfig(dtype="bfloat16", draft_dtypes=("float32", "bfloat16"))
+    assert CompileConfig(draft_dtype=("bfloat16",)).dtypes_of(2) == ["float32", *["bfloat16"] * 2]
+    both = CompileConfig(dtype="bfloat16", draft_dtype=("float32", "bfloat16"))
     assert both.dtypes_of(2) == ["bfloat16", "float32", "bfloat16"]
     with pytest.raises(ConfigError, match="--draft-dtype int8"):
-        CompileConfig(draft_dtypes=("int8",))
+        CompileConfig(draft_dtype=("int8",))

@@ -263,7 +263,7 @@ def test_manifests_that_are_refused(compiled: Callable[..., Path]) -> None:
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"segments": True}, "--segments"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the head"),
-        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"draft_dtype": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
     ],
 )
 def test_what_heads_do_not_go_with(

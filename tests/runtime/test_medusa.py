@@ -318,7 +318,7 @@ def test_what_the_engine_says(compiled: Callable[..., Path]) -> None:
         ({"plans": (SpecPlan.from_widths((1,) * 5),)}, "chain-5 of depth 5, and draft_0, which"),
         ({"backend": "onnx", "block_size": 0}, "a set of Medusa heads .draft_0., and the"),
         ({"draft_kv": ("window=16,sink=2",)}, "--draft-kv window=16,sink=2, and the set of Medusa"),
-        ({"draft_dtypes": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
+        ({"draft_dtype": ("bfloat16",)}, "in bfloat16, which reads hidden states of float32"),
     ],
 )
 def test_what_heads_do_not_go_with(

@@ -22,12 +22,12 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.artifact.segments import SegmentedModel
-from specc.compiler.backends.registry import check_options, compiler_backend
-from specc.compiler.quantized_models import check_cut_integers
+from specc.compiler.backends.registry import compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.program import Weight
 from specc.passes.rewrite.require_supported import RequireLayouts
+from specc.refusals import Asked, refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -271,20 +271,20 @@ def test_bytes_are_told(make) -> None:
 
 def test_kinds_that_a_backend_lacks_are_refused() -> None:
     """By the option before anything is read, and of a checkpoint when its graph is there."""
-    backend = compiler_backend("onnx")
+    facts = facts_of("onnx")
     with pytest.raises(ConfigError) as caught:
-        check_options(CompileConfig(quantize="fp8", backend="onnx"), backend)
+        refuse(Asked(CompileConfig(quantize="fp8"), (), facts, facts.options))
     assert caught.value.found == "--quantize fp8 with backend onnx"
     assert caught.value.needed.startswith(
         "--quantize int8 or int4, or a backend that reads fp8: cpu"
     )
     for kind in ("int8", "int4"):
-        check_options(CompileConfig(quantize=kind, backend="onnx"), backend)
+        refuse(Asked(CompileConfig(quantize=kind), (), facts, facts.options))
     weight = Weight(("w",), torch.float32, (64, 64), quantized=QuantizedLayout.named("mxfp4"))
     program = SimpleNamespace(name="target", weights={"w": weight})
     RequireLayouts(compiler_backend("cuda").facts).run(program)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="target: w in mxfp4, and backend onnx"):
-        RequireLayouts(backend.facts).run(program)  # type: ignore[arg-type]
+        RequireLayouts(facts).run(program)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -356,15 +356,17 @@ ROUNDED = SpecPlan.from_widths((1, 1), ("self_int8",))
 def test_parts_of_integers_are_for_some_backends(
     options, plans, keeps_integers, is_refused
 ) -> None:
-    config = CompileConfig(**options)
-    for name in ("cuda", "onnx"):
-        arguments = config, compiler_backend(name).facts, plans, keeps_integers
-        if is_refused:
+    schemes = {"draft_0": "packed"} if keeps_integers else {}
+    # onnx runs no self-draft
+    names = ("cuda", "cpu") if any(plan.self_drafts for plan in plans) else ("cuda", "cpu", "onnx")
+    for name in names:
+        facts = facts_of(name)
+        asked = Asked(CompileConfig(**options), plans, facts, facts.options, schemes=schemes)
+        if is_refused and name != "cpu":
             with pytest.raises(ConfigError, match=f"for 2 ranks with backend {name}"):
-                check_cut_integers(*arguments)
+                refuse(asked)
         else:
-            check_cut_integers(*arguments)
-    check_cut_integers(config, compiler_backend("cpu").facts, plans, keeps_integers)
+            refuse(asked)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 import specc
+from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.cli.render import weight_lines
-from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.candidate import open_models
-from specc.compiler.quantized_models import check_quantized
 from specc.config import CompileConfig
 from specc.errors import ConfigError, WeightError
+from specc.refusals import Asked, refuse
 from specc.runtime.backends.program_files import read_json
 from tests import engines, models
 from tests import quantized_checkpoints as made
@@ -218,22 +218,16 @@ def test_an_option_and_a_draft(tmp_path) -> None:
     assert [item.quantization for item in found.manifest.models] == [None, "int8"]
 
 
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"backend": "torch-tensorrt"}, "with backend torch-tensorrt"),
-    ],
-)
-def test_what_it_does_not_go_with(tmp_path, options, found) -> None:
+def test_a_backend_without_quantized_weights(tmp_path) -> None:
     form = made.packed(4, 32)
     target = models.save_tiny("llama", tmp_path / "target", num_hidden_layers=1)
     written = made.write_checkpoint(target, tmp_path, form.config, form.writer)
-    config = CompileConfig(probe=False, **({"backend": "cpu"} | options))
-    candidates = open_models(written.quantized, [])
+    (target,) = open_models(written.quantized, [])
+    asked = Asked(CompileConfig(), (), facts_of("cpu"), schemes={"target": target.scheme})
     with pytest.raises(ConfigError) as caught:
-        check_quantized(candidates, config, compiler_backend(config.backend))
+        refuse(asked)
     assert caught.value.found.startswith("a quantized checkpoint (target: compressed-tensors")
-    assert found in caught.value.found
+    assert caught.value.found.endswith("with backend cpu")
 
 
 def test_a_head_with_integers_of_its_own(tmp_path) -> None:

@@ -11,8 +11,8 @@ from specc.artifact.weight_layout import UNITS, turned
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.lower.cpu.linear import inputs_of_blocks
-from specc.passes.lower.cpu.quantize_experts import source_of
 from specc.passes.program import Program, Weight, bind_args, emit_call, replace
+from specc.passes.quantize.quantize_experts import source_of
 
 aten = torch.ops.aten
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.program import Program, Weight, bind_args, emit_call, replace
+from specc.passes.program import Program, Weight, emit_call, replace
+from specc.passes.rewrite.flat_rows import replace_linear
 
 aten = torch.ops.aten
 
@@ -51,31 +51,6 @@ def inputs_of_blocks(program: Program, num_dims: int) -> Iterator[tuple[fx.Node,
             continue
         node.meta["val"] = node.meta["val"].new_empty(weight.stored_shape)
         yield node, weight
-
-
-def replace_linear(
-    node: fx.Node, operator: Any, weight: fx.Node, out_features: int, *more: Any
-) -> None:
-    """Put a projection of flattened rows, `operator(x, weight, bias, N, *more)`, in place of one.
-
-    Args:
-        node: an `aten.linear`.
-        operator: takes rows [M, K] and returns [M, N].
-        weight: the input that it reads.
-        out_features: N.
-        more: further arguments.
-    """
-    graph, bound = node.graph, bind_args(node)
-    x = bound["input"]
-    shape = x.meta["val"].shape
-    with graph.inserting_before(node):
-        rows = emit_call(graph, aten.reshape.default, x, [-1, shape[-1]])
-        out = emit_call(graph, operator, rows, weight, bound["bias"], out_features, *more)
-        if len(shape) != 2:
-            # the dynamic dimension, the number of tokens, is what the others leave
-            leading = [size if isinstance(size, int) else -1 for size in shape[:-1]]
-            out = emit_call(graph, aten.reshape.default, out, [*leading, out_features])
-    replace(node, out)
 
 
 def _lower_embedding(node: fx.Node, num_embeddings: int) -> None:

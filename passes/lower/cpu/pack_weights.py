@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from specc.artifact.weight_layout import UNITS
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, bind_args
+from specc.passes.rewrite.flat_rows import why_not
 
 aten = torch.ops.aten
 
@@ -45,41 +44,3 @@ class PackWeights(Pass):
 
 def _is_weight(user: fx.Node, nodes: list[fx.Node]) -> bool:
     return user.target is aten.linear.default and bind_args(user)["weight"] in nodes
-
-
-def why_not(
-    user: fx.Node, weights: list[fx.Node], dtypes: Collection[torch.dtype] = UNITS
-) -> str | None:
-    """Why a call that reads one of these weights needs their rows; None where it does not.
-
-    Args:
-        user: the call.
-        weights: inputs.
-        dtypes: of rows that the operator takes.
-    """
-    if user.target is aten.embedding.default:
-        if user.args[0] not in weights:
-            return f"{user.name} looks values of it up"
-        ids: Tensor = user.args[1].meta["val"]  # type: ignore[union-attr]
-        if ids.dtype != torch.int64:
-            return f"{user.name} looks {ids.dtype} up"
-        return _why_not_flat(ids.shape)
-    if user.target is not aten.linear.default:
-        return f"{user.name} reads it too"
-    bound = bind_args(user)
-    if bound["weight"] not in weights or bound["input"] in weights or bound["bias"] in weights:
-        return f"{user.name} reads it as another argument"
-    values: list[Tensor] = [x.meta["val"] for x in bound.values() if x is not None]
-    x, weight = values[:2]
-    if x.dtype not in dtypes or any(value.dtype != x.dtype for value in values):
-        return f"dtypes {', '.join(str(value.dtype) for value in values)}"
-    if weight.dim() != 2:
-        return f"a weight of {weight.dim()} dimensions"
-    return _why_not_flat(x.shape)
-
-
-def _why_not_flat(shape: torch.Size) -> str | None:
-    """Why nothing can be flattened to rows and back."""
-    if sum(not isinstance(size, int) for size in shape) > 1:
-        return f"more than one dynamic dimension in {list(shape)}"
-    return None

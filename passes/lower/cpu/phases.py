@@ -39,13 +39,3 @@ def cpu_phases(num_positions: int) -> Phases:
         *LAYOUT_PHASES,
         *CPU_PHASES,
     )
-
-
-def with_layers_apart(phases: Phases) -> Phases:
-    """Phases after which one value leads from a layer to the next, where a model is cut between
-    them: the norm of a layer is no part of the sum that the layer before ends with.
-    """
-    return tuple(
-        (name, tuple(each for each in passes if each is not FuseAddRMSNorm))
-        for name, passes in phases
-    )

@@ -204,7 +204,7 @@ def narrow_rows(program: Mapping[str, Any]) -> int:
 
     Loops go over as many values of a row as the widest product takes, in feed-forward blocks;
     more threads gain where rows × width is above 24,000, and at 64 rows in any case: measured with
-    two threads at widths of 768 and 5120 (docs/cpu.md).
+    two threads at widths of 768 and 5120 (docs/design/cpu.md).
 
     Args:
         program: content of `program.json`.

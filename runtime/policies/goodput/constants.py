@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GoodputConstants:
-    """Constants of the policy goodput; found on the simulated loads of docs/goodput.md.
+    """Constants of the policy goodput; found on the simulated loads of docs/notebook/goodput.md.
 
     Args:
         hold: iterations that a decision holds for at least.

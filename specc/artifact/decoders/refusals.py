@@ -15,7 +15,7 @@ def unknown_scheme(scheme: str, where: str) -> WeightError:
     """The error of a scheme that specc does not read."""
     return WeightError(
         f"{where} is quantized ({scheme})",
-        f"weights of 4 or 8 bits as of {SUPPORTED}; docs/quantization.md says which",
+        f"weights of 4 or 8 bits as of {SUPPORTED}; docs/guide/quantization.md says which",
         _FLOAT,
     )
 

@@ -36,7 +36,7 @@ def make_estimate(
     costs: GraphCosts = H200,
     on_plan: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Any]:
-    """Count and estimate the steps of all plans; the schema is in docs/bench.md.
+    """Count and estimate the steps of all plans; the schema is in docs/design/synthetic.md.
 
     Args:
         programs: lowered for CUDA.

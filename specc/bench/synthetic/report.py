@@ -79,7 +79,7 @@ class ShapesBench:
 
 
 def make_shapes_report(bench: ShapesBench, command: str) -> dict[str, Any]:
-    """All figures of a benchmark, ready for JSON; the schema is in docs/bench.md."""
+    """All figures of a benchmark, ready for JSON; the schema is in docs/design/synthetic.md."""
     programs = bench.programs
     device = bench.engine.cache.device
     settings = asdict(bench.settings)

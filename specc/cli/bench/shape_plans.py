@@ -27,9 +27,8 @@ def choose_shape_plans(
             beside a draft of another shape, or a malformed one.
     """
     from specc.bench.synthetic.shapes import SHAPES
-    from specc.cli.compile import parse_plans
-    from specc.compiler.engine_plans import engine_plans
-    from specc.speculation.choose_plans import DEFAULT_CHAIN
+    from specc.compiler.context import engine_plans
+    from specc.speculation.choose_plans import DEFAULT_CHAIN, choose_plans, parse_tree
 
     head = head_of(options, has_draft)
     has_draft = has_draft or head is not None
@@ -37,7 +36,8 @@ def choose_shape_plans(
     names = _self_draft(options, has_draft) if is_own else ("draft_0",)
     plans: tuple[SpecPlan, ...] = ()
     if options.trees or options.num_speculative_tokens is not None or is_own:
-        plans = parse_plans(options.trees, options.num_speculative_tokens, names)
+        trees = [parse_tree(text) for text in options.trees]
+        plans = choose_plans(trees, options.num_speculative_tokens, names)
     if not has_draft and options.draft is None and acceptance is not None:
         # as `parse_shapes` reads them: after a name a slash, after a directory a comma
         separator = "/" if options.synthetic in SHAPES else ","

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from specc.cli.app import Debug
-from specc.cli.options.compile import CompileOptions, DraftOptions
+from specc.cli.options.drafts import DraftOptions
+from specc.config import CompileConfig
 from specc.system.garbage import rare_collections
 
 
@@ -26,7 +27,7 @@ def compile_(
         typer.Option("--output", "-o", help="The engine directory to make.", show_default=False),
     ],
     drafts: DraftOptions,
-    options: CompileOptions,
+    config: CompileConfig,
     dump_graphs: Annotated[
         Path | None,
         typer.Option(
@@ -72,18 +73,8 @@ def compile_(
       specc compile --target T/ -o plain-engine/
     """  # noqa: D301
     with rare_collections():  # imports make objects that stay, too
-        from specc.cli.compile import run_compile
+        from specc.cli.build_engine import run_compile
 
         run_compile(
-            target,
-            drafts.drafts,
-            output,
-            options.config,
-            trees=drafts.trees,
-            num_speculative_tokens=drafts.num_speculative_tokens,
-            combine=drafts.combine,
-            speculative_config=drafts.speculative_config,
-            dump_graphs=dump_graphs,
-            force=force,
-            verbose=verbose,
+            target, drafts, output, config, dump_graphs=dump_graphs, force=force, verbose=verbose
         )

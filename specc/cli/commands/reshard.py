@@ -65,7 +65,7 @@ def reshard(
       specc reshard engine-4/ -tp 1 -o engine/
       specc reshard engine-4/ -tp 1 -pp 2 -o stages/
     """  # noqa: D301
-    from specc.cli.compile import run_reshard
+    from specc.cli.build_engine import run_reshard
 
     sizes = tensor_parallel_size, pipeline_parallel_size
     run_reshard(engine, output, *sizes, force=force, probe=probe, verbose=verbose)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -14,13 +13,13 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
+from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
 from specc.compiler.self_drafts import SelfDraftProgram
 from specc.config import CompileConfig
 from specc.errors import SpeccError
 from specc.passes.memory import ModelMemory
 from specc.passes.pipeline import PassRecord, Phases
-from specc.progress import PhaseTimer
 from specc.speculation.plans import SpecPlan
 
 
@@ -29,23 +28,15 @@ class UnfinishedEngine:
     """An engine whose graphs and weights are written: what a backend makes the rest from.
 
     Args:
+        context: of its compilation, with the final plans and limits.
         writer: of the engine's directory.
         models: after their last pass, the target first.
-        plans: of the engine, the default first.
-        limits: of the engine.
-        config: options, as the backend has adapted them.
-        phases: tells the listener how far this is.
-        dump: directory that gets each program's graph after each phase, or None.
         self_drafts: second programs of the target, whose graphs are written, too.
     """
 
+    context: CompileContext
     writer: EngineWriter
     models: Sequence[CompiledModel]
-    plans: Sequence[SpecPlan]
-    limits: LimitsEntry
-    config: CompileConfig
-    phases: PhaseTimer
-    dump: Path | None = None
     self_drafts: Sequence[SelfDraftProgram] = ()
 
 
@@ -75,7 +66,6 @@ class CompilerBackend:
     Attributes:
         facts: of the backend that the engine names, and that runs it.
         aliases: what people and other programs call it; an error then says the right name.
-        options: fields of `CompileConfig` that it takes and others do not; see `BACKEND_OPTIONS`.
         prefill_chunk: tokens of a prefill pass where nobody says how many.
         cuts_first: stages of a pipeline are cut before its phases, which each stage then goes
             through by itself; else the target is cut after them.
@@ -83,7 +73,6 @@ class CompilerBackend:
 
     facts: BackendFacts
     aliases: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
     prefill_chunk: int = LEAST_PREFILL_CHUNK
     cuts_first: bool = False
 
@@ -91,6 +80,11 @@ class CompilerBackend:
     def name(self) -> str:
         """As `--backend` has it."""
         return self.facts.name
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """See `BackendFacts`."""
+        return self.facts.options
 
     def is_default(self) -> bool:
         """Whether a compilation that names no backend may choose it on this machine."""

@@ -13,10 +13,6 @@ class CpuCompiler(CompilerBackend):
     """Nothing is compiled: the library that is part of specc runs the graphs."""
 
     facts = facts_of("cpu")
-    options = (
-        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype", "pipeline_parallel_size", "quantize", "activation_bits",
-    )  # fmt: skip
 
     def check_machine(self) -> None:
         if (missing := missing_library()) is not None:

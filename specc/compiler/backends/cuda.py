@@ -11,7 +11,7 @@ from specc.compiler.backends.base import CompilerBackend
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import Phases
 
-# compute capabilities of GPUs that have run engines, with the right output (docs/cuda.md)
+# compute capabilities of GPUs that have run engines, with the right output (docs/design/cuda.md)
 PROVEN = ((9, 0),)
 
 
@@ -20,10 +20,6 @@ class CudaCompiler(CompilerBackend):
 
     facts = facts_of("cuda")
     aliases = ("gpu",)
-    options: tuple[str, ...] = (
-        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks",
-        "pipeline_parallel_size", "quantize",
-    )  # fmt: skip
     # its sums and norms are one operator: between two layers two values are alive
     cuts_first = True
     # what a pass costs besides its tokens (launches, weights) is to be a small part of it: 2048

@@ -12,10 +12,6 @@ class EagerCompiler(CompilerBackend):
 
     facts = facts_of("eager")
     aliases = ("torch",)
-    options = (
-        "tensor_parallel_size", "draft_tensor_parallel_size", "draft_ranks", "segments",
-        "kv_cache_dtype", "pipeline_parallel_size", "quantize", "activation_bits",
-    )  # fmt: skip
 
     def instead_of(self, error: SpeccError) -> str:
         return (

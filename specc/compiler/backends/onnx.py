@@ -21,9 +21,6 @@ from specc.passes.memory import ModelMemory
 from specc.passes.rewrite.padded import padded_program
 from specc.speculation.plans import SpecPlan
 
-# how models are cut for ranks, of each of which they are written
-RANK_OPTIONS = ("tensor_parallel_size", "draft_tensor_parallel_size")
-
 
 class PaddedCompiler(CompilerBackend):
     """Traces every model over [batch, nodes] tokens and writes it as ONNX.
@@ -48,18 +45,18 @@ class PaddedCompiler(CompilerBackend):
         return dataclasses.replace(memory, cache=cache)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        entry = cache_rows_of(engine.limits, engine.plans)
+        entry = cache_rows_of(engine.context.limits, engine.context.plans)
         records = []
         for model in engine.models:
-            with engine.phases.phase(f"trace {model.name} padded"):
+            with engine.context.timer.phase(f"trace {model.name} padded"):
                 source = model.source
-                sizes = (entry.rows.total, engine.dump, source.rope_length)
+                sizes = (entry.rows.total, engine.context.dump, source.rope_length)
                 program, done = padded_program(
                     source.module, model.program, *sizes, model.whole_layers, source.vocabulary
                 )
                 records += [dataclasses.replace(r, phase=f"padded {r.phase}") for r in done]
                 model.padded = program
-            with engine.phases.phase(f"write {model.name} onnx"):
+            with engine.context.timer.phase(f"write {model.name} onnx"):
                 write_onnx(engine.writer, model, self.products)
         return Emitted(rectangle=entry, records=records)
 
@@ -112,7 +109,6 @@ class OnnxCompiler(PaddedCompiler):
 
     facts = facts_of("onnx")
     aliases = ("onnxruntime",)
-    options = (*RANK_OPTIONS, "quantize")
 
     def probe_refusal(self, manifest: Manifest) -> str | None:
         if any(model.dtype in self.facts.unrun_dtypes for model in manifest.models):

@@ -8,14 +8,11 @@ import os
 from specc.artifact.backends import backend_names, facts_of
 from specc.close_name import advice, close_name
 from specc.compiler.backends.base import CompilerBackend
-from specc.config import BACKEND_OPTIONS, CompileConfig
+from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
+from specc.refusals import Asked, refuse
 
 _PACKAGE = "specc.compiler.backends"
-# what no GPU has run has a name of its own, and stands in no list of what there is
-_EXPERIMENTAL = {
-    "torch-tensorrt": f"{_PACKAGE}.experimental.torch_tensorrt",
-}
 _registered: dict[str, CompilerBackend] = {}
 _VARIABLE = "SPECC_BACKEND"
 
@@ -44,7 +41,7 @@ def find_backend(name: str) -> CompilerBackend | None:
         return _registered[name]
     if name in backend_names():
         return importlib.import_module(f"{_PACKAGE}.{name}").BACKEND
-    return importlib.import_module(_EXPERIMENTAL[name]).BACKEND if name in _EXPERIMENTAL else None
+    return None
 
 
 def compiler_backend(name: str) -> CompilerBackend:
@@ -85,47 +82,6 @@ def choose_backend(
     return backend, []
 
 
-def check_options(config: CompileConfig, backend: CompilerBackend) -> None:
-    """Refuse options that only other backends take.
-
-    Raises:
-        ConfigError: one of them is given.
-    """
-    rounded = [own for plan in config.plans for own in plan.self_drafts if own.weights]
-    if rounded and "quantize" not in backend.options:
-        takers = [x for x in backend_names() if "quantize" in compiler_backend(x).options]
-        raise ConfigError(
-            f"--draft {rounded[0].option} with backend {backend.name}",
-            f"the backend {' or '.join(takers)}, which reads quantized weights",
-            f"pass --backend {takers[0]}, or another draft",
-        )
-    if config.quantize is not None and "quantize" in backend.options:
-        _check_kind(config.quantize, backend)
-    for name, default in BACKEND_OPTIONS.items():
-        if getattr(config, name) == default or name in backend.options:
-            continue
-        option = "--" + name.replace("_", "-")
-        takers = [x for x in backend_names() if name in compiler_backend(x).options]
-        raise ConfigError(
-            f"{option} with backend {backend.name}",
-            f"the backend {' or '.join(takers)}, which it is for",
-            f"pass --backend {takers[0]}, or leave out {option}",
-        )
-
-
-def _check_kind(kind: str, backend: CompilerBackend) -> None:
-    """Whether the backend reads weights of this kind."""
-    if kind in backend.facts.quantized:
-        return
-    takers = [name for name in backend_names() if kind in facts_of(name).quantized]
-    raise ConfigError(
-        f"--quantize {kind} with backend {backend.name}",
-        f"--quantize {' or '.join(backend.facts.quantized)}, or a backend that reads {kind}:"
-        f" {', '.join(takers)}",
-        f"pass --backend {takers[0]}, or --quantize {backend.facts.quantized[0]}",
-    )
-
-
 def _default_backend(config: CompileConfig | None) -> tuple[CompilerBackend, list[str]]:
     reasons: list[SpeccError] = []
     # a GPU first
@@ -137,7 +93,7 @@ def _default_backend(config: CompileConfig | None) -> tuple[CompilerBackend, lis
             backend.check_machine()
             # what the one of a GPU does not take, those of the processor may
             if config is not None and backend.facts.is_on_gpu:
-                check_options(config, backend)
+                refuse(Asked(config, backend=backend.facts, options=backend.options))
         except SpeccError as error:
             reasons.append(error)
         else:

@@ -10,7 +10,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import LimitsEntry, TensorRTEntry
 from specc.artifact.model_entry import ModelEntry, rank_prefix
 from specc.compiler.backends.base import Emitted, UnfinishedEngine
-from specc.compiler.backends.onnx import RANK_OPTIONS, PaddedCompiler
+from specc.compiler.backends.onnx import PaddedCompiler
 from specc.compiler.compiled_model import CompiledModel
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -27,9 +27,6 @@ class TensorRTCompiler(PaddedCompiler):
 
     facts = facts_of("tensorrt")
     aliases = ("trt",)
-    options: tuple[str, ...] = (
-        "compute_capability", "decomposable_attention", *RANK_OPTIONS, "quantize",
-    )  # fmt: skip
     products = "rows"
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
@@ -54,15 +51,15 @@ class TensorRTCompiler(PaddedCompiler):
     def emit(self, engine: UnfinishedEngine) -> Emitted:
         emitted = super().emit(engine)
         profiles = model_profiles(
-            engine.plans, engine.limits, [model.entry for model in engine.models]
+            engine.context.plans, engine.context.limits, [model.entry for model in engine.models]
         )
         warnings = []
         for model, rank in [(m, rank) for m in engine.models for rank in m.ranks]:
             name = model.name if rank is None else f"{model.name} of rank {rank}"
-            with engine.phases.phase(f"build {name} engine") as advance:
+            with engine.context.timer.phase(f"build {name} engine") as advance:
                 options = BuildOptions(
-                    compute_capability=engine.config.compute_capability,
-                    decomposable=engine.config.decomposable_attention,
+                    compute_capability=engine.context.config.compute_capability,
+                    decomposable=engine.context.config.decomposable_attention,
                     timing_cache=timing_cache_file(),
                     progress=lambda phase, done, total, advance=advance: advance(done, total),  # type: ignore[misc]
                     prefix=rank_prefix(rank),
@@ -74,7 +71,9 @@ class TensorRTCompiler(PaddedCompiler):
             if not rank:
                 # the others are built of the same text
                 warnings += [f"{name}: {warning}" for warning in _warnings(report)]
-        return dataclasses.replace(emitted, tensorrt=_builder_of(engine.config), warnings=warnings)
+        return dataclasses.replace(
+            emitted, tensorrt=_builder_of(engine.context.config), warnings=warnings
+        )
 
     def build_model(
         self,

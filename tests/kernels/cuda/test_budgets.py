@@ -1,8 +1,8 @@
 """What the shipped configurations use, compared with committed tables, and that they are launched.
 
 A compiler of one version gives one result, so a table says what was measured and a test asks for
-the same: an upper bound would hide what grows below it. `docs/triton-budgets.md` says how to
-write the tables anew.
+the same: an upper bound would hide what grows below it. `docs/notebook/triton-budgets.md` says how
+to write the tables anew.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_a_table_lists_what_ships(version: str, capability: int) -> None:
     held = json.loads(aot.table_path(TABLES, version, capability).read_text(encoding="utf-8"))
     ships = aot.digests(items)
     changed = [file for file in ships if held["configurations"].get(file) != ships[file]]
-    assert changed == [], "to be compiled anew, as docs/triton-budgets.md says"
+    assert changed == [], "to be compiled anew, as docs/notebook/triton-budgets.md says"
     assert held["configurations"].keys() == ships.keys()
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from specc.errors import ConfigError, UnsupportedGraphError
-from specc.passes.lower.cpu.quantize_linear import quantize_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import constant_key
 from specc.passes.proof.verify_graph import verify_graph
+from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.segments.cut_segments import cut_segments, segments_to_json
 from specc.passes.segments.places import (

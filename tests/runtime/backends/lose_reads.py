@@ -70,7 +70,7 @@ class Loss:
     log: str
 
     def check(self) -> None:
-        """Raises AssertionError: it is not as docs/offload.md says."""
+        """Raises AssertionError: it is not as docs/guide/offload.md says."""
         assert self.seconds <= ENDS_S, self
         assert self.errors[:NUM_RUNNING] == ["FaultError"] * NUM_RUNNING, self
         assert _SAID[self.kind] in self.log, self

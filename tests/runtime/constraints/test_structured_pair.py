@@ -16,7 +16,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import DynamicTree, SpecPlan
 
 PAIR = Path(__file__).parents[3] / "examples" / "pair"
-SCRIPT = PAIR.parent / "measure_structured.py"
+SCRIPT = Path(__file__).parents[2] / "measure" / "structured.py"
 PLANS = (
     SpecPlan.from_widths((1, 1, 1, 1)),
     SpecPlan.from_widths((3, 2, 1)),

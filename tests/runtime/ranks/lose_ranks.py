@@ -69,7 +69,7 @@ class Loss:
     num_requests: int = 1
 
     def check(self) -> None:
-        """Raises AssertionError: it is not as docs/ranks.md says."""
+        """Raises AssertionError: it is not as docs/design/ranks.md says."""
         assert self.seconds <= ENDS_S, self
         if self.rank == 0:
             # whoever kills it has no say; what is stopped is killed by the others

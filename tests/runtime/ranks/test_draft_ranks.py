@@ -74,7 +74,7 @@ def path_of(
             probe=False,
             tensor_parallel_size=num_ranks,
             draft_ranks=num_ranks,
-            draft_dtypes=("float32", own),
+            draft_dtype=("float32", own),
         )
         drafts = [zoo.checkpoint("llama", draft=name) for name in ("noisy", "target")]
         return engines.build(zoo.checkpoint("llama"), drafts, path, config)

@@ -251,7 +251,7 @@ def test_the_examples_tokenizer() -> None:
     bound = PromptBound(tokenizer)
     assert (bound.weights > 0).all()
     sources = sorted((root / "runtime").glob("**/s*.py"))
-    for file in [*sorted((root / "docs").glob("*.md")), *sources]:
+    for file in [*sorted((root / "docs").rglob("*.md")), *sources]:
         text = file.read_text(encoding="utf-8")
         least, num_unbounded = bound.least_tokens(text.encode(), 10**9)
         real = len(tokenizer.encode(text).ids)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from specc.artifact.engine_writer import EngineWriter
-from specc.cli import compile as cli_compile
+from specc.cli import build_engine
 from specc.progress import ProgressEvent
 from tests.command_line import MAIN, assert_refused, invoke
 from tests.tiers import only
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_what_was_there(compile_into, monkeypatch, full):
 @pytest.mark.parametrize("phase", ["check models", "write target weights", "probe"])
 def test_an_interrupted_compilation_leaves_nothing(compile_into, monkeypatch, phase):
     """Ctrl-C as a phase begins: before there is a file, and when the engine is all but named."""
-    make_listener = cli_compile.make_listener
+    make_listener = build_engine.make_listener
     built = []
 
     class Interrupted:
@@ -238,7 +238,7 @@ def test_an_interrupted_compilation_leaves_nothing(compile_into, monkeypatch, ph
                 built.extend(path.name[:16] for path in compile_into.place.iterdir())
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(cli_compile, "make_listener", Interrupted)
+    monkeypatch.setattr(build_engine, "make_listener", Interrupted)
     result = compile_into("--max-seq-len", 64)
     assert result.exit_code == 130, result.output
     assert result.stderr.splitlines()[-1] == "interrupted"

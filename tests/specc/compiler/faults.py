@@ -230,10 +230,10 @@ def _be_command(command: list[str], places: dict[str, Path], listen: Any, descri
         os.environ["TMPDIR"] = str(places["temporary"])
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         tempfile.tempdir = None
-        from specc.cli import compile as cli_compile
+        from specc.cli import build_engine
         from specc.cli import main as cli
 
-        make_listener = cli_compile.make_listener
+        make_listener = build_engine.make_listener
 
         @contextlib.contextmanager
         def make_struck() -> Iterator[Any]:
@@ -248,7 +248,7 @@ def _be_command(command: list[str], places: dict[str, Path], listen: Any, descri
 
                 yield tell
 
-        cli_compile.make_listener = make_struck  # type: ignore[assignment]
+        build_engine.make_listener = make_struck  # type: ignore[assignment]
         sys.argv = ["specc", *command]
         cli.main()
     except SystemExit as error:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from specc.artifact.model_entry import BLOCK_KINDS
 from specc.compiler.assumptions import _ASKED, parse_switches, switches_of
 from specc.compiler.candidate import Candidate, open_models
-from specc.compiler.checks import check_assumptions
+from specc.compiler.checked_models import check_assumptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError, HeadError
 from specc.passes.frontend.heads.head_spec import EAGLE3, MTP, HeadSwitches

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specc.compiler.build import build
-from specc.compiler.engine_plans import engine_plans
+from specc.compiler.context import engine_plans
 from specc.errors import (
     ConfigError,
     ModelNotFoundError,

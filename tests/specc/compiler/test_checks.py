@@ -60,7 +60,7 @@ def refused(kind: type[SpeccError], output: Path, *args, **kwargs) -> SpeccError
 def test_spellings_of_dtypes(text, name):
     assert parse_dtype(text, "--dtype") == name
     assert options(dtype=text).dtype == name
-    assert options(draft_dtypes=(text,)).draft_dtypes == (name,)
+    assert options(draft_dtype=(text,)).draft_dtype == (name,)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_spellings_of_dtypes(text, name):
 )
 def test_unknown_dtypes(text, do):
     with pytest.raises(ConfigError) as caught:
-        options(draft_dtypes=(text,))
+        options(draft_dtype=(text,))
     assert f"--draft-dtype {text}" in caught.value.found
     assert do in caught.value.do
 
@@ -83,7 +83,7 @@ def test_auto_is_the_type_of_the_checkpoint(models, tmp_path, model):
 
 
 def test_auto_where_the_backend_lacks_the_type(models, tmp_path):
-    config = options(dtype="auto", draft_dtypes=("auto",))
+    config = options(dtype="auto", draft_dtype=("auto",))
     compilation = build(models / "brain", models / "half", tmp_path / "e", config)
     assert [entry.dtype for entry in compilation.manifest.models] == ["bfloat16", "float32"]
     (warning,) = compilation.warnings

@@ -10,7 +10,7 @@ import torch
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.engine_plans import tokens_of_passes
+from specc.compiler.context import tokens_of_passes
 from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
 from specc.config import CompileConfig
 from specc.passes.step.tiles import pass_rows

@@ -33,8 +33,11 @@ VIEW = SpecPlan.from_widths((1, 1), ("self_w32_s4",))
 )
 def test_views_that_cannot_be(models, tmp_path, window, sink, changes, found):
     plan = SpecPlan.from_widths((1, 1), (f"self_w{window}_s{sink}",))
-    config = options(plan, **{"max_seq_len": 200, "block_size": 16} | changes)
-    assert found in refused(ConfigError, tmp_path, models / "target", None, config)
+    changes = {"max_seq_len": 200, "block_size": 16} | changes
+    with pytest.raises(ConfigError) as caught:
+        build(models / "target", None, tmp_path / "engine", options(plan, **changes))
+    assert found in caught.value.found
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_view_that_just_fits(models, tmp_path):
@@ -152,8 +155,11 @@ def two_layers(tmp_path_factory):
 )
 def test_self_drafts_that_cannot_be(two_layers, tmp_path, draft, changes, found):
     plan = SpecPlan.from_widths((1, 1), (draft,))
-    config = options(plan, **{"block_size": 16, "backend": "eager"} | changes)
-    assert found in refused(ConfigError, tmp_path, two_layers, None, config)
+    changes = {"block_size": 16, "backend": "eager"} | changes
+    with pytest.raises(ConfigError) as caught:
+        build(two_layers, None, tmp_path / "engine", options(plan, **changes))
+    assert found in caught.value.found
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])

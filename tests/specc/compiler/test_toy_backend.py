@@ -39,9 +39,11 @@ from tests.runtime.backends.counted_backend import CountedBackend
 class AbacusBackend(CompilerBackend):
     """Engines with a list of the operators that each model calls."""
 
-    facts = BackendFacts("abacus", ("bfloat16",), "cpu", "flat", model_files=("onnx_file",))
+    facts = BackendFacts(
+        "abacus", ("bfloat16",), "cpu", "flat",
+        model_files=("onnx_file",), options=("compute_capability",),
+    )  # fmt: skip
     aliases = ("beads",)
-    options = ("compute_capability",)
     prefill_chunk = 1024
 
     def check_config(self, config: CompileConfig, dtypes: Sequence[str]) -> None:
@@ -52,7 +54,7 @@ class AbacusBackend(CompilerBackend):
         return (("norms", (FuseRMSNorm,)),)
 
     def emit(self, engine: UnfinishedEngine) -> Emitted:
-        with engine.phases.phase("list operators"):
+        with engine.context.timer.phase("list operators"):
             for model in engine.models:
                 calls = [n for n in model.program.graph.nodes if n.op == "call_function"]
                 called = sorted({str(node.target) for node in calls})
@@ -238,7 +240,3 @@ def test_every_backend_is_found_by_its_name() -> None:
     for name in backend_names():
         backend = compiler_backend(name)
         assert (backend.name, backend.facts) == (name, facts_of(name))
-    for name, runs_as in (("torch-tensorrt", "tensorrt"),):
-        assert name not in backend_names()
-        assert compiler_backend(name).name == name
-        assert compiler_backend(name).facts == facts_of(runs_as)

@@ -20,7 +20,7 @@ from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.rewrite.quantized_inputs import COLUMN_ORDER
+from specc.passes.quantize.quantized_inputs import COLUMN_ORDER
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan
 from tests import models

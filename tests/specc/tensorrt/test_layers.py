@@ -1,4 +1,4 @@
-"""Layers of an engine: lists as the builder logs them, and as the inspector's JSON has them.
+"""Layers of an engine: lists as the builder logs them.
 
 Builds in tests/passes/lower/tensorrt/test_lower.py read real lists; here are the rare forms.
 """
@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from specc.tensorrt.layers import LayerReport, layers_from_inspector, layers_from_log, read_layers
+from specc.tensorrt.layers import LayerReport, layers_from_log, read_layers
 
 TENSOR = (
     "{{ Name: {}, Dimensions: [-1,2,128,64], Strides: [9,8,7,1], Datatype: Half, Format: (x) }}"
@@ -154,25 +154,3 @@ def test_a_log_without_a_list():
 def test_the_last_list_counts():
     """Logs of two builds in one file."""
     assert layers_from_log(text(FUSED) + text(APART)) == layers_from_log(text(APART))
-
-
-def test_the_inspectors_json():
-    """Names as its documentation has them; entries are bare names without detailed verbosity."""
-    entries = [
-        {
-            "Name": "_gemm_mha_v2_myl1_1",
-            "LayerType": "kgen",
-            "Inputs": [{"Name": "k_out [profile 1]", "Dimensions": [1, 2]}],
-            "Outputs": [{"Name": "o", "Dimensions": [1]}],
-            "TacticName": "_gemm_mha_v2_0x2",
-            "StreamId": 0,
-            "Metadata": "[ONNX Layer: attn]",
-        }
-    ]
-    (layer,) = layers_from_inspector(json.dumps({"Layers": entries, "Bindings": ["k_out"]}))
-    tensors = (["k_out [profile 1]"], ["o"])
-    same = line("_gemm_mha_v2_myl1_1", "kgen", *tensors, "_gemm_mha_v2_0x2", ["attn"])
-    (logged,) = layers_from_log(text([same]))
-    assert layer == logged
-    assert layer.profile == 1
-    assert layers_from_inspector(json.dumps({"Layers": ["a", "b"]})) == ()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from specc.artifact.directory import open_engine
 from specc.cli.main import app
 from specc.cli.tune import _skip_verdict
-from specc.compiler.skipped_layers import SkippedLayers
+from specc.compiler.stored_models import SkippedLayers
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.backends.eager.program import ModelProgram

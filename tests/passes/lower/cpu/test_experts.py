@@ -17,8 +17,8 @@ from specc.passes.program import Program, Weight, add_placeholder, bind_args, em
 from specc.passes.program_json import program_to_json
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.models import build_model
-from tests.passes.lower.cpu.test_quantize_experts import product, run
 from tests.passes.modules import aten
+from tests.passes.quantize.test_quantize_experts import product, run
 from tests.traces import trace_once
 
 # sums in another order

@@ -1,6 +1,6 @@
 """Engines from the emitter's own files: every attention of every layer stays one kernel.
 
-The 8B shape is built by examples/measure_tensorrt_builds.py, whose figures are in docs/results.
+The 8B shape is built by tests/measure/tensorrt_builds.py, whose figures are in docs/results.
 """
 
 from __future__ import annotations

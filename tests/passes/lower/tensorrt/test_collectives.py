@@ -1,4 +1,4 @@
-"""What TensorRT-RTX says of collectives without a GPU: the facts in docs/onnx-tensorrt.md."""
+"""What TensorRT-RTX says of collectives without a GPU: facts in docs/notebook/onnx-tensorrt.md."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SHAPE = TinyShape(num_layers=1)
 DECODE = ShapeProfile("decode", (1, 2, 4), (1, 1, 1), (1, 2, 4))
 TREE = ShapeProfile("tree 3,2,1", (1, 1, 4), (10, 10, 10), (1, 10, 40))
 # levels and groups whose product is one kernel that reads them, and those of which a kernel of its
-# own makes floats; the table of docs/quantization.md says the same
+# own makes floats; the table of docs/guide/quantization.md says the same
 READ = (
     ("INT4", 64), ("INT8", 0), ("INT4", 32), ("FLOAT8E4M3FN", 0), ("INT4", 128),
 )  # fmt: skip

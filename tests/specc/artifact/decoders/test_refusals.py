@@ -96,7 +96,7 @@ def put(**changes):
 def test_schemes(tmp_path, form, change, found) -> None:
     text = check_refused(tmp_path, form, change)
     assert found in text
-    assert "docs/quantization.md" in text or "config.json" in text or "--quantize" in text
+    assert "docs/guide/quantization.md" in text or "config.json" in text or "--quantize" in text
 
 
 @pytest.mark.parametrize(

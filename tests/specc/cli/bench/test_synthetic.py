@@ -252,7 +252,7 @@ def test_plans_without_a_tree(chain, acceptance, plan):
         (("--synthetic", "PAIR", "--tree", "x"), ("--tree x",)),
         (
             ("--synthetic", "PAIR", "--tree", "2,1", "--num-speculative-tokens", 2),
-            ("both --tree", "one of them"),
+            ("both a tree", "one of them"),
         ),
         (
             ("--synthetic", "PAIR", "--tree", "2,1", "--synthetic-acceptance", ".7,.1,.1"),

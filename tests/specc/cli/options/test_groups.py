@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from specc.cli.options.bench import BenchOptions, ShapesOptions
-from specc.cli.options.compile import CompileOptions
 from specc.cli.options.load import LoadOptions, TrafficOptions
 from specc.cli.options.sampling import SamplingOptions
-from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.runtime.engine_args import EngineArgs
 from specc.sampling.generation_config import _OPTIONS
@@ -38,10 +36,6 @@ def test_sampling_is_as_params_have_it():
 def test_every_sampling_option_is_a_field_of_the_params():
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     assert {field.name for field in dataclasses.fields(SamplingOptions)} <= known
-
-
-def test_compiling_has_the_defaults_of_its_config():
-    assert CompileOptions().config((), "fixed") == CompileConfig()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Weights as integers: which projections and experts read them, on every backend."""

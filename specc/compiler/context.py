@@ -1,0 +1,245 @@
+"""What every step of a compilation knows: options, backend, plans, sizes, and where to report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specc.artifact.backends import BackendFacts
+from specc.artifact.manifest_entries import LimitsEntry
+from specc.config import CompileConfig
+from specc.errors import ConfigError
+from specc.passes.memory import ModelMemory, logit_row_bytes
+from specc.passes.pipeline import Phases
+from specc.passes.program import Program
+from specc.passes.step.step_graph import TARGET
+from specc.passes.step.tiles import pass_rows, tile_plan
+from specc.progress import PhaseTimer
+from specc.speculation.choose_plans import DEFAULT_CHAIN
+from specc.speculation.kv_window import KVWindow
+from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.taps import Taps
+from specc.speculation.views import View
+
+
+class Lowering(Protocol):
+    """What is asked of a backend before the engine is written: a part of `CompilerBackend`."""
+
+    facts: BackendFacts
+    prefill_chunk: int
+    cuts_first: bool
+
+    def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases: ...
+
+    def phase_of_stages(self, num_stages: int, max_seq_len: int) -> str | None: ...
+
+    def model_memory(
+        self, memory: ModelMemory, limits: LimitsEntry, plans: Sequence[SpecPlan]
+    ) -> ModelMemory: ...
+
+
+@dataclass(frozen=True)
+class CompileContext:
+    """What every step of a compilation knows.
+
+    Args:
+        config: options, as the backend has adapted them.
+        backend: of the engine.
+        plans: of the engine, the default first; in tiles once the logits of the models are known.
+        limits: of the engine.
+        timer: tells the listener how far this is.
+        dump: directory that gets each program's graph after each phase, or None.
+        taps: hidden states that the target keeps for drafts.
+        keeps_integers: a checkpoint is quantized, and its integers are kept.
+    """
+
+    config: CompileConfig
+    backend: Lowering
+    plans: Sequence[SpecPlan]
+    limits: LimitsEntry
+    timer: PhaseTimer
+    dump: Path | None = None
+    taps: Taps | None = None
+    keeps_integers: bool = False
+
+    @property
+    def facts(self) -> BackendFacts:
+        return self.backend.facts
+
+    @property
+    def positions(self) -> int:
+        """Rows of passes are at positions 0 … positions - 1."""
+        return reached_positions(self.plans, self.limits.max_seq_len)
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether the target is cut between its layers after the phases of the backend."""
+        is_cut = self.config.segments or self.config.pipeline_parallel_size > 1
+        return is_cut and not self.backend.cuts_first
+
+    @property
+    def cuts_at(self) -> str | None:
+        """See `CompilerBackend.phase_of_stages`."""
+        return self.backend.phase_of_stages(self.config.pipeline_parallel_size, self.positions)
+
+    def lowering(self) -> Phases:
+        """Phases of the backend."""
+        tokens = tokens_of_passes(self.plans, self.limits.prefill_chunk)
+        return self.backend.phases(self.positions, tokens)
+
+
+def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
+    """Plans of an engine, the default first; off is always there.
+
+    Raises:
+        ConfigError: a plan asks for a draft that there is not.
+    """
+    plans = [plan for plan in config.plans if plan.speculates]
+    known = [f"draft_{number}" for number in range(num_drafts)]
+    for plan in plans:
+        if missing := [model for model in plan.models if model not in known]:
+            raise ConfigError(
+                f"plan {plan.name} without a draft"
+                if not known
+                else f"plan {plan.name} of {missing[0]}, and {num_drafts} drafts",
+                "a draft model that proposes tokens",
+                "pass --draft, or leave out --tree and --num-speculative-tokens",
+            )
+    if not plans and not config.plans and known:
+        plans = [SpecPlan.from_widths((1,) * DEFAULT_CHAIN)]
+    return list(dict.fromkeys([*plans, OFF]))
+
+
+def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
+    """Positions 0 … n - 1 that passes may have.
+
+    Nodes of trees stay below `max_seq_len`; a block is as long as ever, and may reach beyond.
+
+    Args:
+        plans: of the engine.
+        max_seq_len: tokens of a sequence.
+    """
+    return max_seq_len + max((x.num_written for plan in plans for x in plan.blocks), default=0)
+
+
+def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
+    """Tokens that one sequence brings to a pass of a model, at most.
+
+    Programs of block drafters whose layers differ have words for as many, and an engine may get
+    deeper trees later (`specc tune`): theirs are counted for the deepest one, which is at most
+    `2 * MOST_ROWS + 1` tokens, of two words.
+
+    Args:
+        plans: of the engine.
+        prefill_chunk: tokens of a pass over prompts.
+    """
+    models = {(plan, model) for plan in plans for model in (TARGET, *plan.models)}
+    mixed = [block for plan in plans for block in plan.blocks if block.causal_layers]
+    deepest = [block.num_read(block.num_proposed) for block in mixed]
+    return max(prefill_chunk, *deepest, *(pass_rows(plan, model) for plan, model in models))
+
+
+def check_voters(
+    plans: Sequence[SpecPlan],
+    head_dims: Sequence[int],
+    dtype: str,
+    backend: BackendFacts,
+    rows: str = "heads",
+) -> None:
+    """Whether the target's queries can vote on blocks, where a draft of some plan chooses them.
+
+    Args:
+        plans: of the engine.
+        head_dims: of the target's layers, as far as they are known.
+        dtype: of the target.
+        backend: of the engine.
+        rows: what is as wide: `heads`, or `latents`.
+    Raises:
+        ConfigError: they are wider than the backend's operator takes.
+    """
+    choosing, most = chosen_blocks(plans), backend.most_voting_dim(dtype)
+    if choosing is None or most is None or not head_dims or max(head_dims) <= most:
+        return
+    roomy = (x for x in backend.dtypes if max(head_dims) <= (backend.most_voting_dim(x) or 0))
+    narrower = next(roomy, None)
+    window = View(choosing.window, choosing.sink).option
+    raise ConfigError(
+        f"--draft {choosing.option}, and {rows} of {max(head_dims)} in {dtype}",
+        f"{rows} of {most} or less: on the backend {backend.name}, wider ones have no room for the"
+        " queries that vote",
+        f"pass --dtype {narrower}, or --draft {window}" if narrower else f"pass --draft {window}",
+    )
+
+
+def chosen_blocks(plans: Sequence[SpecPlan]) -> View | None:
+    """The first view of some plans that chooses blocks."""
+    return next((view for plan in plans for view in plan.views if view.chosen), None)
+
+
+def check_budgets(plans: Sequence[SpecPlan], block_size: int, max_seq_len: int) -> None:
+    """Compare the rows that self-drafts see with what there is.
+
+    Raises:
+        ConfigError: a window or a choice of less than a block, or a budget that no sequence
+            outgrows.
+    """
+    for draft in (draft for plan in plans for draft in plan.self_drafts):
+        view = draft.view
+        if view is None:
+            continue
+        if view.window < block_size:
+            raise ConfigError(
+                f"--draft {draft.option}, and blocks of {block_size} rows",
+                f"a window of {block_size} rows or more",
+                f"pass --draft self:window={block_size}, or a smaller --block-size",
+            )
+        if 0 < view.chosen < block_size:
+            raise ConfigError(
+                f"--draft {view.option}, and blocks of {block_size} rows",
+                f"{block_size} chosen rows or more, or none",
+                f"pass blocks={block_size}, leave blocks out, or pass a smaller --block-size",
+            )
+        if sum(view.blocks(block_size)) * block_size >= max_seq_len:
+            most = max_seq_len // 2 // block_size * block_size
+            raise ConfigError(
+                f"--draft {draft.option}, in sequences of at most {max_seq_len} tokens",
+                "fewer rows than a sequence can have: a draft that sees all of them costs what"
+                " the target costs",
+                f"pass --draft self:window={most}, or a larger --max-seq-len"
+                if most
+                else "pass a larger --max-seq-len",
+            )
+
+
+def check_outgrown(windows: Sequence[KVWindow | None], max_seq_len: int) -> None:
+    """Compare the rows that drafts attend to with the length of sequences.
+
+    Raises:
+        ConfigError: a draft sees all rows of every sequence.
+    """
+    for rows in windows:
+        if rows is not None and rows.window + rows.sink >= max_seq_len:
+            raise ConfigError(
+                f"--draft-kv {rows.option}, in sequences of at most {max_seq_len} tokens",
+                "fewer rows than a sequence can have",
+                "pass a smaller window, or leave out --draft-kv",
+            )
+
+
+def tile_plans(
+    plans: Sequence[SpecPlan], programs: Sequence[Program], config: CompileConfig
+) -> list[SpecPlan]:
+    """The plans, in tiles where their logits exceed the engine's limit.
+
+    Args:
+        plans: of the engine.
+        programs: of the models, after their last phase.
+        config: options.
+    Raises:
+        ConfigError: not even the logits of one node of each sequence fit.
+    """
+    row_bytes = {program.name: logit_row_bytes(program) for program in programs}
+    batch, limit_mb = config.max_batch_size, config.max_logits_mb
+    return [tile_plan(plan, row_bytes, batch, limit_mb) for plan in plans]

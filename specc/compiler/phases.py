@@ -1,0 +1,235 @@
+"""The phases that a model goes through: one list for each role that it may have in an engine."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
+from specc.artifact.kv_rows import INT8
+from specc.artifact.mla_cache import AUTO, EXPANDED
+from specc.artifact.model_entry import SelfDraftEntry
+from specc.compiler.context import CompileContext, chosen_blocks
+from specc.passes.frontend.heads.block_spec import BlockSpec
+from specc.passes.frontend.heads.head_spec import HeadSpec
+from specc.passes.frontend.heads.medusa_spec import MedusaSpec
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
+from specc.passes.quantize.quantize_linear import quantize_phases
+from specc.passes.rewrite.absorb_latent import AbsorbLatent
+from specc.passes.rewrite.expand_prompts import ExpandPrompts
+from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm
+from specc.passes.rewrite.insert_block_mass import InsertBlockMass
+from specc.passes.rewrite.map_vocabulary import fits_target
+from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
+from specc.passes.rewrite.return_hidden import ReturnHidden
+from specc.passes.rewrite.see_blocks import feature_passes
+from specc.passes.rewrite.skip_layers import SkipLayers
+from specc.passes.rewrite.store_int8 import StoreInt8
+from specc.passes.rewrite.tap_features import TapFeatures
+from specc.passes.rewrite.window_attention import WindowAttention
+from specc.passes.shard.shard import Shard
+from specc.speculation.kv_window import KVWindow
+from specc.speculation.self_drafts import SelfDraft
+
+# how caches hold rows, what fits a draft to its target, what bounds the rows that it attends to,
+# and what cuts a model for ranks
+CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
+# what lets long prompts expand latents for their own pass
+PROMPTS = "prompts"
+# what lets caches hold the latents that keys and values are expanded from
+MLA = "latent"
+# what asks a target's attention for the blocks that it looks at
+VOTES = "votes"
+# what lets a target keep hidden states for drafts, and drafts read them
+TAPS = "taps"
+HIDDEN = "hidden states"
+# what makes a second program of the target's
+DERIVE = "derive"
+# phases that run before a model is cut for ranks
+BEFORE_CUT = (
+    *(name for name, _ in (*TRACED_PHASES, *FUSE_PHASES)),
+    *(MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, DERIVE),
+)
+
+
+def target_phases(context: CompileContext) -> Phases:
+    config = context.config
+    return (
+        *TRACED_PHASES,
+        *_latent(context, config.tensor_parallel_size),
+        *FUSE_PHASES,
+        # after the graph that self-drafts take: they keep nothing
+        *_taps(context),
+        *_int8_rows(context),
+        *_prompts(context),
+        *cut_phases(config.tensor_parallel_size),
+        *_rounded(context, config.quantization),
+        *_required(context),
+        *_apart(context, context.lowering()),
+        *vote_phases(context),
+    )
+
+
+def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Phases:
+    """Of a draft model, which takes and proposes the ids of its target, `num_ids` of them."""
+    config, ranks = context.config, context.config.draft_tensor_parallel_size
+    return (
+        *TRACED_PHASES,
+        *_latent(context, ranks),
+        *FUSE_PHASES,
+        *_int8_rows(context),
+        *_vocabulary(draft, num_ids),
+        *_window(draft.kv_window),
+        *_prompts(context),
+        *cut_phases(ranks),
+        *_rounded(context, config.quantization),
+        *_required(context),
+        *context.lowering(),
+    )
+
+
+def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Phases:
+    """Of a draft that reads hidden states: rank 0 has all of it, and its weights keep their type
+    unless the checkpoint has integers.
+    """
+    head = draft.head
+    assert head is not None
+    has_layers = not isinstance(head, MedusaSpec)
+    return (
+        *((*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES) if has_layers else LAYERLESS_PHASES),
+        (TAPS, feature_passes(head)),
+        *_int8_rows(context),
+        *_vocabulary(draft, num_ids),
+        # from here on columns of the output are not all ids
+        *_hidden(head),
+        *_prompts(context),
+        *_rounded(context, None),
+        *_required(context),
+        *context.lowering(),
+    )
+
+
+def self_draft_phases(
+    context: CompileContext, draft: SelfDraft, entry: SelfDraftEntry, is_quantized: bool
+) -> tuple[Phases, Phases]:
+    """Of a second program of the target, from the graph before `FUSE_PHASES`: before and after the
+    cut for ranks.
+
+    Args:
+        context: of the compilation.
+        draft: what was asked for.
+        entry: which layers it has, and whether it attends to a window.
+        is_quantized: the target's checkpoint is.
+    """
+    view, layout = draft.view, draft.quantization or context.config.quantization
+    first: Phases = (
+        (
+            DERIVE,
+            (
+                partial(SkipLayers, entry.layers),
+                *(
+                    [partial(WindowAttention, KVWindow(view.window, view.sink))]
+                    if entry.is_windowed and view is not None
+                    else []
+                ),
+            ),
+        ),
+        *FUSE_PHASES,
+        *_int8_rows(context),
+    )
+    last = (
+        *_rounded(context, layout, is_quantized),
+        *_apart(context, (*_required(context), *context.lowering())),
+    )
+    return first, last
+
+
+def stored_phases(context: CompileContext, *, is_target: bool, keeps_integers: bool) -> Phases:
+    """Of a graph that an engine has from before it was cut: what follows a cut."""
+    lowering = (
+        *_rounded(context, None, keeps_integers),
+        *context.backend.phases(context.positions),
+    )
+    return _apart(context, lowering) if is_target else lowering
+
+
+def cut_phases(num_ranks: int) -> Phases:
+    """What cuts a model for ranks."""
+    return ((CUT, (partial(Shard, num_ranks),)),) if num_ranks > 1 else ()
+
+
+def vote_phases(context: CompileContext) -> Phases:
+    """What tells drafts of some plan which blocks the target looked at."""
+    is_asked = any(plan.chooses_blocks for plan in context.plans)
+    return ((VOTES, (InsertBlockMass,)),) if is_asked else ()
+
+
+def _latent(context: CompileContext, num_ranks: int) -> Phases:
+    config, facts = context.config, context.facts
+    computes = LATENT_ROWS in facts.attention_extras
+    if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
+        return ()
+    absorb = partial(
+        AbsorbLatent,
+        config.mla_cache,
+        config.kv_cache_dtype,
+        num_ranks,
+        most=facts.most_latent,
+        takes_two_widths=VALUE_WIDTH in facts.attention_extras,
+        most_voting=facts.most_voting_dim if chosen_blocks(context.plans) else None,
+    )
+    return ((MLA, (absorb,)),)
+
+
+def _prompts(context: CompileContext) -> Phases:
+    expands = context.facts.expands_prompts and _latent(context, 1)
+    return ((PROMPTS, (ExpandPrompts,)),) if expands else ()
+
+
+def _taps(context: CompileContext) -> Phases:
+    taps = context.taps
+    return () if taps is None else ((TAPS, (partial(TapFeatures, taps),)),)
+
+
+def _hidden(head: HeadSpec) -> Phases:
+    width = head.block.hidden_columns if isinstance(head, BlockSpec) else 0
+    return ((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()
+
+
+def _int8_rows(context: CompileContext) -> Phases:
+    return ((CACHE, (StoreInt8,)),) if context.config.kv_cache_dtype == INT8 else ()
+
+
+def _vocabulary(draft: ModelSource, num_ids: int) -> Phases:
+    return ((VOCABULARY, (partial(fits_target, draft.vocabulary, num_ids),)),)
+
+
+def _window(rows: KVWindow | None) -> Phases:
+    return () if rows is None else ((WINDOW, (partial(WindowAttention, rows),)),)
+
+
+def _rounded(
+    context: CompileContext, layout: str | None, keeps_integers: bool | None = None
+) -> Phases:
+    if keeps_integers is None:
+        keeps_integers = context.keeps_integers
+    experts, bits = context.facts.quantizes_experts, context.config.activation_bits
+    return quantize_phases(layout, keeps_integers, experts, bits)
+
+
+def _required(context: CompileContext) -> Phases:
+    """What refuses models that a backend does not run, before anything slow is done for them."""
+    kinds = (RequireAttention, RequireLayouts)
+    return (("backend", tuple(partial(kind, context.facts) for kind in kinds)),)
+
+
+def _apart(context: CompileContext, lowering: Phases) -> Phases:
+    """Where a model is cut between its layers, one value leads from each to the next: the norm of a
+    layer is no part of the sum that the layer before ends with.
+    """
+    if not context.cuts_layers:
+        return lowering
+    return tuple(
+        (name, tuple(each for each in passes if each is not FuseAddRMSNorm))
+        for name, passes in lowering
+    )

@@ -1,0 +1,465 @@
+"""What does not go together: one table of pairs of features, with the reason and what to do.
+
+`refuse` raises the first pair that a compilation asks for; docs/guide/compatibility.md is the
+whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from specc.artifact.backends import BackendFacts, backend_names, facts_of
+from specc.errors import ConfigError
+
+# options that not every backend takes; `BackendFacts.options` says which it does
+BACKEND_OPTIONS = (
+    "compute_capability", "decomposable_attention", "tensor_parallel_size",
+    "draft_tensor_parallel_size", "draft_ranks", "segments", "kv_cache_dtype",
+    "pipeline_parallel_size", "quantize", "activation_bits",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a compilation: it is asked whenever more is known.
+
+    Args:
+        config: a `CompileConfig`, which imports this module.
+        plans: of the engine; None are those of the options.
+        backend: of the engine, where it is chosen.
+        options: of `BACKEND_OPTIONS` that the compiler of this backend takes.
+        num_drafts: draft models.
+        reads_hidden: some draft reads the target's hidden states.
+        heads: draft model that reads hidden states → what errors call it.
+        mapped: draft models whose tokens are other ones than the target's.
+        schemes: model → how its checkpoint is quantized, where it is.
+        dtypes: of the models.
+    """
+
+    config: Any
+    plans: Sequence[Any] | None = None
+    backend: BackendFacts | None = None
+    options: Collection[str] = ()
+    num_drafts: int = 0
+    reads_hidden: bool = False
+    heads: Mapping[str, str] = field(default_factory=dict)
+    mapped: Collection[str] = ()
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Sequence[str] = ()
+
+    @property
+    def self_drafts(self) -> list[Any]:
+        plans = self.config.plans if self.plans is None else self.plans
+        return [draft for plan in plans for draft in plan.self_drafts]
+
+    def has_weights_in(self, *kinds: str) -> bool:
+        """Some weights are rounded to one of these, or are integers of a checkpoint."""
+        rounded = {draft.weights for draft in self.self_drafts} | {self.config.quantize}
+        return bool(self.schemes) or not rounded.isdisjoint(kinds)
+
+
+class Feature(NamedTuple):
+    """Something that users ask for.
+
+    Args:
+        name: in the documentation.
+        given: how it was asked for, as errors call it; None where it was not.
+    """
+
+    name: str
+    given: Callable[[Asked], str | None]
+
+
+class Backends(NamedTuple):
+    """Backends that lack something.
+
+    Args:
+        has: what others have: of facts, and options that the compiler takes.
+    """
+
+    has: Callable[[BackendFacts, Collection[str]], bool]
+
+    def given(self, asked: Asked) -> str | None:
+        facts = asked.backend
+        return None if facts is None or self.has(facts, asked.options) else facts.name
+
+    @property
+    def takers(self) -> list[str]:
+        return [x for x in backend_names() if self.has(facts_of(x), facts_of(x).options)]
+
+    @property
+    def name(self) -> str:
+        lacking = [x for x in backend_names() if x not in self.takers]
+        return f"backends {', '.join(lacking)}"
+
+
+class Refusal(NamedTuple):
+    """Two features that do not go together.
+
+    Args:
+        one: the first, {a} in the texts; {option} is its first word.
+        other: the second, {b}, {other} its first word; of backends, {backends} and {list} are those
+            that one may choose, and {taker} the first of them.
+        needed: the reason, as errors say it.
+        do: advice.
+        found: what errors begin with.
+    """
+
+    one: Feature
+    other: Feature | Backends
+    needed: str
+    do: str
+    found: str = "{a} and {b}"
+
+    def error(self, asked: Asked) -> ConfigError | None:
+        """None where not both are asked for."""
+        if (a := self.one.given(asked)) is None or (b := self.other.given(asked)) is None:
+            return None
+        words = self.words(a, b, asked.backend)
+        return ConfigError(*(x.format(**words) for x in (self.found, self.needed, self.do)))
+
+    def words(self, a: str, b: str, facts: BackendFacts | None = None) -> dict[str, str]:
+        """What stands for names in braces."""
+        words = {"a": a, "b": b, "option": a.split()[0], "other": b.split()[0]}
+        if isinstance(self.other, Backends) and (takers := self.other.takers):
+            words |= {"backends": " or ".join(takers), "taker": takers[0]}
+            words["list"] = ", ".join(takers)
+        if facts is not None:
+            kinds, dtypes = facts.quantized, facts.dtypes
+            words |= {"quantized": " or ".join(kinds), "kind": next(iter(kinds), "")}
+            words |= {"dtypes": " or ".join(dtypes), "dtype": dtypes[-1]}
+        return words
+
+
+def refuse(asked: Asked) -> None:
+    """Raises ConfigError: two features are asked for that do not go together."""
+    for row in REFUSALS:
+        if (error := row.error(asked)) is not None:
+            raise error
+
+
+def flag_of(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _option(name: str, *, with_value: bool = True) -> Feature:
+    """A field of the options that has not its default."""
+
+    def given(asked: Asked) -> str | None:
+        value = getattr(asked.config, name)
+        if value == getattr(type(asked.config), name):
+            return None
+        return f"{flag_of(name)} {value}" if with_value else flag_of(name)
+
+    return Feature(flag_of(name), given)
+
+
+def _self_draft(name: str, matches: Callable[[Any, Asked], bool]) -> Feature:
+    def given(asked: Asked) -> str | None:
+        found = (draft for draft in asked.self_drafts if matches(draft, asked))
+        return next((f"--draft {draft.option}" for draft in found), None)
+
+    return Feature(name, given)
+
+
+def _kind(kind: str) -> Feature:
+    quantize = f"--quantize {kind}"
+    return Feature(quantize, lambda asked: quantize if asked.config.quantize == kind else None)
+
+
+def _dtype(name: str) -> Feature:
+    return Feature(f"dtype {name}", lambda x: f"dtype {name}" if name in x.dtypes else None)
+
+
+def _windows(asked: Asked) -> Iterator[tuple[str, str]]:
+    """Draft models that attend to some of their rows, and the option."""
+    # of the options alone it is not known for how many drafts they are
+    rows_of = asked.config.kv_windows_of(asked.num_drafts) if asked.num_drafts else ()
+    for number, rows in enumerate(rows_of[1:]):
+        if rows is not None:
+            yield f"draft_{number}", f"--draft-kv {rows.option}"
+
+
+def _first(found: Iterator[str]) -> str | None:
+    return next(found, None)
+
+
+def _block_drafter(asked: Asked) -> str | None:
+    plans = asked.plans or ()
+    return _first(f"{x.called} ({x.draft})" for plan in plans for x in plan.blocks)
+
+
+def _quantized_checkpoint(asked: Asked) -> str | None:
+    schemes = asked.schemes.items()
+    return _first(f"a quantized checkpoint ({x.replace('_', ' ')}: {y})" for x, y in schemes)
+
+
+def _quantized_ranks(asked: Asked) -> str | None:
+    # drafts are cut for as many, or not at all
+    ranks = asked.config.tensor_parallel_size
+    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8")
+    return f"quantized weights for {ranks} ranks" if is_asked else None
+
+
+def _no_integers(asked: Asked) -> str | None:
+    # before checkpoints are opened nothing is known of their integers
+    if not asked.dtypes or asked.has_weights_in("int8", "int4"):
+        return None
+    return "without weights in int8 or int4"
+
+
+def _chooses_beside(draft: Any) -> bool:
+    """It chooses blocks, and is a second program of the target."""
+    return bool(draft.has_program and draft.view and draft.view.chosen)
+
+
+def _without_blocks(asked: Asked, with_layers: bool) -> str | None:
+    """What one may ask for in place of chosen blocks and a second program."""
+    for draft in filter(_chooses_beside, asked.self_drafts):
+        if with_layers is bool(draft.layers):
+            plain = replace(draft, view=replace(draft.view, chosen=0))
+            return f"--draft {plain.option}, or --draft {draft.view.option}"
+    return None
+
+
+SELF_DRAFT = _self_draft("--draft self:…", lambda draft, asked: True)
+ROUNDED = _self_draft("--draft self:int8, int4 or fp8", lambda draft, asked: bool(draft.weights))
+LIKE_TARGET = _self_draft(
+    "--draft self:int8, int4 or fp8",
+    lambda draft, asked: bool(draft.weights) and draft.quantization == asked.config.quantization,
+)
+READER = Feature(
+    "a draft that reads hidden states",
+    lambda asked: "a draft that reads hidden states" if asked.reads_hidden else None,
+)
+HEAD = Feature("a draft that reads hidden states", lambda x: _first(iter(x.heads.values())))
+WINDOW = Feature("--draft-kv", lambda asked: _first(option for _, option in _windows(asked)))
+WINDOW_OF_HEAD = Feature(
+    "--draft-kv", lambda asked: _first(x for name, x in _windows(asked) if name in asked.heads)
+)
+HEAD_IN_WINDOW = Feature(
+    HEAD.name,
+    lambda asked: _first(asked.heads[x] for x, _ in _windows(asked) if x in asked.heads),
+)
+SEGMENTS = _option("segments", with_value=False)
+STAGES = _option("pipeline_parallel_size")
+DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel_size")
+GROUP, BITS = _option("quantize_group"), _option("activation_bits")
+DENSE = Feature(
+    "--block-size 0", lambda asked: None if asked.config.block_size else "--block-size 0"
+)
+TARGET_QUANTIZED = Feature(
+    "--quantize",
+    lambda x: x.config.quantization and f"a target whose weights are in {x.config.quantization}",
+)
+TARGET_SCHEME = Feature(
+    "a quantized checkpoint",
+    lambda x: f"a quantized checkpoint ({x.schemes['target']})" if "target" in x.schemes else None,
+)
+MAPPED = Feature(
+    "a draft with other tokens than the target's",
+    lambda x: f"{next(iter(x.mapped))}, whose tokens are other ones" if x.mapped else None,
+)
+UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
+
+_STAGED = (
+    "a target in stages, with models or lookups that draft on rank 0",
+    "leave out {option}, or --pipeline-parallel-size",
+)
+_ONE_SCALE = (
+    "--quantize int8 or int4: fp8 has one scale for each output",
+    "leave out --quantize-group",
+)
+_NO_BITS = "pass --quantize int8 or int4, or leave out --activation-bits"
+
+# in the order in which they are looked for
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        SEGMENTS,
+        STAGES,
+        "one of the two: a stage is one program, whose weights stay in memory",
+        "leave out --segments, or --pipeline-parallel-size",
+    ),
+    Refusal(CUT_DRAFTS, STAGES, *_STAGED),
+    Refusal(DRAFT_RANKS, STAGES, *_STAGED),
+    Refusal(_option("kv_cache_dtype"), STAGES, *_STAGED),
+    Refusal(SELF_DRAFT, STAGES, *_STAGED),
+    Refusal(
+        DRAFT_RANKS,
+        CUT_DRAFTS,
+        "drafts that are one rank's each, or cut for all ranks",
+        "leave out one of the two",
+    ),
+    Refusal(GROUP, UNQUANTIZED, *_ONE_SCALE, found="{a}"),
+    Refusal(GROUP, _kind("fp8"), *_ONE_SCALE),
+    Refusal(
+        ROUNDED,
+        SEGMENTS,
+        "whole programs: segments have one copy of their weights",
+        "leave out one of the two",
+    ),
+    Refusal(
+        LIKE_TARGET,
+        TARGET_QUANTIZED,
+        "weights that differ from the target's",
+        "leave out --quantize, or choose another draft",
+        "{a}, and {b}, too",
+    ),
+    Refusal(
+        ROUNDED,
+        Backends(lambda facts, options: "quantize" in options),
+        "the backend {backends}, which reads quantized weights",
+        "pass --backend {taker}, or another draft",
+        "{a} with backend {b}",
+    ),
+    *(
+        Refusal(
+            _option(name, with_value=False),
+            Backends(lambda facts, options, name=name: name in options),  # type: ignore[misc]
+            "the backend {backends}, which it is for",
+            "pass --backend {taker}, or leave out {option}",
+            "{a} with backend {b}",
+        )
+        for name in BACKEND_OPTIONS
+    ),
+    *(
+        Refusal(
+            _kind(kind),
+            Backends(lambda facts, options, kind=kind: kind in facts.quantized),  # type: ignore[misc]
+            f"--quantize {{quantized}}, or a backend that reads {kind}: {{list}}",
+            "pass --backend {taker}, or --quantize {kind}",
+            "{a} with backend {b}",
+        )
+        for kind in ("int8", "int4", "fp8")
+    ),
+    *(
+        Refusal(
+            _dtype(name),
+            Backends(lambda facts, options, name=name: name in facts.dtypes),  # type: ignore[misc]
+            "{dtypes}, or one of the backends {list}",
+            "pass --dtype {dtype}, or --backend {taker}",
+            "{a} for the backend {b}",
+        )
+        for name in ("float32", "bfloat16", "float16")
+    ),
+    Refusal(
+        SELF_DRAFT,
+        Backends(lambda facts, options: facts.takes_views),
+        "a backend that reads it in blocks: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a} and the backend {b}, whose programs read the cache of a sequence as a whole",
+    ),
+    Refusal(
+        SELF_DRAFT,
+        DENSE,
+        "a cache in blocks, of which the draft sees some",
+        "leave out --block-size",
+        "{a} and {b}, one block for each sequence",
+    ),
+    *(
+        Refusal(
+            _self_draft("--draft self:…,blocks=…", lambda draft, asked: _chooses_beside(draft)),
+            Feature(name, lambda asked, is_layers=is_layers: _without_blocks(asked, is_layers)),  # type: ignore[misc]
+            "one of the two: blocks are chosen for the target's own program, and fewer layers or"
+            " other weights are a second one",
+            "pass {b}",
+            f"{{a}}: blocks, and {what}",
+        )
+        for name, what, is_layers in (
+            ("self:layers=… or skip=…", "some of the layers", True),
+            ("self:int8, int4 or fp8", "other weights", False),
+        )
+    ),
+    Refusal(
+        WINDOW,
+        Backends(lambda facts, options: not facts.is_padded),
+        "a backend that reads it in blocks: {backends}",
+        "pass --backend {taker}, or leave out --draft-kv",
+        "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
+    ),
+    Refusal(
+        READER,
+        Backends(lambda facts, options: not facts.is_padded),
+        "a backend of flat tokens: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}, whose caches have no place for them",
+    ),
+    *(
+        Refusal(
+            READER,
+            other,
+            "a target whose layers are one program, which keeps them",
+            "leave out {other}, or choose another draft",
+            "{a}, and {b}",
+        )
+        for other in (SEGMENTS, STAGES)
+    ),
+    Refusal(
+        Feature("a block drafter or Medusa heads", _block_drafter),
+        Backends(lambda facts, options: facts.fills_blocks),
+        "a backend that such drafts have run on: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    *(
+        Refusal(
+            option,
+            HEAD,
+            "drafts that rank 0 has, whole: it reads the hidden states there",
+            "leave out {option}",
+            "{a}, and {b}",
+        )
+        for option in (CUT_DRAFTS, DRAFT_RANKS)
+    ),
+    Refusal(
+        WINDOW_OF_HEAD,
+        HEAD_IN_WINDOW,
+        "a draft model of its own: this one sees what its layers were trained to see",
+        "leave out --draft-kv",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        CUT_DRAFTS,
+        MAPPED,
+        "a whole vocabulary on each rank that drafts: the target's ids are chosen from it",
+        "leave {option} at 1: rank 0 drafts alone",
+        "{a}, and {b} than the target's",
+    ),
+    Refusal(
+        Feature("a quantized checkpoint", _quantized_checkpoint),
+        Backends(lambda facts, options: "quantize" in options),
+        "the backend {backends}: no other reads quantized weights",
+        "pass --backend {taker}, or the unquantized checkpoint",
+        "{a} with backend {b}",
+    ),
+    Refusal(
+        ROUNDED,
+        TARGET_SCHEME,
+        "a checkpoint in floats, whose weights are rounded for the draft",
+        "choose another draft: this one would read the target's own integers",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        Feature("quantized weights for several ranks", _quantized_ranks),
+        Backends(lambda facts, options: facts.cuts_quantized),
+        "the backend {backends}, whose ranks have parts of them",
+        "pass --backend {taker}, one rank, or weights that are not quantized",
+        "{a} with backend {b}",
+    ),
+    Refusal(
+        BITS,
+        _kind("fp8"),
+        "weights in int8 or int4: rows by fp8 stay floats, all but the head's",
+        _NO_BITS,
+    ),
+    Refusal(
+        BITS,
+        Feature("no weights in int8 or int4", _no_integers),
+        "weights in int8 or int4",
+        _NO_BITS,
+        "{a} {b}",
+    ),
+)
