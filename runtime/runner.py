@@ -19,8 +19,7 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar_masks import hooked
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
-from specc.runtime.execution.can_draw import drawn_step
-from specc.runtime.execution.draws import BegunModel, DrawnPrograms
+from specc.runtime.execution.draws import BegunModel, DrawnPrograms, drawn_step
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.execution.prompts import Prompts
 from specc.runtime.outputs.step_logprobs import logprobs_after

@@ -13,8 +13,13 @@ from torch import Tensor
 from specc.drafters.drafter import Drafter
 from specc.runtime.backends.step import Model
 from specc.runtime.execution.block_votes import BlockVotes
-from specc.runtime.execution.can_draw import can_draw_prompts
-from specc.runtime.execution.draws import BegunModel, DrawnPrograms, Draws, prompt_draws
+from specc.runtime.execution.draws import (
+    BegunModel,
+    DrawnPrograms,
+    Draws,
+    can_draw_prompts,
+    prompt_draws,
+)
 from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends

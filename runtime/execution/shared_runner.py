@@ -18,8 +18,14 @@ from specc.runtime.backends.step import BegunStep, FinishStep, RepeatedStep, Sta
 from specc.runtime.backends.step_io import Drafted, StepInputs
 from specc.runtime.constraints.grammar_masks import has_masks, hooked
 from specc.runtime.execution.block_votes import read_votes
-from specc.runtime.execution.can_draw import drawn_step, drawn_steps
-from specc.runtime.execution.draws import Draws, joined, prompt_draws, tree_draws
+from specc.runtime.execution.draws import (
+    Draws,
+    drawn_step,
+    drawn_steps,
+    joined,
+    prompt_draws,
+    tree_draws,
+)
 from specc.runtime.execution.prompt_ends import PromptEnds, queue_ends
 from specc.runtime.execution.prompts import as_drawn
 from specc.runtime.execution.shared_pass import (

@@ -36,6 +36,9 @@ from specc.runtime.backends.step_io import (
     StepResult,
 )
 
+# address and length
+_NO_RESULTS = 0, 0
+
 
 class NativeStep:
     """The library's runner of a step: see kernels/cpu/step_runner.h.
@@ -54,7 +57,7 @@ class NativeStep:
         # what was set: the memory has to stay
         self._held: dict[int, Tensor] = {}
         self._results = array.array("q", encoder.host_slots)
-        self._no_results = array.array("q")
+        self._results_at = self._results.buffer_info()
         self._table = NativeTensor()
         self._table_of: Tensor | None = None
         self._count = ctypes.c_int64()
@@ -89,14 +92,14 @@ class NativeStep:
     ) -> list[int]:
         """Run stages first … last - 1; returns the integers of the results where that `reads`."""
         flat = array.array("q", rows)
-        results = self._results if reads else self._no_results
-        self._bind_table(block_table)
-        self._check(
-            self._library.specc_step_step(
-                self._pointer, flat.buffer_info()[0], len(flat), self._table,
-                results.buffer_info()[0], len(results), first, last, stays,
-            )
+        if block_table is not self._table_of:
+            self._bind_table(block_table)
+        status = self._library.specc_step_step(
+            self._pointer, *flat.buffer_info(), self._table,
+            *(self._results_at if reads else _NO_RESULTS), first, last, stays,
         )  # fmt: skip
+        if status:
+            self._check(status)
         return self._found() if reads else []
 
     def steps(
@@ -104,12 +107,12 @@ class NativeStep:
     ) -> list[int]:
         """Several steps; returns the integers of each, one after the other."""
         flat, last = array.array("q", rows), array.array("q", ends)
-        self._bind_table(block_table)
+        if block_table is not self._table_of:
+            self._bind_table(block_table)
         self._check(
             self._library.specc_step_steps(
-                self._pointer, flat.buffer_info()[0], len(flat), self._table,
-                self._results.buffer_info()[0], len(self._results), count,
-                last.buffer_info()[0], len(last),
+                self._pointer, *flat.buffer_info(), self._table, *self._results_at, count,
+                *last.buffer_info(),
             )
         )  # fmt: skip
         return self._found()
@@ -127,10 +130,9 @@ class NativeStep:
         return self._doubles(self._library.specc_step_program_seconds)
 
     def _bind_table(self, block_table: Tensor) -> None:
-        # rows come and go; mostly it is the same tensor
-        if block_table is not self._table_of:
-            describe(block_table, self._table)
-            self._table_of = block_table
+        # rows come and go; mostly it is the same tensor, and nobody comes here
+        describe(block_table, self._table)
+        self._table_of = block_table
 
     def _found(self) -> list[int]:
         data = self._library.specc_step_found(self._pointer, self._count)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.execution.can_draw import can_draw
+from specc.runtime.execution.draws import can_draw
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
