@@ -73,7 +73,7 @@ def _obtain(
     kind: str, make: Callable[[Path], Path], key: tuple[Any, ...], sources: tuple[str, ...]
 ) -> bytes:
     cache = FileCache()
-    parts = (kind, key, *map(_source_hash, sources), _environment())
+    parts = (kind, key, *map(_source_hash, sources), environment())
     name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.{kind}"
     is_new = False
 
@@ -127,7 +127,7 @@ def _source_hash(part: str) -> str:
 
 
 @functools.cache
-def _environment() -> tuple[Any, ...]:
+def environment() -> tuple[Any, ...]:
     """Packages, processor and settings."""
     packages = sorted((d.name, d.version) for d in importlib.metadata.distributions())
     settings = sorted(
