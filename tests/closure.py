@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tests.kept import ROOT, environment
+from tests.kept import ROOT, installed
 
 SOURCES = ("specc", "passes", "runtime", "kernels")
 # of every file: versions, options, and how the library of operators is compiled
@@ -111,8 +111,8 @@ class Closures:
         return found.union(*(self._read_by(name) for name in tests))
 
     def hash(self, file: str, more: Iterable[str] = ()) -> str:
-        """Hash of the names and contents of these files, and of packages and settings."""
-        lines = [repr(environment()), *sorted(map(self._content, self.files(file, more)))]
+        """Hash of the names and contents of these files, and of packages."""
+        lines = [repr(installed()), *sorted(map(self._content, self.files(file, more)))]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def _named(self, prefix: str, is_chosen: bool, words: set[str], found: set[str]) -> set[str]:

@@ -80,6 +80,17 @@ def test_a_change_reaches_what_imports_it(checkout, name):
     assert reached == {f"tests/test_{word}.py" for word in REACHED[name]}
 
 
+def test_what_chooses_files_says_the_same_as_what_notes_them(checkout, monkeypatch):
+    """One is outside of pytest, where nobody has set what conftest.py sets."""
+    command = [sys.executable, "-c", "import sys, pathlib, tests.closure as c\n"]
+    command[-1] += "print(c.Closures(pathlib.Path(sys.argv[1])).hash('tests/test_api.py'))"
+    for name in ("SPECC_BACKEND", "TRITON_INTERPRET", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    outside = subprocess.run([*command, checkout], capture_output=True, text=True, check=True)
+    assert outside.stdout.strip() == Closures(checkout).hash("tests/test_api.py")
+
+
 def test_what_was_seen_counts_too(checkout):
     closures = Closures(checkout)
     assert "specc/named.py" not in closures.files("tests/test_alone.py")
