@@ -23,6 +23,7 @@ PART ?=
 OF_PART := $(if $(PART),--part $(PART))
 # AGAIN=1: of `make test-full`, the files in which RESULTS says that a test failed
 AGAIN ?=
+CHANGED = PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.changed
 FULL_RESULTS = PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.full_results
 
 VENV := .venv
@@ -32,7 +33,8 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help aarch64 decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-full sanitize lint \
+.PHONY: help aarch64 decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-all test-full \
+	sanitize lint \
 	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
 OLDEST_TRITON := 3.6.0
@@ -41,7 +43,8 @@ GPU_PYTHON ?= python3
 
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
-	@echo "make test       formatting, lint, types, and all tests but the slow ones"
+	@echo "make test       formatting, lint, types, and the tests that a change since they last passed"
+	@echo "                may reach; make test-all: all of them but the slow ones"
 	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them, PART=2/8"
 	@echo "                is the second of eight parts, whose results FILE.json brings together;"
 	@echo "                AGAIN=1 runs again the files in which a test of FILE.json failed"
@@ -64,10 +67,18 @@ build/decode: examples/decode.cpp $(wildcard examples/decode/*.h) $(VENV)/.libra
 	@set=$$($(BIN)/python -P kernels/library_files.py) && $(CXX) -std=c++20 -O1 $< -o $@ \
 		-Ikernels/cpu -Lkernels/lib -l:libspecc_cpu-$$set.so -Wl,-rpath,$$PWD/kernels/lib
 
-# checks of one thread each, side by side
+# files of tests for which something has changed since they last passed here: tests/changed.py;
+# PYTEST_ARGS=tests/… chooses others
 test: $(VENV)/.dev $(VENV)/.library
+	@$(MAKE) -s --no-print-directory -j3 lint build/triton-server/.installed
+	@files="$(if $(findstring tests/,$(PYTEST_ARGS)),tests,$$($(CHANGED)))" || exit 1; \
+	if [ -z "$$files" ]; then echo "specc: all tests passed as everything is now"; exit 0; fi; \
+	$(PYTEST) -m "not slow" --record $(if $(findstring tests/,$(PYTEST_ARGS)),,$$files) $(PYTEST_ARGS)
+
+# checks of one thread each, side by side
+test-all: $(VENV)/.dev $(VENV)/.library
 	@$(MAKE) -s --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
-	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" --record $(PYTEST_ARGS)
 
 test-full: lint $(VENV)/.library build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@rm -f $(REPORT); files=; if [ -n "$(AGAIN)" ]; then \

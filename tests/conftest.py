@@ -54,6 +54,14 @@ with contextlib.suppress(ModuleNotFoundError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="the tests of part K of N, by files")
+    parser.addoption("--record", action="store_true", help="note the files that pass: changed.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record"):
+        from tests.changed import register
+
+        register(config)
 
 
 def pytest_collectstart() -> None:

@@ -73,7 +73,7 @@ def _obtain(
     kind: str, make: Callable[[Path], Path], key: tuple[Any, ...], sources: tuple[str, ...]
 ) -> bytes:
     cache = FileCache()
-    parts = (kind, key, *map(_source_hash, sources), _environment())
+    parts = (kind, key, *map(_source_hash, sources), environment())
     name = f"{_FOLDER}/{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.{kind}"
     is_new = False
 
@@ -127,13 +127,19 @@ def _source_hash(part: str) -> str:
 
 
 @functools.cache
-def _environment() -> tuple[Any, ...]:
-    """Packages, processor and settings."""
+def installed() -> tuple[Any, ...]:
+    """Packages and processor."""
     packages = sorted((d.name, d.version) for d in importlib.metadata.distributions())
+    return sys.version, *isa_flags(), *packages
+
+
+@functools.cache
+def environment() -> tuple[Any, ...]:
+    """Packages, processor and settings."""
     settings = sorted(
         (key, value)
         for key, value in os.environ.items()
         if key in ("CXX", "TRITON_INTERPRET", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")
         or (key.startswith("SPECC_") and key != "SPECC_CACHE_DIR")
     )
-    return sys.version, *isa_flags(), *packages, *settings
+    return *installed(), *settings

@@ -35,7 +35,7 @@ def ask(made: list[Path], path: Path, *key: object) -> str:
         made.append(directory)
 
     kept._source_hash.cache_clear()
-    kept._environment.cache_clear()
+    kept.environment.cache_clear()
     kept.keep(path, make, *key, sources=("code",))
     return (path / "part" / "file").read_text()
 

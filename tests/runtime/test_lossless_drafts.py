@@ -139,13 +139,13 @@ def test_seeded_tokens_are_those_without_tiles_and_without_drafts(
 @pytest.mark.parametrize("plan", every(3, PLAN_IDS[::3]))
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
-    engine = drafts.engine(zoo, "qwen3", "eager")
+    engine = drafts.engine(zoo, "qwen3", "cpu")
     check_join_and_leave(zoo, "qwen3", engine, plan, plain=1)
 
 
 def test_plans_of_all_kinds_follow_each_other(zoo: Zoo) -> None:
     """Every draft lags behind by another number of tokens whenever its turn comes."""
-    engine = drafts.engine(zoo, "qwen3", "eager")
+    engine = drafts.engine(zoo, "qwen3", "cpu")
 
     class Turns(Policy):
         count = 0

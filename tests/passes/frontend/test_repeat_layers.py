@@ -138,7 +138,7 @@ def test_a_layer_that_is_another_is_traced(change, monkeypatch):
     model = llama(change)
     copied, full, counts = both_ways(model, monkeypatch)
     assert (counts.traced, counts.copied) in ((2, 2), (1, 2))  # one of another class is not counted
-    assert_same(copied, full)
+    assert_same_trace(copied, full)
 
 
 def replaced_forward(layers):
@@ -164,7 +164,7 @@ def test_layers_that_may_do_more_are_all_traced(change, monkeypatch):
     assert groups_of_layers(model) == []
     copied, full, counts = both_ways(model, monkeypatch)
     assert counts.copied == 0
-    assert_same(copied, full)
+    assert_same_trace(copied, full)
 
 
 class _Counting(nn.Module):

@@ -39,7 +39,7 @@ from tests.lossless import (
     run_case,
 )
 from tests.runtime.live_rig import EveryNode, ScriptedNodes
-from tests.tiers import only
+from tests.tiers import every, only
 
 NAMES = ("qwen3", "gemma3-tied", "opt")
 # and those whose projections are written in another way, and experts: in rows, and of a checkpoint
@@ -105,7 +105,7 @@ def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
         run_case(zoo, name, engine, "tree-3-2-1-1", [prompt])
 
 
-@pytest.mark.parametrize("plan", PLAN_IDS)
+@pytest.mark.parametrize("plan", every(2, PLAN_IDS))
 def test_requests_join_and_leave_while_others_run(zoo: Zoo, plan: str) -> None:
     """The batch grows and shrinks between steps; a plain request runs among speculative ones."""
     engine = zoo.engine("qwen3", "noisy", **layout_of("qwen3"), max_num_seqs=3, **CPU)
