@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,13 +83,13 @@ class Pipeline:
     Args:
         phases: what to run.
         dump_dir: directory that gets the graph after each phase as text, or None.
-        on_phase: called with (program name, phase) before each phase.
+        before: phase → what is called before it.
         verifies: run the specification of a flat program between phases.
     """
 
     phases: Phases = PHASES
     dump_dir: Path | None = None
-    on_phase: Callable[[str, str], None] = lambda program, phase: None
+    before: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     verifies: bool = True
     records: list[PassRecord] = field(default_factory=list)
 
@@ -103,7 +103,8 @@ class Pipeline:
         first = len(self.records)
         self._dump(program, 0, "trace")
         for number, (phase, passes) in enumerate(self.phases, start=1):
-            self.on_phase(program.name, phase)
+            if phase in self.before:
+                self.before[phase]()
             for kind in passes:
                 self._run_pass(kind(), program, phase)
             if self.verifies:

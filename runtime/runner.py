@@ -26,7 +26,7 @@ from specc.runtime.execution.prompts import Prompts
 from specc.runtime.outputs.step_logprobs import logprobs_after
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.speculation.plans import blocks_of, heads_of
+from specc.speculation.plans import models_of
 
 
 class Runner:
@@ -73,10 +73,10 @@ class Runner:
         self._threshold = threshold
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
         self._votes = BlockVotes(cache, self._link)
+        drafters = models_of(step.plan for step in steps.values())
         self._prompts = Prompts(
             target, drafts, cache, prefill_chunk, operators, self._link, self._votes, drawn, staged,
-            heads_of(step.plan for step in steps.values()),
-            blocks_of(step.plan for step in steps.values()),
+            {i: x for i, x in drafters.items() if x.facts.reads_hidden},
         )  # fmt: skip
 
     def begin(self, batch: Batch, count: int = 1) -> PendingBatch | None:

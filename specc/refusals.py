@@ -189,7 +189,9 @@ def _first(found: Iterator[str]) -> str | None:
 
 def _block_drafter(asked: Asked) -> str | None:
     plans = asked.plans or ()
-    return _first(f"{x.called} ({x.draft})" for plan in plans for x in plan.blocks)
+    return _first(
+        f"a {x.facts.called} ({x.name})" for plan in plans for x in plan.models if x.is_one_pass
+    )
 
 
 def _quantized_checkpoint(asked: Asked) -> str | None:
@@ -213,7 +215,7 @@ def _no_integers(asked: Asked) -> str | None:
 
 def _chooses_beside(draft: Any) -> bool:
     """It chooses blocks, and is a second program of the target."""
-    return bool(draft.has_program and draft.view and draft.view.chosen)
+    return bool(draft.has_second_program and draft.view and draft.view.chosen)
 
 
 def _without_blocks(asked: Asked, with_layers: bool) -> str | None:
@@ -381,6 +383,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
     ),
     Refusal(
+        Feature("a block drafter or Medusa heads", _block_drafter),
+        Backends(lambda facts, options: facts.fills_blocks),
+        "a backend that such drafts have run on: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    Refusal(
         READER,
         Backends(lambda facts, options: not facts.is_padded),
         "a backend of flat tokens: {backends}",
@@ -396,13 +405,6 @@ REFUSALS: tuple[Refusal, ...] = (
             "{a}, and {b}",
         )
         for other in (SEGMENTS, STAGES)
-    ),
-    Refusal(
-        Feature("a block drafter or Medusa heads", _block_drafter),
-        Backends(lambda facts, options: facts.fills_blocks),
-        "a backend that such drafts have run on: {backends}",
-        "pass --backend {taker}, or another draft",
-        "{a}, and the backend {b}",
     ),
     *(
         Refusal(

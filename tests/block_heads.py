@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specc.speculation.block_drafts import OF_ROW, OF_TOKEN
+from specc.drafters.block import OF_ROW, OF_TOKEN
 from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
 
 MASK = 5

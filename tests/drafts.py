@@ -14,7 +14,7 @@ import pytest
 from specc.config import CompileConfig
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.engine import Engine
-from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests import engines, models
 from tests.lossless import BATCH_SIZES, Zoo, layout_of
@@ -33,9 +33,9 @@ PLANS = (
     SpecPlan.from_widths((1, 1, 1, 1), TWO, VOTE),
     SpecPlan.from_widths((1, 1, 1), (*TWO, "lookup-2"), VOTE),
     SpecPlan.from_widths((1,) * 5, ("lookup-3",)),
-    SpecPlan.from_widths((1,) * 5, (SUFFIX,)),
+    SpecPlan.from_widths((1,) * 5, ("suffix",)),
     SpecPlan.from_widths((2, 2), ("draft_0", "lookup-2"), MERGE),
-    SpecPlan.from_widths((2, 1), (*TWO, SUFFIX), MERGE),
+    SpecPlan.from_widths((2, 1), (*TWO, "suffix"), MERGE),
 )
 PLAN_IDS = [plan.name for plan in PLANS]
 # others of a kind that the default tier has: a chain, or a tree, of another draft or more of them

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from specc.artifact.backends import backend_names
+from specc.drafters.registry import ALL
 from specc.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ LAYER_OF = {
     "bounds": "facts",
     "config": "facts",
     "cost": "facts",
+    "drafters": "facts",
     "draw": "bench",
     "errors": "facts",
     "inputs": "facts",
@@ -370,6 +372,61 @@ def test_telling_backends_apart_is_found(code):
 def test_backends_are_told_apart_by_their_facts_alone(path):
     """Adding one takes its facts and a file on each side: nobody else knows names."""
     assert list(told_apart(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+# what is for drafts of every kind; the other modules of these folders are one kind's
+ALL_DRAFTERS = {
+    "specc.drafters": {"drafter", "facts", "one_pass", "registry", "views"},
+    "specc.passes.drafters": {
+        "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "tap_ids",
+    },
+    "specc.runtime.drafters": {"block_choice", "host_drafter", "host_drafts", "suffix_index"},
+}  # fmt: skip
+# those two are names of operands and of an operator, too
+KINDS = {facts.kind for facts in ALL} - {"self", "lookup"}
+# words of other programs, and of other protocols
+_OTHER_WORDS = ("specc/bench/peers/", "specc/bench/rounds.py", "specc/server/protocol.py")
+
+
+def names_of_kinds(tree: ast.AST) -> Iterator[str]:
+    """Modules of one kind of draft that code imports, and kinds that it names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in KINDS:
+            yield ast.unparse(node)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for package, known in ALL_DRAFTERS.items():
+            names = [alias.name for alias in node.names] if node.module == package else []
+            if node.module and node.module.startswith(f"{package}."):
+                names = [node.module.removeprefix(f"{package}.")]
+            yield from (f"{package}.{name}" for name in names if name not in known)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'head.kind == "medusa"', 'KINDS = ("dflash", "dspark")', 'draft == "suffix"',
+        "from specc.drafters.block import BlockDraft", "from specc.drafters import medusa",
+        "from specc.passes.drafters.mtp_spec import MtpSpec",
+    ],
+)  # fmt: skip
+def test_naming_a_kind_of_draft_is_found(code):
+    assert list(names_of_kinds(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sources()
+        if "drafters" not in (*path.relative_to(ROOT).parts, path.stem)
+        and not path.relative_to(ROOT).as_posix().startswith(_OTHER_WORDS)
+    ],
+    ids=module_of,
+)
+def test_drafts_are_told_apart_by_their_facts_alone(path):
+    """Adding a kind takes its facts and a file on each side: nobody else knows names."""
+    assert list(names_of_kinds(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
 FORBIDDEN = (

@@ -22,7 +22,7 @@ from torch import nn
 from specc.passes.values import describe_tensor
 
 # whose modules compute with their inputs, parameters and attributes alone, and keep nothing
-_LIBRARIES = ("transformers.", "torch.nn.", "specc.passes.frontend.heads.")
+_LIBRARIES = ("transformers.", "torch.nn.", "specc.passes.drafters.")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # what `nn.Module` keeps for itself, compared on its own

@@ -19,11 +19,11 @@ from specc.artifact.safetensors_io import TensorReader
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.artifact.weights import MemoryReader
 from specc.errors import ConfigError, WeightError
+from specc.passes.drafters.head_spec import HeadSpec
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.checkpoint import CheckpointMap
 from specc.passes.frontend.config_numbers import check_layers
 from specc.passes.frontend.gguf_tensors import check_tensors
-from specc.passes.frontend.heads.head_spec import HeadSpec
 from specc.passes.frontend.rotary import frozen_length
 from specc.passes.frontend.text_part import TextReader, language_parameters, whole_config
 from specc.passes.program import Program, Weight, constant_key

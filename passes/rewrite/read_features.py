@@ -7,8 +7,6 @@ import torch
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_a_tree, features_are_read, logits_are_selected
-from specc.passes.frontend.heads.feature_head import FEATURES as TAPPED
-from specc.passes.frontend.heads.feature_head import IS_TAPPED, OWN_FEATURES
 from specc.passes.program import (
     FEATURE_ROWS,
     FEATURES,
@@ -21,6 +19,9 @@ from specc.passes.program import (
 )
 
 aten = torch.ops.aten
+
+# inputs of traced modules of drafts beside tokens and positions
+TAPPED, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
 
 
 class ReadFeatures(Pass):

@@ -13,7 +13,8 @@ import operator
 import torch
 from torch import fx
 
-from specc.passes.step.draft_levels import Grower, children, feed_level, first_level
+from specc.passes.step.draft_levels import children
+from specc.passes.step.proposer import Grower
 from specc.passes.step.step_graph import StepGraph, int32, slots_name
 from specc.sampling.rows import MIN_TEMPERATURE, Value
 from specc.speculation.plans import SpecPlan
@@ -23,15 +24,14 @@ aten = torch.ops.aten
 specc = torch.ops.specc
 
 
-def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
-    """Grow a tree; outputs as of `draft_stage`."""
+def draft_dynamic(
+    g: StepGraph, grower: Grower, plan: SpecPlan, root: fx.Node
+) -> dict[str, fx.Node]:
+    """Grow a tree below a root [B, 1]; outputs as of `draft_stage`."""
     assert plan.dynamic is not None
-    (draft,) = plan.drafts
     k, depth = plan.dynamic.top_k, plan.dynamic.depth
-    root = g.last(g["last_tokens"], 1)
     # no rule of these trees draws by column
-    grower = Grower.of(g, plan, draft)
-    logits = sharpen_sampled(g, plan, first_level(g, grower), 0, 1)
+    logits = sharpen_sampled(g, plan, grower.first_level(g), 0, 1)
     made, found = children(g, logits, k, g.constant("root_column", int32([0])), 0, scored=True)
 
     zero = g.call(aten.full_like.default, root, 0, dtype=torch.int32)
@@ -52,9 +52,9 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
         fed.append(best_candidates)
         num_fed = 1 + level * k
         words = None
-        if grower.bias is None:
+        if grower.reads_rows:
             words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
-        parts, parents_of = [], _parents(g, grower, best_parents, level, k)
+        parts, parents_of = [], grower.parents_of_best(g, best_parents, level, k)
         for first_fed, last_fed in plan.tiles(k):
             size, row = last_fed - first_fed, num_fed - k + first_fed
             rows = None if words is None else g.node_rows(words, row, row + size, num_fed)
@@ -62,7 +62,7 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
             above = None
             if parents_of is not None:
                 above = g.part(parents_of, 1, first_fed, last_fed, k)
-            logits = feed_level(g, grower, part, rows, row, size, level, above)
+            logits = grower.feed_level(g, part, rows, row, size, level, above)
             logits = sharpen_sampled(g, plan, logits, level, size)
             name = "frontier_columns" + (f"_{size}" if size < k else "")
             columns = g.constant(name, torch.zeros(size, dtype=torch.int32))
@@ -95,23 +95,11 @@ def draft_dynamic(g: StepGraph, plan: SpecPlan) -> dict[str, fx.Node]:
     )
     words, depths = g.parts(specc.ancestor_words.default, 2, tree[1])
     outputs = {"tokens": tree[0], "parents": tree[1], "ancestors": words, "depths": depths}
-    if grower.keeps_rows:
+    if grower.drafter.moves_rows:
         rows = _rows_of_candidates(g, plan, g.cat(*fed))
         kept = g.call(aten._to_copy.default, tree[2], dtype=torch.int64)
-        outputs[slots_name(draft)] = g.call(aten.gather.default, rows, 1, kept)
+        outputs[slots_name(grower.drafter.name)] = g.call(aten.gather.default, rows, 1, kept)
     return outputs
-
-
-def _parents(g: StepGraph, grower: Grower, rows: fx.Node, level: int, k: int) -> fx.Node | None:
-    """What `feed_level` is to know of the parents of a level's nodes, whose rows [B, k] these are.
-
-    Nodes of a level have rows one after the other, the root row 0.
-    """
-    if grower.bias is None:
-        return rows
-    if level == 1 or not grower.bias.has_states:
-        return None
-    return g.call(aten.sub.Scalar, rows, 1 + (level - 2) * k)
 
 
 def sharpen_sampled(
@@ -121,7 +109,7 @@ def sharpen_sampled(
 
     Greedy requests keep theirs: their children would be the same, and the scores would not.
     """
-    factor = factor_of(plan, plan.drafts[0], level)
+    factor = factor_of(plan, plan.drafters[0], level)
     if factor == 1:
         return logits
     heat = int(Value.TEMPERATURE)

@@ -216,13 +216,12 @@ def _accept_commit_stage(
         width = g.arange(0, max_depth + 1, 1, torch.int32)
         targets = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, g["cache_len"], 1), width)
     g.constant(slots_name(TARGET), torch.arange(num_nodes, dtype=torch.int32))
-    for head in plan.heads:
-        # tokens that it has read, one more than its rows: the root is the last of them
-        outputs[f"{head}_len"] = g.call(aten.add.Tensor, g["cache_len"], 1)
-    for block in (block for block in plan.blocks if not block.is_flat):
+    again = [x for x in plan.models if x.has_rows and not x.moves_rows]
+    for drafter in sorted(again, key=lambda x: -x.rows_ahead):
         # rows of what was accepted are computed by the next pass
-        outputs[f"{block.draft}_len"] = g.call(aten.add.Tensor, g["cache_len"], 0)
-    for model in (TARGET, *(name for name in plan.models if name not in plan.recomputed)):
+        length = g.call(aten.add.Tensor, g["cache_len"], drafter.rows_ahead)
+        outputs[f"{drafter.name}_len"] = length
+    for model in (TARGET, *(x.name for x in plan.models if x.moves_rows)):
         source, length = g.parts(
             specc.commit_rows.default, 2, path, g["cache_len"], g[slots_name(model)]
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from specc.drafters.drafter import Drafter
 from specc.errors import ConfigError
 from specc.passes.step.draft_stage import num_levels
 from specc.passes.step.step_graph import TARGET
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import SpecPlan
 from specc.system.files import format_bytes
 
@@ -27,9 +27,9 @@ def logit_rows(plan: SpecPlan, model: str) -> int:
             target's.
     """
     if model != TARGET:
-        return _drafted_rows(plan, [model] if model in plan.models else [])
+        return _drafted_rows(plan, [x for x in plan.models if x.name == model])
     rows = min(plan.num_nodes, plan.tile or plan.num_nodes)
-    drafted = _drafted_rows(plan, [draft.name for draft in plan.self_drafts])
+    drafted = _drafted_rows(plan, plan.self_drafts)
     # what no rule verifies with is let go of before the tree is verified
     return rows + drafted if num_levels(plan) else max(rows, drafted)
 
@@ -38,12 +38,12 @@ def pass_rows(plan: SpecPlan, model: str) -> int:
     """Tokens a sequence of the widest pass that a step makes with a model."""
     if model == TARGET:
         own = min(plan.num_nodes, plan.tile or plan.num_nodes)
-        names = [draft.name for draft in plan.self_drafts]
-        return max([own, *(rows for name in names for rows in _level_rows(plan, name))])
-    if (block := plan.block_of(model)) is not None:
-        return block.num_read(plan.max_depth)
-    levels = _level_rows(plan, model) if model in plan.models else []
-    return max(plan.catch_up, *levels) if levels else 0
+        return max([own, *(rows for x in plan.self_drafts for rows in _level_rows(plan, x))])
+    drafter = next((x for x in plan.models if x.name == model), None)
+    if drafter is None:
+        return 0
+    levels = (plan.catch_up, *_level_rows(plan, drafter))
+    return max(drafter.passes(plan.max_depth, levels))
 
 
 def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb: int) -> SpecPlan:
@@ -58,7 +58,7 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
         ConfigError: not even the logits of one node of each sequence fit.
     """
     limit = limit_mb << 20
-    models = (TARGET, *plan.models)
+    models = (TARGET, *plan.model_names)
     largest = limit // (batch * max(row_bytes[model] for model in models))
     if largest == 0:
         needed = batch * max(row_bytes[model] for model in models)
@@ -70,15 +70,15 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
         )
     if not plan.speculates or (plan.tile is None and _fits(plan, row_bytes, batch, limit)):
         return plan
-    for block in plan.blocks:
-        _check_pass_fits(plan, block, batch * row_bytes[block.draft], batch, limit)
+    for drafter in plan.models:
+        _check_pass_fits(plan, drafter, batch * row_bytes[drafter.name], batch, limit)
     levels = [rows for draft in plan.asked for rows in _level_rows(plan, draft)]
     widest = max([plan.num_nodes, *levels])
     # as few tiles as fit, all of about one size
     count = -(-widest // min(largest, widest))
     tile = -(-widest // count)
     tiled = dataclasses.replace(plan, tile=min(tile, plan.tile or tile))
-    if any(block.is_biased for block in plan.blocks):
+    if any(drafter.depends_on_path for drafter in plan.models):
         # beside the rows of a tile there are those of the block, and what is added to them
         while tiled.tile and tiled.tile > 1 and not _fits(tiled, row_bytes, batch, limit):
             tiled = dataclasses.replace(tiled, tile=tiled.tile - 1)
@@ -87,25 +87,23 @@ def tile_plan(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit_mb
 
 
 def _check_pass_fits(
-    plan: SpecPlan, block: BlockDraft, row_bytes: int, batch: int, limit: int
+    plan: SpecPlan, drafter: Drafter, row_bytes: int, batch: int, limit: int
 ) -> None:
-    """Raises ConfigError: the logits that one pass of a block makes are above the limit.
+    """Raises ConfigError: the logits that the one pass of a draft makes are above the limit.
 
     Args:
         plan: of the step.
-        block: of a draft of the plan.
+        drafter: of the plan.
         row_bytes: of a row of logits of every sequence.
         batch: sequences.
         limit: bytes.
     """
-    needed = block.num_logits(plan.max_depth) * row_bytes
+    needed = drafter.num_logits(plan.max_depth) * row_bytes
     if needed <= limit:
         return
-    made = f"{plan.max_depth} tokens of a block"
-    if block.is_flat:
-        made = f"{block.size} Medusa heads, and of {plan.max_depth} depths in order,"
-    # all heads are computed, whatever the depth
-    fits = block.num_logits(1) * row_bytes <= limit
+    # all heads of a pass may be computed, whatever the depth
+    fits = drafter.num_logits(1) * row_bytes <= limit
+    made = drafter.describe_logits(plan.max_depth)
     raise ConfigError(
         f"--max-logits-mb {limit >> 20}; the logits of {made} for each of {batch} sequences take"
         f" {format_bytes(needed)}",
@@ -117,7 +115,7 @@ def _check_pass_fits(
 
 def _check_block_fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> None:
     """Raises ConfigError: what a block adds to the smallest tiles is above the limit."""
-    needed = max(batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.models))
+    needed = max(batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.model_names))
     if needed > limit:
         raise ConfigError(
             f"--max-logits-mb {limit >> 20}; a block of {plan.max_depth} tokens whose logits depend"
@@ -130,26 +128,26 @@ def _check_block_fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, 
 
 
 def _fits(plan: SpecPlan, row_bytes: Mapping[str, int], batch: int, limit: int) -> bool:
-    sizes = [batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.models)]
+    sizes = [batch * logit_rows(plan, m) * row_bytes[m] for m in (TARGET, *plan.model_names)]
     # what no rule verifies with is let go of, level by level
     return (sum(sizes) if num_levels(plan) else max(sizes)) <= limit
 
 
-def _drafted_rows(plan: SpecPlan, drafts: Sequence[str]) -> int:
+def _drafted_rows(plan: SpecPlan, drafts: Sequence[Drafter]) -> int:
     """Rows of logits a sequence that drafting leaves alive at a time."""
     levels = [rows for draft in drafts for rows in _level_rows(plan, draft)]
     rows = sum(levels) if num_levels(plan) else max(levels, default=0)
-    if any((block := plan.block_of(x)) is not None and block.is_biased for x in drafts):
+    if any(drafter.depends_on_path for drafter in drafts):
         # beside what one pass has made of all depths, and what is added to it
         rows += plan.max_depth + max(levels)
     return rows
 
 
-def _level_rows(plan: SpecPlan, draft: str) -> list[int]:
-    """Nodes a sequence that a draft model or view is asked about at a time, level by level."""
-    if (block := plan.block_of(draft)) is not None and plan.is_product(draft):
+def _level_rows(plan: SpecPlan, draft: Drafter) -> list[int]:
+    """Nodes a sequence that a draft is asked about at a time, level by level."""
+    if draft.is_product:
         # of all levels at once
-        return [block.num_logits(plan.max_depth)]
+        return [draft.num_logits(plan.max_depth)]
     if plan.dynamic is not None:
         levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
     else:

@@ -11,9 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specc.speculation.block_drafts import BlockDraft
-from specc.speculation.plans import MERGE, SpecPlan, is_lookup
-from specc.speculation.tree import WORD_BITS, TokenTree
+from specc.speculation.plans import MERGE, SpecPlan
+from specc.speculation.tree import TokenTree
 
 
 def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
@@ -24,30 +23,30 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         is_padded: the step is one for programs that take padded batches.
     """
     made = {"slot_of_target": _int32(range(plan.num_nodes))}
-    for block in plan.blocks:
-        made |= _block(plan, block)
+    for drafter in plan.models:
+        made |= drafter.constants(plan.max_depth)
     if plan.dynamic is not None:
         return made | _dynamic(plan)
     made["parents"] = _int32(plan.shape.parents)
     if plan.is_static:
         made["depths"] = _int32(plan.tree.depths)
         made["ancestors"] = plan.tree.ancestor_words()
-    trees = {draft: plan.tree_of(draft) for draft in plan.drafts}
+    trees = {drafter: plan.tree_of(drafter) for drafter in plan.drafters}
     if plan.self_drafts:
         made["view_root"] = torch.ones(1, 1, dtype=torch.int64)
     column, row, rows = 0, 0, list[int]()
-    for draft, tree in trees.items():
-        if is_lookup(draft):
+    for drafter, tree in trees.items():
+        draft, is_product = drafter.name, drafter.is_product
+        if not drafter.is_asked:
             rows += [-1] * tree.num_nodes
         else:
-            is_block = plan.is_product(draft)
-            own = [depth - 1 for depth in tree.depths] if is_block else _q_rows(tree)
+            own = [depth - 1 for depth in tree.depths] if is_product else _q_rows(tree)
             rows += [q + row if q >= 0 else -1 for q in own]
-            row += tree.max_depth if is_block else tree.num_nodes - len(tree.leaves)
+            row += tree.max_depth if is_product else tree.num_nodes - len(tree.leaves)
             made[f"parents_of_{draft}"] = _int32(tree.parents)
             made[f"slots_in_{draft}"] = made[f"slot_of_{draft}"] = _int32(_fed_slots(tree))
-            if is_block:
-                made |= _block_levels(draft, tree, column)
+            if is_product:
+                made |= _product_levels(draft, tree, column)
             else:
                 made |= _levels(plan, draft, tree, column, is_padded)
         column += tree.num_nodes
@@ -58,16 +57,11 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
 
 
 def earlier_constants(plan: SpecPlan) -> dict[str, Tensor]:
-    """Name → value of those that engines compiled before may have in another form.
-
-    Rows of a block had bits for its own rows alone. Those of the context have none set.
-    """
+    """Name → value of those that engines compiled before may have in another form."""
     return {
-        f"{block.draft}_rows_seen": block.rows_seen(plan.max_depth + 1)[
-            :, : -(-block.size // WORD_BITS)
-        ]
-        for block in plan.blocks
-        if not block.is_flat
+        name: value
+        for drafter in plan.models
+        for name, value in drafter.earlier_constants(plan.max_depth).items()
     }
 
 
@@ -100,21 +94,7 @@ def _levels(
     return made
 
 
-def _block(plan: SpecPlan, block: BlockDraft) -> dict[str, Tensor]:
-    """Of the pass of a block drafter."""
-    if block.is_flat:
-        return {f"{block.draft}_places": torch.arange(plan.max_depth)}
-    before = plan.max_depth + 1
-    first = before + block.first_row
-    return {
-        f"{block.draft}_masks": torch.full((before + block.size,), block.mask_token_id),
-        f"{block.draft}_rows_seen": block.rows_seen(before),
-        f"{block.draft}_offsets": block.offsets(before),
-        f"{block.draft}_places": torch.arange(first, first + plan.max_depth),
-    }
-
-
-def _block_levels(draft: str, tree: TokenTree, column: int) -> dict[str, Tensor]:
+def _product_levels(draft: str, tree: TokenTree, column: int) -> dict[str, Tensor]:
     """Of the levels of its tree: all nodes of a depth have the same children, as far as they go."""
     made = {}
     for depth in range(tree.max_depth):

@@ -51,7 +51,7 @@ def step_constants(program: Mapping[str, Any], plan: SpecPlan) -> dict[str, Tens
 
 
 def drafter_tensors(plan: SpecPlan, models: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What steps read of the weights of block drafters, by its name in the environment.
+    """What steps read of the weights of drafts, by its name in the environment.
 
     Args:
         plan: of the step.
@@ -60,12 +60,12 @@ def drafter_tensors(plan: SpecPlan, models: Mapping[str, Any]) -> dict[str, Tens
         EngineError: the weights of a drafter do not have them.
     """
     found = {}
-    for block in plan.blocks:
-        for name, key in block.bias_tensors.items():
+    for drafter in plan.models:
+        for name, key in drafter.tensors.items():
             try:
-                found[name] = models[block.draft].weights[key]
+                found[name] = models[drafter.name].weights[key]
             except KeyError:
-                where = f"the weights of {block.draft}"
+                where = f"the weights of {drafter.name}"
                 raise EngineError(f"{where} without {key}", "it, which a step reads", _DO) from None
     return found
 

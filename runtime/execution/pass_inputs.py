@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specc.drafters.drafter import Drafter
 from specc.runtime.scheduling.batch import Span
 from specc.runtime.scheduling.kv_cache import KVCache
 
@@ -34,6 +35,12 @@ class PassInputs(NamedTuple):
     slots: Tensor
     cache_len: Tensor
     block_table: Tensor
+
+    def of_draft(self, reader: Drafter | None) -> tuple[Tensor | None, ...]:
+        """For a draft; None is one that reads tokens alone."""
+        if reader is None:
+            return self.of_model
+        return self.of_head if reader.facts.hands_on else self.of_block
 
     @property
     def of_model(self) -> tuple[Tensor | None, ...]:

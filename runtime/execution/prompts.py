@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.drafters.drafter import Drafter
 from specc.runtime.backends.step import Model
 from specc.runtime.execution.block_votes import BlockVotes
 from specc.runtime.execution.can_draw import can_draw_prompts
@@ -35,8 +37,7 @@ class Prompts:
         votes: on the blocks of prompts.
         drawn: for prompts whose first tokens the target draws; None where it cannot.
         staged: the target, where it has stages.
-        heads: numbers of the drafts that read the target's hidden states and hand rows on.
-        blocks: numbers of the block drafters, which read them, too.
+        readers: by number, drafts that read the target's hidden states.
     """
 
     def __init__(
@@ -50,8 +51,7 @@ class Prompts:
         votes: BlockVotes,
         drawn: DrawnPrograms | None,
         staged: BegunModel | None,
-        heads: Collection[int] = (),
-        blocks: Collection[int] = (),
+        readers: Mapping[int, Drafter] = MappingProxyType({}),
     ) -> None:
         self.begin_target: Begin = at_once(target) if staged is None else staged.begin
         self._drafts = drafts
@@ -61,7 +61,7 @@ class Prompts:
         self._link = link
         self._votes = votes
         self._drawn = drawn
-        self._heads, self._blocks = frozenset(heads), frozenset(blocks)
+        self._readers = readers
 
     @torch.inference_mode()
     def begin(self, spans: list[Span]) -> Callable[[], PendingEnds]:
@@ -102,7 +102,7 @@ class Prompts:
         with self._link.active():
             self._cache.record(inputs.history_rows, inputs.tokens)
         for i, draft in enumerate(self._drafts):
-            if i in self._heads | self._blocks:
+            if i in self._readers:
                 continue  # see `after_pass`
             mine = [span for span in spans if i in span.drafts]
             if mine == spans:
@@ -113,7 +113,7 @@ class Prompts:
 
     def after_pass(self, spans: list[Span]) -> None:
         """Have drafts that read hidden states read prompts: what the target's pass has left."""
-        for i in self._heads | self._blocks:
+        for i in self._readers:
             if mine := [span for span in spans if i in span.drafts]:
                 with self._link.active():
                     self._read(i, mine)
@@ -143,10 +143,7 @@ class Prompts:
     def _read(self, draft: int, spans: list[Span]) -> None:
         """Feed a draft tokens of several requests, which the target has read."""
         inputs = self._send(causal_inputs(spans, self._cache))
-        if draft in self._blocks:
-            self._drafts[draft](*inputs.of_block)
-        else:
-            self._drafts[draft](*(inputs.of_head if draft in self._heads else inputs.of_model))
+        self._drafts[draft](*inputs.of_draft(self._readers.get(draft)))
 
     @torch.inference_mode()
     def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:

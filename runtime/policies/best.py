@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specc.runtime.policies.base import Policy
-from specc.speculation.plans import SpecPlan, is_lookup
+from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
     from specc.runtime.backends.step_io import StepResult
-    from specc.runtime.drafts.host_drafts import HostDrafts
+    from specc.runtime.drafters.host_drafts import HostDrafts
     from specc.runtime.scheduling.batch import StepGroup
     from specc.runtime.scheduling.request import Request
     from specc.speculation.metrics import SpecStats
@@ -105,7 +105,7 @@ class BestPolicy(Policy):
         gains = []
         for request in requests:
             lookup, request_id = self._lookup, request.request_id
-            length = self._host.propose(request, lookup.max_depth, lookup.drafts[0])[1]
+            length = self._host.propose(request, lookup.max_depth, lookup.drafters[0])[1]
             length = self._lengths[request_id] = min(length, TUNED.longest)
             of_lookup = self._of_length[length].hoped(self._step) if length else 1.0
             if request_id not in self._of_model:
@@ -174,5 +174,5 @@ def pick_plans(plans: Mapping[str, SpecPlan]) -> tuple[SpecPlan, SpecPlan]:
     """The first plan of a model or view alone, and the first of a lookup alone."""
     alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
     model = next(plan for plan in alone if plan.asked)
-    lookup = next(plan for plan in alone if is_lookup(plan.drafts[0]))
+    lookup = next(plan for plan in alone if not plan.asked)
     return model, lookup

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from specc.close_name import advice
 from specc.cost.latency_table import LatencyTable
 from specc.errors import ConfigError, RequestError
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
 from specc.speculation.live_nodes import can_cut
-from specc.speculation.plans import OFF, SpecPlan, is_lookup
+from specc.speculation.plans import OFF, SpecPlan
 
 if TYPE_CHECKING:
     from specc.speculation.metrics import SpecStats
@@ -79,7 +79,7 @@ def make_policy(
         )
     elif name == BEST:
         alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
-        if len({is_lookup(plan.drafts[0]) for plan in alone}) == 2:
+        if len({bool(plan.asked) for plan in alone}) == 2:
             return BestPolicy(plans, host)
         needed, do = "a plan of a model and one of a lookup", "compile it with --combine best"
     elif name == PROFILE:
@@ -127,7 +127,7 @@ def _chains(plans: Mapping[str, SpecPlan]) -> list[SpecPlan]:
         for plan in plans.values()
         if plan.speculates and not plan.combine and plan.asked and set(plan.widths) == {1}
     ]
-    return [plan for plan in found if plan.drafts == found[0].drafts]
+    return [plan for plan in found if plan.drafters == found[0].drafters]
 
 
 class ProfilePolicy(Policy):

@@ -46,7 +46,7 @@ class FollowedDeviceDrafts:
         self._plans: dict[int, _Plan] = {}
         homes = manifest.draft_homes
         for number, entry in enumerate(manifest.plans):
-            if homes.keys() & set(entry.plan.models):
+            if homes.keys() & set(entry.plan.model_names):
                 program = read_json(path / entry.file)
                 self._plans[number] = _plan_of(program, models, homes, rank, device)
 

@@ -42,7 +42,7 @@ class FollowedDrafts:
     ) -> None:
         self._parts: dict[int, _Part] = {}
         for number, entry in enumerate(manifest.plans):
-            if models.keys() & set(entry.plan.models):
+            if models.keys() & set(entry.plan.model_names):
                 program = read_json(path / entry.file)
                 homes = manifest.draft_homes
                 self._parts[number] = _Part(program, models, homes, rank, operators)

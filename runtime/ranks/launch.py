@@ -202,7 +202,7 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
             if step is None:
                 program = read_json(path / files[entry.name])
                 step = led_drafts(program, number, models, operators, homes)
-            drafts = {name: kept[name] for name in entry.plan.models if name in kept}
+            drafts = {name: kept[name] for name in entry.plan.model_names if name in kept}
             history = loaded.cache.history
             made[entry.name] = make(step, target, operators, history, drafts)
         return made

@@ -33,7 +33,7 @@ def led_plans(manifest: Manifest) -> frozenset[str]:
     return frozenset(
         entry.name
         for entry in manifest.plans
-        if entry.plan.self_drafts or others.intersection(entry.plan.models)
+        if entry.plan.self_drafts or others.intersection(entry.plan.model_names)
     )
 
 

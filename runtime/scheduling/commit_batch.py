@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch, RunResult
 from specc.runtime.scheduling.request import Request

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
-from specc.runtime.drafts.block_choice import BlockChoice
+from specc.runtime.drafters.block_choice import BlockChoice
 from specc.runtime.outputs.detokenizer import Detokenizer
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput, StreamOutput
 from specc.sampling.params import SamplingParams
@@ -17,7 +17,7 @@ from specc.speculation.metrics import SpecStats
 if TYPE_CHECKING:
     from specc.runtime.constraints.grammar import GrammarState
     from specc.runtime.constraints.logit_controls import LogitControls
-    from specc.runtime.drafts.suffix_index import SuffixIndex
+    from specc.runtime.drafters.suffix_index import SuffixIndex
     from specc.runtime.outputs.logprobs import PromptLogprobs, TokenLogprobs
 
 # tokens that are decoded at once where nobody reads the text of each

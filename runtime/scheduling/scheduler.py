@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from specc.errors import RequestError
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, check_policy
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.beside import ALONE, Beside
@@ -19,7 +19,7 @@ from specc.runtime.scheduling.request_blocks import RequestBlocks
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
 from specc.runtime.scheduling.step_groups import StepGroups
 from specc.speculation.metrics import SpecStats
-from specc.speculation.plans import OFF, SpecPlan, heads_of
+from specc.speculation.plans import OFF, SpecPlan, models_of
 
 _NOTHING_QUEUED = LookAhead()
 
@@ -75,7 +75,8 @@ class Scheduler:
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0
-        self._blocks = RequestBlocks(cache, shares_prefixes, bool(heads_of(plans.values())))
+        has_heads = any(x.facts.hands_on for x in models_of(plans.values()).values())
+        self._blocks = RequestBlocks(cache, shares_prefixes, has_heads)
         self._max_num_seqs = cache.shape.max_num_seqs
         self._plans = plans
         self._position_limit = position_limit

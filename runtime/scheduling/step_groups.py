@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy, live_nodes_of
 from specc.runtime.scheduling.batch import StepGroup
 from specc.runtime.scheduling.look_ahead import LookAhead

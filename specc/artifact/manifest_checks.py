@@ -21,14 +21,14 @@ from specc.artifact.manifest_entries import (
     TensorRTEntry,
 )
 from specc.artifact.model_entry import (
-    BLOCK_KINDS,
     LayerEntry,
     ModelEntry,
     SelfDraftEntry,
     SlabEntry,
 )
-from specc.errors import EngineError, SpeccError
-from specc.speculation.self_drafts import SelfDraft
+from specc.drafters.facts import Cache
+from specc.drafters.registry import drafter_of
+from specc.errors import ConfigError, EngineError, SpeccError
 
 # what chooses the plan of a step
 POLICIES = ("fixed", "best", "profile")
@@ -73,7 +73,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
 
 def _check_taps(model: ModelEntry) -> None:
     taps, head = model.taps, model.head
-    least = 1 if head is None or head.kind not in BLOCK_KINDS else 0
+    least = 0 if head is not None and not head.facts.hands_on else 1
     if head is not None and (taps is not None or head.width < least):
         raise invalid(
             f"{model.name}.head has rows of {head.width} columns, and"
@@ -167,13 +167,13 @@ def check_plans(
     blocks = [model.name for model in models if model.head is not None and not model.head.width]
     for plan in plans:
         _check_plan(plan, [model.name for model in models], limits)
-        if list(plan.heads) != [name for name in plan.plan.models if name in heads]:
+        if list(plan.heads) != [name for name in plan.plan.model_names if name in heads]:
             raise invalid(
                 f"plan {plan.name} has heads {', '.join(plan.heads) or '(none)'}",
                 f"those of its drafts: {', '.join(heads) or '(none)'}",
             )
         named = [block.draft for block in plan.blocks]
-        if named != [name for name in plan.plan.models if name in blocks]:
+        if named != [name for name in plan.plan.model_names if name in blocks]:
             raise invalid(
                 f"plan {plan.name} has blocks of {', '.join(named) or '(none)'}",
                 f"those of its drafts: {', '.join(blocks) or '(none)'}",
@@ -194,8 +194,7 @@ def check_self_drafts(
         raise invalid(f"self_drafts are {', '.join(names)}", "drafts of different names")
     for entry in drafts:
         check_relative(entry.dir)
-        own = SelfDraft.named(entry.name)
-        if own is None or (entry.is_windowed and own.view is None):
+        if not _is_second_program(entry):
             raise invalid(
                 f"self_drafts has {entry}", "a self-draft, with a window where it has one"
             )
@@ -206,8 +205,16 @@ def check_self_drafts(
             )
     for plan in plans:
         for own in plan.plan.self_drafts:
-            if own.has_program and own.name not in names:
+            if own.has_second_program and own.name not in names:
                 raise invalid(f"plan {plan.name} asks {own.name}", f"one of {', '.join(names)}")
+
+
+def _is_second_program(entry: SelfDraftEntry) -> bool:
+    try:
+        own = drafter_of(entry.name)
+    except ConfigError:
+        return False
+    return own.facts.cache is Cache.TARGET and not (entry.is_windowed and own.view is None)
 
 
 def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> None:
@@ -336,7 +343,7 @@ def _check_plan(entry: PlanEntry, models: Sequence[str], limits: LimitsEntry) ->
         plan = entry.plan
     except SpeccError as error:
         raise invalid(f"plan {entry.name} is {error.found}", error.needed) from error
-    if missing := [model for model in plan.models if model not in models]:
+    if missing := [model for model in plan.model_names if model not in models]:
         raise invalid(f"plan {entry.name} asks {missing[0]}", f"one of {', '.join(models)}")
     if plan.self_drafts and not limits.block_size:
         raise invalid(

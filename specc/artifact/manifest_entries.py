@@ -15,8 +15,8 @@ from specc.bounds import (
     number,
     within,
 )
-from specc.speculation.block_drafts import BlockDraft
-from specc.speculation.plan_json import plan_from_json
+from specc.drafters.one_pass import OnePass
+from specc.speculation.plan_json import blocks_of, heads_of, plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import MAX_NODES
 
@@ -128,14 +128,15 @@ class PlanEntry:
     sharpness: tuple[tuple[float, ...], ...] = number(
         0.0, 1e6, default=(), metadata={MAY_BE_ABSENT: True}
     )
-    blocks: tuple[BlockDraft, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    blocks: tuple[OnePass, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
         drafts = plan.drafts, plan.combine, plan.tile
-        return cls(*shape, *drafts, file, plan.heads, plan.sharpness, plan.blocks)
+        blocks = tuple(OnePass(**data) for data in blocks_of(plan))
+        return cls(*shape, *drafts, file, heads_of(plan), plan.sharpness, blocks)
 
     @property
     def winners_file(self) -> str:

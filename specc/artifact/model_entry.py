@@ -14,6 +14,8 @@ from specc.bounds import (
     number,
     within,
 )
+from specc.drafters.facts import DrafterFacts
+from specc.drafters.registry import facts_of
 from specc.speculation.taps import Taps
 
 # metadata of a field that files need not have
@@ -93,21 +95,15 @@ class TapsEntry:
     width: int = field(metadata=within(1, MOST_IDS))
 
 
-# of heads that hand nothing on
-DFLASH, DSPARK, MEDUSA = BLOCK_KINDS = ("dflash", "dspark", "medusa")
-# of those, what reads one row of each sequence, and makes logits of several tokens of it
-FLAT_KINDS = (MEDUSA,)
-
-
 @dataclass(frozen=True)
 class HeadEntry:
     """Of a draft that reads the target's hidden states, see `docs/guide/drafts.md`.
 
     Args:
-        kind: `eagle3`, `mtp`, `dflash`, `dspark` or `medusa`.
+        kind: see `specc.drafters.facts`.
         layout: whose files it came from.
         width: columns of the row that each of its tokens hands on, in a slab after those of its
-            layers; 0 of block drafters and Medusa heads, which hand nothing on.
+            layers; 0 of those that hand nothing on.
         trained_length: positions that its configuration was written for; 0 of one that knows none.
         shared: parameters that are the target's.
         assumed: what its files do not say and was taken for it, for people.
@@ -119,6 +115,11 @@ class HeadEntry:
     trained_length: int = field(metadata=within(0, MOST_POSITIONS))
     shared: tuple[str, ...]
     assumed: tuple[str, ...]
+
+    @property
+    def facts(self) -> DrafterFacts:
+        """Raises EngineError: nobody knows this kind."""
+        return facts_of(self.kind)
 
 
 def rank_prefix(rank: int | None) -> str:

@@ -22,13 +22,14 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache
+from specc.drafters.registry import drafter_of
 from specc.kernels import native
 from specc.kernels.operator import Reads
 from specc.kernels.ops import operator_of
 from specc.runtime.backends.program_files import MappedWeights, read_json
-from specc.speculation.block_drafts import CONFIDENCE_TENSORS, BlockDraft
 from specc.speculation.plans import SpecPlan
-from specc.speculation.self_drafts import SelfDraft
 from specc.system.huge_pages import huge_buffer
 
 BUFFER_BYTES = 400_000_000
@@ -121,8 +122,9 @@ def step_bytes(
     models = {}
     for model in manifest.models:
         program = read_json(directory / model.program_file)
-        is_block = any(block.draft == model.name for block in plan.blocks)
-        copies = MappedWeights(directory / model.weights_file) if is_block else {}
+        drafter = plan.drafter(model.name)
+        reads = drafter is not None and drafter.tensors
+        copies = MappedWeights(directory / model.weights_file) if reads else {}
         models[model.name] = ModelShape(program, model.layers, model.dtype, rows, copies)
     target = manifest.models[0]
     for draft in manifest.self_drafts:
@@ -158,7 +160,8 @@ def count_step_bytes(
     embeddings, cache, features = 0.0, 0.0, 0.0
     for name, model in models.items():
         kind = _TARGET if name == _TARGET else "draft"
-        draft = SelfDraft.named(name)
+        draft = None if name == _TARGET else drafter_of(name)
+        draft = draft if draft is not None and draft.facts.cache is Cache.TARGET else None
         fed = num_tokens["view" if draft else kind] * sequences
         own = model_bytes(model.program, fed / max(1, passes[name]))
         weights[kind] += passes[name] * own.weights
@@ -184,20 +187,20 @@ def count_step_bytes(
                 target.layers, target.dtype, _rows_seen(draft, context), target.kv_cache_dtype
             )
             cache += drafted / len(drafts) * sequences * seen
-    for block in plan.blocks:
-        weights["draft"] += _bias_bytes(step, block, models[block.draft].copies)
+    for drafter in plan.models:
+        weights["draft"] += _tensor_bytes(step, drafter, models[drafter.name].copies)
     parts = map(round, (embeddings, cache, features))
     return StepBytes(weights[_TARGET], weights["draft"], *parts)
 
 
-def _bias_bytes(step: Mapping[str, Any], block: BlockDraft, copies: Mapping[str, Tensor]) -> int:
-    """What the draft stage reads of matrices that make logits depend on tokens: each product all.
+def _tensor_bytes(step: Mapping[str, Any], drafter: Drafter, copies: Mapping[str, Tensor]) -> int:
+    """What the draft stage reads of matrices of a draft: each product all.
 
     Rows of the table of tokens, a few hundred bytes each, are left out.
     """
     # a step that verifies whole trees does not ask how sure a drafter is
-    keys = {name: key for name, key in block.bias_tensors.items() if key in copies}
-    keys = {name: key for name, key in keys.items() if key not in CONFIDENCE_TENSORS.values()}
+    keys = {name: key for name, key in drafter.tensors.items() if key in copies}
+    keys = {name: key for name, key in keys.items() if key not in drafter.asked_tensors}
     total = 0
     # programs are called, and not looked into
     modules = {name: nn.Module() for name in count_passes(step)}
@@ -224,14 +227,13 @@ def _feature_bytes(program: Mapping[str, Any], plan: SpecPlan) -> int:
         if item["kind"] == "cache" and item["part"] == "rows"
     }
     name = program["name"]
-    num_tapped = plan.catch_up
-    if (block := plan.block_of(name)) is not None:
-        num_tapped = 1 if block.is_flat else plan.max_depth + 1
+    drafter = plan.drafter(name)
+    num_tapped = drafter.num_tapped(plan.max_depth, plan.catch_up) if drafter else plan.catch_up
     own = width.get(_HANDED_ON, 0) * (_num_fed(plan) - 1)
     return width[_FEATURES] * num_tapped + own
 
 
-def _rows_seen(draft: SelfDraft, context: float) -> float:
+def _rows_seen(draft: Drafter, context: float) -> float:
     return context if draft.view is None else min(context, draft.view.num_rows)
 
 
@@ -399,12 +401,9 @@ def _tokens_of(plan: SpecPlan) -> dict[str, int]:
     if not plan.speculates:
         return {_TARGET: 1, "draft": 0, "view": 0}
     fed = _num_fed(plan)
-    if plan.blocks:
-        return {
-            _TARGET: plan.num_nodes, "draft": plan.blocks[0].num_read(plan.max_depth), "view": 0,
-        }  # fmt: skip
     # a draft's first level feeds what it can lack besides the root; leaves are never fed
-    draft = plan.catch_up + fed - 1 if plan.models else 0
+    levels = (plan.catch_up, fed - 1)
+    draft = sum(plan.models[0].passes(plan.max_depth, levels)) if plan.models else 0
     return {_TARGET: plan.num_nodes, "draft": draft, "view": fed}
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specc.artifact.kv_rows import AUTO
+from specc.drafters.registry import drafter_of
 from specc.speculation.metrics import SpecStats
-from specc.speculation.self_drafts import SelfDraft
 from specc.system.files import format_bytes
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def self_draft_lines(manifest: Manifest) -> list[str]:
     """Second programs of the target: their layers, and what they have of their own."""
     count, lines = len(manifest.models[0].layers), []
     for entry in manifest.self_drafts:
-        own = SelfDraft.named(entry.name)
-        layout = own.quantization if own else None
+        layout = drafter_of(entry.name).quantization
         weights = f"copies of its weights in {layout} and its caches" if layout else ""
         lines.append(
             f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
@@ -117,16 +116,15 @@ def head_lines(manifest: Manifest) -> list[str]:
         places = ", ".join(map(str, taps.boundaries))
         last = ", the last after the final norm" if taps.is_last_normed else ""
         shared = " and ".join(head.shared) or "none"
-        what = "a head" if head.width else "a block drafter"
         trained = f", and was trained for {head.trained_length} positions"
-        if not head.trained_length:
-            what, trained = "a set of Medusa heads", ""
+        trained = trained if head.trained_length else ""
         lines.append(
-            f"{model.name} is {what} ({head.kind}, files of {head.layout}): it reads the target at"
-            f" boundaries {places}{last}{trained}; weights of the target: {shared}"
+            f"{model.name} is a {head.facts.called} ({head.kind}, files of {head.layout}): it reads"
+            f" the target at boundaries {places}{last}{trained}; weights of the target: {shared}"
         )
-        blocks = (plan.plan.block_of(model.name) for plan in manifest.plans)
-        lines += sorted({f"{model.name}: {block.describe()}" for block in blocks if block})
+        drafters = (plan.plan.drafter(model.name) for plan in manifest.plans)
+        said = {x.describe() for x in drafters if x is not None} - {""}
+        lines += sorted(f"{model.name}: {text}" for text in said)
         lines += [f"{model.name}: {text}" for text in head.assumed]
     return lines
 

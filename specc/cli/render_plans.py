@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.tree import Tree
 
 from specc.cli.render import make_table
+from specc.drafters.registry import FIRST, drafter_of
 from specc.speculation.plans import SpecPlan
-from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.sharpness import describe_sharpness
 from specc.speculation.tree import TokenTree
 
@@ -35,19 +35,14 @@ def describe_plan(plan: SpecPlan) -> str:
         text = f"{kind} of depth {plan.max_depth}: {size}"
         text += f", {leaves} {'path' if leaves == 1 else 'paths'}" if plan.is_static else ""
     if plan.combine:
-        text += f"; {plan.combine} of {', '.join(map(_describe_draft, plan.drafts))}"
-    elif plan.drafts != ("draft_0",):
-        text += f"; of {_describe_draft(plan.drafts[0])}"
+        text += f"; {plan.combine} of {', '.join(x.option for x in plan.drafters)}"
+    elif plan.drafts != (FIRST[0].name,):
+        text += f"; of {plan.drafters[0].option}"
     if plan.sharpness:
         text += f"; logits of drafts times {describe_sharpness(plan)} by depth"
     if plan.tile is not None:
         text += f"; logits of {plan.tile} nodes at a time"
     return text
-
-
-def _describe_draft(draft: str) -> str:
-    own = SelfDraft.named(draft)
-    return draft if own is None else own.option
 
 
 def critical_table(lengths: Sequence[CriticalLength]) -> Table:
@@ -57,7 +52,7 @@ def critical_table(lengths: Sequence[CriticalLength]) -> Table:
     for one in lengths:
         rows = "never" if one.rows is None else f"{math.ceil(one.rows)} tokens"
         cells = one.batch_size, one.num_draft_tokens, f"{one.expected_tokens:.2f}", rows
-        table.add_row(_describe_draft(one.draft), *map(str, cells))
+        table.add_row(drafter_of(one.draft).option, *map(str, cells))
     return table
 
 

@@ -12,11 +12,11 @@ from specc.cli import render, render_plans
 from specc.cli.print_table import cell, print_lines, print_table
 from specc.cli.progress import make_listener
 from specc.cli.prompts import plain_prompts
+from specc.drafters.views import is_view
 from specc.progress import PhaseTimer
 from specc.speculation.plans import OFF
-from specc.speculation.views import is_view
+from specc.tune.drafters.skip_search import LEAST_SPEEDUP, SkipSearch, search_skips
 from specc.tune.run import BatchTuning, Tuning, tune
-from specc.tune.skip_search import LEAST_SPEEDUP, SkipSearch, search_skips
 
 if TYPE_CHECKING:
     from specc.cli.options.common import PromptFile

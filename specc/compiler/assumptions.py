@@ -6,17 +6,10 @@ import dataclasses
 from typing import Any
 
 from specc.config import CompileConfig
+from specc.drafters.registry import facts_of
 from specc.errors import ConfigError
-from specc.passes.frontend.heads.head_spec import (
-    DFLASH,
-    DSPARK,
-    EAGLE3,
-    MEDUSA,
-    MTP,
-    HeadSpec,
-    HeadSwitches,
-)
-from specc.passes.frontend.heads.tap_ids import CONVENTIONS
+from specc.passes.drafters.head_spec import HeadSpec, HeadSwitches
+from specc.passes.drafters.tap_ids import CONVENTIONS
 
 # what a draft is taken for of which nothing else is said
 AS_FILES_SAY = "files"
@@ -24,15 +17,6 @@ _CONVENTION = "tap_convention"
 _VALUES: dict[str, dict[str, Any]] = {
     field.name: {"true": True, "false": False} for field in dataclasses.fields(HeadSwitches)
 } | {_CONVENTION: {name: name for name in CONVENTIONS}}
-# which of them a kind of head asks
-_ASKED = {
-    EAGLE3: ("norm_before_residual", _CONVENTION, "is_last_normed"),
-    MTP: ("is_last_normed",),
-    DFLASH: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
-    DSPARK: (_CONVENTION, "is_last_normed", "sample_from_anchor"),
-    # one row, after the last layer and the final norm
-    MEDUSA: (),
-}
 
 
 def parse_switches(text: str) -> HeadSwitches:
@@ -81,7 +65,7 @@ def with_assumptions(head: HeadSpec, switches: HeadSwitches) -> HeadSpec:
     given = given_in(switches)
     if not given:
         return head
-    asked = _ASKED[head.kind]
+    asked = facts_of(head.kind).assumes
     for name, value in given.items():
         if name not in asked:
             needed = f"{', '.join(asked)}: what such drafts may leave open"

@@ -32,11 +32,11 @@ from specc.compiler.compiled_model import (
 )
 from specc.compiler.context import (
     CompileContext,
-    check_budgets,
-    check_outgrown,
     check_voters,
     engine_plans,
-    tile_plans,
+    make_context,
+    plan_model_memory,
+    settle,
 )
 from specc.compiler.engine_files import (
     told_of_sampling,
@@ -46,9 +46,8 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
-from specc.compiler.heads import taps_of, trained_lengths, with_heads
-from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
-from specc.compiler.self_drafts import self_draft_programs, write_self_drafts
+from specc.compiler.heads import trained_lengths
+from specc.compiler.self_drafts import self_draft_programs
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.config import CompileConfig
@@ -58,7 +57,6 @@ from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.refusals import Asked, refuse
-from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
 from specc.system.garbage import rare_collections
@@ -130,18 +128,15 @@ def build(
         check_dump(dump_graphs)
         with phases.phase("check models"):
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, asked)
-        heads = taps_of(checked.candidates)
-        taps, plans = heads or taps, with_heads(plans, checked.candidates)
-        refuse(dataclasses.replace(asked, plans=plans, reads_hidden=taps is not None))
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
-        context = _context(sources, plans, config, backend, phases, dump_graphs, taps)
+        taps = checked.taps or taps
+        context = make_context(sources, checked.plans, config, backend, phases, dump_graphs, taps)
         engine, records = _compile(context, sources, writer)
         memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
-            write_programs(writer, engine.models)
-            write_self_drafts(writer, engine.self_drafts)
+            write_programs(writer, engine.models, engine.self_drafts)
             slabs = {model.name: model.entry.num_slabs for model in engine.models}
             sizes = (backend.facts.is_padded, engine.context.limits.block_size)
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
@@ -166,23 +161,6 @@ def build(
     return Compilation(manifest, records, warnings, phases.seconds)
 
 
-def _context(
-    sources: Sequence[ModelSource],
-    plans: Sequence[SpecPlan],
-    config: CompileConfig,
-    backend: CompilerBackend,
-    timer: PhaseTimer,
-    dump: Path | None,
-    taps: Taps | None,
-) -> CompileContext:
-    """What the compilation knows before it traces; what can be refused by then is refused."""
-    limits = engine_limits(sources, plans, config, backend.prefill_chunk)
-    check_budgets(plans, limits.block_size, limits.max_seq_len)
-    check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
-    keeps_integers = any(source.is_quantized for source in sources)
-    return CompileContext(config, backend, plans, limits, timer, dump, taps, keeps_integers)
-
-
 def _compile(
     context: CompileContext, sources: Sequence[ModelSource], writer: EngineWriter
 ) -> tuple[UnfinishedEngine, list[PassRecord]]:
@@ -203,14 +181,7 @@ def _compile(
         records += make_stages(context, models[0])
     if config.segments:
         models[0].segments = cut_segments(models[0].program, layer_places(models[0].program))
-    # the graphs may hold fewer positions
-    limits = engine_limits(sources, plans, config, context.backend.prefill_chunk)
-    typed = [(model.program, model.source.dtype) for model in models]
-    context = dataclasses.replace(
-        context,
-        limits=fit_prefill_chunk(limits, config, typed, facts),
-        plans=tile_plans(plans, [model.program for model in models], config),
-    )
+    context = settle(context, sources, [model.program for model in models])
     return UnfinishedEngine(context, writer, models, drafts), records
 
 

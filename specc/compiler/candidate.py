@@ -18,17 +18,18 @@ from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.artifact.weights import MemoryReader
 from specc.compiler.assumptions import with_assumptions
+from specc.drafters.facts import DrafterFacts
+from specc.drafters.registry import kind_of_target, meant_draft
 from specc.errors import (
     HeadError,
     ModelNotFoundError,
     SpeccError,
     WeightError,
 )
+from specc.passes.drafters.head_spec import HeadSpec, HeadSwitches, TargetFacts
+from specc.passes.drafters.recognise import AS_TRAINED, recognise
+from specc.passes.drafters.registry import compiler_drafter
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.head_spec import HeadSpec, HeadSwitches, TargetFacts
-from specc.passes.frontend.heads.mtp_spec import MTP_DRAFT, recognise_mtp
-from specc.passes.frontend.heads.recognise import AS_TRAINED, recognise
-from specc.speculation.choose_plans import meant_draft
 
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
@@ -124,9 +125,9 @@ class Candidate:
         """
         if isinstance(model, nn.Module) or not str(model).strip():
             return cls.open(name, model, rope_length, is_weight_only)
-        if str(model) == MTP_DRAFT:
+        if (kind := kind_of_target(str(model))) is not None:
             with errors_of(name):
-                return cls._open_mtp(name, target, is_weight_only, switches)
+                return cls._open_in_target(kind, name, target, is_weight_only, switches)
         with errors_of(name):
             directory = _directory_of_draft(model)
             head = _head_of(directory, target, switches)
@@ -137,28 +138,34 @@ class Candidate:
             return cls(name, model, directory, head.config, dtype, None, None, head)
 
     @classmethod
-    def _open_mtp(
-        cls, name: str, target: Candidate, is_weight_only: bool, switches: HeadSwitches
+    def _open_in_target(
+        cls,
+        kind: DrafterFacts,
+        name: str,
+        target: Candidate,
+        is_weight_only: bool,
+        switches: HeadSwitches,
     ) -> Candidate:
-        """The MTP module of the target."""
+        """A draft that is in the target's checkpoint."""
         if target.directory is None:
             raise HeadError(
-                f"--draft {MTP_DRAFT}, and a target that is a module ({label(target)})",
-                "the directory of a target, whose checkpoint holds an MTP module",
+                f"--draft {kind.kind}, and a target that is a module ({label(target)})",
+                f"the directory of a target, whose checkpoint holds an {kind.called}",
                 "pass the directory, or another draft",
             )
         if hf_model.holds_more_than_text(target.directory):
             raise HeadError(
-                f"--draft {MTP_DRAFT}, and a target that takes images, too ({label(target)})",
+                f"--draft {kind.kind}, and a target that takes images, too ({label(target)})",
                 "the checkpoint of a language model alone",
                 "choose another --draft",
             )
         with open_checkpoint(target.directory, target.config, is_weight_only) as reader:
             facts = TargetFacts.of_config(label(target), target.config)
-            found = recognise_mtp(target.config, reader, target.directory, facts, switches)
+            drafter = compiler_drafter(kind)
+            found = drafter.fit_in_target(target.config, reader, target.directory, facts, switches)
         head = with_assumptions(found, switches)
         given = (target.directory, head.config, target.checkpoint_dtype)
-        return cls(name, MTP_DRAFT, *given, target.rope_length, target.scheme, head)
+        return cls(name, kind.kind, *given, target.rope_length, target.scheme, head)
 
     @property
     def max_position(self) -> int | None:

@@ -13,9 +13,8 @@ from specc.artifact.backends import BackendFacts
 from specc.compiler.assumptions import AS_FILES_SAY, switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, label, open_models
-from specc.compiler.context import check_voters, engine_plans
-from specc.compiler.heads import called, check_heads, with_confidence
-from specc.compiler.model_entries import check_seq_len
+from specc.compiler.context import check_seq_len, check_voters, engine_plans
+from specc.compiler.heads import called, check_heads, taps_of, with_confidence, with_heads
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
 from specc.config import AUTO, DTYPES, CompileConfig
@@ -23,18 +22,15 @@ from specc.errors import (
     ConfigError,
     OutputError,
 )
+from specc.passes.drafters.head_source import head_source
 from specc.passes.frontend.config_numbers import whole_number
-from specc.passes.frontend.heads.head_modules import OwnSpec
-from specc.passes.frontend.heads.head_source import head_source
-from specc.passes.frontend.heads.head_spec import HeadSpec
-from specc.passes.frontend.heads.mtp_source import mtp_source
-from specc.passes.frontend.heads.mtp_spec import MtpSpec
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
 from specc.refusals import Asked, refuse
 from specc.speculation.kv_window import KVWindow
-from specc.speculation.plans import OFF
+from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.taps import Taps
 
 # what has to be divisible, by the names that configurations have for it
 _SIZES = {
@@ -56,6 +52,8 @@ class CheckedModels:
         tokens: the engine's tokenizer.
         warnings: what the user should know.
         kv_windows: rows that the layers of each attend to; None is all of them.
+        plans: of the engine, with the heads among its drafts.
+        taps: hidden states that the target keeps for its heads, or None.
         is_weight_only: see `open_checkpoint`.
     """
 
@@ -64,6 +62,8 @@ class CheckedModels:
     tokens: TokenizerFiles
     warnings: list[str]
     kv_windows: list[KVWindow | None]
+    plans: list[SpecPlan]
+    taps: Taps | None
     is_weight_only: bool = False
 
     @classmethod
@@ -111,10 +111,13 @@ class CheckedModels:
         if num_layers := _named_size(candidates[0].config, _LAYERS):
             check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
-        refuse(replace(asked, mapped=tuple(tokens.maps)))
+        plans = with_heads(asked.plans or (), candidates)
+        reads_hidden = asked.reads_hidden or bool(asked.heads)
+        refuse(replace(asked, plans=plans, reads_hidden=reads_hidden, mapped=tuple(tokens.maps)))
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
-        return cls(candidates, dtypes, tokens, told, windows, config.weight_only)
+        taps = taps_of(candidates)
+        return cls(candidates, dtypes, tokens, told, windows, plans, taps, config.weight_only)
 
     def load(self) -> list[ModelSource]:
         """Open them; no weight is read.
@@ -129,7 +132,7 @@ class CheckedModels:
                 kind = getattr(torch, dtype)
                 if candidate.head is not None:
                     given = (sources[0], kind, candidate.name)
-                    sources.append(_source_of(candidate.head, *given))
+                    sources.append(head_source(candidate.head, *given))
                     continue
                 sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
@@ -137,13 +140,6 @@ class CheckedModels:
                 source.vocabulary = self.tokens.maps.get(candidate.name)
                 sources.append(source)
         return sources
-
-
-def _source_of(head: HeadSpec, target: ModelSource, dtype: torch.dtype, name: str) -> ModelSource:
-    if isinstance(head, MtpSpec):
-        return mtp_source(head, target, dtype, name)
-    assert isinstance(head, OwnSpec)
-    return head_source(head, target, dtype, name)
 
 
 def _head_dims(model: Any) -> list[int]:

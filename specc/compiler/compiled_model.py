@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,7 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.passes.frontend.heads.block_head import step_weights
-from specc.passes.frontend.heads.block_spec import BlockSpec
-from specc.passes.frontend.heads.feature_head import head_rows
+from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
@@ -101,11 +100,12 @@ def compile_models(
             layout = make(context, source, models[0].entry.vocab_size)
             kept = KeptGraphs(program, layout, (CUT, CPU))
         with context.timer.phase(f"rewrite {source.name}"), advice_for(author):
-            records += Pipeline(layout, context.dump, kept.keep).run(program)
+            records += Pipeline(layout, context.dump, kept.before).run(program)
         entry = describe_model(source, program, context.limits.max_seq_len)
         model = CompiledModel(source, program, entry)
-        if isinstance(source.head, BlockSpec):
-            model.copies, model.tables = step_weights(source.head, source.dtype)
+        if (head := source.head) is not None:
+            drafter = drafter_of_files(head)
+            model.copies, model.tables = drafter.step_weights(head, source.dtype)
         if kept.whole is not None:
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered
@@ -120,7 +120,7 @@ def _trace(source: ModelSource, max_seq_len: int) -> Program:
         source.module,
         source.name,
         source.rope_length,
-        rows=() if head is None else head_rows(head, source.dtype),
+        rows=() if head is None else drafter_of_files(head).rows(head, source.dtype),
         hands_on=head is not None and head.hands_on,
     )
     source.position_rows = position_limit(program)
@@ -182,17 +182,23 @@ class KeptGraphs:
         unfused_at: str | None = None,
         staged_at: str | None = None,
     ) -> None:
-        self._program, self._firsts = program, firsts
-        self._is_rounded = any(phase == QUANTIZE for phase, _ in layout)
-        self._unfused_at, self._staged_at = unfused_at, staged_at
+        self._program, self._unfused_at, self._staged_at = program, unfused_at, staged_at
+        names = [phase for phase, _ in layout]
+        self._is_rounded = QUANTIZE in names
+        self._first = next((x for x in names if x in firsts or x == staged_at), None)
         self.whole: WholeGraph | None = None
         self.unfused: Program | None = None
         self.unlowered: Program | None = None
 
-    def keep(self, _: str, phase: str) -> None:
-        """Called before each phase, see `Pipeline.on_phase`."""
+    @property
+    def before(self) -> dict[str, Callable[[], None]]:
+        """See `Pipeline`."""
+        phases = {self._first, self._unfused_at, self._staged_at}
+        return {phase: partial(self._keep, phase) for phase in phases if phase is not None}
+
+    def _keep(self, phase: str) -> None:
         program = self._program
-        if self.whole is None and (phase in self._firsts or phase == self._staged_at):
+        if phase == self._first:
             self.whole = WholeGraph(program, self._is_rounded)
         if phase == self._unfused_at:
             self.unfused = program.copy(program.name)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from specc.artifact.backends import BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.config import CompileConfig
+from specc.drafters.views import View
 from specc.errors import ConfigError
-from specc.passes.memory import ModelMemory, logit_row_bytes
+from specc.passes.frontend.model_source import ModelSource
+from specc.passes.memory import ModelMemory, PassShape, logit_row_bytes, plan_memory
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program
 from specc.passes.step.step_graph import TARGET
-from specc.passes.step.tiles import pass_rows, tile_plan
+from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.progress import PhaseTimer
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.taps import Taps
-from specc.speculation.views import View
+
+DEFAULT_MAX_SEQ_LEN = 4096
+LEAST_PREFILL_CHUNK = 512
 
 
 class Lowering(Protocol):
@@ -90,6 +96,43 @@ class CompileContext:
         return self.backend.phases(self.positions, tokens)
 
 
+def make_context(
+    sources: Sequence[ModelSource],
+    plans: Sequence[SpecPlan],
+    config: CompileConfig,
+    backend: Lowering,
+    timer: PhaseTimer,
+    dump: Path | None = None,
+    taps: Taps | None = None,
+) -> CompileContext:
+    """What is known before anything is traced; sizes that cannot be are refused.
+
+    Raises:
+        ConfigError: see `engine_limits`, `check_budgets` and `check_outgrown`.
+    """
+    limits = engine_limits(sources, plans, config, backend.prefill_chunk)
+    check_budgets(plans, limits.block_size, limits.max_seq_len)
+    check_outgrown([source.kv_window for source in sources], limits.max_seq_len)
+    keeps_integers = any(source.is_quantized for source in sources)
+    return CompileContext(config, backend, plans, limits, timer, dump, taps, keeps_integers)
+
+
+def settle(
+    context: CompileContext, sources: Sequence[ModelSource], programs: Sequence[Program]
+) -> CompileContext:
+    """With the limits and plans that programs have after their last phase.
+
+    Raises:
+        ConfigError: see `engine_limits` and `tile_plans`.
+    """
+    config, plans = context.config, tile_plans(context.plans, programs, context.config)
+    # the graphs may hold fewer positions
+    limits = engine_limits(sources, context.plans, config, context.backend.prefill_chunk)
+    typed = [(program, x.dtype) for program, x in zip(programs, sources, strict=True)]
+    limits = fit_prefill_chunk(limits, config, typed, context.facts)
+    return replace(context, limits=limits, plans=plans)
+
+
 def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     """Plans of an engine, the default first; off is always there.
 
@@ -99,7 +142,7 @@ def engine_plans(config: CompileConfig, num_drafts: int) -> list[SpecPlan]:
     plans = [plan for plan in config.plans if plan.speculates]
     known = [f"draft_{number}" for number in range(num_drafts)]
     for plan in plans:
-        if missing := [model for model in plan.models if model not in known]:
+        if missing := [model for model in plan.model_names if model not in known]:
             raise ConfigError(
                 f"plan {plan.name} without a draft"
                 if not known
@@ -121,7 +164,7 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
         plans: of the engine.
         max_seq_len: tokens of a sequence.
     """
-    return max_seq_len + max((x.num_written for plan in plans for x in plan.blocks), default=0)
+    return max_seq_len + max((x.num_written for plan in plans for x in plan.models), default=0)
 
 
 def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
@@ -135,9 +178,8 @@ def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
         plans: of the engine.
         prefill_chunk: tokens of a pass over prompts.
     """
-    models = {(plan, model) for plan in plans for model in (TARGET, *plan.models)}
-    mixed = [block for plan in plans for block in plan.blocks if block.causal_layers]
-    deepest = [block.num_read(block.num_proposed) for block in mixed]
+    models = {(plan, model) for plan in plans for model in (TARGET, *plan.model_names)}
+    deepest = [drafter.most_rows for plan in plans for drafter in plan.models]
     return max(prefill_chunk, *deepest, *(pass_rows(plan, model) for plan, model in models))
 
 
@@ -243,3 +285,122 @@ def tile_plans(
     row_bytes = {program.name: logit_row_bytes(program) for program in programs}
     batch, limit_mb = config.max_batch_size, config.max_logits_mb
     return [tile_plan(plan, row_bytes, batch, limit_mb) for plan in plans]
+
+
+def check_seq_len(max_seq_len: int | None, longest: dict[str, int]) -> None:
+    """Compare the length that was asked for with the positions of the models.
+
+    Raises:
+        ConfigError: it is beyond them.
+    """
+    if max_seq_len is None or not longest or max_seq_len <= min(longest.values()):
+        return
+    name = min(longest, key=lambda key: longest[key])
+    most = longest[name]
+    raise ConfigError(
+        f"--max-seq-len {max_seq_len}; the {name.replace('_', ' ')} model has {most} positions",
+        f"{most} or less",
+        f"pass --max-seq-len {most}",
+    )
+
+
+def engine_limits(
+    sources: Sequence[ModelSource],
+    plans: Sequence[SpecPlan],
+    config: CompileConfig,
+    default_chunk: int,
+) -> LimitsEntry:
+    """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
+
+    Args:
+        sources: of the models.
+        plans: of the engine.
+        config: options.
+        default_chunk: tokens of a prefill pass where nobody says how many.
+    Raises:
+        ConfigError: more tokens than a model has positions, or a cache that cannot be.
+    """
+    longest = {source.name: source.max_position for source in sources if source.max_position}
+    most = min(longest.values(), default=DEFAULT_MAX_SEQ_LEN)
+    max_seq_len = config.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN)
+    check_seq_len(max_seq_len, longest)
+    most_tokens = max(max_seq_len * config.max_batch_size, LEAST_PREFILL_CHUNK)
+    chunk = config.prefill_chunk or min(default_chunk, most_tokens)
+    limits = LimitsEntry(
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        block_size=config.block_size,
+        prefill_chunk=chunk,
+        max_nodes=max(plan.num_rows for plan in plans),
+        max_logits_mb=config.max_logits_mb,
+        kv_cache_tokens=config.kv_cache_tokens,
+    )
+    _check_cache(limits)
+    return limits
+
+
+def _check_cache(limits: LimitsEntry) -> None:
+    """Raises ConfigError: a cache that has no blocks, or fewer or more than can be of use."""
+    wanted = limits.kv_cache_tokens
+    most = limits.max_batch_size * limits.context
+    if wanted is None or (limits.block_size and limits.block_size <= wanted <= most):
+        return
+    raise ConfigError(
+        f"--kv-cache-tokens {wanted}"
+        + ("" if limits.block_size else ", and a cache of one block a sequence"),
+        f"{limits.block_size} … {most}, what {limits.max_batch_size} sequences can need"
+        if limits.block_size
+        else "a cache in blocks, which --block-size 0 and the backends onnx and tensorrt lack",
+        "choose a number in this range, or leave it out"
+        if limits.block_size
+        else "leave out --kv-cache-tokens, or choose another --block-size or --backend",
+    )
+
+
+def fit_prefill_chunk(
+    limits: LimitsEntry,
+    config: CompileConfig,
+    models: Sequence[tuple[Program, torch.dtype]],
+    facts: BackendFacts,
+) -> LimitsEntry:
+    """Halve a chunk that nobody asked for until its passes take what a step's logits may.
+
+    Args:
+        limits: of the engine.
+        config: asked for, or left to the default, how many tokens a pass takes.
+        models: programs after their last phase, and the dtype of each.
+        facts: of the backend.
+    """
+    most = config.max_logits_mb << 20
+    while config.prefill_chunk is None and limits.prefill_chunk > LEAST_PREFILL_CHUNK:
+        plans = [plan_model_memory(item, limits, dtype, [OFF], facts) for item, dtype in models]
+        if max(plan.workspace for plan in plans) <= most:
+            break
+        chunk = max(limits.prefill_chunk // 2, LEAST_PREFILL_CHUNK)
+        limits = replace(limits, prefill_chunk=chunk)
+    return limits
+
+
+def plan_model_memory(
+    program: Program,
+    limits: LimitsEntry,
+    dtype: torch.dtype,
+    plans: Sequence[SpecPlan],
+    facts: BackendFacts,
+) -> ModelMemory:
+    """Memory of one model of an engine of these limits and plans; the model has one's name.
+
+    Logits are those of the plan that leaves most of them alive, and of a draft include what
+    children were drawn from, until the tree is verified.
+    """
+    batch = limits.max_batch_size
+    rows = max(1, *(logit_rows(plan, program.name) for plan in plans))
+    nodes = max(1, *(pass_rows(plan, program.name) for plan in plans))
+    context = limits.context
+    chunk = min(limits.prefill_chunk, limits.max_seq_len * batch)
+    prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
+    step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
+    # a draft without layers reads no prompt
+    shapes = [prefill, step] if program.layers else [step]
+    sizes = (limits.cache_rows(), shapes, batch * rows)
+    return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes)

@@ -13,6 +13,7 @@ from specc.artifact.special_tokens import MAP_FILE
 from specc.artifact.weights import write_weights
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import describe_unread
+from specc.compiler.self_drafts import SelfDraftProgram
 from specc.compiler.stages import staged, staged_specs
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.config import CompileConfig
@@ -73,7 +74,11 @@ def write_steps(
     return entries
 
 
-def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> None:
+def write_programs(
+    writer: EngineWriter,
+    models: Sequence[CompiledModel],
+    self_drafts: Sequence[SelfDraftProgram],
+) -> None:
     """Write the graph of each model; of one that is cut the plan, and the whole graph, too.
 
     Of a quantized target the graph before that is written: it can be cut.
@@ -95,6 +100,10 @@ def write_programs(writer: EngineWriter, models: Sequence[CompiledModel]) -> Non
             writer.write_json(entry.program_file, program_to_json(stage.program))
         if model.segments is not None:
             writer.write_json(model.entry.segments_file, segments_to_json(model.segments))
+    for draft in self_drafts:
+        writer.write_json(draft.entry.program_file, program_to_json(draft.program))
+        if draft.whole is not None:
+            writer.write_json(draft.entry.whole_file, draft.whole)
 
 
 def write_configurations(

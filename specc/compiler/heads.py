@@ -7,16 +7,11 @@ from dataclasses import replace
 
 from specc.artifact.backends import BackendFacts
 from specc.compiler.candidate import Candidate
+from specc.drafters.registry import facts_of
 from specc.errors import ConfigError
-from specc.passes.frontend.heads.block_spec import BlockSpec
-from specc.passes.frontend.heads.medusa_spec import MedusaSpec
 from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import SpecPlan
 from specc.speculation.taps import Taps
-
-# heads that propose all levels in one pass, and what people call them
-_ONE_PASS = (BlockSpec, MedusaSpec)
-_KINDS: dict[type, str] = {BlockSpec: "block drafter", MedusaSpec: "set of Medusa heads"}
 
 
 def check_heads(candidates: Sequence[Candidate], dtypes: Sequence[str]) -> None:
@@ -61,17 +56,17 @@ def with_confidence(
     if not (facts.shares_pass or facts.captures_live):
         why = f"the backend {facts.name} verifies whole trees"
         return [_without_confidence(x, why) for x in candidates]
-    cut = {model for plan in plans if can_cut(plan) for model in plan.models}
+    cut = {model for plan in plans if can_cut(plan) for model in plan.model_names}
     why = "of its plans none is a chain or a static tree, of which a part can be verified"
     return [x if x.name in cut else _without_confidence(x, why) for x in candidates]
 
 
 def _without_confidence(candidate: Candidate, why: str) -> Candidate:
     head = candidate.head
-    if not isinstance(head, BlockSpec) or not head.block.confidence:
+    if head is None or not head.drafter(candidate.name).says_confidence:
         return candidate
     told = f"its confidence head is not read: {why}"
-    own = replace(head, block=head.block.without_confidence(), warnings=(*head.warnings, told))
+    own = replace(head.without_confidence(), warnings=(*head.warnings, told))
     return replace(candidate, head=own)
 
 
@@ -86,9 +81,8 @@ def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> li
     Raises:
         ConfigError: a tree that is deeper than a block.
     """
-    blocks = {x.name: x.head.block for x in candidates if isinstance(x.head, _ONE_PASS)}
-    heads = [x.name for x in candidates if x.head is not None and x.name not in blocks]
-    return [plan.with_heads(heads, blocks) for plan in plans]
+    drafters = {x.name: x.head.drafter(x.name) for x in candidates if x.head is not None}
+    return [plan.with_drafters(drafters) for plan in plans]
 
 
 def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[str]:
@@ -103,8 +97,9 @@ def trained_lengths(candidates: Sequence[Candidate], max_seq_len: int) -> list[s
 
 def called(candidate: Candidate) -> str:
     """What errors call a head."""
-    kind = _KINDS.get(type(candidate.head), "head")
-    return f"the {kind} {candidate.model} ({candidate.name.replace('_', ' ')})"
+    assert candidate.head is not None
+    what = facts_of(candidate.head.kind).called
+    return f"the {what} {candidate.model} ({candidate.name.replace('_', ' ')})"
 
 
 def _taps(candidate: Candidate) -> Taps:

@@ -22,18 +22,17 @@ from specc.compiler.compiled_model import CompiledModel, compile_models, describ
 from specc.compiler.context import (
     CompileContext,
     check_budgets,
+    plan_model_memory,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
-from specc.compiler.model_entries import plan_model_memory
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError
+from specc.passes.drafters.head_source import shape_of_head
+from specc.passes.drafters.head_spec import TargetFacts
+from specc.passes.drafters.recognise import fit_head
+from specc.passes.drafters.registry import drafters_of_files
 from specc.passes.frontend import hf_model
-from specc.passes.frontend.heads.head_modules import OwnSpec
-from specc.passes.frontend.heads.head_source import shape_of_head
-from specc.passes.frontend.heads.head_spec import TargetFacts
-from specc.passes.frontend.heads.kinds import block_layout_of, layout_of, medusa_layout_of
-from specc.passes.frontend.heads.recognise import fit_head
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.program import constant_key
 from specc.passes.program_json import program_to_json
@@ -102,10 +101,9 @@ def load_config(directory: Path) -> Any:
 
 def _head_of(raw: Mapping[str, Any], name: str) -> str | None:
     """What people call a draft that reads hidden states; None of what reads tokens alone."""
-    if medusa_layout_of(raw, ()) is not None:
-        return "the Medusa heads"
-    is_head = block_layout_of(raw, (), name) or layout_of(raw, (), name)
-    return "the draft head" if is_head else None
+    return next(
+        (f"the {kind.called}" for kind in drafters_of_files() if kind.says(raw, name)), None
+    )
 
 
 def check_positions(labels: Sequence[str], configs: Sequence[Any], options: ShapeOptions) -> None:
@@ -161,7 +159,7 @@ def compile_shapes(
         for name, label, config in zip(_NAMES, labels, configs, strict=False)
     ]
     for candidate in candidates:
-        assert isinstance(candidate.head, OwnSpec)
+        assert candidate.head is not None
         sources.append(shape_of_head(candidate.head, sources[0], dtype, candidate.name))
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     quantize, _, group = (options.quantization or "").partition("-g")

@@ -9,9 +9,8 @@ from specc.artifact.kv_rows import INT8
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.artifact.model_entry import SelfDraftEntry
 from specc.compiler.context import CompileContext, chosen_blocks
-from specc.passes.frontend.heads.block_spec import BlockSpec
-from specc.passes.frontend.heads.head_spec import HeadSpec
-from specc.passes.frontend.heads.medusa_spec import MedusaSpec
+from specc.drafters.drafter import Drafter
+from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
 from specc.passes.quantize.quantize_linear import quantize_phases
@@ -22,14 +21,12 @@ from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
 from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
 from specc.passes.rewrite.return_hidden import ReturnHidden
-from specc.passes.rewrite.see_blocks import feature_passes
 from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.passes.rewrite.store_int8 import StoreInt8
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
 from specc.speculation.kv_window import KVWindow
-from specc.speculation.self_drafts import SelfDraft
 
 # how caches hold rows, what fits a draft to its target, what bounds the rows that it attends to,
 # and what cuts a model for ranks
@@ -94,14 +91,19 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
     """
     head = draft.head
     assert head is not None
-    has_layers = not isinstance(head, MedusaSpec)
+    drafter = drafter_of_files(head)
+    width = drafter.hidden_columns(head)
     return (
-        *((*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES) if has_layers else LAYERLESS_PHASES),
-        (TAPS, feature_passes(head)),
+        *(
+            (*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES)
+            if drafter.has_layers
+            else LAYERLESS_PHASES
+        ),
+        (TAPS, drafter.passes(head)),
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         # from here on columns of the output are not all ids
-        *_hidden(head),
+        *(((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()),
         *_prompts(context),
         *_rounded(context, None),
         *_required(context),
@@ -110,7 +112,7 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
 
 
 def self_draft_phases(
-    context: CompileContext, draft: SelfDraft, entry: SelfDraftEntry, is_quantized: bool
+    context: CompileContext, draft: Drafter, entry: SelfDraftEntry, is_quantized: bool
 ) -> tuple[Phases, Phases]:
     """Of a second program of the target, from the graph before `FUSE_PHASES`: before and after the
     cut for ranks.
@@ -189,11 +191,6 @@ def _prompts(context: CompileContext) -> Phases:
 def _taps(context: CompileContext) -> Phases:
     taps = context.taps
     return () if taps is None else ((TAPS, (partial(TapFeatures, taps),)),)
-
-
-def _hidden(head: HeadSpec) -> Phases:
-    width = head.block.hidden_columns if isinstance(head, BlockSpec) else 0
-    return ((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()
 
 
 def _int8_rows(context: CompileContext) -> Phases:

@@ -40,10 +40,11 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
-from specc.compiler.self_drafts import cut_and_lower, write_self_drafts
+from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
 from specc.compiler.stored_models import in_rows, open_models, read_self_draft, read_stored
 from specc.config import CompileConfig
+from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import PassRecord, Pipeline
@@ -52,7 +53,6 @@ from specc.passes.segments.places import layer_places
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.refusals import Asked, refuse
-from specc.speculation.self_drafts import SelfDraft
 from specc.version import __version__
 
 _REPORT = "report.json"
@@ -130,8 +130,7 @@ def reshard_engine(
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
             with phases.phase("write programs"):
                 _take_over(engine, old, writer)
-                write_programs(writer, cut)
-                write_self_drafts(writer, own)
+                write_programs(writer, cut, own)
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
@@ -232,7 +231,7 @@ def _check_quantized(engine: Path, manifest: Manifest, num_ranks: int) -> None:
     # layout, and the file with the graph before weights were quantized
     held: list[tuple[str | None, str]] = [(target.quantization, target.whole_file)]
     for entry in manifest.self_drafts:
-        draft = SelfDraft.named(entry.name)
+        draft = drafter_of(entry.name)
         held.append((None if draft is None else draft.quantization, entry.whole_file))
     for layout, whole_file in held:
         if layout is None:
@@ -309,7 +308,7 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     keeps_whole = num_ranks > 1 or staged_at or is_lowered or (is_rounded and is_target)
     whole = WholeGraph(program, is_rounded)
     kept = KeptGraphs(program, layout, staged_at=staged_at)
-    records = Pipeline(layout, on_phase=kept.keep).run(program)
+    records = Pipeline(layout, before=kept.before).run(program)
     model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)

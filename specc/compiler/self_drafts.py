@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.model_entry import SelfDraftEntry
 from specc.compiler.compiled_model import CompiledModel, KeptGraphs
 from specc.compiler.context import CompileContext
 from specc.compiler.phases import CUT, cut_phases, self_draft_phases
+from specc.drafters.drafter import Drafter
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, Weight, constant_key
-from specc.passes.program_json import program_to_json
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.sharding.shard_plan import RankConstant
-from specc.speculation.self_drafts import SelfDraft
 
 
 @dataclass
@@ -93,21 +91,13 @@ def cut_and_lower(
     program, plan = draft.program, target.program.shard
     layout = (*first, *cut_phases(1 if plan is None else plan.num_ranks), *last)
     kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE))
-    records = Pipeline(layout, context.dump, kept.keep).run(program)
+    records = Pipeline(layout, context.dump, kept.before).run(program)
     _share_weights(program, target, draft.is_rounded)
     draft.whole = None if kept.whole is None else kept.whole.to_json(program)
     return records
 
 
-def write_self_drafts(writer: EngineWriter, drafts: Sequence[SelfDraftProgram]) -> None:
-    """Write the graph of each; of one that is cut or quantized that before it, too."""
-    for draft in drafts:
-        writer.write_json(draft.entry.program_file, program_to_json(draft.program))
-        if draft.whole is not None:
-            writer.write_json(draft.entry.whole_file, draft.whole)
-
-
-def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
+def _entry_of(draft: Drafter, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
     """None of a draft that calls the target's own program over another block table."""
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
@@ -149,7 +139,7 @@ def _entry_of(draft: SelfDraft, target: CompiledModel, max_seq_len: int) -> Self
             "a smaller window: a draft that sees all of them costs what the target costs",
             f"pass --draft self:window={max(1, max(windows) // 2)}, or skip layers",
         )
-    if not draft.has_program and not is_windowed:
+    if not draft.has_second_program and not is_windowed:
         return None
     return SelfDraftEntry(draft.name, draft.name.replace("_", "-"), kept, is_windowed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specc.artifact.manifest_entries import MemoryEntry, StageEntry
 from specc.artifact.model_entry import ModelEntry
 from specc.artifact.weight_spec import WeightSpec
-from specc.compiler.model_entries import plan_model_memory
+from specc.compiler.context import plan_model_memory
 from specc.errors import ConfigError
 from specc.passes.pipeline import PassRecord, Pipeline
 from specc.passes.program import Program, constant_key

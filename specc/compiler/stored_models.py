@@ -21,6 +21,7 @@ from specc.artifact.safetensors_io import tensor_bytes
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.self_drafts import SelfDraftProgram
+from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, EngineError
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.read_program import read_program
@@ -33,7 +34,6 @@ from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.progress import PhaseTimer
 from specc.sharding.rank_reader import RankReader, StagesReader
 from specc.sharding.shard_plan import ShardPlan
-from specc.speculation.self_drafts import SelfDraft
 from specc.system.json_file import read_engine_json
 
 _AGAIN = "compile or copy the engine again"
@@ -247,7 +247,7 @@ def read_self_draft(
         list(dict.fromkeys(keys)),
     )
     program.integers = integers_of(stored, reader)
-    draft = SelfDraft.named(entry.name)
+    draft = drafter_of(entry.name)
     is_rounded = draft is not None and draft.weights is not None
     return SelfDraftProgram(in_rows(program), entry, is_rounded=is_rounded)
 

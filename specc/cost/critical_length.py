@@ -29,8 +29,8 @@ from typing import Any
 from specc.cost.acceptance import expected_tokens
 from specc.cost.draft_levels import fed_rows
 from specc.cost.latency_table import LatencyTable, PassPart, vote_share
+from specc.drafters.views import View
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def critical_length(
 
 def best_critical_length(
     table: LatencyTable,
-    draft: str,
+    view: View,
     acceptance: Sequence[Sequence[float]],
     batch_size: int,
     most: int = 8,
@@ -121,17 +121,15 @@ def best_critical_length(
 
     Args:
         table: of the engine's passes.
-        draft: view.
+        view: what the draft sees.
         acceptance: of it, by depth and sibling rank.
         batch_size: sequences.
         most: tokens of a chain at most.
     """
-    view = View.named(draft)
-    assert view is not None, "a self-draft"
     found: list[CriticalLength] = []
     for length in range(1, most + 1):
         tree = TokenTree.chain(length)
         tokens = expected_tokens(tree, [row[:1] for row in acceptance])
         rows = critical_length(table, view, tree, tokens, batch_size)
-        found.append(CriticalLength(batch_size, draft, length, tokens, rows))
+        found.append(CriticalLength(batch_size, view.name, length, tokens, rows))
     return min(found, key=lambda one: float("inf") if one.rows is None else one.rows)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 
+from specc.drafters.drafter import Drafter
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
 
 
 @functools.lru_cache(maxsize=256)
-def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Draft model or view → tokens of a sequence that each of its passes reads, one a level.
+def draft_levels(plan: SpecPlan) -> tuple[tuple[Drafter, tuple[int, ...]], ...]:
+    """What asks a model → tokens of a sequence that each of its passes reads, one a level.
 
     The first one reads what a step of the same plan left unread, besides the root.
     """
@@ -22,13 +23,10 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[str, tuple[int, ...]], ...]:
     else:
         levels = fed_rows(plan.shape)
 
-    def passes(draft: str) -> tuple[int, ...]:
-        if (block := plan.block_of(draft)) is not None:
-            # one pass: what the last step may have accepted, and the block
-            return (block.num_read(plan.max_depth),)
-        return plan.first_level(draft), *levels[1:]
-
-    return tuple((draft, passes(draft)) for draft in plan.asked)
+    return tuple(
+        (x, x.passes(plan.max_depth, (x.first_level(plan.catch_up), *levels[1:])))
+        for x in plan.asked
+    )
 
 
 def fed_rows(tree: TokenTree) -> list[int]:

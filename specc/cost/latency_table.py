@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 from specc.cost.contexts import Contexts
 from specc.cost.draft_levels import draft_levels
 from specc.cost.measured_seconds import MeasuredSeconds
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache
+from specc.drafters.views import View, rows_between_votes
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
-from specc.speculation.self_drafts import SelfDraft
-from specc.speculation.views import View, rows_between_votes
 
 SCHEMA_VERSION = 1
 _DO = "measure the table again"
@@ -242,26 +243,29 @@ class LatencyTable:
         return vote_share(views, depth) * self.votes((part,))
 
     def level_s(
-        self, draft: str, part: PassPart, each: Contexts | None = None, unused: float = 0.0
+        self, draft: Drafter, part: PassPart, each: Contexts | None = None, unused: float = 0.0
     ) -> float:
         """Seconds of a pass of a draft: of a model, or of the target over as much as it sees.
 
         A second program of the target counts as it was measured; without that, as the target.
 
         Args:
-            draft: name in a plan.
+            draft: what asks it.
             part: sequences, with all of their committed rows.
             each: those of each sequence; None is equally many.
             unused: tokens of nobody in the same pass.
         """
-        own = SelfDraft.named(draft)
-        if own is None:
-            return self.drafts[draft](with_unused(part, unused))
-        if (view := own.view) is not None:
+        if (view := draft.view) is not None:
             most = part.rows * view.num_rows
             read = min(part.context, most) if each is None else part.rows * each.read(view.num_rows)
             part = part._replace(context=read)
-        return self.drafts.get(draft, self.target)(with_unused(part, unused))
+        return self.pass_s(draft)(with_unused(part, unused))
+
+    def pass_s(self, draft: Drafter) -> PassSeconds:
+        """Of its program."""
+        if draft.facts.cache is Cache.TARGET:
+            return self.drafts.get(draft.name, self.target)
+        return self.drafts[draft.name]
 
     def draft_rows(self, plan: SpecPlan) -> tuple[tuple[float, float], ...]:
         """What a sequence's committed rows add to the seconds of its drafts.
@@ -274,10 +278,8 @@ class LatencyTable:
             share = vote_share(plan.views, plan.max_depth)
             found[math.inf] = share * self.votes.row_s(plan.num_nodes)
         for draft, levels in draft_levels(plan):
-            own = SelfDraft.named(draft)
-            passes = self.drafts[draft] if own is None else self.drafts.get(draft, self.target)
-            most = math.inf if own is None or own.view is None else own.view.num_rows
-            found[most] = found.get(most, 0.0) + sum(map(passes.row_s, levels))
+            most = math.inf if draft.view is None else draft.view.num_rows
+            found[most] = found.get(most, 0.0) + sum(map(self.pass_s(draft).row_s, levels))
         return tuple(found.items())
 
     def target_s(self, shapes: Iterable[StepShape]) -> float:

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from specc.cost.draft_levels import fed_rows
 from specc.cost.latency_table import LatencyTable, PassPart
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Passes
+from specc.drafters.registry import FIRST
 from specc.errors import ConfigError
-from specc.speculation.block_drafts import BlockDraft
-from specc.speculation.self_drafts import SelfDraft, is_self_draft
 from specc.speculation.tree import TokenTree
-
-# tokens that a draft model's first level reads: the root, and the token before it
-_FIRST_LEVEL = 2
 
 
 @dataclass(frozen=True)
@@ -21,20 +19,17 @@ class StepSeconds:
 
     Args:
         table: of the engine's passes.
-        draft: model or view that proposes, such as `draft_0` or `self_w512_s4`; None is a lookup,
-            which takes no pass.
+        draft: what proposes.
         requests: of the batch.
         context: committed rows of each.
-        block: of a block drafter, whose one pass proposes all levels; else None.
     Raises:
         ConfigError: a table whose plain steps take no time, or with a negative overhead.
     """
 
     table: LatencyTable
-    draft: str | None = "draft_0"
+    draft: Drafter = FIRST[0]
     requests: int = 1
     context: float = 0.0
-    block: BlockDraft | None = None
 
     def __post_init__(self) -> None:
         if not self.off > 0 or not 0 <= self.overhead < float("inf"):
@@ -61,7 +56,7 @@ class StepSeconds:
     def level(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft level.
 
-        Of a block drafter, of the rows of context that a tree as deep needs its one pass to read:
+        Of a draft that makes one pass, of the rows of context that a tree as deep needs it to read:
         those of all levels together are its pass. What makes logits depend on the token before
         takes no pass, and counts as nothing.
 
@@ -69,24 +64,23 @@ class StepSeconds:
             depth: of the nodes that it reads; 0 is the root, which it reads with what it missed.
             num_rows: of these nodes, for each request.
         """
-        if self.draft is None:
+        draft = self.draft
+        if not draft.is_asked:
             return 0.0
-        if self.block is not None:
-            rows, before = (self.block.num_read(d) for d in (depth + 1, depth))
-            seconds = self.table.level_s(self.draft, self._part(rows))
-            return seconds - self.table.level_s(self.draft, self._part(before)) * (depth > 0)
-        first = 1 if is_self_draft(self.draft) else _FIRST_LEVEL
-        return self.table.level_s(self.draft, self._part(num_rows if depth else first))
+        rows = num_rows if depth else draft.typical_first_level()
+        if draft.facts.passes is Passes.LEVELS:
+            return self.table.level_s(draft, self._part(rows))
+        (rows,), (before,) = (draft.passes(d, (rows,)) for d in (depth + 1, depth))
+        seconds = self.table.level_s(draft, self._part(rows))
+        return seconds - self.table.level_s(draft, self._part(before)) * (depth > 0)
 
     def of(self, tree: TokenTree) -> float:
         """Seconds of a step with this tree; of the root alone, those of off."""
         if tree.num_nodes == 1:
             return self.off
         levels = sum(self.level(depth, rows) for depth, rows in enumerate(fed_rows(tree)))
-        own = SelfDraft.named(self.draft) if self.draft is not None else None
-        if own is not None and own.view is not None:
-            part = self._part(tree.num_nodes)
-            levels += self.table.vote_s([own.view], tree.max_depth, part)
+        if (view := self.draft.view) is not None:
+            levels += self.table.vote_s([view], tree.max_depth, self._part(tree.num_nodes))
         return self.verify(tree.num_nodes) + self.overhead + levels
 
     def _part(self, num_tokens: int) -> PassPart:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.cost.latency_table import LatencyTable
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import FixedPolicy, Policy
 from specc.runtime.policies.named import ADAPTIVE, GOODPUT, make_policy
 from specc.simulate.load import Load

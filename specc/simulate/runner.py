@@ -173,7 +173,7 @@ def _part_of(span: Span) -> PassPart:
 def _tree(plan: SpecPlan, load: Load, truth: LatencyTable) -> TokenTree:
     rows = load.requests[0].drafting.rows
     missing = [draft for draft in plan.drafts if draft not in rows]
-    missing += [model for model in plan.models if model not in truth.drafts]
+    missing += [model for model in plan.model_names if model not in truth.drafts]
     if plan.combine or missing:
         raise ConfigError(
             f"plan {plan.name} of {', '.join(plan.drafts)}"
@@ -182,7 +182,7 @@ def _tree(plan: SpecPlan, load: Load, truth: LatencyTable) -> TokenTree:
             "leave the plan out, or add its draft to the load and to the latency table",
         )
     if plan.dynamic is None:
-        return plan.tree_of(plan.drafts[0])
+        return plan.tree_of(plan.drafters[0])
     narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]][0]]
     return best_tree(narrow, plan.num_nodes, plan.dynamic.depth)
 

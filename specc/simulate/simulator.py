@@ -186,7 +186,7 @@ class _SimulatedEngine:
         count = len(load.requests)
         self.report = SimulationReport([math.nan] * count, [math.nan] * count, [math.nan] * count)
         self._load, self._limits, self._policy = load, limits, policy
-        models = {model for plan in plans.values() for model in plan.models}
+        models = {model for plan in plans.values() for model in plan.model_names}
         self._num_drafts = 1 + max((int(m.removeprefix("draft_")) for m in models), default=-1)
         self._now_s = 0.0
         self._num_arrived = 0

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from specc.close_name import advice, close_name
+from specc.close_name import advice
+from specc.drafters.drafter import Drafter
+from specc.drafters.registry import FIRST, drafters_of, model_draft, parse_draft
 from specc.errors import ConfigError, TreeError
-from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
-from specc.speculation.self_drafts import SelfDraft
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 
 BEST = "best"
 COMBINE = (MERGE, VOTE, BEST)
 DEFAULT_CHAIN, DEFAULT_LOOKUP = 4, 8
 Tree = Sequence[int] | TokenTree | DynamicTree
-MTP = "mtp"
-# of other programs
-_OTHER_NAMES = {"ngram": "lookup:3", "[ngram]": "lookup:3", "prompt_lookup": "lookup:3"}
-_LOOKUP = re.compile(r"lookup:(\d+)")
 
 
-def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
-    """Models to compile, and what plans call all that proposes.
+def split_drafts(drafts: Any) -> tuple[list[Any], tuple[Drafter, ...]]:
+    """Models to compile, and all that proposes.
 
     Args:
         drafts: None, or one or several of a model, a self-draft such as `self:window=512`,
             `lookup:N` and `suffix`.
     Returns:
-        the models, and names in the order given: `draft_0`, `self_w512_s4`, `lookup-3`, …
+        the models, and what proposes in the order given; a model is an ordinary one, until its
+        files are read.
     Raises:
         ConfigError: a malformed self-draft or lookup, or one draft twice.
     """
@@ -38,22 +34,22 @@ def split_drafts(drafts: Any) -> tuple[list[Any], tuple[str, ...]]:
         return [], ()
     given = list(drafts) if isinstance(drafts, (list, tuple)) else [drafts]
     models: list[Any] = []
-    names: list[str] = []
+    found: list[Drafter] = []
     for draft in given:
-        name = _name_without_model(draft)
-        if name is None:
-            name = f"draft_{len(models)}"
+        drafter = parse_draft(draft)
+        if drafter is None:
+            drafter = model_draft(len(models))
             models.append(draft)
-        if name in names:
+        if drafter in found:
             raise ConfigError(f"--draft {draft} twice", "different drafts", "leave one of them out")
-        names.append(name)
-    return models, tuple(names)
+        found.append(drafter)
+    return models, tuple(found)
 
 
 def choose_plans(
     trees: Sequence[Tree],
     num_speculative_tokens: int | None,
-    drafts: tuple[str, ...] = ("draft_0",),
+    drafts: Sequence[str | Drafter] = FIRST,
     combine: str | None = None,
 ) -> tuple[SpecPlan, ...]:
     """The plans that options name, the default first; empty where they name none.
@@ -61,7 +57,7 @@ def choose_plans(
     Args:
         trees: shapes of what every draft proposes.
         num_speculative_tokens: length of a chain, instead.
-        drafts: names, see `split_drafts`.
+        drafts: what proposes, see `split_drafts`, or its names in plans.
         combine: `merge`, `vote`, `best`; None is merge.
     Raises:
         ConfigError: options that contradict each other.
@@ -79,14 +75,15 @@ def choose_plans(
             "0 (off) or more",
             "choose a length such as 4",
         )
-    _check_combine(drafts, combine)
+    drafters = drafters_of(*drafts)
+    _check_combine(drafters, combine)
     if num_speculative_tokens == 0:
         return (SpecPlan.from_widths(()),)
     shapes = [as_shape(tree) for tree in trees]
     if num_speculative_tokens is not None:
         shapes = [TokenTree.chain(num_speculative_tokens)]
     if combine == BEST:
-        model, lookup = _of_each_kind(drafts)
+        model, lookup = _asked_and_not(drafters)
         lengths = shapes or [TokenTree.chain(DEFAULT_CHAIN)]
         deepest = num_speculative_tokens or DEFAULT_LOOKUP
         return (
@@ -94,13 +91,13 @@ def choose_plans(
             SpecPlan.from_widths((1,) * deepest, (lookup,)),
         )
     if not shapes:
-        if not drafts:
+        if not drafters:
             return ()
-        looks_up = all(is_lookup(draft) for draft in drafts)
+        looks_up = not any(drafter.is_asked for drafter in drafters)
         shapes = [TokenTree.chain(DEFAULT_LOOKUP if looks_up else DEFAULT_CHAIN)]
-    how = (combine or MERGE) if len(drafts) > 1 else ""
+    how = (combine or MERGE) if len(drafters) > 1 else ""
     # trees without a draft are refused where it is known that there is none
-    return tuple(_plan(shape, drafts or ("draft_0",), how) for shape in shapes)
+    return tuple(_plan(shape, drafters or FIRST, how) for shape in shapes)
 
 
 def policy_of(combine: str | None) -> str:
@@ -146,7 +143,7 @@ def parse_tree(text: str) -> Tree:
     )
 
 
-def _plan(shape: TokenTree | DynamicTree, drafts: tuple[str, ...], combine: str) -> SpecPlan:
+def _plan(shape: TokenTree | DynamicTree, drafts: tuple[Drafter, ...], combine: str) -> SpecPlan:
     if isinstance(shape, TokenTree):
         return SpecPlan.from_tree(shape, drafts, combine)
     if len(drafts) > 1:
@@ -158,45 +155,7 @@ def _plan(shape: TokenTree | DynamicTree, drafts: tuple[str, ...], combine: str)
     return SpecPlan.from_dynamic(shape, drafts[0])
 
 
-def _name_without_model(draft: Any) -> str | None:
-    """What plans call a self-draft or a lookup; None of a model."""
-    if not isinstance(draft, (str, Path)):
-        return None
-    text = str(draft)
-    if text == SUFFIX:
-        return SUFFIX
-    if isinstance(draft, str) and (own := SelfDraft.parse(text)) is not None:
-        return own.name
-    match = _LOOKUP.fullmatch(text)
-    if match is None:
-        if text.startswith("lookup:") or text == "lookup":
-            raise ConfigError(
-                f"--draft {text}", "lookup:N, N tokens at most are compared", "for example lookup:3"
-            )
-        return None
-    if not 1 <= int(match[1]) <= 99:
-        raise ConfigError(f"--draft {text}", "lookup:1 … lookup:99", "for example lookup:3")
-    return f"lookup-{int(match[1])}"
-
-
-def meant_draft(text: str) -> str | None:
-    """What proposes without a model of its own, where `text` was probably meant to say so.
-
-    Args:
-        text: as written for a draft, and no model.
-    """
-    kind, colon, rest = text.partition(":")
-    if kind.lower() in _OTHER_NAMES:
-        return _OTHER_NAMES[kind.lower()]
-    close = close_name(kind, (SUFFIX, MTP, "lookup", "self"))
-    # values are kept where there are some: `lookp:5` is `lookup:5`
-    values = {"lookup": "3", "self": "window=512"}
-    if close is None or close not in values:
-        return close
-    return f"{close}:{rest if colon else values[close]}"
-
-
-def _check_combine(drafts: tuple[str, ...], combine: str | None) -> None:
+def _check_combine(drafts: Sequence[Drafter], combine: str | None) -> None:
     if combine is None:
         return
     if combine not in COMBINE:
@@ -210,14 +169,14 @@ def _check_combine(drafts: tuple[str, ...], combine: str | None) -> None:
         )
 
 
-def _of_each_kind(drafts: tuple[str, ...]) -> tuple[str, str]:
-    """The model or view, and the lookup that competes with it."""
-    models = [draft for draft in drafts if not is_lookup(draft)]
-    lookups = [draft for draft in drafts if is_lookup(draft)]
-    if len(models) != 1 or len(lookups) != 1:
+def _asked_and_not(drafts: Sequence[Drafter]) -> tuple[Drafter, Drafter]:
+    """The one that asks a model, and the lookup that competes with it."""
+    asked = [drafter for drafter in drafts if drafter.is_asked]
+    others = [drafter for drafter in drafts if not drafter.is_asked]
+    if len(asked) != 1 or len(others) != 1:
         raise ConfigError(
-            f"--combine best of {', '.join(drafts)}",
+            f"--combine best of {', '.join(drafter.name for drafter in drafts)}",
             "one draft model or self-draft, and one lookup that it competes with",
             "for example --draft D/ --draft suffix --combine best",
         )
-    return models[0], lookups[0]
+    return asked[0], others[0]

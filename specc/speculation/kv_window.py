@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 
 from specc.close_name import advice
+from specc.drafters.views import DEFAULT_SINK
 from specc.errors import ConfigError
-from specc.speculation.views import DEFAULT_SINK
 
 _OPTION = re.compile(r"window=\d+(?:,sink=\d+)?|sink=\d+,window=\d+")
 FULL = "full"

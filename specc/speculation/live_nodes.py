@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 
-from specc.sampling.rows import Rule
+from specc.drafters.drafter import ANY_PROPOSALS
 from specc.speculation.plans import SpecPlan
 
 # of a node: what sums of expected nodes may be off by
@@ -23,7 +23,7 @@ _ROUNDING = 1e-6
 DEAD = -1
 # rules whose output is the target's own whatever nodes are live, also where their number looks at
 # what the step has drawn; so is that of greedy requests
-ANY_NODES = (Rule.COUPLED, Rule.DELTA)
+ANY_NODES = ANY_PROPOSALS
 
 
 def can_cut(plan: SpecPlan) -> bool:
@@ -37,7 +37,7 @@ def can_cut(plan: SpecPlan) -> bool:
 
 def says_confidence(plan: SpecPlan) -> bool:
     """Whether drafting tells how likely nodes are accepted, and a part of them can be verified."""
-    return can_cut(plan) and any(block.confidence for block in plan.blocks)
+    return can_cut(plan) and any(drafter.says_confidence for drafter in plan.models)
 
 
 @functools.lru_cache(maxsize=256)

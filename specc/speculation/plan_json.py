@@ -6,21 +6,39 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from specc.drafters.registry import drafters_from_json
 from specc.errors import EngineError
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import SpecPlan
 
 
 def plan_to_json(plan: SpecPlan) -> dict[str, Any]:
     """What `plan_from_json` reads; heads, sharpness and blocks only where there are some."""
-    data = asdict(plan)
-    data["dynamic"] = asdict(plan.dynamic) if plan.dynamic else None
-    for name in ("heads", "sharpness", "blocks"):
-        if not data[name]:
-            # as plans were before there were any
-            del data[name]
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+    data = {
+        "name": plan.name,
+        "widths": list(plan.widths),
+        "parents": list(plan.parents),
+        "dynamic": asdict(plan.dynamic) if plan.dynamic else None,
+        "drafts": list(plan.drafts),
+        "combine": plan.combine,
+        "tile": plan.tile,
+        "heads": list(heads_of(plan)),
+        "sharpness": list(plan.sharpness),
+        "blocks": blocks_of(plan),
+    }
+    # as plans were before there were any
+    rest = ("heads", "sharpness", "blocks")
+    return {key: value for key, value in data.items() if value or key not in rest}
+
+
+def heads_of(plan: SpecPlan) -> tuple[str, ...]:
+    """Names of those that hand rows on."""
+    return tuple(drafter.name for drafter in plan.models if drafter.facts.hands_on)
+
+
+def blocks_of(plan: SpecPlan) -> list[dict[str, Any]]:
+    """What those say that propose all levels in one pass."""
+    return [data for x in plan.models if (data := x.to_json()) is not None]
 
 
 def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
@@ -35,12 +53,12 @@ def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
             widths=tuple(data["widths"]),
             parents=tuple(data["parents"]),
             dynamic=DynamicTree(**data["dynamic"]) if data["dynamic"] else None,
-            drafts=tuple(data["drafts"]),
+            drafters=drafters_from_json(
+                data["drafts"], data.get("heads", ()), data.get("blocks", ())
+            ),
             combine=data["combine"],
             tile=data["tile"],
-            heads=tuple(data.get("heads", ())),
             sharpness=tuple(map(tuple, data.get("sharpness", ()))),
-            blocks=tuple(map(BlockDraft.from_json, data.get("blocks", ()))),
         )
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise EngineError(

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from specc.drafters.drafter import Drafter
+from specc.drafters.registry import FIRST, PREFIX
 from specc.errors import ConfigError
-from specc.speculation.self_drafts import is_self_draft
 
-FIRST_DRAFT = ("draft_0",)
 MERGE, VOTE = "merge", "vote"
-# proposals that the host's index makes, for all plans of an engine
-SUFFIX = "suffix"
-_LOOKUP = re.compile(r"lookup-([1-9]\d?)")
 
 
-def is_lookup(draft: str) -> bool:
-    """Whether a draft looks tokens up, rather than asking a model or the target."""
-    return draft == SUFFIX or _LOOKUP.fullmatch(draft) is not None
-
-
-def lookup_ngram(draft: str) -> int | None:
-    """N of `lookup-N`; None of other drafts."""
-    match = _LOOKUP.fullmatch(draft)
-    return int(match[1]) if match else None
-
-
-def check_drafts(drafts: tuple[str, ...], combine: str, is_dynamic: bool) -> None:
-    """Refuse names of no draft, and drafts that cannot propose together.
+def check_drafts(drafters: Sequence[Drafter], combine: str, is_dynamic: bool) -> None:
+    """Refuse drafts that cannot propose together.
 
     Args:
-        drafts: of a plan.
+        drafters: of a plan.
         combine: `merge`, `vote` or empty.
         is_dynamic: the tree is expanded and reranked.
     Raises:
-        ConfigError: such a name, a name twice, or no such combination.
+        ConfigError: one twice, or no such combination.
     """
-    for name in drafts:
-        if not (is_lookup(name) or is_self_draft(name) or re.fullmatch(r"draft_\d+", name)):
-            raise ConfigError(
-                f"a plan of the draft {name!r}",
-                "draft_0, draft_1, …, self_wW_sS, self_l0toL, lookup-N or suffix",
-                "compile the engine again",
-            )
+    drafts = [drafter.name for drafter in drafters]
     if len(set(drafts)) < max(1, len(drafts)):
         raise ConfigError(
             f"a plan of the drafts {', '.join(drafts) or '(none)'}",
@@ -54,7 +35,7 @@ def check_drafts(drafts: tuple[str, ...], combine: str, is_dynamic: bool) -> Non
             f"one draft, or several and {MERGE} or {VOTE}",
             "pass --combine merge or --combine vote",
         )
-    if is_dynamic and (combine or is_lookup(drafts[0])):
+    if is_dynamic and (combine or not drafters[0].is_asked):
         raise ConfigError(
             f"a dynamic tree of {', '.join(drafts)}",
             "one draft model or self-draft, which every level asks anew",
@@ -62,13 +43,14 @@ def check_drafts(drafts: tuple[str, ...], combine: str, is_dynamic: bool) -> Non
         )
 
 
-def prefix_of(drafts: tuple[str, ...], combine: str) -> str:
+def prefix_of(drafters: Sequence[Drafter], combine: str) -> str:
     """What tells a plan from that of the first draft alone: `merge-0+1-`, `selfl0.2to5w512s4-`."""
-    if not drafts or drafts == FIRST_DRAFT:
+    if not drafters or tuple(drafters) == FIRST:
         return ""
     # numbers stay apart
-    apart = (re.sub(r"(?<=\d)_(?=\d)", ".", name.removeprefix("draft_")) for name in drafts)
+    bare = [drafter.name.removeprefix(PREFIX) for drafter in drafters]
+    apart = (re.sub(r"(?<=\d)_(?=\d)", ".", name) for name in bare)
     names = "+".join(re.sub("[-_]", "", name) for name in apart)
     if combine:
         return f"{combine}-{names}-"
-    return f"draft{names}-" if drafts[0].startswith("draft_") else f"{names}-"
+    return f"{names}-" if drafters[0].number is None else f"draft{names}-"

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from specc.drafters.drafter import ANY_PROPOSALS, Drafter
+from specc.drafters.facts import Cache
+from specc.drafters.registry import FIRST, drafters_of
+from specc.drafters.views import View
 from specc.errors import ConfigError, TreeError
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import BlockDraft, check_candidates, check_depth, flat_drafts
 from specc.speculation.dynamic_tree import DynamicTree as DynamicTree
-from specc.speculation.plan_names import FIRST_DRAFT, check_drafts, prefix_of
 from specc.speculation.plan_names import MERGE as MERGE
-from specc.speculation.plan_names import SUFFIX as SUFFIX
 from specc.speculation.plan_names import VOTE as VOTE
-from specc.speculation.plan_names import is_lookup as is_lookup
-from specc.speculation.self_drafts import SelfDraft, is_self_draft
+from specc.speculation.plan_names import check_drafts, prefix_of
 from specc.speculation.tree import MAX_NODES, TokenTree
-from specc.speculation.views import View
 
 if TYPE_CHECKING:
     from specc.sampling.params import SamplingParams
@@ -40,18 +38,13 @@ class SpecPlan:
             shape is another one, and for off.
         parents: of a static tree that is no expansion; see `TokenTree`.
         dynamic: instead of a static shape.
-        drafts: what proposes: `draft_0`, `draft_1`, …, `self_wW_sS` (the target over a view of its
-            cache), `self_l0toL` (the target by some of its layers), `lookup-N` (n-grams of at most
-            N tokens are looked up in the request), `suffix` (the host's index). A lookup proposes a
-            chain as long as the shape is deep.
+        drafters: what proposes.
         combine: `merge` or `vote`, where several propose.
         tile: nodes of each sequence whose logits exist at a time; the models pass over the tree
             tile by tile. None: over all nodes at once, and what children were drawn from is kept
             until the tree is verified.
-        heads: of its drafts, those that read the target's hidden states and hand rows on, see
-            `docs/guide/drafts.md`.
-        blocks: of its drafts, those that read them and propose all levels in one pass.
-        sharpness: factors of the logits of drafts, see there; empty leaves them as they are.
+        sharpness: factors of the logits of drafts, see `docs/guide/drafts.md`; empty leaves them as
+            they are.
     Raises:
         TreeError: more nodes than a tree may have, or nodes out of order.
         ConfigError: proposals that cannot be combined so, or a tile of no node.
@@ -61,17 +54,15 @@ class SpecPlan:
     widths: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     dynamic: DynamicTree | None = None
-    drafts: tuple[str, ...] = FIRST_DRAFT
+    drafters: tuple[Drafter, ...] = FIRST
     combine: str = ""
     tile: int | None = None
-    heads: tuple[str, ...] = ()
     sharpness: Sharpness = ()
-    blocks: tuple[BlockDraft, ...] = ()
 
     def __post_init__(self) -> None:
         shapes = [bool(self.widths), len(self.parents) > 1, self.dynamic is not None]
         assert sum(shapes) <= 1, "one shape"
-        check_drafts(self.drafts, self.combine, self.dynamic is not None)
+        check_drafts(self.drafters, self.combine, self.dynamic is not None)
         if self.tile is not None and (self.tile < 1 or not self.speculates):
             raise ConfigError(
                 f"plan {self.name} in tiles of {self.tile} nodes",
@@ -97,11 +88,8 @@ class SpecPlan:
                 "choose smaller widths, fewer levels or fewer drafts",
             )
         self._check_sharpness()
-        if self.blocks:
-            check_depth(self.name, self.max_depth, self.blocks)
-            is_grown = any(block.is_biased for block in self.blocks)
-            called = self.blocks[0].called
-            check_candidates(self.name, None if is_grown else self.dynamic, called)
+        for drafter in self.drafters:
+            drafter.check_plan(self.name, self.max_depth, self.dynamic)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
@@ -118,11 +106,17 @@ class SpecPlan:
     def from_widths(
         cls,
         widths: tuple[int, ...] | list[int],
-        drafts: tuple[str, ...] = FIRST_DRAFT,
+        drafts: Sequence[str | Drafter] = FIRST,
         combine: str = "",
     ) -> SpecPlan:
-        """Name a plan after its widths; all ones is a chain, no level is off."""
-        widths = tuple(widths)
+        """Name a plan after its widths; all ones is a chain, no level is off.
+
+        Args:
+            widths: of its levels.
+            drafts: what proposes, or what plans call it.
+            combine: see `SpecPlan`.
+        """
+        widths, drafters = tuple(widths), drafters_of(*drafts)
         if not widths:
             return cls("off")
         TokenTree.from_widths(widths)
@@ -130,24 +124,26 @@ class SpecPlan:
             shape = f"chain-{len(widths)}"
         else:
             shape = "tree-" + "-".join(map(str, widths))
-        return cls(prefix_of(drafts, combine) + shape, widths, drafts=drafts, combine=combine)
+        return cls(prefix_of(drafters, combine) + shape, widths, drafters=drafters, combine=combine)
 
     @classmethod
     def from_tree(
-        cls, tree: TokenTree, drafts: tuple[str, ...] = FIRST_DRAFT, combine: str = ""
+        cls, tree: TokenTree, drafts: Sequence[str | Drafter] = FIRST, combine: str = ""
     ) -> SpecPlan:
-        """A static tree of any topology, named after its nodes."""
+        """A static tree of any topology, named after its nodes; see `from_widths`."""
         if tree.widths or tree.num_nodes == 1:
             return cls.from_widths(tree.widths, drafts, combine)
         # trees of equal size and depth are told apart by a checksum of their parents
         code = zlib.crc32(repr(tree.parents).encode()) & 0xFFFF
-        name = f"{prefix_of(drafts, combine)}tree-n{tree.num_nodes}-d{tree.max_depth}-{code:04x}"
-        return cls(name, parents=tree.parents, drafts=drafts, combine=combine)
+        drafters = drafters_of(*drafts)
+        name = f"{prefix_of(drafters, combine)}tree-n{tree.num_nodes}-d{tree.max_depth}-{code:04x}"
+        return cls(name, parents=tree.parents, drafters=drafters, combine=combine)
 
     @classmethod
-    def from_dynamic(cls, dynamic: DynamicTree, draft: str = "draft_0") -> SpecPlan:
+    def from_dynamic(cls, dynamic: DynamicTree, draft: str | Drafter = FIRST[0]) -> SpecPlan:
         name = f"dynamic-{dynamic.num_nodes}-{dynamic.top_k}-{dynamic.depth}"
-        return cls(prefix_of((draft,), "") + name, dynamic=dynamic, drafts=(draft,))
+        drafters = drafters_of(draft)
+        return cls(prefix_of(drafters, "") + name, dynamic=dynamic, drafters=drafters)
 
     @cached_property
     def speculates(self) -> bool:
@@ -176,13 +172,13 @@ class SpecPlan:
         node.
         """
         if self.combine != MERGE:
-            return self.tree_of(self.drafts[0])
-        return TokenTree.side_by_side([self.tree_of(draft) for draft in self.drafts])
+            return self.tree_of(self.drafters[0])
+        return TokenTree.side_by_side([self.tree_of(drafter) for drafter in self.drafters])
 
     @cached_property
     def is_static(self) -> bool:
         """The topology is known when the engine is compiled: one model or view, no reranking."""
-        return self.dynamic is None and not self.combine and not is_lookup(self.drafts[0])
+        return self.dynamic is None and not self.combine and self.drafters[0].is_asked
 
     @property
     def is_in_place(self) -> bool:
@@ -202,13 +198,13 @@ class SpecPlan:
         if self.dynamic is not None:
             return self.dynamic.num_nodes
         if self.combine == MERGE:
-            return 1 + sum(self.tree_of(draft).num_draft_tokens for draft in self.drafts)
-        return self.tree_of(self.drafts[0]).num_nodes
+            return 1 + sum(self.tree_of(drafter).num_draft_tokens for drafter in self.drafters)
+        return self.tree_of(self.drafters[0]).num_nodes
 
     @cached_property
     def num_rows(self) -> int:
         """Cache rows after the committed ones that a step may write, of any model."""
-        sizes = [block.num_written for block in self.blocks]
+        sizes = [drafter.num_written for drafter in self.models]
         return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0, *sizes, 0)
 
     @cached_property
@@ -225,70 +221,65 @@ class SpecPlan:
 
     @cached_property
     def catch_up(self) -> int:
-        """Last tokens of a sequence that the first level of a draft model reads.
-
-        After a step of the same plan it has not seen these: the accepted leaf and the bonus token,
-        and of several drafts' proposals all that the others made. A head has seen none of what was
-        accepted with the target's hidden states, which it reads now. A block drafter reads those of
-        as many tokens, and the root. Medusa heads read no token.
-        """
-        if any(not block.is_flat for block in self.blocks):
-            return self.max_depth + 2
-        if all(is_self_draft(x) or x in flat_drafts(self.blocks) for x in self.drafts):
-            return 1
-        reads_all = self.combine or self.heads
-        return self.max_depth + 1 if reads_all else min(2, self.max_depth + 1)
-
-    def first_level(self, draft: str) -> int:
-        """Last tokens of a sequence that the first level of a draft reads.
-
-        Of a self-draft only the root: the rows before it are the target's own, and must stay them.
-        """
-        return 1 if is_self_draft(draft) else self.catch_up
+        """Last tokens of a sequence that its drafts may not have read before a step."""
+        is_combined = bool(self.combine)
+        return max(drafter.catch_up(self.max_depth, is_combined) for drafter in self.drafters)
 
     @cached_property
-    def models(self) -> tuple[str, ...]:
-        """Draft models that take part."""
-        if not self.speculates:
-            return ()
-        return tuple(d for d in self.drafts if not (is_lookup(d) or is_self_draft(d)))
+    def drafts(self) -> tuple[str, ...]:
+        """Names of what proposes, as tables of measurements have them."""
+        return tuple(drafter.name for drafter in self.drafters)
 
-    def with_heads(
-        self, names: Collection[str], blocks: Mapping[str, BlockDraft] = MappingProxyType({})
-    ) -> SpecPlan:
-        """The plan of an engine with these heads and block drafters, by name."""
-        own = tuple(replace(blocks[x], draft=x) for x in self.models if x in blocks)
-        return replace(self, heads=tuple(x for x in self.models if x in names), blocks=own)
+    @cached_property
+    def asked(self) -> tuple[Drafter, ...]:
+        """What drafting passes through a model for: models and the target itself."""
+        return tuple(x for x in self.drafters if x.is_asked) if self.speculates else ()
 
-    def block_of(self, draft: str) -> BlockDraft | None:
-        """What one pass of a draft fills; None of one that has a pass for each level."""
-        return next((block for block in self.blocks if block.draft == draft), None)
+    @cached_property
+    def models(self) -> tuple[Drafter, ...]:
+        """What has a model beside the target."""
+        return tuple(x for x in self.asked if x.facts.has_program)
 
-    def is_product(self, draft: str) -> bool:
-        """Whether all nodes of a depth have the same children, from one row of logits."""
-        return any(block.draft == draft and not block.is_biased for block in self.blocks)
+    @cached_property
+    def model_names(self) -> tuple[str, ...]:
+        return tuple(drafter.name for drafter in self.models)
 
-    @property
-    def recomputed(self) -> tuple[str, ...]:
-        """Drafts that move no rows at commit: they read what was accepted from the target."""
-        return (*self.heads, *(block.draft for block in self.blocks))
+    @cached_property
+    def reads_proposals(self) -> bool:
+        """Whether steps are given proposals of the host."""
+        return self.speculates and any(x.facts.is_hosts for x in self.drafters)
+
+    @cached_property
+    def is_hosts(self) -> bool:
+        """Whether the host alone proposes: it knows all tokens before a step begins."""
+        return all(drafter.facts.is_hosts for drafter in self.drafters)
+
+    @cached_property
+    def self_drafts(self) -> tuple[Drafter, ...]:
+        """What drafts over the target's cache, with the target's weights."""
+        return tuple(x for x in self.asked if x.facts.cache is Cache.TARGET)
+
+    def with_drafters(self, drafters: Mapping[str, Drafter]) -> SpecPlan:
+        """The plan of an engine whose models are these, by name; others are ordinary ones."""
+        if not self.models:
+            return self
+        return replace(
+            self, drafters=tuple(drafters.get(x.name, x).renamed(x.name) for x in self.drafters)
+        )
+
+    def drafter(self, name: str) -> Drafter | None:
+        """What proposes with a model of this name; None where none does."""
+        return next((x for x in self.asked if x.name == name), None)
 
     @cached_property
     def draft_lens(self) -> dict[int, str]:
         """Draft model that has a cache → environment name of its committed rows after a step."""
-        models = [model for model in self.models if model not in flat_drafts(self.blocks)]
-        return {_number(model): f"{model}_len" for model in models}
-
-    @cached_property
-    def self_drafts(self) -> tuple[SelfDraft, ...]:
-        """What the target drafts by itself."""
-        found = map(SelfDraft.named, self.drafts) if self.speculates else ()
-        return tuple(draft for draft in found if draft is not None)
+        return {_number(x): f"{x.name}_len" for x in self.models if x.has_rows}
 
     @cached_property
     def views(self) -> tuple[View, ...]:
         """Views that the target drafts with."""
-        return tuple(draft.view for draft in self.self_drafts if draft.view is not None)
+        return tuple(x.view for x in self.asked if x.view is not None)
 
     @cached_property
     def chooses_blocks(self) -> bool:
@@ -307,16 +298,11 @@ class SpecPlan:
         return sum(view.blocks(block_size)[1] for view in own)
 
     @cached_property
-    def asked(self) -> tuple[str, ...]:
-        """Drafts that are asked level by level: models and the target itself."""
-        return tuple(d for d in self.drafts if not is_lookup(d)) if self.speculates else ()
-
-    @cached_property
     def level_sizes(self) -> tuple[int, ...]:
         """Draft tokens of depth 1, 2, …; of a dynamic tree, as if every level were full in turn."""
         if self.dynamic is not None:
             return self.dynamic.level_sizes
-        trees = [self.tree_of(draft) for draft in self.drafts]
+        trees = [self.tree_of(drafter) for drafter in self.drafters]
         trees = trees if self.combine == MERGE else trees[:1]
         return tuple(
             sum(len(tree.levels[depth]) for tree in trees if depth <= tree.max_depth)
@@ -330,17 +316,13 @@ class SpecPlan:
         Reranked and voted trees have lost what MSS and SWOR need: how often, and in which order,
         the draft drew a token. Trees in tiles have lost the logits themselves.
 
-        MSS draws siblings that may be equal, and merging makes one node of them, with the children
-        of both. Those of a block drafter are the same draws twice, not two draws, unless its logits
-        depend on the token before.
+        Other drafts may have more to say.
         """
         if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
-            return (Rule.COUPLED, Rule.DELTA)
-        draws_again = any(len(level) > 1 for level in self.shape.levels[1:-1])
-        draws_once = any(not block.is_biased for block in self.blocks)
-        if self.combine == MERGE and draws_once and draws_again:
-            return (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
-        return tuple(Rule)
+            return ANY_PROPOSALS
+        is_merged = self.combine == MERGE
+        own = [set(drafter.rules(self.shape, is_merged)) for drafter in self.drafters]
+        return tuple(rule for rule in Rule if all(rule in rules for rules in own))
 
     def suits(self, params: SamplingParams) -> bool:
         """Whether a request with these options can speculate with this plan.
@@ -365,23 +347,19 @@ class SpecPlan:
     def kind(self) -> str:
         return self.name.split("-")[0]
 
-    def tree_of(self, draft: str) -> TokenTree:
+    def tree_of(self, drafter: Drafter) -> TokenTree:
         """Shape of one draft's proposals."""
-        return TokenTree.chain(self.max_depth) if is_lookup(draft) else self.shape
+        return drafter.tree_of(self.shape)
 
 
 OFF = SpecPlan("off")
 
 
-def heads_of(plans: Iterable[SpecPlan]) -> set[int]:
-    """Numbers of the heads of some plans: what they hand on stands for hidden states."""
-    return {_number(name) for plan in plans for name in plan.heads}
+def models_of(plans: Iterable[SpecPlan]) -> dict[int, Drafter]:
+    """Number of a draft model → how these plans draft with it."""
+    return {_number(x): x for plan in plans for x in plan.models}
 
 
-def blocks_of(plans: Iterable[SpecPlan]) -> set[int]:
-    """Numbers of the block drafters of some plans."""
-    return {_number(block.draft) for plan in plans for block in plan.blocks}
-
-
-def _number(draft: str) -> int:
-    return int(draft.removeprefix("draft_"))
+def _number(drafter: Drafter) -> int:
+    assert drafter.number is not None, "a model has one"
+    return drafter.number

@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 
+from specc.drafters.drafter import Drafter
 from specc.speculation.plans import SpecPlan
 
 _SUFFIX = re.compile(r"-sharp-[0-9a-f]{4}$")
@@ -31,8 +32,8 @@ def sharpened(plan: SpecPlan, factors: Mapping[str, Sequence[float]]) -> SpecPla
     """
     name = _SUFFIX.sub("", plan.name)
     rows = []
-    for draft in plan.asked:
-        own = list(factors.get(draft, ())) or [1.0]
+    for drafter in plan.asked:
+        own = list(factors.get(drafter.name, ())) or [1.0]
         rows.append(tuple(float(own[min(d, len(own) - 1)]) for d in range(plan.max_depth)))
     if all(x == 1 for row in rows for x in row):
         return dataclasses.replace(plan, name=name, sharpness=())
@@ -40,7 +41,7 @@ def sharpened(plan: SpecPlan, factors: Mapping[str, Sequence[float]]) -> SpecPla
     return dataclasses.replace(plan, name=f"{name}-sharp-{code:04x}", sharpness=tuple(rows))
 
 
-def factor_of(plan: SpecPlan, draft: str, depth: int) -> float:
+def factor_of(plan: SpecPlan, draft: Drafter, depth: int) -> float:
     """β of the children of nodes at a depth, the root's at 0."""
     return plan.sharpness[plan.asked.index(draft)][depth] if plan.sharpness else 1.0
 
@@ -50,7 +51,7 @@ def describe_sharpness(plan: SpecPlan) -> str:
     rows = [", ".join(f"{x:.2f}" for x in row) for row in plan.sharpness]
     if len(rows) < 2:
         return "".join(rows)
-    return "; ".join(f"{row} ({draft})" for draft, row in zip(plan.asked, rows, strict=True))
+    return "; ".join(f"{row} ({draft.name})" for draft, row in zip(plan.asked, rows, strict=True))
 
 
 def expected_gain(hits: Sequence[bool], others: Sequence[bool]) -> float:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from specc.drafters.facts import DrafterFacts
+from specc.drafters.registry import ALL, parse_draft
 from specc.errors import ConfigError
-from specc.speculation.choose_plans import split_drafts
-from specc.speculation.plans import SUFFIX
 from specc.speculation.speculative_values import (
     OPTION,
     check_absent,
@@ -28,14 +28,11 @@ from specc.speculation.speculative_values import (
 from specc.speculation.tree import TokenTree
 from specc.system.json_file import JsonError, parse_json
 
-_MODEL, _NGRAM, _EAGLE3, _MTP = "draft_model", "ngram", "eagle3", "mtp"
-_DFLASH, _DSPARK, _MEDUSA = "dflash", "dspark", "medusa"
-# names of vLLM's → what specc calls it
-_METHODS = {
-    _MODEL: _MODEL, _EAGLE3: _EAGLE3, _NGRAM: _NGRAM, "[ngram]": _NGRAM, "ngram_gpu": _NGRAM,
-    SUFFIX: SUFFIX, _MTP: _MTP, "deepseek_mtp": _MTP, "glm4_moe_mtp": _MTP, "qwen3_next_mtp": _MTP,
-    _DFLASH: _DFLASH, _DSPARK: _DSPARK, _MEDUSA: _MEDUSA,
-}  # fmt: skip
+# names of vLLM's → the kind that they name
+_METHODS = {method: facts for facts in ALL for method in facts.methods}
+_NAMED = [facts.methods[0] for facts in ALL if facts.methods]
+(_NGRAM_NAMES,) = (facts.methods for facts in ALL if facts.compares)
+_MODEL, _NGRAM = next(x.methods[0] for x in ALL if x.is_ordinary), _NGRAM_NAMES[0]
 # vLLM's other methods, of which a misspelt one is told, too; those of one model end with _mtp
 _OTHER_METHODS = (
     "eagle", "mlp_speculator", "custom_class", "extract_hidden_states",
@@ -112,9 +109,9 @@ class SpeculativeConfig:
             TreeError: a tree that is too large.
         """
         values = _known(_parse(given) if isinstance(given, str) else given)
-        method = _method_of(values)
+        kind = _kind_of(values)
         tree = tree_of(values)
-        draft = _READERS[method](values, tree)
+        draft = _reader_of(kind)(values, tree)
         length = integer_of(values, "num_speculative_tokens")
         if tree is not None and length not in (None, tree.num_draft_tokens):
             raise refused(
@@ -211,19 +208,19 @@ def _known(given: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _method_of(values: Mapping[str, Any]) -> str:
+def _kind_of(values: Mapping[str, Any]) -> DrafterFacts | None:
+    """None where the model says it: a self-draft or a lookup may be named there, too."""
     method = values.get("method")
     if method is None:
-        if values.get("model") in (_NGRAM, "[ngram]"):
-            return _NGRAM
+        if values.get("model") in _NGRAM_NAMES[:2]:
+            return _METHODS[_NGRAM]
         if "model" not in values:
             raise refused(
                 "neither method nor model",
                 "a draft model, or a method that needs none",
                 'add "model": "D/", or "method": "ngram"',
             )
-        # a self-draft or a lookup may be named where a model is
-        return ""
+        return None
     if isinstance(method, str) and method in _METHODS:
         return _METHODS[method]
     others = (*_METHODS, *_OTHER_METHODS)
@@ -231,7 +228,7 @@ def _method_of(values: Mapping[str, Any]) -> str:
     close = [] if is_theirs else difflib.get_close_matches(str(method), others, n=1)
     raise refused(
         f"method {shown(method)}",
-        f"{_MODEL}, {_EAGLE3}, {_DFLASH}, {_DSPARK}, {_MEDUSA}, {_MTP}, {_NGRAM} or {SUFFIX}",
+        f"{', '.join(_NAMED[:-1])} or {_NAMED[-1]}",
         f"write {close[0]}"
         if close and close[0] in _METHODS
         else "name a small model as model, or self:window=512",
@@ -246,12 +243,13 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
         )
     if not model:
         raise refused("an empty model", "the directory or id of a draft", "name it")
-    looks_up = not split_drafts([model])[0] and not model.startswith("self:")
-    if looks_up and "method" in values:
+    drafter = parse_draft(model)
+    looks_up = drafter is not None and not drafter.is_asked
+    if drafter is not None and looks_up and "method" in values:
         raise refused(
             f"method {_MODEL} and model {shown(model)}",
             "a draft model, or one of the target's self-drafts",
-            f"write method {SUFFIX if model == SUFFIX else _NGRAM}, or leave method out",
+            f"write method {drafter.facts.methods[0]}, or leave method out",
         )
     if looks_up:
         _check_no_ranks(values, f"model {shown(model)}")
@@ -263,11 +261,12 @@ def _read_model(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     return model
 
 
-def _read_head(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
-    """A head, a block drafter or Medusa heads, which the files of its directory say that it is."""
+def _read_head(values: Mapping[str, Any], tree: TokenTree | None, kind: DrafterFacts) -> str:
+    """What reads hidden states, which the files of its directory say that it is."""
+    method = kind.methods[0]
     _check_no_ranks(values, f"method {method}")
     model = text_of(values, "model")
-    if not model or model.startswith("self:") or not split_drafts([model])[0]:
+    if not model or parse_draft(model) is not None:
         raise refused(
             f"method {method} " + (f"and model {shown(model)}" if model else "without model"),
             "the directory or id of a head or block drafter",
@@ -298,24 +297,28 @@ def _read_ngram(values: Mapping[str, Any], tree: TokenTree | None) -> str:
     return f"lookup:{longest or least or _NGRAM_TOKENS}"
 
 
-def _read_bare(values: Mapping[str, Any], tree: TokenTree | None, method: str) -> str:
+def _read_bare(values: Mapping[str, Any], tree: TokenTree | None, kind: DrafterFacts) -> str:
     """What needs no name: an index, or the module in the target's checkpoint."""
+    method = kind.methods[0]
     for name in ("model", "prompt_lookup_max", "prompt_lookup_min"):
         check_absent(
             values, name, f"method {method}", "no more than num_speculative_tokens besides"
         )
     _check_no_ranks(values, f"method {method}")
-    if method == SUFFIX:
-        _check_chain(tree, f"method {SUFFIX}")
+    if not kind.has_program:
+        _check_chain(tree, f"method {method}")
     return method
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], TokenTree | None], str]] = {
-    "": _read_model, _MODEL: _read_model, _NGRAM: _read_ngram,
-    _MTP: partial(_read_bare, method=_MTP), SUFFIX: partial(_read_bare, method=SUFFIX),
-    _EAGLE3: partial(_read_head, method=_EAGLE3), _DFLASH: partial(_read_head, method=_DFLASH),
-    _DSPARK: partial(_read_head, method=_DSPARK), _MEDUSA: partial(_read_head, method=_MEDUSA),
-}  # fmt: skip
+def _reader_of(
+    kind: DrafterFacts | None,
+) -> Callable[[Mapping[str, Any], TokenTree | None], str]:
+    if kind is None or kind.is_ordinary:
+        return _read_model
+    if kind.compares:
+        return _read_ngram
+    is_bare = kind.is_of_target or not kind.has_program
+    return partial(_read_bare if is_bare else _read_head, kind=kind)
 
 
 def _check_no_ranks(values: Mapping[str, Any], what: str) -> None:

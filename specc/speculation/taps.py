@@ -2,7 +2,7 @@
 
 Boundary b of a target of n layers is the residual stream that enters layer b: 0 is the embedding,
 n is what the last layer puts out, before the final norm. Hidden state n of transformers is after
-it. What published ids of layers mean: `specc.passes.frontend.heads.tap_ids`.
+it. What published ids of layers mean: `specc.passes.drafters.tap_ids`.
 """
 
 from __future__ import annotations

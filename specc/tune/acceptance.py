@@ -16,16 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.drafters.drafter import Drafter
 from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.runtime.backends.step import Model
-from specc.runtime.drafts.block_choice import BlockChoice
-from specc.runtime.drafts.suffix_index import OutputIndex, SuffixIndex
+from specc.runtime.drafters.block_choice import BlockChoice
+from specc.runtime.drafters.host_drafter import host_drafter
+from specc.runtime.drafters.suffix_index import SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.scheduling.request import Request
-from specc.speculation.plan_names import lookup_ngram
-from specc.speculation.plans import SUFFIX
-from specc.speculation.self_drafts import SelfDraft
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
 NONE = -1
@@ -75,7 +74,7 @@ def sharpened_acceptance(
 
 def self_acceptance(
     engine: Engine,
-    drafts: Sequence[SelfDraft],
+    drafts: Sequence[Drafter],
     trajectories: Sequence[Trajectory],
     width: int,
     depth: int,
@@ -103,7 +102,7 @@ def self_acceptance(
 
 @torch.inference_mode()
 def chains_over(
-    engine: Engine, drafts: Sequence[SelfDraft], trajectory: Trajectory, width: int, depth: int
+    engine: Engine, drafts: Sequence[Drafter], trajectory: Trajectory, width: int, depth: int
 ) -> list[list[list[int]]]:
     """Ranks of the tokens after each root of an output, [drafts][roots][depth or fewer].
 
@@ -142,36 +141,40 @@ def chains_over(
 
 
 def lookup_acceptance(
-    source: str, trajectories: Sequence[Trajectory], depth: int
+    drafter: Drafter, trajectories: Sequence[Trajectory], depth: int
 ) -> list[list[float]]:
     """Acceptance table of a lookup, [depth][1]; earlier trajectories are earlier outputs.
 
     Args:
-        source: `lookup-N` or `suffix`.
+        drafter: that looks tokens up.
         trajectories: in the order of the requests.
         depth: tokens it proposes.
     """
-    outputs = OutputIndex()
-    ngram = lookup_ngram(source)
+    host = host_drafter(drafter.facts, block_size=0, shares_outputs=True)
     reached, accepted = [0] * depth, [0] * depth
     for trajectory in trajectories:
         tokens, start = trajectory.token_ids, trajectory.num_prompt
-        index = SuffixIndex()
-        index.extend(tokens[:start])
+        request = _Seen(tokens[:start], tokens[start:])
         for position in range(start, len(tokens)):
-            proposed, length = index.propose(depth, ngram)
-            if source == SUFFIX:
-                other, other_length = outputs.propose(tokens[:position], depth)
-                proposed = other if other_length > length else proposed
+            proposed, _ = host.propose(request, depth, drafter)
             for level in range(min(depth, len(tokens) - position)):
                 reached[level] += 1
                 is_right = level < len(proposed) and proposed[level] == tokens[position + level]
                 accepted[level] += is_right
                 if not is_right:
                     break
-            index.extend(tokens[position : position + 1])
-        outputs.add(tokens[start:])
+            request.token_ids = tokens[: position + 1]
+        host.finish(request)
     return [[a / n] if n else [0.0] for a, n in zip(accepted, reached, strict=True)]
+
+
+@dataclass
+class _Seen:
+    """A request as lookups see it; `output_token_ids` are those that it ends with."""
+
+    token_ids: list[int]
+    output_token_ids: list[int]
+    suffix_index: SuffixIndex | None = None
 
 
 def acceptance_of(chains: Iterable[Sequence[int]], width: int, depth: int) -> list[list[float]]:
@@ -235,7 +238,7 @@ def _ranks(
 
 def _level_inputs(
     engine: Engine,
-    draft: SelfDraft,
+    draft: Drafter,
     table: Tensor,
     root: int,
     fed: Sequence[int],

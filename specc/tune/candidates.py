@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from specc.cost.plan_choice import PlanFigures, best_plan
 from specc.cost.step_seconds import StepSeconds
-from specc.speculation.plans import DynamicTree, SpecPlan, is_lookup
-from specc.speculation.self_drafts import is_self_draft
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache
+from specc.drafters.registry import model_draft
+from specc.drafters.views import View
+from specc.speculation.plans import DynamicTree, SpecPlan, models_of
 from specc.speculation.sharpness import sharpened
-from specc.speculation.views import View
 from specc.tune.options import TuneOptions
 
 # rows of windows that are tried besides those of the engine
@@ -23,15 +25,15 @@ _MOST_VIEWS = 3
 Acceptance = Mapping[str, list[list[float]]]
 
 
-def drafts_of(plans: Sequence[SpecPlan], num_models: int) -> list[str]:
+def drafts_of(plans: Sequence[SpecPlan], num_models: int) -> list[Drafter]:
     """Draft models of an engine, and what else proposes in its plans."""
-    others = {name for plan in plans if plan.speculates for name in plan.drafts} - {
-        model for plan in plans for model in plan.models
-    }
-    return [*(f"draft_{i}" for i in range(num_models)), *sorted(others)]
+    models = models_of(plans)
+    asked = {x.name: x for plan in plans if plan.speculates for x in plan.drafters}
+    others = [asked[name] for name in sorted(asked) if asked[name].number is None]
+    return [*(models.get(i) or model_draft(i) for i in range(num_models)), *others]
 
 
-def views_to_measure(drafts: Sequence[str], block_size: int, shortest: int) -> list[View]:
+def views_to_measure(drafts: Sequence[Drafter], block_size: int, shortest: int) -> list[View]:
     """Self-drafts of an engine, and the same with other windows.
 
     Args:
@@ -40,7 +42,7 @@ def views_to_measure(drafts: Sequence[str], block_size: int, shortest: int) -> l
         shortest: committed rows of the shortest context. Of a window that holds all of it nothing
             is learned: such a draft is the target.
     """
-    own = [view for draft in drafts if (view := View.named(draft)) is not None]
+    own = [x.view for x in drafts if x.view is not None and not x.has_second_program]
     others = [dataclasses.replace(view, window=budget) for view in own for budget in BUDGETS]
     fitting = [
         view
@@ -76,16 +78,17 @@ def candidates(
     found: dict[SpecPlan, float | None] = dict.fromkeys(known)
     views: list[tuple[PlanFigures, str]] = []
     for draft, table in acceptance.items():
-        if is_lookup(draft):
+        drafter = seconds[draft].draft
+        if not drafter.is_asked:
             choice = best_plan(table, seconds[draft], options.max_nodes, LOOKUP_DEPTH)
             _add(found, choice.speculative, draft)
             continue
         # a table ends where a block does, but its last row would stand for greater depths
-        block, depth = seconds[draft].block, options.max_depth
-        most = options.max_nodes, depth if block is None else min(depth, block.num_proposed)
+        deepest = options.max_depth if drafter.most_depth is None else drafter.most_depth
+        most = options.max_nodes, min(options.max_depth, deepest)
         tree = best_plan(table, seconds[draft], *most).speculative
         chain = best_plan([row[:1] for row in table], seconds[draft], *most).speculative
-        if is_self_draft(draft):
+        if drafter.facts.cache is Cache.TARGET:
             alike = tree is not None and chain is not None and tree.tree == chain.tree
             views += [(one, draft) for one in (tree, None if alike else chain) if one is not None]
             continue

@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from specc.artifact.model_entry import FLAT_KINDS
 from specc.cost.latency_table import LatencyTable, PassPoint, PassSeconds
+from specc.drafters.facts import Cache
 from specc.errors import ConfigError
 from specc.progress import Advance, ignore
 from specc.runtime.backends.step import Model
@@ -81,7 +81,7 @@ class LatencyMeasurement:
             )
         # the manifest says it, not plans: an engine that is tuned has none but off at first
         entries = engine.manifest.models if engine.manifest else ()
-        flat = {x.name for x in entries if x.head is not None and x.head.kind in FLAT_KINDS}
+        flat = {x.name for x in entries if x.head is not None and x.head.facts.cache is Cache.NONE}
         sizes = _sizes(engine, most)
         cells = [
             (name, *s) for name in self._models for s in sizes if s[1] == 1 or name not in flat

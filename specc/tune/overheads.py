@@ -7,13 +7,13 @@ import time
 from typing import NamedTuple
 
 from specc.cost.draft_levels import draft_levels
+from specc.drafters.drafter import Drafter
 from specc.runtime.backends.step import Model
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
-from specc.speculation.self_drafts import is_self_draft
 from specc.tune.timed_pass import time_pass
 
 # tokens of a sequence, and as many again that it generates
@@ -156,8 +156,8 @@ def _passes_s(engine: Engine, plan: SpecPlan, request: Request, *, with_target: 
     return sum(time_pass(engine, model, table, request.cache_len, w) for model, w in widths)
 
 
-def _model_of(engine: Engine, draft: str) -> Model:
+def _model_of(engine: Engine, draft: Drafter) -> Model:
     """The program of a draft: a model's, or one of the target's."""
-    if is_self_draft(draft):
-        return engine.self_drafts.get(draft, engine.target)
-    return engine.drafts[int(draft.removeprefix("draft_"))]
+    if draft.number is None:
+        return engine.self_drafts.get(draft.name, engine.target)
+    return engine.drafts[draft.number]

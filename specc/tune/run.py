@@ -17,39 +17,34 @@ from typing import Any
 
 from specc.artifact.directory import open_engine, torch_version
 from specc.artifact.manifest import Manifest
-from specc.artifact.model_entry import FLAT_KINDS
 from specc.bench.engine import EngineContender
 from specc.bench.rounds import Spread, run_rounds
 from specc.compiler.extend import extend_engine
 from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache
+from specc.drafters.registry import drafter_of, head_draft
+from specc.drafters.views import View
 from specc.errors import ConfigError, RequestError, TreeError
 from specc.progress import Advance, Counted, PhaseTimer
 from specc.runtime.backends.offload_budget import least_of
 from specc.runtime.engine import Engine
-from specc.speculation.block_drafts import BLOCK_DRAFTER, MEDUSA_HEADS, BlockDraft
-from specc.speculation.plans import OFF, SpecPlan, is_lookup
-from specc.speculation.self_drafts import SelfDraft, is_self_draft
-from specc.speculation.views import View
+from specc.speculation.plans import OFF, SpecPlan
 from specc.system.machine import describe_machine
 from specc.tune.acceptance import (
     Trajectory,
-    draft_acceptance,
-    lookup_acceptance,
     self_acceptance,
-    sharpened_acceptance,
 )
-from specc.tune.block_acceptance import block_acceptance
 from specc.tune.candidates import (
-    LOOKUP_DEPTH,
     candidates,
     drafts_of,
     is_outgrown,
     views_to_measure,
     with_sharpness,
 )
-from specc.tune.head_acceptance import head_acceptance
+from specc.tune.drafters.acceptance_of_draft import acceptance_of_draft
 from specc.tune.latency import measure_latency
 from specc.tune.options import TuneOptions
 from specc.tune.outputs import own_outputs, params_of, typical_context
@@ -100,39 +95,41 @@ class _Readers:
     """Drafts that read the target's hidden states.
 
     Args:
-        heads: names of those that are asked level by level.
-        blocks: name → what a pass of a block drafter reads and proposes.
+        drafters: by name.
     """
 
-    heads: list[str]
-    blocks: dict[str, BlockDraft]
+    drafters: dict[str, Drafter]
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Readers:
         """Of an engine.
 
         Raises:
-            ConfigError: no plan says how a block drafter is asked.
+            ConfigError: no plan says how a draft is asked that proposes all levels in one pass.
         """
-        found = [model for model in manifest.models if model.head is not None]
-        heads = [model.name for model in found if model.head is not None and model.head.width]
-        blocks = {block.draft: block for entry in manifest.plans for block in entry.plan.blocks}
-        for model in found:
-            if model.head is not None and model.name not in (*heads, *blocks):
-                called = MEDUSA_HEADS if model.head.kind in FLAT_KINDS else BLOCK_DRAFTER
+        asked = {x.name: x for entry in manifest.plans for x in entry.plan.models}
+        found: dict[str, Drafter] = {}
+        for model in (model for model in manifest.models if model.head is not None):
+            assert model.head is not None
+            if model.name in asked:
+                found[model.name] = asked[model.name]
+            elif model.head.facts.hands_on:
+                found[model.name] = head_draft(manifest.models.index(model) - 1)
+            else:
                 raise ConfigError(
-                    f"an engine with {called} ({model.name}), and no plan that asks it",
+                    f"an engine with a {model.head.facts.called} ({model.name}), and no plan that"
+                    " asks it",
                     "one, which says what a pass of it reads",
                     "compile the engine again, and tune it without --prune",
                 )
-        return cls(heads, blocks)
+        return cls(found)
 
     def takes(self, plans: Mapping[SpecPlan, float | None]) -> dict[SpecPlan, float | None]:
         """The plans, each with those among its drafts; without what a block cannot offer."""
         found = {}
         for plan, promised in plans.items():
             with contextlib.suppress(TreeError):
-                found[plan.with_heads(self.heads, self.blocks)] = promised
+                found[plan.with_drafters(self.drafters)] = promised
         return found
 
 
@@ -237,8 +234,9 @@ def tune(
     with extend_engine(directory, manifest) as extension:
         extension.try_plans([OFF], room)
         # outputs, acceptance, latency, and whole steps of each size
-        own_drafts = any(map(is_self_draft, drafts))
-        num_tables = sum(not is_self_draft(draft) for draft in drafts) + own_drafts
+        drafts = [readers.drafters.get(x.name, x) for x in drafts]
+        selves = [x for x in drafts if x.facts.cache is Cache.TARGET]
+        num_tables = len(drafts) - len(selves) + bool(selves)
         phases.num_phases = 2 + num_tables + len(sizes)
         with phases.phase("target's own outputs") as advance:
             load = partial(
@@ -252,14 +250,11 @@ def tune(
         views = views_to_measure(drafts, block_size, contexts[0])
         if manifest.windowed:
             # other windows would need programs of their own
-            views = [view for view in views if view.name in drafts]
-        named = (SelfDraft.named(draft) for draft in drafts)
-        others = [draft for draft in named if draft is not None and draft.has_program]
-        own = [*map(SelfDraft, views), *others]
+            views = [view for view in views if view in [draft.view for draft in selves]]
+        others = [draft for draft in selves if draft.has_second_program]
+        own = [*(drafter_of(view.name) for view in views), *others]
         sharpness: dict[str, list[float]] = {}
-        acceptance = _acceptance(
-            engine, drafts, own, readers, trajectories, options, phases, sharpness
-        )
+        acceptance = _acceptance(engine, drafts, own, trajectories, options, phases, sharpness)
         with phases.phase("latency of passes") as advance:
             latency = measure_latency(engine, advance, options.latency_s)
         tuning = Tuning(acceptance, [], latency, [], contexts, prompted.is_repeated)
@@ -267,23 +262,18 @@ def tune(
         outgrown = [view for view in views if is_outgrown(view, block_size, contexts[0])]
         tuning.whole = [view for view in views if view not in outgrown]
         tuning.critical = [
-            best_critical_length(latency, view.name, acceptance[view.name], size, options.max_depth)
+            best_critical_length(latency, view, acceptance[view.name], size, options.max_depth)
             for size in sizes
             for view in outgrown
         ]
         context = typical_context(engine, trajectories, options, room)
         # a process has one sharded engine at a time, and the next one is loaded below
         engine.close()
+        by_name = {draft.name: draft for draft in drafts}
         for size in sizes:
             seconds = {
-                draft: StepSeconds(
-                    latency,
-                    None if is_lookup(draft) else draft,
-                    size,
-                    context,
-                    readers.blocks.get(draft),
-                )
-                for draft in acceptance
+                name: StepSeconds(latency, by_name.get(name) or drafter_of(name), size, context)
+                for name in acceptance
             }
             known_plans = with_sharpness(candidates(acceptance, seconds, known, options), sharpness)
             plans = readers.takes(known_plans)
@@ -311,9 +301,8 @@ def _batch_sizes(options: TuneOptions, most: int) -> list[int]:
 
 def _acceptance(
     engine: Engine,
-    drafts: Sequence[str],
-    own: Sequence[SelfDraft],
-    readers: _Readers,
+    drafts: Sequence[Drafter],
+    own: Sequence[Drafter],
     trajectories: Sequence[Trajectory],
     options: TuneOptions,
     phases: PhaseTimer,
@@ -326,27 +315,15 @@ def _acceptance(
     width, depth = min(_WIDTH, engine.vocab_size, options.max_nodes), options.max_depth
     found = {}
     for draft in drafts:
-        if is_self_draft(draft):
+        if draft.facts.cache is Cache.TARGET:
             continue
-        with phases.phase(f"acceptance of {draft}") as advance:
+        with phases.phase(f"acceptance of {draft.name}") as advance:
             counted = Counted(trajectories, advance)
-            if is_lookup(draft):
-                found[draft] = lookup_acceptance(draft, counted, LOOKUP_DEPTH)
-            else:
-                number = int(draft.removeprefix("draft_"))
-                given = (engine, number, counted, width, depth)
-                if draft in readers.heads:
-                    found[draft] = head_acceptance(*given)
-                    continue
-                if (block := readers.blocks.get(draft)) is not None:
-                    found[draft] = block_acceptance(engine, block, *given[2:])
-                    continue
-                if not options.temperature:
-                    found[draft] = draft_acceptance(*given)
-                    continue
-                found[draft], factors = sharpened_acceptance(*given)
-                if any(factor != 1 for factor in factors):
-                    sharpness[draft] = factors
+            found[draft.name], factors = acceptance_of_draft(
+                engine, draft, counted, width, depth, is_sampled=bool(options.temperature)
+            )
+            if any(factor != 1 for factor in factors):
+                sharpness[draft.name] = factors
     if own:
         with phases.phase("acceptance of self-drafts") as advance:
             tables = self_acceptance(engine, own, Counted(trajectories, advance), width, depth)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specc.passes.frontend.heads.head_spec import EMBEDDING, HEAD, TargetFacts
-from specc.passes.frontend.heads.recognise import recognise
+from specc.passes.drafters.head_spec import EMBEDDING, HEAD, TargetFacts
+from specc.passes.drafters.recognise import recognise
 from tests.block_heads import MASK, BlockCase
 from tests.block_reference import BlockReference
 from tests.examples.head_examples import check_walk, imported, tiny_target

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specc.passes.frontend.heads.head_spec import TargetFacts
-from specc.passes.frontend.heads.recognise import recognise
+from specc.passes.drafters.head_spec import TargetFacts
+from specc.passes.drafters.recognise import recognise
 from tests.examples.head_examples import check_walk, imported, tiny_target
 from tests.head_reference import Reference, hidden_states
 from tests.heads import HEADS, KV_HEADS, LAYERS, VOCAB, WIDTH, Case

@@ -212,11 +212,11 @@ def compared_plans(case: Kind) -> list[str]:
 
 
 def _plan_of(plan: tuple[Any, ...]) -> Any:
-    from specc.speculation.plans import MERGE, SUFFIX, DynamicTree, SpecPlan
+    from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 
     if plan[0] == "dynamic":
         return SpecPlan.from_dynamic(DynamicTree(*plan[1:]))
-    names = {"merge": MERGE, "suffix": SUFFIX}
+    names = {"merge": MERGE, "suffix": "suffix"}
     widths, *rest = plan
     known = [tuple(names.get(n, n) for n in r) if isinstance(r, tuple) else names[r] for r in rest]
     return SpecPlan.from_widths(widths, *known)
@@ -260,11 +260,10 @@ def _generate(
 
 def _is_hosts(draft: str) -> bool:
     """Whether the host chooses what it proposes or sees: a step that is repeated is another."""
-    from specc.speculation.plans import SUFFIX
-    from specc.speculation.views import View
+    from specc.drafters.views import View
 
     view = View.named(draft)
-    return draft == SUFFIX or bool(view and view.chosen)
+    return draft == "suffix" or bool(view and view.chosen)
 
 
 def prompts_of(case: Kind) -> list[list[int]]:

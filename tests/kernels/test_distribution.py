@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
+from specc.drafters.block import BlockDraft
 from specc.kernels.reference import accept as reference_accept
 from specc.kernels.reference import sampling as reference_sampling
 from specc.kernels.reference import trees as reference_trees
 from specc.kernels.reference.commit import next_tokens_reference
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import (
@@ -256,7 +256,7 @@ BLOCK_RULES = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
 )
 def test_levels_of_a_block_beside_a_lookup(operators, rule, num_draws):
     plan = SpecPlan.from_widths((4, 2, 1), ("draft_0", "lookup-3"), MERGE)
-    assert plan.with_heads((), {"draft_0": BlockDraft(5, 0)}).rules == BLOCK_RULES
+    assert plan.with_drafters({"draft_0": BlockDraft(5, 0)}).rules == BLOCK_RULES
     propose = block_and_lookup(TokenTree.from_widths((4, 2, 1)), 3)
     seed = seed_of(f"block-and-lookup-{rule}")
     outcome = measure(operators, WORLD, propose, Options(rule, 1.0), seed, num_draws)
@@ -270,7 +270,7 @@ def test_blocks_whose_logits_depend_on_the_token_before(operators, rule, merges,
     """DSpark: children of each node have a row of their own, whatever made it."""
     plan = SpecPlan.from_widths((2, 2, 1), ("draft_0", "lookup-3"), MERGE)
     block = BlockDraft(5, 0, is_biased=True)
-    assert plan.with_heads((), {"draft_0": block}).rules == tuple(Rule)
+    assert plan.with_drafters({"draft_0": block}).rules == tuple(Rule)
 
     def propose(operators: Any, world: World, state: State) -> Proposals:
         shape = SHAPES["tree-2-2-1"]

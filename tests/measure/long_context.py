@@ -39,6 +39,7 @@ from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.cost.dice import StepEnds
 from specc.cost.latency_table import LatencyTable, StepShape
+from specc.drafters.views import View
 from specc.draw.svg import check_picture, svg_plot
 from specc.kernels.reference.kv_rows import store_rows
 from specc.runtime.backends.step_io import StepInputs
@@ -47,7 +48,6 @@ from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF, SpecPlan
-from specc.speculation.views import View
 from specc.system.machine import describe_machine
 from specc.tune.latency import measure_latency
 

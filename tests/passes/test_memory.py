@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specc.artifact.backends import NATIVE, PARTS, SPLIT, WHOLE, facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.bench.synthetic.shapes import SHAPES, Shape
-from specc.compiler.model_entries import plan_model_memory
+from specc.compiler.context import plan_model_memory
 from specc.kernels import ops
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.passes.frontend.trace import trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
@@ -108,12 +109,11 @@ def test_verification_runs_after_every_phase():
 def test_records_and_progress(program):
     seen = []
     phases = (("one", (Fine, Fine)), ("two", (Fine,)))
-    pipeline = Pipeline(
-        phases=(*phases, ("end", (Refuse,))), on_phase=lambda *event: seen.append(event)
-    )
+    before = {name: partial(seen.append, name) for name in ("one", "end", "none of them")}
+    pipeline = Pipeline(phases=(*phases, ("end", (Refuse,))), before=before)
     with pytest.raises(UnsupportedAttentionError):
         pipeline.run(program)
-    assert seen == [("target", "one"), ("target", "two"), ("target", "end")]
+    assert seen == ["one", "end"]
     assert [(r.phase, r.name, r.rewrites) for r in pipeline.records] == [
         ("one", "Fine", 2),
         ("one", "Fine", 2),

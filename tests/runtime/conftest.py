@@ -158,7 +158,7 @@ def build_engine(
 ) -> Engine:
     """An engine of the tiny models; noise 0 is a draft that equals the target."""
     spec_plans = [p if isinstance(p, SpecPlan) else SpecPlan.from_widths(p) for p in plans]
-    names = sorted({"draft_0", *(model for plan in spec_plans for model in plan.models)})
+    names = sorted({"draft_0", *(model for plan in spec_plans for model in plan.model_names)})
     max_nodes = max(plan.num_rows for plan in spec_plans)
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs)
     columns, stored = stored_row(HEAD_DIM, dtype, kv_cache_dtype)

@@ -15,13 +15,13 @@ from specc.artifact.manifest import Manifest
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
+from specc.drafters.block import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.errors import ConfigError, EngineError, RequestError, SpeccError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.execution import shared_runner
 from specc.runtime.execution.shared_runner import cut_unlikely
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import BIAS_TENSORS, JOINT_TENSORS, RNN
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block

@@ -75,8 +75,8 @@ def test_a_threshold_that_would_change_nothing(compiled: Callable[..., Path]) ->
     # of an engine whose drafter has lost its head
     steps = {name: copy(step) for name, step in engine.steps.items()}
     for step in steps.values():
-        bare = tuple(block.without_confidence() for block in step.plan.blocks)
-        step.plan = replace(step.plan, blocks=bare)
+        bare = {block.name: block.without_confidence() for block in step.plan.models}
+        step.plan = step.plan.with_drafters(bare)
     with pytest.raises(ConfigError, match=f"and the plan {TREE.name}") as caught:
         EngineCore(replace(engine, steps=steps), TREE.name, confidence_threshold=0.5)
     assert caught.value.needed.startswith("a chain or a static tree of a DSpark drafter that has")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from specc.artifact.manifest_entries import LimitsEntry, PlanEntry, TokenizerEntry
+from specc.drafters.registry import drafters_of
 from specc.errors import ConfigError, EngineError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -133,7 +134,8 @@ def test_no_engine(tmp_path: Path) -> None:
             {
                 "plans": (
                     PlanEntry.of(
-                        dataclasses.replace(CHAIN, drafts=("lookup-3",)), "steps/chain-4.json"
+                        dataclasses.replace(CHAIN, drafters=drafters_of("lookup-3")),
+                        "steps/chain-4.json",
                     ),
                 )
             },

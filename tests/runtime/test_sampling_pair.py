@@ -22,7 +22,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.policies.base import Policy
 from specc.sampling.params import SamplingParams
-from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests import engines
 from tests.kernels.cuda.cases_sampling import chi_square, chi_square_bound
@@ -37,7 +37,7 @@ PLANS = (
     SpecPlan.from_widths((2, 1, 1), TWO, MERGE),
     SpecPlan.from_widths((1, 1, 1, 1), TWO, VOTE),
     SpecPlan.from_widths((1,) * 6, ("lookup-3",)),
-    SpecPlan.from_widths((1,) * 6, (SUFFIX,)),
+    SpecPlan.from_widths((1,) * 6, ("suffix",)),
     SpecPlan.from_widths((2, 1, 1), ("draft_0", "lookup-2"), MERGE),
 )
 PLAN_IDS = [plan.name for plan in PLANS]

@@ -18,7 +18,7 @@ from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import KVCache
-from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
+from specc.speculation.plans import VOTE, SpecPlan
 
 
 def load_steps(
@@ -90,8 +90,8 @@ def make_buffers(
         cache.shape.blocks_per_sequence,
         2 + depth + 1 + num_models - 1,
         num_last=last_tokens_of(plans),
-        num_votes=max(len(plan.drafts) if plan.combine == VOTE else 0 for plan in plans),
-        num_proposals=max(depth if SUFFIX in plan.drafts else 0 for plan in plans),
+        num_votes=max(len(plan.drafters) if plan.combine == VOTE else 0 for plan in plans),
+        num_proposals=depth if any(plan.reads_proposals for plan in plans) else 0,
         num_chosen=max(plan.num_chosen(cache.shape.rows_per_block) for plan in plans),
     )
 

@@ -13,7 +13,7 @@ from specc.runtime.constraints.grammar_masks import tree_masks
 from specc.runtime.constraints.tree_controls import ends_of, reads_trees
 from specc.runtime.execution.link import Link
 from specc.runtime.scheduling.request import Request
-from specc.speculation.plans import SUFFIX, SpecPlan
+from specc.speculation.plans import SpecPlan
 
 Trees = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
 
@@ -42,7 +42,7 @@ class MaskRules:
         self._requests = requests
         self._plan = plan
         self._link = link
-        self._proposals = proposals if plan.drafts == (SUFFIX,) else None
+        self._proposals = proposals if plan.is_hosts else None
         self.has_biases = any(s.has_active_controls for s in requests)
         is_read = reads_trees(requests) or any(s.grammar is not None for s in requests)
         self._looks = is_read and plan.num_nodes > 1

@@ -134,9 +134,9 @@ class _MaskedPass:
         self._graphs = graphs
         self._batch = batch
         self._plan = plan.name
-        block = plan.block_of(str(node.target))
+        drafter = plan.drafter(str(node.target))
         # hidden states, which come after the logits of each row
-        self._more_columns = 0 if block is None else block.hidden_columns
+        self._more_columns = 0 if drafter is None else drafter.hidden_columns
         self._given: list[fx.Node | None] = [
             value if isinstance(value, fx.Node) and place in _READ else None
             for place, value in enumerate(node.args)

@@ -99,7 +99,7 @@ class StepBinder:
         # plans read as many proposals, weights and blocks as they have
         widths = {
             "proposals": self.plan.max_depth,
-            "vote_weights": len(self.plan.drafts),
+            "vote_weights": len(self.plan.drafters),
             "chosen_blocks": self.plan.num_chosen(self.slabs["history"].shape[1]),
         }
         inputs = {**self.slabs, **self.buffers.rows(first, last, widths)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from specc.drafters.facts import Passes
 from specc.speculation.plans import SpecPlan
 
 
@@ -24,12 +25,15 @@ def step_rows(plans: Iterable[SpecPlan], draft: str | None, max_batch: int) -> t
 
 def _rows_of_sequence(plan: SpecPlan, draft: str | None) -> set[int]:
     """Of a pass of one sequence, and of what gets logits there."""
-    if draft is not None and draft not in plan.models:
+    if draft is not None and draft not in plan.model_names:
         return set()
-    if draft is not None and (block := plan.block_of(draft)) is not None:
-        # one pass, of the context that it lacks and the block, for the logits of each depth
-        return {block.num_read(plan.max_depth), 1 if block.is_flat else plan.max_depth}
-    if plan.dynamic is not None or plan.tile is not None or plan.combine or plan.recomputed:
+    drafter = None if draft is None else plan.drafter(draft)
+    if drafter is not None and drafter.facts.passes is Passes.ONE:
+        # for the logits of each depth, where they do not all come of one row
+        rows = drafter.passes(plan.max_depth, ())
+        return {*rows, plan.max_depth if drafter.has_rows else 1}
+    recomputes = any(x.facts.reads_hidden for x in plan.models)
+    if plan.dynamic is not None or plan.tile is not None or plan.combine or recomputes:
         # what its passes read depends on more than its shape: whatever there can be
         return set(range(1, max(plan.num_rows, plan.catch_up) + 1))
     # levels, the first of which reads what a draft has not seen, for the logits of the last

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from specc.cost.acceptance import check_acceptance, path_probabilities, row_at
 from specc.cost.best_tree import best_tree
+from specc.drafters.drafter import Drafter
 from specc.runtime.policies.goodput.constants import TUNED
-from specc.speculation.plans import VOTE, SpecPlan, is_lookup
+from specc.speculation.plans import VOTE, SpecPlan
 
 
 class PlanPrior:
@@ -32,12 +33,12 @@ class PlanPrior:
             if rows
         }
 
-    def chain(self, draft: str, depth: int) -> float:
+    def chain(self, drafter: Drafter, depth: int) -> float:
         """Rate of a chain's token of depth 1, 2, … where the one before it was accepted."""
-        if draft in self._tables:
-            row = row_at(self._tables[draft], depth - 1)
+        if drafter.name in self._tables:
+            row = row_at(self._tables[drafter.name], depth - 1)
             return min(0.99, row[0]) if row else 0.0
-        return TUNED.lookup_rate if is_lookup(draft) else TUNED.model_rate
+        return TUNED.model_rate if drafter.is_asked else TUNED.lookup_rate
 
     def rates(self, plan: SpecPlan, chains: Mapping[str, Sequence[float]]) -> list[float]:
         """Rates of depth 1, 2, … of a plan.
@@ -47,17 +48,17 @@ class PlanPrior:
             chains: draft → rates of its chains by depth; as many as the plan is deep.
         """
         best = [0.0] * plan.max_depth
-        for draft in plan.drafts:
-            first = tuple(round(rate, 2) for rate in chains[draft][: plan.max_depth])
-            own = self._rates(plan, draft, first)
+        for drafter in plan.drafters:
+            first = tuple(round(rate, 2) for rate in chains[drafter.name][: plan.max_depth])
+            own = self._rates(plan, drafter, first)
             best = [max(pair) for pair in zip(best, own, strict=True)]
         return best
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  as long-lived as the engine's policy
-    def _rates(self, plan: SpecPlan, draft: str, first: tuple[float, ...]) -> list[float]:
-        if is_chain(plan) or is_lookup(draft) or plan.combine == VOTE:
+    def _rates(self, plan: SpecPlan, drafter: Drafter, first: tuple[float, ...]) -> list[float]:
+        if is_chain(plan) or not drafter.is_asked or plan.combine == VOTE:
             return list(first)
-        rows = [self._row(draft, depth, rate) for depth, rate in enumerate(first, start=1)]
+        rows = [self._row(drafter.name, depth, rate) for depth, rate in enumerate(first, start=1)]
         if plan.dynamic is None:
             tree = plan.shape
         else:

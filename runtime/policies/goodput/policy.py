@@ -87,7 +87,7 @@ class GoodputPolicy(Policy):
         speculative = [plan for plan in plans.values() if plan.speculates]
         speculative.sort(key=lambda plan: plan.num_nodes)
         self._plans = [OFF, *speculative]
-        models = {model for plan in speculative for model in plan.models}
+        models = {model for plan in speculative for model in plan.model_names}
         if table is None or not models <= set(table.drafts):
             table = LatencyTable.neutral(sorted(models))
         self._shares_pass, self._graph_sizes = shares_pass, graph_sizes

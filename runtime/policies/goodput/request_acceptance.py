@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from specc.drafters.drafter import Drafter
 from specc.runtime.policies.depth_acceptance import DepthAcceptance
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.runtime.policies.goodput.drafter_ends import DrafterEnds
@@ -99,11 +100,13 @@ class RequestAcceptance:
     ) -> None:
         plans = list(plans)
         self._prior, self._ends = prior, ends or DrafterEnds([])
+        self._drafters: dict[str, Drafter] = {}
         deepest: dict[str, int] = {}
         for plan in plans:
             # what a tree's prior asks of its drafts' chains
-            for draft in plan.drafts:
-                deepest[draft] = max(deepest.get(draft, 0), plan.max_depth)
+            for drafter in plan.drafters:
+                self._drafters[drafter.name] = drafter
+                deepest[drafter.name] = max(deepest.get(drafter.name, 0), plan.max_depth)
         self._chains = {draft: DepthAcceptance(depth) for draft, depth in deepest.items()}
         self._trees = {
             plan.name: DepthAcceptance(plan.max_depth) for plan in plans if not is_chain(plan)
@@ -224,7 +227,7 @@ class RequestAcceptance:
         shared, rates = self._chains[draft], []
         shift_by = 0.0
         for level in range(1, depth + 1):
-            prior = self._prior.chain(draft, level)
+            prior = self._prior.chain(self._drafters[draft], level)
             rate = shared.rate_toward(level, shift(prior, shift_by), TUNED.rates_prior)
             shift_by = _logit(rate) - _logit(prior)
             rates.append(rate)

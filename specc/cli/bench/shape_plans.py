@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specc.config import CompileConfig
+from specc.drafters.drafter import Drafter
+from specc.drafters.registry import FIRST
 from specc.errors import ConfigError
 from specc.speculation.plans import SpecPlan
-from specc.speculation.views import View
 
 if TYPE_CHECKING:
     from specc.cli.options.bench import ShapesOptions
@@ -33,11 +34,11 @@ def choose_shape_plans(
     head = head_of(options, has_draft)
     has_draft = has_draft or head is not None
     is_own = options.draft is not None and head is None
-    names = _self_draft(options, has_draft) if is_own else ("draft_0",)
+    names = _self_draft(options, has_draft) if is_own else FIRST
     plans: tuple[SpecPlan, ...] = ()
     if options.trees or options.num_speculative_tokens is not None or is_own:
-        trees = [parse_tree(text) for text in options.trees]
-        plans = choose_plans(trees, options.num_speculative_tokens, names)
+        shapes = [parse_tree(text) for text in options.trees]
+        plans = choose_plans(shapes, options.num_speculative_tokens, names)
     if not has_draft and options.draft is None and acceptance is not None:
         # as `parse_shapes` reads them: after a name a slash, after a directory a comma
         separator = "/" if options.synthetic in SHAPES else ","
@@ -79,7 +80,7 @@ def head_of(options: ShapesOptions, has_draft: bool) -> str | None:
     Raises:
         ConfigError: a head, and a draft of another shape.
     """
-    from specc.bench.synthetic.heads import HEADS
+    from specc.bench.synthetic.drafters import HEADS
 
     if options.draft not in HEADS:
         return None
@@ -92,17 +93,17 @@ def head_of(options: ShapesOptions, has_draft: bool) -> str | None:
     return options.draft
 
 
-def _self_draft(options: ShapesOptions, has_draft: bool) -> tuple[str, ...]:
-    """Name of the view; see `choose_shape_plans`."""
-    from specc.bench.synthetic.heads import HEADS
+def _self_draft(options: ShapesOptions, has_draft: bool) -> tuple[Drafter, ...]:
+    """The view; see `choose_shape_plans`."""
+    from specc.bench.synthetic.drafters import HEADS
     from specc.speculation.choose_plans import split_drafts
 
-    models, names = split_drafts(options.draft)
-    if models or has_draft or not View.named(names[0]):
+    models, drafters = split_drafts(options.draft)
+    if models or has_draft or drafters[0].view is None or drafters[0].has_second_program:
         raise ConfigError(
             f"--synthetic {options.synthetic} --draft {options.draft}",
             "shapes of a target and of a draft, or one shape and --draft self:window=W,sink=S,"
             f" {', '.join(HEADS)}",
             "name the shape of a draft in --synthetic TARGET/DRAFT, or leave one of them out",
         )
-    return names
+    return drafters

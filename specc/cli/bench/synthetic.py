@@ -211,7 +211,7 @@ def _compile(
     shapes: Sequence[Shape], head: str | None, options: ShapeOptions, phases: PhaseTimer
 ) -> BenchPrograms:
     """Programs of the shapes, after what can be refused before minutes of tracing."""
-    from specc.bench.synthetic.heads import make_head
+    from specc.bench.synthetic.drafters import make_head
     from specc.bench.synthetic.shapes import check_vocabularies
     from specc.compiler.in_memory import compile_shapes, load_config
 

@@ -48,7 +48,7 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
 
 def layout_words(settings: dict[str, Any]) -> str:
     """Which weights are quantized, and how; of settings that say how."""
-    from specc.bench.synthetic.heads import HEADS
+    from specc.bench.synthetic.drafters import HEADS
 
     whose = "projections of the target" if settings["draft"] in HEADS else "projections"
     return f"{whose} in {settings['quantize']}"

@@ -13,8 +13,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import Manifest
 from specc.artifact.manifest_entries import CacheRowsEntry, LimitsEntry, TensorRTEntry
 from specc.compiler.compiled_model import CompiledModel
-from specc.compiler.context import CompileContext
-from specc.compiler.model_entries import LEAST_PREFILL_CHUNK
+from specc.compiler.context import LEAST_PREFILL_CHUNK, CompileContext
 from specc.compiler.self_drafts import SelfDraftProgram
 from specc.config import CompileConfig
 from specc.errors import SpeccError

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
+from specc.passes.drafters.tap_ids import AFTER, ENTERING, boundaries_of
 from specc.passes.facts import features_are_written
-from specc.passes.frontend.heads.tap_ids import AFTER, ENTERING, boundaries_of
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import FEATURES, RUNTIME_INPUTS, Program

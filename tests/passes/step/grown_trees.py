@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specc.drafters.registry import drafter_of
 from specc.kernels.reference.accept import draft_children_reference
 from specc.sampling.rows import MIN_TEMPERATURE, Value
-from specc.speculation.plan_names import lookup_ngram
-from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
+from specc.speculation.plans import VOTE, SpecPlan
 from specc.speculation.sharpness import factor_of
 from tests.passes.step.reading_models import logits_of
 
@@ -118,12 +118,12 @@ def propose(plan: SpecPlan, request: Request) -> Proposed:
 def grow(plan: SpecPlan, draft: str, request: Request, column: int) -> Grown:
     """One draft's own proposals; `column` is that of its root."""
     depth = plan.max_depth
-    ngram = lookup_ngram(draft)
+    ngram = getattr(drafter_of(draft), "ngram", None)
     if ngram is not None:
         return _chain(look_up(request.text, ngram, depth), depth)
-    if draft == SUFFIX:
+    if draft == "suffix":
         return _chain(request.proposals, depth)
-    tree = plan.tree_of(draft)
+    tree = plan.tree_of(drafter_of(draft))
     paths: list[tuple[int, ...] | None] = [()]
     q: list[tuple[int, ...] | None] = [None]
     for node in range(tree.num_nodes):
@@ -150,7 +150,9 @@ def drawn_from(plan: SpecPlan, request: Request, draft: str, text: tuple[int, ..
     if is_greedy and plan.dynamic is not None:
         # scores would be others
         return logits_of(draft, text)
-    return logits_of(draft, text) * factor_of(plan, draft, len(text) - len(request.text))
+    return logits_of(draft, text) * factor_of(
+        plan, drafter_of(draft), len(text) - len(request.text)
+    )
 
 
 def children(

@@ -17,7 +17,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.passes.step.step_graph import HISTORY, PROPOSALS, TARGET, VOTE_WEIGHTS, slab_name
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
-from specc.speculation.plans import SUFFIX, VOTE, SpecPlan
+from specc.speculation.plans import VOTE, SpecPlan
 from tests.passes.step.grown_trees import Proposed, Request, drawn_from
 from tests.passes.step.reading_models import BLOCK, NOTHING, VOCAB, Reader, logits_of
 
@@ -75,7 +75,7 @@ class Stepped:
         self.requests = requests
         self.rows = [0, *range(2, len(requests) + 1)]
         self.program = json.loads(
-            json.dumps(fuse_step(plan, dict.fromkeys((TARGET, *plan.models), 1)).to_json())
+            json.dumps(fuse_step(plan, dict.fromkeys((TARGET, *plan.model_names), 1)).to_json())
         )
         self.constants = {
             name: torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
@@ -90,7 +90,7 @@ class Stepped:
         self.table[self.rows] = own.int()
         self.models = {
             name: Reader(name, torch.full((1, 2, blocks, BLOCK, 1, 1), float(NOTHING)))
-            for name in (TARGET, *plan.models)
+            for name in (TARGET, *plan.model_names)
         }
         self.graphs = [
             graph_from_json(stage["graph"], self.models) for stage in self.program["stages"]
@@ -140,7 +140,7 @@ class Stepped:
             "sampling_words": torch.zeros(batch, 4, dtype=torch.int64),
             HISTORY: self.history,
         }
-        if SUFFIX in self.plan.drafts:
+        if "suffix" in self.plan.drafts:
             env[PROPOSALS] = torch.full((batch, self.plan.max_depth), -1)
         if self.plan.combine == VOTE:
             env[VOTE_WEIGHTS] = torch.zeros(batch, len(self.plan.drafts))

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.accept import draft_children_reference
-from specc.passes.frontend.heads.block_config import joint_shapes
-from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import (
+from specc.drafters.block import (
     CONFIDENCE_TENSORS,
     GATED,
     JOINT_TENSORS,
@@ -22,6 +19,9 @@ from specc.speculation.block_drafts import (
     VANILLA,
     BlockDraft,
 )
+from specc.kernels.reference.accept import draft_children_reference
+from specc.passes.drafters.block_config import joint_shapes
+from specc.sampling.rows import Rule
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.passes.step.reading_models import VOCAB
@@ -92,7 +92,7 @@ UNEVEN = TokenTree((-1, 0, 0, 0, 1, 3, 3, 5, 5, 6, 9))
 def test_static_trees(tree: TokenTree, tile: int | None, block: BlockDraft) -> None:
     """Children of every node are drawn from what its own path adds."""
     rule = Rule.SWOR if tile is None else Rule.COUPLED
-    plan = SpecPlan.from_tree(tree).with_heads((), {"draft_0": block})
+    plan = SpecPlan.from_tree(tree).with_drafters({"draft_0": block})
     plan, depth = replace(plan, tile=tile), tree.max_depth
     _, made, environment = run(plan, (9, 2), rule, weights=weights_of(block))
     rows = drawn(depth * BATCH, VOCAB + WIDTH, seed=4).view(depth, BATCH, -1)
@@ -149,7 +149,7 @@ def test_how_likely_nodes_are_accepted(read: str, kind: str, tree: TokenTree) ->
     columns = WIDTH + (RANK if read == OF_TOKEN else 0)
     weight, offset = drawn(1, columns, seed=20), drawn(1, seed=21)
     own = dict(zip(CONFIDENCE_TENSORS.values(), (weight, offset), strict=True))
-    plan = SpecPlan.from_tree(tree).with_heads((), {"draft_0": block})
+    plan = SpecPlan.from_tree(tree).with_drafters({"draft_0": block})
     _, made, _ = run(plan, (9, 2), weights={**weights_of(block), **own})
     rows = drawn(tree.max_depth * BATCH, VOCAB + WIDTH, seed=4).view(tree.max_depth, BATCH, -1)
     fed = [node for node in range(tree.num_nodes) if node not in tree.leaves]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.cost.draft_levels import draft_levels
+from specc.drafters.block import BIAS_TENSORS, BlockDraft
+from specc.drafters.medusa import MedusaHeads
 from specc.errors import ConfigError, EngineError, TreeError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.reference.accept import draft_children_reference
@@ -24,7 +26,6 @@ from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
 from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule, Value, Word
-from specc.speculation.block_drafts import BIAS_TENSORS, BlockDraft
 from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.passes.step.reading_models import NAMES, VOCAB
@@ -36,7 +37,7 @@ BIASED = replace(BLOCK, is_biased=True)
 PARTIAL = replace(BIASED, is_partial=True)
 ABSENT = (0, 3, 4, 8)
 # Medusa
-FLAT = BlockDraft(SIZE, 0, from_anchor=True, is_flat=True)
+FLAT = MedusaHeads(SIZE)
 
 
 def drawn(*shape: int, seed: int = 5) -> Tensor:
@@ -68,7 +69,7 @@ def bias_after(tokens: Tensor, block: BlockDraft) -> Tensor:
 def plan_of(shape: tuple[int, ...] | DynamicTree, block: BlockDraft = BLOCK) -> SpecPlan:
     plan = SpecPlan.from_dynamic(shape) if isinstance(shape, DynamicTree) else None
     plan = plan or SpecPlan.from_widths(shape)  # type: ignore[arg-type]
-    return plan.with_heads((), {"draft_0": block})
+    return plan.with_drafters({"draft_0": block})
 
 
 class Noted(nn.Module):
@@ -101,7 +102,7 @@ def run(
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
-    (block,), batch = plan.blocks, len(lengths)
+    (block,), batch = plan.drafters, len(lengths)
     drafter = Noted(ties, VOCAB + block.hidden_columns, block.size if block.is_flat else 1)
     torch.manual_seed(0)
     values = torch.zeros(batch, len(Value))
@@ -300,15 +301,19 @@ def best_first(rows: list[Tensor], top_k: int, count: int) -> list[float]:
     return taken
 
 
+def named_levels(plan: SpecPlan) -> dict[str, tuple[int, ...]]:
+    return {draft.name: rows for draft, rows in draft_levels(plan)}
+
+
 def test_rows_of_passes_and_of_logits() -> None:
     plan = plan_of((3, 2, 1))
     # of a step that accepts all: its tokens and the bonus token, then the block
-    assert draft_levels(plan) == (("draft_0", (4 + SIZE,)),)
+    assert named_levels(plan) == {"draft_0": (4 + SIZE,)}
     merged = SpecPlan.from_widths((3, 2, 1), ("draft_0", "draft_1"), MERGE)
-    merged = merged.with_heads((), {"draft_0": BLOCK})
+    merged = merged.with_drafters({"draft_0": BLOCK})
     # a draft model beside it has lacked rows since the block did
     levels = {"draft_0": (4 + SIZE,), "draft_1": (merged.catch_up, 3, 6)}
-    assert dict(draft_levels(merged)) == levels
+    assert named_levels(merged) == levels
     assert pass_rows(plan, "draft_0") == 4 + SIZE
     assert logit_rows(plan, "draft_0") == 3
     assert plan_of((1,)).num_rows == SIZE
@@ -316,7 +321,7 @@ def test_rows_of_passes_and_of_logits() -> None:
     assert plan.catch_up == 5
     # what one pass has made, what is added to it, and what children were drawn from
     biased = plan_of((3, 2, 1), BIASED)
-    assert draft_levels(biased) == draft_levels(plan)
+    assert named_levels(biased) == named_levels(plan)
     assert pass_rows(biased, "draft_0") == 4 + SIZE
     assert logit_rows(biased, "draft_0") == 3 + 6 + (1 + 3 + 6)
 
@@ -335,7 +340,7 @@ def test_plans_are_written_and_read() -> None:
     plan = plan_of((2, 1), replace(BLOCK, causal_layers=(0, 2)))
     data = json.loads(json.dumps(plan_to_json(plan)))
     assert plan_from_json(data) == plan
-    assert "in both directions (in layers 0, 2 up to itself)" in plan.blocks[0].describe()
+    assert "in both directions (in layers 0, 2 up to itself)" in plan.drafters[0].describe()
     assert "blocks" not in plan_to_json(SpecPlan.from_widths((2, 1)))
     assert plan_from_json(plan_to_json(plan_of((1,), PARTIAL))) == plan_of((1,), PARTIAL)
     for change in ({"size": 0}, {"size": "5"}, {"mask_token_id": -1}, {"other": 1}, {"size": True}):
@@ -351,14 +356,14 @@ def test_rules_of_merged_trees() -> None:
 
     def rules(widths: tuple[int, ...], *drafts: str) -> tuple[Rule, ...]:
         plan = SpecPlan.from_widths(widths, ("draft_0", *drafts), MERGE if drafts else "")
-        return plan.with_heads((), {"draft_0": BLOCK}).rules
+        return plan.with_drafters({"draft_0": BLOCK}).rules
 
     without = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
     assert rules((2, 1), "lookup-3") == rules((1, 2, 1), "draft_1") == without
     assert rules((2, 1)) == rules((1, 3), "lookup-3") == rules((1, 1, 1), "draft_1") == tuple(Rule)
     assert SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE).rules == tuple(Rule)
     biased = SpecPlan.from_widths((2, 1), ("draft_0", "lookup-3"), MERGE)
-    assert biased.with_heads((), {"draft_0": BIASED}).rules == tuple(Rule)
+    assert biased.with_drafters({"draft_0": BIASED}).rules == tuple(Rule)
 
 
 def test_candidates_of_a_best_first_tree() -> None:
@@ -368,7 +373,7 @@ def test_candidates_of_a_best_first_tree() -> None:
     with pytest.raises(TreeError, match=r"a block drafter offers 196\d{3} candidates"):
         plan_of(DynamicTree(1000, 16, 15), wide)
     plan_of(DynamicTree(1000, 16, 15), replace(wide, is_biased=True))
-    heads = BlockDraft(16, 0, from_anchor=True, is_flat=True)
+    heads = MedusaHeads(16)
     with pytest.raises(TreeError, match=r"a set of Medusa heads offers 196\d{3} candidates"):
         plan_of(DynamicTree(1000, 16, 15), heads)
 

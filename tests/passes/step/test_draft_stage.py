@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specc.drafters.registry import drafter_of, drafters_of
 from specc.passes.step.draft_stage import num_levels
 from specc.passes.step.fuse_step import fuse_step
 from specc.passes.step.step_graph import (
@@ -26,8 +27,7 @@ from specc.passes.step.step_graph import (
 )
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
-from specc.speculation.plan_names import lookup_ngram
-from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.sharpness import sharpened
 from specc.speculation.tree import TokenTree
 from tests.passes.step.grown_trees import Proposed, Request, drawn_from, look_up, propose
@@ -63,15 +63,15 @@ PLANS = [
     dynamic(22, 3, 3),
     widths(1, 1, 1, 1, drafts=("lookup-1",)),
     widths(1, 1, 1, drafts=("lookup-2",)),
-    widths(1, 1, 1, drafts=(SUFFIX,)),
+    widths(1, 1, 1, drafts=("suffix",)),
     widths(1, 1, drafts=PAIR, combine=MERGE),
     widths(2, 2, 1, drafts=PAIR, combine=MERGE),
-    widths(2, 1, drafts=("lookup-3", "draft_1", SUFFIX, "draft_0"), combine=MERGE),
+    widths(2, 1, drafts=("lookup-3", "draft_1", "suffix", "draft_0"), combine=MERGE),
     SpecPlan.from_tree(UNEVEN, THREE, MERGE),
-    widths(1, 1, 1, drafts=("lookup-2", SUFFIX), combine=MERGE),
+    widths(1, 1, 1, drafts=("lookup-2", "suffix"), combine=MERGE),
     widths(1, 1, 1, drafts=PAIR, combine=VOTE),
-    widths(1, 1, 1, 1, drafts=("draft_1", "lookup-2", SUFFIX, "draft_0"), combine=VOTE),
-    widths(1, 1, 1, drafts=("lookup-1", SUFFIX), combine=VOTE),
+    widths(1, 1, 1, 1, drafts=("draft_1", "lookup-2", "suffix", "draft_0"), combine=VOTE),
+    widths(1, 1, 1, drafts=("lookup-1", "suffix"), combine=VOTE),
 ]
 # drafts whose logits are multiplied, level by level
 SHARP = [
@@ -98,9 +98,9 @@ TILES = [
     # of the draft's levels alone
     (dynamic(4, 5, 3), 4),
     (widths(1, 1, 1, drafts=("lookup-2",)), 3),
-    (widths(1, 1, 1, drafts=(SUFFIX,)), 1),
+    (widths(1, 1, 1, drafts=("suffix",)), 1),
     (widths(2, 2, 1, drafts=PAIR, combine=MERGE), 3),
-    (widths(2, 1, drafts=("lookup-3", "draft_1", SUFFIX, "draft_0"), combine=MERGE), 4),
+    (widths(2, 1, drafts=("lookup-3", "draft_1", "suffix", "draft_0"), combine=MERGE), 4),
     (widths(1, 1, 1, drafts=PAIR, combine=VOTE), 2),
 ]
 TILED = [replace(plan, tile=tile) for plan, tile in TILES]
@@ -144,7 +144,7 @@ def check_tree(run: Stepped, env: dict, b: int, wanted: Proposed) -> None:
     assert ("image" in env) == (plan.combine == MERGE)
     if wanted.image is not None:
         assert env["image"][row].tolist() == wanted.image
-    assert wanted.slots.keys() == set(plan.models)
+    assert wanted.slots.keys() == set(plan.model_names)
     for draft, slots in wanted.slots.items():
         found = env[slots_name(draft)]
         found = (found if found.dim() == 1 else found[row]).tolist()
@@ -155,7 +155,7 @@ def check_tree(run: Stepped, env: dict, b: int, wanted: Proposed) -> None:
 def check_passes(run: Stepped, wanted: list[Proposed]) -> None:
     """What each draft was fed, pass by pass: slot, position, and the text up to it."""
     plan = run.plan
-    for draft in plan.models:
+    for draft in plan.model_names:
         texts = [request.text for request in run.requests]
         first = [
             (run.rows[b], slot, slot, text[: slot + 1])
@@ -258,7 +258,7 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 
 
 # nothing is proposed
-OFF_TREE = SpecPlan("off", drafts=(SUFFIX,))
+OFF_TREE = SpecPlan("off", drafters=drafters_of("suffix"))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def events_of(plan: SpecPlan) -> Counter[str]:
             for draft, one in wanted.drafts.items():
                 own = [path for path in one.paths if path is not None]
                 found["equal siblings"] += len(set(own)) < len(own)
-                if (ngram := lookup_ngram(draft)) is not None:
+                if (ngram := getattr(drafter_of(draft), "ngram", None)) is not None:
                     depth, text = plan.max_depth, request.text
                     more = look_up(text, ngram + 1, depth)
                     found["a longer suffix"] += more != look_up(text, ngram, depth)
@@ -374,12 +374,12 @@ def events_of(plan: SpecPlan) -> Counter[str]:
             marks=pytest.mark.slow,
         ),
         (
-            widths(2, 1, drafts=("lookup-3", "draft_1", SUFFIX, "draft_0"), combine=MERGE),
+            widths(2, 1, drafts=("lookup-3", "draft_1", "suffix", "draft_0"), combine=MERGE),
             "dead nodes,leaf without a row,row moved",
         ),
         (widths(1, 1, 1, drafts=PAIR, combine=VOTE), "ties,rows of others alone"),
         (
-            widths(1, 1, 1, drafts=("lookup-1", SUFFIX), combine=VOTE),
+            widths(1, 1, 1, drafts=("lookup-1", "suffix"), combine=VOTE),
             "ties,dead nodes,nothing proposed",
         ),
     ],
@@ -398,12 +398,12 @@ def test_what_happens_in_these_steps(plan, events):
 @pytest.mark.parametrize("plan", PLANS + TILED, ids=IDS)
 def test_stages_read_documented_names_only(plan):
     """What a runner brings: rows, caches, history, and what the plan's drafts need of the host."""
-    models = (TARGET, *plan.models)
+    models = (TARGET, *plan.model_names)
     program = fuse_step(plan, dict.fromkeys((*models, "draft_9"), 2))
     assert list(program.stages) == ["draft", "verify", "accept_commit"]
     known = {*STEP_INPUTS, *program.constants, HISTORY}
     known |= {slab_name(model, i) for model in models for i in (0, 1)}
-    known |= {PROPOSALS} if SUFFIX in plan.drafts else set()
+    known |= {PROPOSALS} if "suffix" in plan.drafts else set()
     known |= {VOTE_WEIGHTS} if plan.combine == VOTE else set()
     read: set[str] = set()
     for graph in program.stages.values():
@@ -413,7 +413,7 @@ def test_stages_read_documented_names_only(plan):
         (output,) = graph.find_nodes(op="output")
         known |= output.args[0].keys()
     assert {PROPOSALS, VOTE_WEIGHTS} & read == {PROPOSALS, VOTE_WEIGHTS} & known
-    assert {f"{model}_len" for model in plan.models} <= known
+    assert {f"{model}_len" for model in plan.model_names} <= known
     # no stage carries what no stage reads
     assert program.constants.keys() <= read
 

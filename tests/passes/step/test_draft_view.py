@@ -15,12 +15,12 @@ from torch import nn
 
 from specc.artifact.graph_io import graph_from_json
 from specc.cost.draft_levels import draft_levels
+from specc.drafters.views import View
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Value, Word
 from specc.speculation.plans import DynamicTree, SpecPlan
-from specc.speculation.views import View
 from tests.passes.step.reading_models import NAMES, VOCAB
 
 BLOCK, WIDTH = 4, 20

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from specc.drafters.block import BlockDraft
+from specc.drafters.medusa import MedusaHeads
 from specc.errors import ConfigError
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 
@@ -129,7 +130,7 @@ def test_not_one_node_of_each_sequence(plan):
 def test_what_a_block_adds_to_its_tiles_is_within_the_limit():
     """Logits that depend on the token before: rows of all depths, and of those that they make."""
     tree = SpecPlan.from_widths((4, 3, 2, 1, 1))
-    plan = tree.with_heads((), {"draft_0": BlockDraft(6, 0, is_biased=True)})
+    plan = tree.with_drafters({"draft_0": BlockDraft(6, 0, is_biased=True)})
     for limit in (12, 24, 40, 64, 200):
         tiled = tile_plan(plan, {"target": MB, "draft_0": MB}, 1, limit)
         rows = [logit_rows(tiled, model) for model in ("target", "draft_0")]
@@ -141,8 +142,8 @@ def test_what_a_block_adds_to_its_tiles_is_within_the_limit():
 @pytest.mark.parametrize(("limit", "advises_depth"), [(11, False), (12, True), (17, True)])
 def test_medusa_heads_are_all_computed(limit, advises_depth):
     """Whatever the depth: fewer tokens help where a row more than there are heads fits."""
-    block = BlockDraft(5, 0, from_anchor=True, is_flat=True)
-    plan = SpecPlan.from_widths((1,) * 4).with_heads((), {"draft_0": block})
+    block = MedusaHeads(5)
+    plan = SpecPlan.from_widths((1,) * 4).with_drafters({"draft_0": block})
     sizes = {"target": MB // 64, "draft_0": MB // 64}
     with pytest.raises(ConfigError) as caught:
         tile_plan(plan, sizes, 128, limit)
@@ -151,7 +152,7 @@ def test_medusa_heads_are_all_computed(limit, advises_depth):
     assert caught.value.needed.startswith("18 or more")
     assert ("--num-speculative-tokens" in caught.value.do) == advises_depth
     assert tile_plan(plan, sizes, 128, 18).tile is not None
-    shallow = SpecPlan.from_widths((1,)).with_heads((), {"draft_0": block})
+    shallow = SpecPlan.from_widths((1,)).with_drafters({"draft_0": block})
     assert tile_plan(shallow, sizes, 128, 12).tile is not None
 
 

@@ -9,15 +9,17 @@ import random
 import pytest
 import torch
 
+from specc.drafters.block import BlockDraft
+from specc.drafters.registry import drafters_of
 from specc.errors import EngineError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.step_constants import step_constants
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.tiers import every
 
 PAIR = ("draft_0", "draft_1")
+MIXED = ("draft_0", "lookup-3", "draft_1")
 # a node with children stands beside two leaves, which stand between it and the next
 GAPS = TokenTree((-1, 0, 0, 0, 0, 1, 4, 4, 5))
 PLANS = [
@@ -27,37 +29,44 @@ PLANS = [
     SpecPlan.from_tree(GAPS),
     SpecPlan.from_dynamic(DynamicTree(5, 2, 3)),
     SpecPlan.from_dynamic(DynamicTree(4, 3, 1)),
-    SpecPlan("lookup", (1, 1, 1), drafts=("lookup-3",)),
-    SpecPlan("suffix", (1, 1, 1), drafts=("suffix",)),
-    SpecPlan("merge", (2, 1), drafts=PAIR, combine=MERGE),
-    SpecPlan("merge-lookup", (1, 1), drafts=("draft_0", "lookup-3", "draft_1"), combine=MERGE),
-    SpecPlan("merge-gaps", parents=GAPS.parents, drafts=PAIR, combine=MERGE),
-    SpecPlan("vote", (1, 1, 1), drafts=("draft_0", "suffix", "draft_1"), combine=VOTE),
+    SpecPlan("lookup", (1, 1, 1), drafters=drafters_of("lookup-3")),
+    SpecPlan("suffix", (1, 1, 1), drafters=drafters_of("suffix")),
+    SpecPlan("merge", (2, 1), drafters=drafters_of(*PAIR), combine=MERGE),
+    SpecPlan("merge-lookup", (1, 1), drafters=drafters_of(*MIXED), combine=MERGE),
+    SpecPlan("merge-gaps", parents=GAPS.parents, drafters=drafters_of(*PAIR), combine=MERGE),
+    SpecPlan("vote", (1, 1, 1), drafters=drafters_of("draft_0", "suffix", "draft_1"), combine=VOTE),
 ]  # fmt: skip
 # programs of padded batches know no views
 VIEWS = [
-    SpecPlan("view", (3, 2, 1), drafts=("self_w32_s4",)),
+    SpecPlan("view", (3, 2, 1), drafters=drafters_of("self_w32_s4")),
     SpecPlan.from_dynamic(DynamicTree(5, 2, 3), "self_w32_s4"),
-    SpecPlan("merge-view", (2, 1), drafts=("draft_0", "self_w32_s4", "suffix"), combine=MERGE),
-    SpecPlan("vote-view", (1, 1), drafts=("self_w32_s4", "self_w64_s0"), combine=VOTE),
+    SpecPlan(
+        "merge-view",
+        (2, 1),
+        drafters=drafters_of("draft_0", "self_w32_s4", "suffix"),
+        combine=MERGE,
+    ),
+    SpecPlan("vote-view", (1, 1), drafters=drafters_of("self_w32_s4", "self_w64_s0"), combine=VOTE),
 ]
 # nor do they block drafters
 _OF_BLOCKS = {"draft_0": BlockDraft(5, 90_000), "draft_1": BlockDraft(4, 0, True, True)}
 BLOCKS = [
-    plan.with_heads((), _OF_BLOCKS)
+    plan.with_drafters(_OF_BLOCKS)
     for plan in (
         SpecPlan("block", (3, 2, 1)),
-        SpecPlan("block-gaps", parents=GAPS.parents, drafts=("draft_1",)),
+        SpecPlan("block-gaps", parents=GAPS.parents, drafters=drafters_of("draft_1")),
         SpecPlan.from_dynamic(DynamicTree(5, 2, 3)),
-        SpecPlan("merge-block", (2, 1), drafts=(*PAIR, "draft_2", "suffix"), combine=MERGE),
-        SpecPlan("vote-block", (1, 1), drafts=PAIR, combine=VOTE),
+        SpecPlan(
+            "merge-block", (2, 1), drafters=drafters_of(*PAIR, "draft_2", "suffix"), combine=MERGE
+        ),
+        SpecPlan("vote-block", (1, 1), drafters=drafters_of(*PAIR), combine=VOTE),
     )
 ]
 SIZES = (None, 1, 2, 3, 4)
 
 
 def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
-    models = {"target": 1, **dict.fromkeys(plan.models, 1)}
+    models = {"target": 1, **dict.fromkeys(plan.model_names, 1)}
     return json.loads(json.dumps(fuse_step(plan, models, is_padded).to_json()))
 
 
@@ -68,13 +77,13 @@ def program_of(plan: SpecPlan, is_padded: bool = False) -> dict:
         for plan in [*PLANS, *VIEWS, *BLOCKS]
         for tile in SIZES
         for is_padded in (False, True)
-        if (plan.speculates or tile is None) and not ((plan.views or plan.blocks) and is_padded)
+        if (plan.speculates or tile is None) and not ((plan.views or plan in BLOCKS) and is_padded)
     ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
     plan = dataclasses.replace(plan, tile=tile)
-    slabs = {"target": 1, **dict.fromkeys(plan.models, 1)}
+    slabs = {"target": 1, **dict.fromkeys(plan.model_names, 1)}
     step = fuse_step(plan, slabs, is_padded, block_size=16)
     found = step_constants(json.loads(json.dumps(step.to_json())), plan)
     assert found.keys() == step.constants.keys()
@@ -86,7 +95,7 @@ def test_the_compiler_writes_what_the_plan_says(plan, tile, is_padded):
 def test_rows_of_blocks_in_fewer_words():
     """Engines compiled before have a bit for each row of a block alone: the others are zeros."""
     block = BlockDraft(60, 0, is_causal=True)
-    plan = SpecPlan("narrow", (1,) * 8).with_heads((), {"draft_0": block})
+    plan = SpecPlan("narrow", (1,) * 8).with_drafters({"draft_0": block})
     program = program_of(plan)
     entry = program["constants"]["draft_0_rows_seen"]
     assert {len(words) for words in entry["values"]} == {2}

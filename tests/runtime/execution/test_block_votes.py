@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime.core import EngineCore
-from specc.runtime.drafts.block_choice import BlockChoice
+from specc.runtime.drafters.block_choice import BlockChoice
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.batch import StepGroup
 from specc.runtime.scheduling.kv_cache import NOBODY

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from specc.drafters.block import OF_TOKEN, BlockDraft
 from specc.runtime.execution.shared_runner import cut_unlikely
 from specc.runtime.scheduling.batch import StepGroup
-from specc.speculation.block_drafts import OF_TOKEN, BlockDraft
 from specc.speculation.live_nodes import says_confidence
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 
@@ -27,9 +27,9 @@ def test_no_more_than_there_were() -> None:
 def test_plans_that_say_it() -> None:
     plain = BlockDraft(5, 0, is_biased=True)
     telling = BlockDraft(5, 0, is_biased=True, hidden_columns=8, confidence=OF_TOKEN)
-    assert says_confidence(CHAIN.with_heads((), {"draft_0": telling}))
-    assert not says_confidence(CHAIN.with_heads((), {"draft_0": plain}))
+    assert says_confidence(CHAIN.with_drafters({"draft_0": telling}))
+    assert not says_confidence(CHAIN.with_drafters({"draft_0": plain}))
     merged = SpecPlan.from_widths((1, 1), ("draft_0", "lookup-2"), MERGE)
     dynamic = SpecPlan.from_dynamic(DynamicTree(6, 3, 3))
     for plan in (merged, dynamic):
-        assert not says_confidence(plan.with_heads((), {"draft_0": telling}))
+        assert not says_confidence(plan.with_drafters({"draft_0": telling}))

@@ -6,7 +6,7 @@ import pytest
 
 from specc.cost.roofline import roofline
 from specc.errors import ConfigError, RequestError
-from specc.runtime.drafts.host_drafts import HostDrafts
+from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy

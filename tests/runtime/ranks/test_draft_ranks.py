@@ -132,7 +132,7 @@ def cases() -> list[Any]:
         for j, (name, options) in enumerate(KINDS.items()):
             if plan.tile and options in (LOGPROBS, MSS):
                 continue
-            is_usual = i % len(KINDS) == j and plan.combine != VOTE and VIEW not in plan.models
+            is_usual = i % len(KINDS) == j and plan.combine != VOTE and VIEW not in plan.model_names
             marks = [] if is_usual else [pytest.mark.slow]
             made.append(pytest.param(plan.name, options, id=f"{plan.name}-{name}", marks=marks))
     return made

@@ -12,7 +12,7 @@ from specc.runtime.scheduling.batch import Batch
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.scheduler import Scheduler
 from specc.speculation.metrics import SpecStats
-from specc.speculation.plans import OFF, SUFFIX, SpecPlan
+from specc.speculation.plans import OFF, SpecPlan
 from tests.runtime.scheduling.test_scheduler import (
     CHAIN,
     MAX_SEQ_LEN,
@@ -289,7 +289,7 @@ def test_merging_leaves_more_to_catch_up_than_a_chain_reads() -> None:
 
 
 def test_lookups_on_the_host_wait_for_tokens() -> None:
-    suffix = SpecPlan.from_widths((1, 1), drafts=(SUFFIX,))
+    suffix = SpecPlan.from_widths((1, 1), drafts=("suffix",))
     policy = Script(a=suffix.name, b=CHAIN.name)
     scheduler = scripted(policy, suffix)
     batch = running(scheduler, make_request("a", max_tokens=20), make_request("b", max_tokens=20))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from specc.drafters.registry import head_draft
 from specc.runtime.scheduling.batch import Batch
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_queue import RequestQueue, turn_of
@@ -246,7 +246,7 @@ def test_a_draft_that_lags_shares_only_what_it_has_seen() -> None:
 
 def test_a_block_of_a_head_is_shared_with_the_token_after_it() -> None:
     """Its last row is made of that token: sequences that go on otherwise do not share it."""
-    plan = replace(CHAIN, heads=("draft_0",))
+    plan = CHAIN.with_drafters({"draft_0": head_draft(0)})
     scheduler, cache = make_scheduler(chunk=100, shares_prefixes=True, max_num_seqs=4, plan=plan)
     # the first token follows the whole second block: it is known once the prompt is done
     first = request("a", list(range(8)), max_tokens=8)

@@ -35,7 +35,7 @@ def overload(name: str) -> Any:
 
 # written by passes that no run of `tests.emitted_operators` has reached so far
 BY_PASSES = {
-    "aten.bitwise_left_shift.Tensor": "passes/rewrite/see_blocks.py",
+    "aten.bitwise_left_shift.Tensor": "passes/drafters/see_blocks.py",
     "aten.bmm.default": "models whose experts are one stack, left as they are",
     "specc.attend_expanded.default": "passes/rewrite/expand_prompts.py",
     "specc.block_mass.default": "passes/rewrite/insert_block_mass.py",

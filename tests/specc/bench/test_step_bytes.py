@@ -23,10 +23,10 @@ from specc.bench.step_bytes import (
     step_bytes,
 )
 from specc.compiler.build import build
+from specc.drafters.block import BIAS_TENSORS
 from specc.kernels import ops
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.program_files import read_json
-from specc.speculation.block_drafts import BIAS_TENSORS
 from specc.speculation.plans import OFF, SpecPlan
 from tests.runtime.backends.cuda.confident_rig import write_drafter, write_target
 from tests.runtime.head_rig import CHAIN, options

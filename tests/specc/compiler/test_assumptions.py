@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from specc.artifact.model_entry import BLOCK_KINDS
-from specc.compiler.assumptions import _ASKED, parse_switches, switches_of
+from specc.compiler.assumptions import parse_switches, switches_of
 from specc.compiler.candidate import Candidate, open_models
 from specc.compiler.checked_models import check_assumptions
 from specc.config import CompileConfig
 from specc.errors import ConfigError, HeadError
-from specc.passes.frontend.heads.head_spec import EAGLE3, MTP, HeadSwitches
-from specc.passes.frontend.heads.tap_ids import ENTERING
+from specc.passes.drafters.head_spec import HeadSwitches
+from specc.passes.drafters.tap_ids import ENTERING
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.heads import CASES, LAYERS, VOCAB, WIDTH, write_head
 from tests.medusa_heads import MEDUSA_CASES, write_medusa
@@ -114,10 +113,6 @@ def test_medusa_heads_leave_nothing_open(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="draft 0: --draft-assume is_last_normed=true") as caught:
         draft(tmp_path, "is_last_normed=true")
     assert caught.value.needed == "files: such drafts leave nothing open"
-
-
-def test_every_kind_of_head_says_what_it_asks() -> None:
-    assert set(_ASKED) == {EAGLE3, MTP, *BLOCK_KINDS}
 
 
 def test_ordinary_models_leave_nothing_open(tmp_path: Path) -> None:

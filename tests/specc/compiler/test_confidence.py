@@ -11,8 +11,9 @@ from transformers import LlamaConfig
 from specc.artifact.backends import facts_of
 from specc.compiler.candidate import Candidate
 from specc.compiler.heads import with_confidence
-from specc.passes.frontend.heads.block_head import step_weights
-from specc.speculation.block_drafts import CONFIDENCE_TENSORS, OF_ROW, OF_TOKEN
+from specc.drafters.block import CONFIDENCE_TENSORS, OF_ROW, OF_TOKEN
+from specc.drafters.registry import drafters_of
+from specc.passes.drafters.block_head import step_weights
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plan_names import MERGE
 from specc.speculation.plans import OFF, SpecPlan
@@ -48,7 +49,10 @@ def test_plans_that_verify_whole_trees_leave_it_out(tmp_path: Path) -> None:
     """Each drafter's own: what no chain and no static tree reads would cost logits alone."""
     write_block(tmp_path, BLOCK_CASES["dspark-deepspec"])
     given = [TARGET, *(Candidate.open_draft(f"draft_{i}", tmp_path, TARGET) for i in range(2))]
-    dynamic, other = SpecPlan.from_dynamic(DynamicTree(6, 3, 3)), replace(CHAIN, drafts=(GIVEN,))
+    dynamic, other = (
+        SpecPlan.from_dynamic(DynamicTree(6, 3, 3)),
+        replace(CHAIN, drafters=drafters_of(GIVEN)),
+    )
     merged = SpecPlan.from_widths((2, 2), ("draft_0", GIVEN), MERGE)
     found = with_confidence(given, facts_of("eager"), [dynamic, merged, other, OFF])
     assert [bool(x.head and x.head.block.confidence) for x in found] == [False, False, True]

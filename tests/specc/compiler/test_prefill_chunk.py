@@ -10,11 +10,15 @@ import torch
 from specc.artifact.backends import facts_of
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.compiler.backends.registry import compiler_backend
-from specc.compiler.context import tokens_of_passes
-from specc.compiler.model_entries import engine_limits, fit_prefill_chunk, plan_model_memory
+from specc.compiler.context import (
+    engine_limits,
+    fit_prefill_chunk,
+    plan_model_memory,
+    tokens_of_passes,
+)
 from specc.config import CompileConfig
+from specc.drafters.block import MOST_ROWS, BlockDraft
 from specc.passes.step.tiles import pass_rows
-from specc.speculation.block_drafts import MOST_ROWS, BlockDraft
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.tree import WORD_BITS
 from tests.passes.modules import Tiny, compiled
@@ -73,7 +77,7 @@ def test_tokens_of_passes() -> None:
     """Of one sequence: those of a chunk of prompts, or of a step where its pass is longer."""
     block = BlockDraft(40, 0)
     chain = SpecPlan.from_widths((1, 1, 1))
-    drafted = chain.with_heads((), {"draft_0": block})
+    drafted = chain.with_drafters({"draft_0": block})
     assert tokens_of_passes([chain, OFF], 2) == 4
     assert tokens_of_passes([chain, OFF], 32) == 32
     # what a step can have accepted, and the block
@@ -84,10 +88,10 @@ def test_tokens_of_passes() -> None:
 def test_words_of_mixed_drafters_are_for_every_tree_that_an_engine_may_get() -> None:
     """A chain that is tried later is longer than the one that the engine was compiled for."""
     mixed = BlockDraft(33, 0, causal_layers=(0,))
-    chains = {n: SpecPlan.from_widths((1,) * n).with_heads((), {"draft_0": mixed}) for n in (2, 32)}
+    chains = {n: SpecPlan.from_widths((1,) * n).with_drafters({"draft_0": mixed}) for n in (2, 32)}
     compiled_for = tokens_of_passes([chains[2], OFF], 32)
     assert pass_rows(chains[2], "draft_0") == 2 + 1 + 33
     assert compiled_for == pass_rows(chains[32], "draft_0") == 32 + 1 + 33
     most = BlockDraft(MOST_ROWS, 0, from_anchor=True, causal_layers=(0,))
-    longest = SpecPlan.from_widths((1,)).with_heads((), {"draft_0": most})
+    longest = SpecPlan.from_widths((1,)).with_drafters({"draft_0": most})
     assert tokens_of_passes([longest, OFF], 32) == 2 * MOST_ROWS + 1 == 2 * WORD_BITS - 1

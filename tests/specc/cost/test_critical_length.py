@@ -11,9 +11,9 @@ import pytest
 from specc.cost.acceptance import expected_tokens
 from specc.cost.critical_length import CriticalLength, best_critical_length, critical_length
 from specc.cost.latency_table import LatencyTable, PassSeconds, StepShape
+from specc.drafters.views import View
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 MOST = 40_000
 
@@ -100,7 +100,7 @@ def test_the_best_chain_is_the_one_that_pays_first():
     table = LatencyTable(
         PassSeconds({1: 10.0, 9: 12.0}, {1: 1e-3, 9: 3e-3}, "target"), iteration_s=0.1
     )
-    best = best_critical_length(table, "self_w128_s4", [[0.9, 0.05]], 2)
+    best = best_critical_length(table, View(128), [[0.9, 0.05]], 2)
     every = [
         critical_length(
             table,
@@ -114,7 +114,7 @@ def test_the_best_chain_is_the_one_that_pays_first():
     known = [rows for rows in every if rows is not None]
     assert best.rows == min(known)
     assert every[best.num_draft_tokens - 1] == best.rows
-    never = best_critical_length(table, "self_w128_s4", [[0.0]], 2)
+    never = best_critical_length(table, View(128), [[0.0]], 2)
     assert never.rows is None
     for one in (best, never):
         assert CriticalLength.from_json(json.loads(json.dumps(one.to_json()))) == one

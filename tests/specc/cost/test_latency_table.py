@@ -19,10 +19,11 @@ from specc.cost.latency_table import (
 )
 from specc.cost.roofline import LLAMA_1B, LLAMA_8B, Device, roofline
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.registry import drafter_of
+from specc.drafters.views import View
 from specc.errors import ConfigError, EngineError
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 
 CHAIN = SpecPlan.from_widths((1, 1, 1))
 TREE = SpecPlan.from_widths((3, 2))
@@ -72,21 +73,25 @@ def test_parts_share_the_weights_but_not_the_context():
     assert seconds([]) == 0.0
 
 
+def named_levels(plan):
+    return tuple((draft.name, rows) for draft, rows in draft_levels(plan))
+
+
 def test_levels_read_what_a_step_left_and_each_frontier():
-    assert draft_levels(OFF) == ()
-    assert draft_levels(CHAIN) == (("draft_0", (2, 1, 1)),)
+    assert named_levels(OFF) == ()
+    assert named_levels(CHAIN) == (("draft_0", (2, 1, 1)),)
     # the nodes of the first level have children, those of the second have none
-    assert draft_levels(TREE) == (("draft_0", (2, 3)),)
+    assert named_levels(TREE) == (("draft_0", (2, 3)),)
     dynamic = SpecPlan.from_dynamic(DynamicTree(8, 4, 3))
-    assert draft_levels(dynamic) == (("draft_0", (2, 4, 4)),)
-    assert draft_levels(SpecPlan.from_widths((1, 1), ("lookup-3",))) == ()
+    assert named_levels(dynamic) == (("draft_0", (2, 4, 4)),)
+    assert named_levels(SpecPlan.from_widths((1, 1), ("lookup-3",))) == ()
     # a view is fed the root alone, however many tokens a model beside it missed
     view = SpecPlan.from_widths((3, 2), ("self_w64_s4",))
-    assert draft_levels(view) == (("self_w64_s4", (1, 3)),)
+    assert named_levels(view) == (("self_w64_s4", (1, 3)),)
     mixed = SpecPlan.from_widths((1, 1), ("self_w64_s4", "draft_0"), "merge")
-    assert draft_levels(mixed) == (("self_w64_s4", (1, 1)), ("draft_0", (3, 1)))
+    assert named_levels(mixed) == (("self_w64_s4", (1, 1)), ("draft_0", (3, 1)))
     two = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1"), "merge")
-    assert draft_levels(two) == (("draft_0", (3, 1)), ("draft_1", (3, 1)))
+    assert named_levels(two) == (("draft_0", (3, 1)), ("draft_1", (3, 1)))
 
 
 def test_an_iteration_is_levels_and_one_pass():
@@ -149,7 +154,7 @@ def test_a_view_costs_passes_of_the_target_over_what_it_sees():
         assert known.draft_s(StepShape(plan, rows, context)) == pytest.approx(wanted)
     # a table of an engine without draft models
     alone = LatencyTable(known.target)
-    assert StepSeconds(alone, "self_w60_s4", 3, 1000.0).level(0, 1) == pytest.approx(
+    assert StepSeconds(alone, drafter_of("self_w60_s4"), 3, 1000.0).level(0, 1) == pytest.approx(
         known.target([PassPart(3, 3, 192)])
     )
 
@@ -210,7 +215,7 @@ def test_votes_count_where_plans_are_chosen():
     plain = dataclasses.replace(table, votes=None)
     tree = TokenTree.chain(3)
     for name, counts in (("self_w64_s4", False), ("self_w64_s4_b64", True)):
-        slow, fast = (StepSeconds(one, name, 2, 500).of(tree) for one in (table, plain))
+        slow, fast = (StepSeconds(one, drafter_of(name), 2, 500).of(tree) for one in (table, plain))
         assert (slow > fast) == counts
         view = View.named(name)
         longer, shorter = (critical_length(one, view, tree, 3.0, 2) for one in (table, plain))
@@ -218,8 +223,10 @@ def test_votes_count_where_plans_are_chosen():
         if not counts:
             continue
         # at that length, tokens at the price of plain decoding cost what the step costs
-        off = StepSeconds(table, None, 2, longer).off
-        assert StepSeconds(table, name, 2, longer).of(tree) == pytest.approx(3.0 * off, rel=1e-6)
+        off = StepSeconds(table, drafter_of("suffix"), 2, longer).off
+        assert StepSeconds(table, drafter_of(name), 2, longer).of(tree) == pytest.approx(
+            3.0 * off, rel=1e-6
+        )
 
 
 def test_nodes_that_are_verified_are_what_a_pass_counts() -> None:

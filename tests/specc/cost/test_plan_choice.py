@@ -18,6 +18,7 @@ from specc.cost.measured_seconds import MeasuredSeconds
 from specc.cost.plan_choice import best_plan
 from specc.cost.roofline import roofline
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, TreeError
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.tree import TokenTree
@@ -214,8 +215,8 @@ def test_bad_seconds(name):
 def test_a_step_costs_what_an_iteration_of_the_table_does(requests):
     """Also trees; and of a lookup no pass but the target's."""
     table = dataclasses.replace(roofline(), step_s=1e-4)
-    for draft, source in (("draft_0", "draft_0"), (None, "suffix")):
-        seconds = StepSeconds(table, draft, requests, 300.0)
+    for source in ("draft_0", "suffix"):
+        seconds = StepSeconds(table, drafter_of(source), requests, 300.0)
         for tree in (TokenTree.chain(0), TokenTree.chain(5), TokenTree.from_widths((3, 2, 1))):
             plan = SpecPlan.from_tree(tree, (source,)) if tree.num_nodes > 1 else OFF
             iteration = table.iteration([StepShape(plan, requests, 300.0 * requests)])

@@ -35,7 +35,7 @@ FOLDED = {
 @pytest.fixture(params=list(PLANS), scope="module")
 def program(request):
     plan = PLANS[request.param]
-    slabs = {"target": 1, **{model: 2 for model in plan.models}}
+    slabs = {"target": 1, **{model: 2 for model in plan.model_names}}
     return json.loads(json.dumps(fuse_step(plan, slabs).to_json()))
 
 

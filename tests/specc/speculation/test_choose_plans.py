@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specc.drafters.registry import drafters_of
 from specc.errors import ConfigError, TreeError
 from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
 from specc.speculation.plans import DynamicTree, SpecPlan
@@ -30,7 +31,7 @@ TWO = ("draft_0", "draft_1")
     ],
 )
 def test_drafts_are_split_into_models_and_lookups(drafts, models, names):
-    assert split_drafts(drafts) == (models, names)
+    assert split_drafts(drafts) == (models, drafters_of(*names))
 
 
 @pytest.mark.parametrize(

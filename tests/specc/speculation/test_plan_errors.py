@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specc.cost.best_tree import to_tree
+from specc.drafters.registry import drafter_of, drafters_of
 from specc.errors import ConfigError, EngineError, SpeccError, TreeError
 from specc.speculation.plan_json import plan_from_json, plan_to_json
-from specc.speculation.plan_names import lookup_ngram
-from specc.speculation.plans import MERGE, SUFFIX, VOTE, DynamicTree, SpecPlan, is_lookup
+from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import MAX_NODES, TokenTree
 
 PAIR = ("draft_0", "draft_1")
@@ -115,9 +115,9 @@ def test_unknown_drafts(draft):
 
 
 def test_known_drafts():
-    for draft, ngram in {"lookup-1": 1, "lookup-99": 99, SUFFIX: None, "draft_0": None}.items():
-        assert lookup_ngram(draft) == ngram
-        assert is_lookup(draft) == (draft != "draft_0")
+    for draft, ngram in {"lookup-1": 1, "lookup-99": 99, "suffix": None, "draft_0": None}.items():
+        assert getattr(drafter_of(draft), "ngram", None) == ngram
+        assert drafter_of(draft).is_asked == (draft == "draft_0")
         assert widths(1, drafts=(draft,)).drafts == (draft,)
 
 
@@ -131,7 +131,9 @@ def test_known_drafts():
         pytest.param(PAIR, "Merge", "combined by 'Merge'", id="capital"),
         pytest.param((), "", "(none)", id="no-draft"),
         pytest.param(("draft_0", "draft_0"), MERGE, "draft_0, draft_0", id="one-draft-twice"),
-        pytest.param((SUFFIX, "draft_0", SUFFIX), VOTE, "suffix, draft_0, suffix", id="suffixes"),
+        pytest.param(
+            ("suffix", "draft_0", "suffix"), VOTE, "suffix, draft_0, suffix", id="suffixes"
+        ),
     ],
 )
 def test_drafts_that_cannot_be_combined(drafts, combine, found):
@@ -150,11 +152,14 @@ def test_a_vote_is_over_chains(counts):
         SpecPlan.from_tree(UNEVEN, PAIR, VOTE)
 
 
-@pytest.mark.parametrize("drafts", [PAIR, ("lookup-3",), (SUFFIX,)], ids=str)
+@pytest.mark.parametrize("drafts", [PAIR, ("lookup-3",), ("suffix",)], ids=str)
 def test_a_dynamic_tree_is_of_one_model(drafts):
     with pytest.raises(ConfigError) as caught:
         SpecPlan(
-            "dynamic", dynamic=DynamicTree(6, 2, 3), drafts=drafts, combine=MERGE * (drafts == PAIR)
+            "dynamic",
+            dynamic=DynamicTree(6, 2, 3),
+            drafters=drafters_of(*drafts),
+            combine=MERGE * (drafts == PAIR),
         )
     assert_three_lines(caught.value, drafts[0])
 
@@ -181,7 +186,7 @@ def test_nodes_out_of_order(parents):
         pytest.param(lambda n: widths(n), MAX_NODES - 1, id="width"),
         pytest.param(lambda n: widths(*(1,) * n), MAX_NODES - 1, id="chain"),
         pytest.param(
-            lambda n: widths(*(1,) * n, drafts=(SUFFIX, "lookup-2"), combine=MERGE),
+            lambda n: widths(*(1,) * n, drafts=("suffix", "lookup-2"), combine=MERGE),
             (MAX_NODES - 1) // 2,
             id="merged",
         ),

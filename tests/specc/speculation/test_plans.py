@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.artifact.manifest_entries import PlanEntry
+from specc.drafters.block import BlockDraft
+from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError
 from specc.sampling.rows import Rule
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import (
     MERGE,
     OFF,
-    SUFFIX,
     VOTE,
     DynamicTree,
     SpecPlan,
@@ -27,7 +27,7 @@ from specc.speculation.plans import (
 from specc.speculation.tree import TokenTree
 
 PAIR = ("draft_0", "draft_1")
-MIXED = ("draft_1", "lookup-3", SUFFIX)
+MIXED = ("draft_1", "lookup-3", "suffix")
 # levels of 3, 3 and 1 nodes, none of them an expansion
 UNEVEN = TokenTree((-1, 0, 0, 0, 1, 1, 3, 6))
 ALL_RULES = tuple(Rule)
@@ -55,7 +55,7 @@ PLANS = {
     "draft1-tree-n8-d3-90f5": SpecPlan.from_tree(UNEVEN, ("draft_1",)),
     "lookup3-chain-4": widths(1, 1, 1, 1, drafts=("lookup-3",)),
     "lookup12-tree-3-2": widths(3, 2, drafts=("lookup-12",)),
-    "suffix-chain-8": widths(*(1,) * 8, drafts=(SUFFIX,)),
+    "suffix-chain-8": widths(*(1,) * 8, drafts=("suffix",)),
     "dynamic-16-4-4": dynamic(16, 4, 4),
     "dynamic-3-4-1": dynamic(3, 4, 1),
     "dynamic-3-1-5": dynamic(3, 1, 5),
@@ -118,7 +118,7 @@ def test_sizes(named):
 def test_models(named):
     name, plan = named
     wanted = tuple(draft for draft in plan.drafts if draft.startswith("draft_"))
-    assert plan.models == (() if name == "off" else wanted)
+    assert plan.model_names == (() if name == "off" else wanted)
     assert plan.speculates == (name != "off")
 
 
@@ -176,8 +176,12 @@ def test_shapes():
 
 def test_tree_of_a_draft():
     plan = PLANS["merge-1+lookup3+suffix-tree-2-1"]
-    assert plan.tree_of("draft_1") == TokenTree.from_widths((2, 1))
-    assert plan.tree_of("lookup-3") == plan.tree_of(SUFFIX) == TokenTree.chain(2)
+    assert plan.tree_of(drafter_of("draft_1")) == TokenTree.from_widths((2, 1))
+    assert (
+        plan.tree_of(drafter_of("lookup-3"))
+        == plan.tree_of(drafter_of("suffix"))
+        == TokenTree.chain(2)
+    )
 
 
 def test_off_in_every_way():
@@ -203,8 +207,15 @@ def test_plans_are_keys():
 
 def test_names_tell_plans_apart():
     """A plan's file is named after it."""
-    singles = [("draft_0",), ("draft_1",), ("draft_11",), ("lookup-1",), ("lookup-11",), (SUFFIX,)]
-    several = list(itertools.permutations(["draft_0", "draft_1", "lookup-1", SUFFIX], 2))
+    singles = [
+        ("draft_0",),
+        ("draft_1",),
+        ("draft_11",),
+        ("lookup-1",),
+        ("lookup-11",),
+        ("suffix",),
+    ]
+    several = list(itertools.permutations(["draft_0", "draft_1", "lookup-1", "suffix"], 2))
     several += itertools.permutations(["draft_0", "draft_1", "draft_2"], 3)
     several += [("draft_0", "draft_11"), ("draft_0", "lookup-11")]
     plans = [widths(1, 1, drafts=drafts) for drafts in singles]
@@ -301,7 +312,7 @@ def test_the_largest_tree_has_every_node(name):
     assert tree.num_nodes == plan.num_nodes
     assert tuple(len(level) for level in tree.levels[1:]) == plan.level_sizes
     assert list(tree.parents) == sorted(tree.parents)
-    drafts = plan.drafts if plan.combine == MERGE else plan.drafts[:1]
+    drafts = plan.drafters if plan.combine == MERGE else plan.drafters[:1]
     if plan.speculates:
         leaves = sum(len(plan.tree_of(draft).leaves) for draft in drafts)
         assert len(tree.leaves) == leaves
@@ -312,6 +323,6 @@ def test_one_drafter_that_draws_once_is_enough_to_refuse_mss():
     plan = SpecPlan.from_widths((2, 2, 1), ("draft_0", "draft_1"), MERGE)
     biased, product = BlockDraft(5, 0, is_biased=True), BlockDraft(5, 0)
     without_mss = (Rule.COUPLED, Rule.DELTA, Rule.SWOR)
-    assert plan.with_heads((), {"draft_0": biased, "draft_1": product}).rules == without_mss
-    assert plan.with_heads((), {"draft_0": product, "draft_1": biased}).rules == without_mss
-    assert plan.with_heads((), {"draft_0": biased, "draft_1": biased}).rules == tuple(Rule)
+    assert plan.with_drafters({"draft_0": biased, "draft_1": product}).rules == without_mss
+    assert plan.with_drafters({"draft_0": product, "draft_1": biased}).rules == without_mss
+    assert plan.with_drafters({"draft_0": biased, "draft_1": biased}).rules == tuple(Rule)

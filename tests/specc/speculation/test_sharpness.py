@@ -9,6 +9,7 @@ import pytest
 
 from specc.artifact.manifest_entries import PlanEntry
 from specc.cli.render_plans import describe_plan
+from specc.drafters.registry import drafter_of, drafters_of
 from specc.errors import ConfigError
 from specc.passes.step.fuse_step import fuse_step
 from specc.speculation.plan_json import plan_from_json, plan_to_json
@@ -25,10 +26,10 @@ def test_the_last_factor_counts_below_and_no_draft_is_forgotten():
     assert sharpened(CHAIN, {"draft_0": [0.5, 2.0, 3.0, 4.0]}).sharpness == ((0.5, 2.0, 3.0),)
     plan = sharpened(MERGED, {"draft_0": [0.5]})
     # lookups have no logits
-    assert plan.asked == ("draft_1", "draft_0")
+    assert plan.asked == drafters_of("draft_1", "draft_0")
     assert plan.sharpness == ((1.0, 1.0), (0.5, 0.5))
     assert [factor_of(plan, draft, 1) for draft in plan.asked] == [1.0, 0.5]
-    assert factor_of(CHAIN, "draft_0", 2) == 1.0
+    assert factor_of(CHAIN, drafter_of("draft_0"), 2) == 1.0
 
 
 def test_names_tell_plans_apart():

@@ -18,17 +18,18 @@ from specc.config import CompileConfig
 from specc.cost.draft_levels import draft_levels
 from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.block import BlockDraft
+from specc.drafters.medusa import MedusaHeads
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.plans import DynamicTree, SpecPlan
 from specc.tune.acceptance import STRIDE, Trajectory
-from specc.tune.block_acceptance import block_acceptance, block_chains
 from specc.tune.candidates import candidates
+from specc.tune.drafters.block import block_acceptance, block_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import _Readers, tune
 from tests import models
@@ -108,7 +109,7 @@ def test_chains_are_those_of_steps(
         for slab in slabs:
             slab.normal_(0.0, 30.0)
     assert engine.manifest is not None
-    block = _Readers.of(engine.manifest).blocks["draft_0"]
+    block = _Readers.of(engine.manifest).drafters["draft_0"]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     case: Any = MEDUSA_CASES.get(name) or BLOCK_CASES[name]
@@ -152,12 +153,12 @@ def test_one_pass_for_all_levels() -> None:
     block = BlockDraft(6, 0, draft="draft_0")
     passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
     latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
-    blocks = (block, BlockDraft(6, 0, from_anchor=True, is_flat=True, draft="draft_0"))
+    blocks = (block, MedusaHeads(6, draft="draft_0"))
     shapes = ((1,), (3, 1), (2, 2, 1, 1))
     for block, widths in itertools.product(blocks, shapes):
-        plan = SpecPlan.from_widths(widths).with_heads((), {"draft_0": block})
+        plan = SpecPlan.from_widths(widths).with_drafters({"draft_0": block})
         ((_, (rows,)),) = draft_levels(plan)
-        seconds = StepSeconds(latency, "draft_0", 2, 30.0, block)
+        seconds = StepSeconds(latency, block, 2, 30.0)
         found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
         assert found == pytest.approx(passes([PassPart(2, 2 * rows, 60.0)]))
 
@@ -166,10 +167,10 @@ def test_what_a_block_cannot_offer_is_left_out() -> None:
     """Best-first trees have candidates that grow with their size, not with K alone."""
     fits = SpecPlan.from_dynamic(DynamicTree(16, 8, 4))
     large = SpecPlan.from_dynamic(DynamicTree(256, 8, 8))
-    readers = _Readers([], {"draft_0": BlockDraft(16, 0)})
+    readers = _Readers({"draft_0": BlockDraft(16, 0)})
     assert [plan.name for plan in readers.takes({fits: 1.0, large: None})] == [fits.name]
     (kept,) = readers.takes({fits: 1.0})
-    assert kept.blocks[0].draft == "draft_0"
+    assert kept.drafters[0].name == "draft_0"
 
 
 def test_no_plan_is_deeper_than_a_block() -> None:
@@ -180,7 +181,7 @@ def test_no_plan_is_deeper_than_a_block() -> None:
         {"draft_0": PassSeconds({1: 0.5, 64: 0.6}, {1: 0.0}, "draft_0")},
     )
     acceptance = {"draft_0": [[rate, 0.05] for rate in (0.8, 0.75, 0.7, 0.65)]}
-    seconds = {"draft_0": StepSeconds(latency, "draft_0", 1, 0.0, block)}
+    seconds = {"draft_0": StepSeconds(latency, block, 1, 0.0)}
     found = candidates(acceptance, seconds, [], TuneOptions())
     plans = list(_Readers([], {"draft_0": block}).takes(found))
     # the best tree, the best chain and a best-first one, as deep as may be
@@ -217,7 +218,7 @@ def test_tuned_engines(name: str, compiled: Callable[[str], Path], tmp_path: Pat
     assert "draft_0" in tuning.latency.drafts
     measured = [one.plan for batch in tuning.batches for one in batch.candidates]
     assert measured
-    assert all(plan.blocks[0].draft == "draft_0" for plan in measured)
+    assert all(plan.drafters[0].name == "draft_0" for plan in measured)
     plans = [entry for entry in open_engine(path, None).plans if entry.plan.speculates]
     assert plans
     engine = Engine.load(path)

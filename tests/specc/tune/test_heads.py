@@ -18,7 +18,7 @@ from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from specc.tune.acceptance import STRIDE, Trajectory
-from specc.tune.head_acceptance import head_acceptance, head_chains
+from specc.tune.drafters.head import head_acceptance, head_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
 from tests import models

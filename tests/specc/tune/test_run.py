@@ -22,6 +22,7 @@ from specc.config import CompileConfig
 from specc.cost.acceptance import expected_tokens
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, EngineError
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
@@ -121,20 +122,20 @@ def test_lookups_are_tried_at_every_position():
     request.token_ids += [1, 2, 3, 1, 2, 3, 1, 2, 3]
     made = [Trajectory(request, 3)]
     # nothing is known of the first of the nine output tokens
-    table = lookup_acceptance("lookup-2", made, 2)
+    table = lookup_acceptance(drafter_of("lookup-2"), made, 2)
     assert table == [[8 / 9], [7 / 7]]
     other = Request("1", [1, 2], SamplingParams(temperature=0), max_seq_len=64)
     other.token_ids += [3, 1]
-    alone = lookup_acceptance("suffix", [Trajectory(other, 2)], 1)
+    alone = lookup_acceptance(drafter_of("suffix"), [Trajectory(other, 2)], 1)
     assert alone == [[0.0]]
     # an earlier output knows what follows
-    assert lookup_acceptance("suffix", [*made, Trajectory(other, 2)], 1)[0][0] > 8 / 11
+    assert lookup_acceptance(drafter_of("suffix"), [*made, Trajectory(other, 2)], 1)[0][0] > 8 / 11
 
 
 @pytest.mark.slow
 def test_seconds_rise_with_the_work(compiled: Path):
     engine = Engine.load(compiled)
-    seconds = StepSeconds(measure_latency(engine, budget_s=0.1), "draft_0", 2, 16)
+    seconds = StepSeconds(measure_latency(engine, budget_s=0.1), requests=2, context=16)
     assert 0 < seconds.off <= seconds.verify(5)
     assert seconds.level(1, 1) > 0
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks

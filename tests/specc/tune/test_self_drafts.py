@@ -16,6 +16,9 @@ from specc.cost.acceptance import expected_tokens
 from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable, PassSeconds
 from specc.cost.step_seconds import StepSeconds
+from specc.drafters.registry import drafter_of, drafters_of
+from specc.drafters.self import SelfDraft
+from specc.drafters.views import View
 from specc.progress import PhaseTimer
 from specc.runtime.backends.step import Model
 from specc.runtime.backends.step_io import StepResult
@@ -25,9 +28,7 @@ from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.scheduling.batch import StepGroup
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from specc.speculation.self_drafts import SelfDraft
 from specc.speculation.tree import TokenTree
-from specc.speculation.views import View
 from specc.tune.acceptance import chains_over, self_acceptance
 from specc.tune.candidates import candidates, views_to_measure
 from specc.tune.options import TuneOptions
@@ -182,7 +183,7 @@ def test_prompts_are_joined_and_repeated():
 
 def test_budgets_that_are_tried():
     """Those that hold a block and that the shortest prompt outgrows."""
-    drafts = ["draft_0", "self_w64_s4", "suffix"]
+    drafts = drafters_of("draft_0", "self_w64_s4", "suffix")
     assert views_to_measure(["draft_0"], 16, 4096) == []
     windows = [view.window for view in views_to_measure(drafts, 16, 600)]
     assert windows == [64, 128, 256, 512]
@@ -199,7 +200,7 @@ def test_the_best_three_plans_of_self_drafts_are_measured_whole():
         f"self_w{window}_s4": [[rate, 0.05]] * 8
         for window, rate in ((128, 0.5), (256, 0.85), (512, 0.9), (1024, 0.91))
     }
-    seconds = {draft: StepSeconds(table, draft, 4, 20_000) for draft in acceptance}
+    seconds = {draft: StepSeconds(table, drafter_of(draft), 4, 20_000) for draft in acceptance}
     options = TuneOptions(max_nodes=9)
     found = candidates(acceptance, seconds, [CHAIN], options)
     assert found.pop(CHAIN, 0) is None
@@ -238,7 +239,7 @@ def test_tuning_at_a_context(viewing: Path, tmp_path: Path):
     latency = LatencyTable.from_json(profile["latency"])
     for one in lengths:
         again = best_critical_length(
-            latency, one.draft, profile["acceptance"][one.draft], one.batch_size, 3
+            latency, View.named(one.draft), profile["acceptance"][one.draft], one.batch_size, 3
         )
         assert again == one
     shown = invoke("inspect", directory).stdout

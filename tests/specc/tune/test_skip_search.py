@@ -16,14 +16,14 @@ from specc.cli.main import app
 from specc.cli.tune import _skip_verdict
 from specc.compiler.stored_models import SkippedLayers
 from specc.config import CompileConfig
+from specc.drafters.self import SelfDraft
 from specc.errors import ConfigError
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.runtime.backends.engine_cache import caches_of
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
-from specc.speculation.self_drafts import SelfDraft
+from specc.tune.drafters.skip_search import MOST_CHOICES, SkipChoice, SkipSearch, greedily
 from specc.tune.options import TuneOptions
-from specc.tune.skip_search import MOST_CHOICES, SkipChoice, SkipSearch, greedily
 from tests import engines, models
 
 LAYERS = 4

@@ -19,7 +19,7 @@ from specc.runtime.backends.step_io import StepInputs, StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import NOBODY
-from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.tiers import every
@@ -30,11 +30,11 @@ PLANS = (
     SpecPlan.from_widths((1, 1)),
     SpecPlan.from_dynamic(DynamicTree(6, 2, 3)),
     SpecPlan.from_widths((1, 1, 1, 1), ("lookup-2",)),
-    SpecPlan.from_widths((1, 1, 1), (SUFFIX,)),
+    SpecPlan.from_widths((1, 1, 1), ("suffix",)),
     SpecPlan.from_widths((2, 1), MIXED, MERGE),
-    SpecPlan.from_widths((1, 1), ("draft_1", SUFFIX), MERGE),
+    SpecPlan.from_widths((1, 1), ("draft_1", "suffix"), MERGE),
     SpecPlan.from_widths((1, 1, 1, 1, 1), ("draft_0", "draft_1"), VOTE),
-    SpecPlan.from_widths((1, 1), (*MIXED, SUFFIX), VOTE),
+    SpecPlan.from_widths((1, 1), (*MIXED, "suffix"), VOTE),
     SpecPlan.from_widths((2, 1), ("self_w4_s2",)),
     SpecPlan.from_dynamic(DynamicTree(6, 2, 3), "self_w4_s2"),
     SpecPlan.from_widths((1, 1), ("self_w8_s0", "draft_0", "lookup-2"), MERGE),
@@ -159,7 +159,7 @@ def extra_of(plan: SpecPlan, batch: int, seed: int) -> Mapping[str, Tensor]:
     """What the host brings besides rows, as wide as the plan reads it."""
     generator = torch.Generator().manual_seed(seed)
     extra = {}
-    if SUFFIX in plan.drafts:
+    if "suffix" in plan.drafts:
         proposals = torch.randint(0, 61, (batch, plan.max_depth), generator=generator)
         for b in range(batch):
             proposals[b, (seed + b) % (plan.max_depth + 1) :] = -1

@@ -18,7 +18,7 @@ from tests.runtime.backends.test_step_constants import PLANS
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 def test_every_pass_of_a_step_is_even(plan, tile) -> None:
     plan = dataclasses.replace(plan, tile=tile if plan.speculates else None)
-    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.models, 1)})
+    step = fuse_step(plan, {"target": 1, **dict.fromkeys(plan.model_names, 1)})
     passes = [node for g in step.stages.values() for node in g.nodes if node.op == "call_module"]
     assert passes
     assert all(is_even_pass(node) for node in passes)

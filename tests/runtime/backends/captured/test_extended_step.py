@@ -24,7 +24,7 @@ from specc.runtime.llm import LLM
 from specc.runtime.outputs.logprobs import score_tokens
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
-from specc.speculation.plans import MERGE, SUFFIX, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.runtime.backends.captured.captured_engine import captured_engine, eager_engine
 from tests.runtime.backends.captured.simulated_device import (
     LateDevice,
@@ -38,7 +38,7 @@ DATA_PLANS = (
     SpecPlan.from_dynamic(DynamicTree(5, 3, 2)),
     SpecPlan.from_widths((1, 1), ("draft_0", "lookup-2"), MERGE),
     SpecPlan.from_widths((1, 1, 1), ("lookup-2",)),
-    SpecPlan.from_widths((1, 1, 1), (SUFFIX,)),
+    SpecPlan.from_widths((1, 1, 1), ("suffix",)),
 )
 PLANS = ("off", "tree-2-1", "chain-3", *(plan.name for plan in DATA_PLANS))
 # those whose trees are like another's

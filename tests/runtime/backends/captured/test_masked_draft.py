@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json
+from specc.drafters.block import RNN, BlockDraft
+from specc.drafters.medusa import MedusaHeads
 from specc.errors import EngineError
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.bound_step import BoundStage
@@ -22,7 +24,6 @@ from specc.runtime.constraints.draft_masks import DraftMasks
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.grammars import Grammars
 from specc.sampling.structured import StructuredOutputsParams
-from specc.speculation.block_drafts import RNN, BlockDraft, flat_drafts
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests.mixed_sampling import mixed_sampling
@@ -99,7 +100,7 @@ class Toy:
         self.device = device
         program = json.loads(json.dumps(fuse_step(plan, SLABS).to_json()))
         (stage,) = (one["graph"] for one in program["stages"] if one["name"] == "draft")
-        flat = flat_drafts(plan.blocks)
+        flat = [x.name for x in plan.models if not x.has_rows]
         drafts = {name: (Heads if name in flat else Table)(i) for i, name in enumerate(BOTH)}
         self.masks: list[DraftMasks] = []
         asked = {name: Asked(draft, self.masks) for name, draft in drafts.items()}
@@ -212,7 +213,7 @@ def check_pieces(toy: Toy, grammars: Grammars) -> None:
     assert False in seen
 
 
-MEDUSA = BlockDraft(HEADS, 0, from_anchor=True, is_flat=True, draft="draft_0")
+MEDUSA = MedusaHeads(HEADS, draft="draft_0")
 HEADED = ("chain", "tree", "dynamic", "merge", "vote")
 # of heads alone, and beside a draft that is asked level by level
 CHEAP = [("tree", "late"), ("merge", "at once")]
@@ -231,9 +232,9 @@ CHEAP = [("tree", "late"), ("merge", "at once")]
 )  # fmt: skip
 def test_pieces_of_medusa_heads(grammars, plan, device) -> None:
     """One pass, of which the first row of each sequence obeys; the others stay."""
-    headed = replace(PLANS[plan], blocks=(MEDUSA,))
+    headed = PLANS[plan].with_drafters({"draft_0": MEDUSA})
     toy = Toy(headed, DEVICES[device]())
-    alone = headed.models == (MEDUSA.draft,)
+    alone = headed.model_names == (MEDUSA.draft,)
     assert (toy.draft.num_passes == 1) == alone
     check_pieces(toy, grammars)
 
@@ -280,7 +281,7 @@ READ_BLOCK = replace(PLAIN_BLOCK, is_biased=True, bias_kind=RNN, hidden_columns=
 )
 def test_the_first_depth_of_a_block_obeys(grammars, block, own) -> None:
     """One pass, whose rows of the block read no hidden states; the others of it stay."""
-    plan = replace(PLANS["chain"], blocks=(block,))
+    plan = PLANS["chain"].with_drafters({"draft_0": block})
     names = "tokens", "q_start", "slots", "cache_len", "ancestors", "rows", "features"
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)

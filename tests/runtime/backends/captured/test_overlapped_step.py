@@ -25,7 +25,7 @@ from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind
 from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
-from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.branched_device import (
     BETWEEN,
@@ -44,7 +44,7 @@ OVERLAPPED = (
     SpecPlan.from_widths((1, 1)),
     SpecPlan.from_widths((2, 1)),
     SpecPlan.from_dynamic(DynamicTree(6, 2, 3)),
-    SpecPlan.from_widths((1, 1), ("draft_1", "lookup-2", SUFFIX), MERGE),
+    SpecPlan.from_widths((1, 1), ("draft_1", "lookup-2", "suffix"), MERGE),
     SpecPlan.from_widths((1, 1, 1), ("draft_0", "draft_1"), VOTE),
     replace(SpecPlan.from_widths((3, 2)), tile=2),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from specc.drafters.block import BlockDraft
 from specc.runtime.backends.cuda.step_rows import step_rows
-from specc.speculation.block_drafts import BlockDraft
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import MERGE, SpecPlan
 
 OFF, CHAIN = SpecPlan.from_widths(()), SpecPlan.from_widths((1,) * 5)
 TREE = SpecPlan.from_widths((3, 2))
-BLOCKED = SpecPlan.from_widths((1, 1, 1)).with_heads((), {"draft_0": BlockDraft(5, 0)})
+BLOCKED = SpecPlan.from_widths((1, 1, 1)).with_drafters({"draft_0": BlockDraft(5, 0)})
 MERGED = SpecPlan.from_widths((2, 2), ("draft_0", "draft_1"), MERGE)
 
 

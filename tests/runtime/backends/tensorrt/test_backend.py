@@ -24,7 +24,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.runner import Runner
 from specc.sampling.params import SamplingParams
-from specc.speculation.plans import MERGE, OFF, SUFFIX, VOTE, DynamicTree, SpecPlan
+from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 from tests import drafts, models
 from tests.lossless import (
@@ -66,7 +66,7 @@ PLANS = (
     SpecPlan.from_dynamic(DynamicTree(8, 2, 3)),
     SpecPlan.from_widths((2, 1, 1), TWO, MERGE),
     SpecPlan.from_widths((1, 1, 1), (*TWO, "lookup-2"), VOTE),
-    SpecPlan.from_widths((1,) * 5, (SUFFIX,)),
+    SpecPlan.from_widths((1,) * 5, ("suffix",)),
     *EQUAL,
 )
 PLAN_IDS = [OFF.name, *(plan.name for plan in PLANS)]
@@ -108,7 +108,7 @@ def test_greedy_equals_generate(zoo: Zoo, path: Path, recorder: Recorder, plan: 
         outcome = run_case(zoo, NAME, engine, plan, prompts, NUM_TOKENS)
     # most passes are replays: no Python of a program has run for them
     assert len(recorder.runs) > 1.5 * len(recorder.enqueued)
-    if plan != OFF.name and SUFFIX not in engine.plans[plan].drafts:
+    if plan != OFF.name and "suffix" not in engine.plans[plan].drafts:
         assert outcome.stats.num_accepted_tokens > 0
 
 

@@ -13,20 +13,20 @@ from specc.artifact.in_memory import BenchPrograms, HeadShape
 from specc.artifact.weights import MemoryReader
 from specc.bench.device import RepeatingDevice
 from specc.bench.step_bytes import ModelShape, StepBytes, count_passes, count_step_bytes
+from specc.bench.synthetic.drafters import HEADS, _block_ids, make_head
 from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.estimate import make_estimate
-from specc.bench.synthetic.heads import HEADS, _block_ids, make_head
 from specc.bench.synthetic.shapes import SHAPES, Shape
 from specc.bench.synthetic.weights import make_weights, shared_bytes
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
+from specc.drafters.block import OF_TOKEN
 from specc.errors import ConfigError
-from specc.passes.frontend.heads.head_spec import TargetFacts
-from specc.passes.frontend.heads.recognise import fit_head
-from specc.passes.frontend.heads.tap_ids import default_ids
+from specc.passes.drafters.head_spec import TargetFacts
+from specc.passes.drafters.recognise import fit_head
+from specc.passes.drafters.tap_ids import default_ids
 from specc.progress import PhaseTimer
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
-from specc.speculation.block_drafts import OF_TOKEN
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import SpecPlan
 from tests.models import VOCAB, tiny_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specc.bench import device as bench_device
-from specc.bench.synthetic.heads import HEADS
+from specc.bench.synthetic.drafters import HEADS
 from specc.cli.bench.shape_plans import choose_shape_plans
 from specc.cli.options.bench import ShapesOptions
 from tests import command_line

@@ -1,0 +1,1 @@
+"""What the compiler does for each kind of draft: a module for each, found by its name."""

@@ -1,0 +1,202 @@
+"""Block drafters (DFlash, DSpark): one pass, then trees of its rows of logits.
+
+Where logits depend on the token before, a tree is drawn level by level; else all nodes of a depth
+have the same children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specc.artifact.safetensors_io import TensorReader
+from specc.drafters.block import BlockDraft
+from specc.drafters.drafter import Drafter
+from specc.errors import HeadError
+from specc.passes.base import Pass
+from specc.passes.drafters.block_bias import BlockBias
+from specc.passes.drafters.block_config import read_block_config
+from specc.passes.drafters.block_head import BlockHead, step_weights
+from specc.passes.drafters.block_pass import block_levels
+from specc.passes.drafters.block_spec import BlockSpec
+from specc.passes.drafters.compiler_drafter import CompilerDrafter
+from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
+from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
+from specc.passes.drafters.kinds import block_layout_of
+from specc.passes.drafters.model import LevelGrower
+from specc.passes.drafters.product_tree import ProductProposer
+from specc.passes.drafters.see_blocks import SeeBlocks
+from specc.passes.drafters.tap_ids import choose_taps
+from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
+from specc.passes.program import Weight
+from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.step.proposer import Proposer, places_above
+from specc.passes.step.step_graph import StepGraph
+from specc.speculation.plans import SpecPlan
+from specc.speculation.tree import TokenTree
+
+aten = torch.ops.aten
+
+
+class BiasGrower(LevelGrower):
+    """Of a drafter after its pass, which is all that is asked of its program."""
+
+    reads_rows = False
+
+    def __init__(self, drafter: Drafter, bias: BlockBias) -> None:
+        super().__init__(drafter)
+        self.bias = bias
+
+    @property
+    def confidence(self) -> list[fx.Node]:
+        return self.bias.confidence
+
+    def first_level(self, g: StepGraph) -> fx.Node:
+        return self.bias.logits_after(g, g.last(g["last_tokens"], 1), 1, 0)
+
+    def feed_level(
+        self,
+        g: StepGraph,
+        tokens: fx.Node,
+        ancestors: fx.Node | None,
+        first_slot: int | fx.Node,
+        count: int,
+        depth: int,
+        parents: fx.Node | None = None,
+    ) -> fx.Node:
+        return self.bias.logits_after(g, tokens, count, depth, parents)
+
+    def parents_of(
+        self, g: StepGraph, name: str, tree: TokenTree, nodes: list[int]
+    ) -> fx.Node | None:
+        """See `BlockBias.logits_after`."""
+        if not self.bias.has_states:
+            return None
+        return g.constant(f"{name}_above", places_above(tree, nodes))
+
+    def parents_of_best(self, g: StepGraph, rows: fx.Node, level: int, k: int) -> fx.Node | None:
+        if level == 1 or not self.bias.has_states:
+            return None
+        return g.call(aten.sub.Scalar, rows, 1 + (level - 2) * k)
+
+
+class CompilerBlock(CompilerDrafter):
+    def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
+        assert isinstance(drafter, BlockDraft)
+        if drafter.is_product:
+            return ProductProposer(drafter, partial(block_levels, g, plan, drafter))
+        return BiasGrower(drafter, BlockBias.of(g, plan, drafter))
+
+    def says(self, raw: Mapping[str, Any], name: str) -> bool:
+        return block_layout_of(raw, (), name) is not None
+
+    def fit(
+        self,
+        reader: TensorReader,
+        raw: dict[str, Any],
+        directory: Path,
+        weights: Path,
+        target: TargetFacts,
+        switches: HeadSwitches,
+    ) -> BlockSpec | None:
+        found = block_layout_of(raw, reader.keys(), str(directory))
+        if found is None:
+            return None
+        return _fit_block(reader, raw, found, directory, target, switches)
+
+    def module(self, spec: BlockSpec) -> BlockHead:
+        return BlockHead(spec)
+
+    def passes(self, spec: BlockSpec) -> tuple[Callable[[], Pass], ...]:
+        is_plain = not spec.block.causal_layers and not (spec.is_anchored and any(spec.windows))
+        return (ReadFeatures,) if is_plain else (ReadFeatures, partial(SeeBlocks, spec))
+
+    def hidden_columns(self, spec: BlockSpec) -> int:
+        return spec.block.hidden_columns
+
+    def step_weights(
+        self, spec: BlockSpec, dtype: torch.dtype
+    ) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+        return step_weights(spec, dtype)
+
+
+DRAFTER = CompilerBlock()
+
+
+def _fit_block(
+    reader: TensorReader,
+    raw: dict[str, Any],
+    found: tuple[str, str],
+    directory: Path,
+    target: TargetFacts,
+    switches: HeadSwitches,
+) -> BlockSpec:
+    """A drafter, compared with its target.
+
+    Args:
+        reader: of its checkpoint.
+        raw: contents of its config.json.
+        found: kind and layout, see `HeadSpec`.
+        directory: of its files.
+        target: that it is to draft for.
+        switches: what to take in place of what the files say.
+    Raises:
+        HeadError: another target's, one with tensors too many or too few, or one that computes
+            what specc does not.
+        NotCausalLMError, UnsupportedRotaryError: see `read_block_config`.
+    """
+    name, (kind, layout) = str(directory), found
+    num_layers = count_layers(reader.keys())
+    config = read_block_config(raw, kind, layout, num_layers, directory, switches)
+    width = int(config.layers.hidden_size)
+    target.require("layers", config.num_target_layers, target.num_layers, name)
+    # without the key a drafter is as wide as its target
+    num_taps = count_taps(reader, width, config.target_width or width, target, name, True)
+    num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
+    given = (config.layers, num_taps, num_rows, target, name, config.more_tensors(num_rows, target))
+    tensors, shared = match_block_tensors(reader, *given)
+    if EMBEDDING in shared:
+        # else its own embedding has been compared with the target's
+        target.require("ids", config.vocab_size, target.vocab_size, name)
+    if config.block.mask_token_id >= target.vocab_size:
+        raise HeadError(
+            f"{name}: mask_token_id {config.block.mask_token_id}; {target.name} has ids 0 …"
+            f" {target.vocab_size - 1}",
+            "a row of the target's embedding",
+            "pass the drafter of this target",
+        )
+    boundaries, is_last_normed = choose_taps(
+        config.ids,
+        config.convention,
+        num_taps,
+        target.num_layers,
+        switches.is_last_normed,
+        name,
+    )
+    target_ids = read_target_ids(reader, num_rows, target.vocab_size, name)
+    is_partial = config.block.is_biased and target_ids is not None
+    return BlockSpec(
+        kind=kind,
+        layout=layout,
+        directory=directory,
+        target=target,
+        config=config.layers,
+        boundaries=boundaries,
+        is_last_normed=is_last_normed,
+        shared=shared,
+        warnings=config.warnings,
+        block=replace(config.block, is_partial=is_partial),
+        draft_vocab_size=num_rows,
+        target_ids=target_ids,
+        windows=config.windows,
+        is_anchored=config.is_anchored,
+        rank=config.rank,
+        tensors=tensors,
+        rope=config.rope,
+    )

@@ -1,0 +1,357 @@
+"""Configurations of DFlash and DSpark drafters, as their trainers write them, as one.
+
+Keys are at the top of config.json or in `dflash_config`, which counts first. What is read where:
+
+| | z-lab, DeepSpec, SpecForge | speculators |
+|---|---|---|
+| layers | top | `transformer_layer_config` |
+| taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
+| tokens from the anchor on | DSpark alone | `sample_from_anchor`, `shift_label`; else likewise |
+| a block is causal | `is_causal`, `causal`; else in sliding layers | in sliding layers, unless |
+| | | `sliding_window_non_causal` |
+| a window ends at | each row | the anchor, for all rows of a block |
+
+DSpark's confidence head is there where `enable_confidence_head` says so. Where it says nothing, it
+is in files of speculators, and in those of SpecForge if `confidence_head_alpha` is above 0; whether
+it reads the token before, `confidence_head_with_markov`, is true and false there.
+
+Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
+attention.py, models/dspark; deepseek-ai/DeepSpec deepspec/modeling/dspark;
+sgl-project/SpecForge specforge/modeling/draft/dspark.py, and for what rows predict
+specforge/algorithms/common/dflash_family_model.py;
+vllm-project/vllm models/qwen3_dflash.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specc.drafters.block import (
+    BIAS_KINDS,
+    BIAS_TENSORS,
+    CONFIDENCE_TENSORS,
+    GATED,
+    MOST_ROWS,
+    OF_ROW,
+    OF_TOKEN,
+    RNN,
+    VANILLA,
+    BlockDraft,
+    joint_shapes,
+)
+from specc.errors import HeadError
+from specc.passes.drafters.head_config import (
+    id_list,
+    read_layers,
+    read_number,
+    read_windows,
+)
+from specc.passes.drafters.head_spec import (
+    DSPARK,
+    SPECFORGE,
+    SPECULATORS,
+    HeadSwitches,
+    RopeFacts,
+    TargetFacts,
+)
+from specc.passes.drafters.tap_ids import AFTER, ENTERING
+from specc.passes.frontend.config_numbers import check_numbers
+from specc.passes.frontend.rotary import check_former
+
+_DO = "correct config.json, or download the drafter again"
+_OTHER_DRAFT = "pass another draft"
+_NESTED = "dflash_config"
+# of the layers; the first files of SpecForge are called after the drafter, and have the same ones
+_QWEN3 = "qwen3"
+# what specc does not compute: the values that change nothing
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_swa": (False,),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "projector_type": ("dflash",),
+    "attention_mode": ("gqa", "mha"),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    "is_neox_style": (True,),
+    "selector_rank": (),
+}
+# of DFlash alone
+_PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
+    "markov_rank": (0,),
+    "enable_confidence_head": (False,),
+}
+# of DSpark alone
+_PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
+    "projector_type": ("dspark",),
+    "dspark_backbone_conv_enabled": (False,),
+}
+_MASK_FILE = "mask_embedding.pt"
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What a configuration says.
+
+    Args:
+        layers: of transformers, of its layers; Qwen3's.
+        block: what a pass fills.
+        windows: see `BlockSpec`.
+        is_anchored: see there.
+        rank: see there.
+        confidence_columns: that a confidence head reads, 0 of a drafter without one.
+        ids: of layers of the target.
+        convention: what ids mean, see `tap_ids`.
+        num_target_layers: n where it is said, or None.
+        target_width: H where it is said, or None.
+        draft_vocab_size: Vd where it is said, or None.
+        vocab_size: V where it is said, or None.
+        rope: of the layers.
+        warnings: what the user should know.
+    """
+
+    layers: Any
+    block: BlockDraft
+    windows: tuple[int, ...]
+    is_anchored: bool
+    rank: int
+    confidence_columns: int
+    ids: tuple[int, ...]
+    convention: str
+    num_target_layers: int | None
+    target_width: int | None
+    draft_vocab_size: int | None
+    vocab_size: int | None
+    rope: RopeFacts
+    warnings: tuple[str, ...]
+
+    def more_tensors(self, num_rows: int, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that DSpark has and DFlash has not, by name.
+
+        Args:
+            num_rows: Vd.
+            target: that it is to draft for.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        if self.rank:
+            found[BIAS_TENSORS["bias_in"]] = (target.vocab_size, self.rank)
+            found[BIAS_TENSORS["bias_out"]] = (num_rows, self.rank)
+            kind, width = self.block.bias_kind, int(self.layers.hidden_size)
+            found |= joint_shapes(kind, self.rank, width)
+        if self.confidence_columns:
+            weight, offset = CONFIDENCE_TENSORS.values()
+            found |= {weight: (1, self.confidence_columns), offset: (1,)}
+        return found
+
+
+def read_block_config(
+    raw: Mapping[str, Any],
+    kind: str,
+    layout: str,
+    num_layers: int,
+    directory: Path,
+    switches: HeadSwitches,
+) -> BlockConfig:
+    """Read what a drafter's config.json says.
+
+    Args:
+        raw: its contents.
+        kind: see `HeadSpec`.
+        layout: see there.
+        num_layers: that the checkpoint has tensors of.
+        directory: of the drafter.
+        switches: see there.
+    Raises:
+        HeadError: something is missing, or is not computed here.
+        NotCausalLMError: numbers that no model has.
+        UnsupportedRotaryError: see `rotary.check_former`.
+    """
+    name = str(directory)
+    check_numbers(raw, name)
+    if "quantization_config" in raw or "compression_config" in raw:
+        raise HeadError(f"{name}: a quantized drafter", "one whose weights are floats", _DO)
+    if (directory / _MASK_FILE).exists():
+        raise HeadError(
+            f"{name}: {_MASK_FILE}, an embedding of masks beside the table",
+            "masks that are a row of the embedding",
+            _OTHER_DRAFT,
+        )
+    nested = raw.get(_NESTED, {})
+    if not isinstance(nested, Mapping):
+        raise HeadError(f"{name}: config.json: {_NESTED} is {nested!r:.40}", "an object", _DO)
+    values = {**raw, **nested}
+    own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
+    if not isinstance(own, Mapping):
+        raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
+    more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
+    _check_plain({**own, **values}, {**_PLAIN, **more}, name)
+    check_former(dict(own), name)
+    found = own.get("model_type")
+    if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
+        raise HeadError(f"{name}: layers of model type {found!r:.40}", _QWEN3, _OTHER_DRAFT)
+    warnings: list[str] = []
+    # of attention; what it means for a block is read below
+    plain = {key: value for key, value in own.items() if key != "is_causal"}
+    layers, rope = read_layers(plain, True, num_layers, name, warnings)
+    windows = read_windows(own, num_layers, name)
+    key, convention = ("target_layer_ids", AFTER)
+    if layout == SPECULATORS:
+        key, convention = ("aux_hidden_state_layer_ids", ENTERING)
+    ids = id_list(values, key, name)
+    if ids is None:
+        raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
+    rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
+    block = _block(values, own, kind, layout, windows, switches, name)
+    reads_token = _confidence(values, layout, name) if kind == DSPARK else None
+    confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
+    block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
+    block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
+    if bias == RNN and not block.from_anchor:
+        is_assumed = switches.sample_from_anchor is False
+        said = (
+            "--draft-assume sample_from_anchor=false" if is_assumed else "sample_from_anchor false"
+        )
+        raise HeadError(
+            f"{name}: config.json: markov_head_type {RNN!r}, and {said}: its trainer begins with"
+            " the state that the anchor's row leaves, and no reader is known that says what a"
+            " drafter begins with",
+            f"sample_from_anchor true, or {VANILLA} or {GATED}",
+            "leave out sample_from_anchor" if is_assumed else _OTHER_DRAFT,
+        )
+    columns = 0
+    if reads_token is not None:
+        columns = int(layers.hidden_size) + (rank if reads_token else 0)
+    if reads_token is not None and not confidence:
+        warnings.append(
+            "its confidence head is not read: all nodes of a depth have the same children"
+        )
+    return BlockConfig(
+        layers=layers,
+        block=block,
+        windows=windows,
+        is_anchored=layout == SPECULATORS,
+        rank=rank,
+        confidence_columns=columns,
+        ids=ids,
+        convention=switches.tap_convention or convention,
+        num_target_layers=read_number(values, "num_target_layers", name),
+        target_width=read_number(values, "target_hidden_size", name),
+        draft_vocab_size=read_number(values, "draft_vocab_size", name),
+        vocab_size=read_number(own, "vocab_size", name),
+        rope=rope,
+        warnings=tuple(warnings),
+    )
+
+
+def _bias(values: Mapping[str, Any], name: str) -> tuple[int, str]:
+    """Rank of the product that is added to logits for tokens before, 0 is none; and its kind."""
+    if values.get("markov_rank") in (None, 0):
+        return 0, VANILLA
+    kind = values.get("markov_head_type", VANILLA)
+    # trainers read it in small letters
+    kind = kind.lower() if isinstance(kind, str) else kind
+    if kind not in BIAS_KINDS:
+        raise HeadError(
+            f"{name}: config.json: markov_head_type is {kind!r:.40}",
+            " or ".join(BIAS_KINDS),
+            _OTHER_DRAFT,
+        )
+    return read_number(values, "markov_rank", name) or 0, kind
+
+
+def _confidence(values: Mapping[str, Any], layout: str, name: str) -> bool | None:
+    """Whether its confidence head reads the token before; None where it has none."""
+    is_there = _flag(values, ("enable_confidence_head",), name)
+    if is_there is None and layout == SPECFORGE:
+        is_there = bool(values.get("confidence_head_alpha"))
+    if not (layout == SPECULATORS if is_there is None else is_there):
+        return None
+    reads_token = _flag(values, ("confidence_head_with_markov",), name)
+    return layout == SPECULATORS if reads_token is None else reads_token
+
+
+def _check_plain(
+    values: Mapping[str, Any], plain_values: Mapping[str, tuple[Any, ...]], name: str
+) -> None:
+    for key, plain in plain_values.items():
+        found = values.get(key)
+        if found is not None and found not in plain:
+            needed = f"{plain[0]}, or none" if plain else "none"
+            raise HeadError(f"{name}: config.json: {key} is {found!r:.40}", needed, _OTHER_DRAFT)
+
+
+def _block(
+    values: Mapping[str, Any],
+    own: Mapping[str, Any],
+    kind: str,
+    layout: str,
+    windows: tuple[int, ...],
+    switches: HeadSwitches,
+    name: str,
+) -> BlockDraft:
+    size, mask = read_number(values, "block_size", name), values.get("mask_token_id")
+    if size is None:
+        raise HeadError(f"{name}: config.json: no block_size", "its tokens", _DO)
+    if type(mask) is not int or mask < 0:
+        raise HeadError(f"{name}: config.json: mask_token_id is {mask!r:.40}", "a token id", _DO)
+    from_anchor = switches.sample_from_anchor
+    if from_anchor is None:
+        from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
+    if from_anchor is None:
+        from_anchor = kind == DSPARK or None
+    if from_anchor is None and "num_anchors" in values:
+        raise HeadError(
+            f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
+            "sample_from_anchor, true or false",
+            "pass --draft-assume sample_from_anchor=false, or true: what it was trained with",
+        )
+    kinds = _are_causal(values, own, layout, windows, name)
+    causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)
+    block = BlockDraft(size, mask, bool(from_anchor), all(kinds), causal_layers)
+    if causal_layers and size > MOST_ROWS:
+        raise HeadError(
+            f"{name}: config.json: block_size {size}, and layers that differ in what a row sees",
+            f"blocks of {MOST_ROWS} rows or less",
+            _OTHER_DRAFT,
+        )
+    if block.num_proposed < 1:
+        raise HeadError(f"{name}: config.json: block_size {size}", "2 or more", _DO)
+    ends_at_rows = layout != SPECULATORS
+    if small := [window for window in windows if ends_at_rows and window and window < size]:
+        raise HeadError(
+            f"{name}: config.json: a window of {small[0]} rows, and blocks of {size}",
+            f"a window of {size} or more",
+            _OTHER_DRAFT,
+        )
+    return block
+
+
+def _are_causal(
+    values: Mapping[str, Any],
+    own: Mapping[str, Any],
+    layout: str,
+    windows: tuple[int, ...],
+    name: str,
+) -> list[bool]:
+    """Whether rows of a block see those up to themselves alone, in each layer."""
+    if layout == SPECULATORS:
+        both = _flag(values, ("sliding_window_non_causal",), name)
+        return [bool(window) and not both for window in windows]
+    said = _flag({**own, **values}, ("is_causal", "causal"), name)
+    return [bool(window) if said is None else said for window in windows]
+
+
+def _flag(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> bool | None:
+    """The first of these keys that is there."""
+    for key in keys:
+        value = values.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, bool):
+            raise HeadError(f"{name}: config.json: {key} is {value!r:.40}", "true or false", _DO)
+        return value
+    return None

@@ -1,0 +1,114 @@
+"""Parts that modules of heads and of block drafters are made of, as Llama has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specc.passes.drafters.block_spec import BlockSpec
+from specc.passes.drafters.head_spec import EagleSpec, HeadSpec
+
+# those with layers of their own
+LayeredSpec = EagleSpec | BlockSpec
+
+
+class MLP(nn.Module):
+    """Gated, of one layer."""
+
+    def __init__(self, spec: LayeredSpec, index: int) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        width, inner, name = spec.width, int(spec.config.intermediate_size), f"layers.{index}.mlp"
+        self.gate_proj = linear_of(spec, f"{name}.gate_proj", width, inner)
+        self.up_proj = linear_of(spec, f"{name}.up_proj", width, inner)
+        self.down_proj = linear_of(spec, f"{name}.down_proj", inner, width)
+        self.act = ACT2FN[spec.config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in float32, as Llama's."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    positions: Tensor,
+    group: int,
+    window: int,
+) -> Tensor:
+    """Causal attention after rotary embedding.
+
+    Args:
+        q: [1, H, Nt, D].
+        k: [1, HK, Nt, D].
+        v: [1, HK, Nt, D].
+        rotation: cosines and sines, [1, Nt, D] each.
+        positions: [1, Nt] int64.
+        group: H / HK.
+        window: keys that a row sees, 0 is all.
+    Returns:
+        [1, Nt, H · D].
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+    q, k = apply_rotary_pos_emb(q, k, *rotation)
+    k, v = repeat_kv(k, group), repeat_kv(v, group)
+    if window:
+        keys, queries = positions[:, None, None, :], positions[:, None, :, None]
+        mask = (keys <= queries) & (keys > queries - window)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    else:
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def linear_of(spec: HeadSpec, name: str, columns: int, rows: int) -> nn.Linear:
+    """With a bias where the checkpoint has one."""
+    return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
+
+
+def columns_of_ids(spec: LayeredSpec) -> Tensor | None:
+    """[V] int64, the column of the logits of each id of the target: Vd, one past all, for none.
+
+    None where the head has a row for every id, in their order.
+    """
+    ids = spec.target_ids
+    if ids is None:
+        return None
+    columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
+    return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))
+
+
+def fill_buffers(head: Any, module: Any) -> None:
+    """Fill the buffers of a part of a head that was made on the meta device.
+
+    Args:
+        head: has `spec`, `columns` and `rotary_emb`.
+        module: it, or its rotary embedding; others are left as they are.
+    """
+    with torch.device("cpu"):
+        if type(module) is type(head) and module.columns is not None:
+            module.columns.copy_(columns_of_ids(module.spec))
+        elif type(module) is type(head.rotary_emb):
+            fresh = type(module)(module.config)
+            module.inv_freq.copy_(fresh.inv_freq)
+            module.original_inv_freq.copy_(fresh.original_inv_freq)

@@ -1,0 +1,183 @@
+"""Which kind of draft a directory holds, by its configuration and the names of its tensors.
+
+A directory that says nothing of the sort is an ordinary model, which drafts by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specc.errors import HeadError
+from specc.passes.drafters.head_spec import (
+    DEEPSPEC,
+    DFLASH,
+    DSPARK,
+    EAGLE_CONFIG,
+    FASTER_DECODING,
+    SAFEAILAB,
+    SPECFORGE,
+    SPECULATORS,
+    VLLM,
+    ZLAB,
+)
+
+_NEEDED = (
+    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads in files of vLLM or"
+    " FasterDecoding, or an ordinary language model"
+)
+_DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
+_FIRST_LAYERS = ("midlayer.", "layers.0.")
+# of classes, methods and keys of DFlash
+_DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
+_DEEPSPEC_CLASS = "Qwen3Eagle3Model"
+# classes of DSpark's drafters, and whose they are
+_DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
+_DSPARK = "DSpark"
+# model type, and part of names of classes; keys and tensors that no other model has
+_MEDUSA = "medusa"
+_MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
+_MEDUSA_TENSORS = re.compile(r"^(medusa_heads?\.|blocks\.\d+\.layers\.\d+\.)")
+_VLLM_TENSORS = re.compile(r"^(medusa_heads\.)?(blocks\.\d+\.layers|lm_heads)\.\d+\.")
+_FASTER_TENSORS = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.(linear\.)?weight$")
+# values of `speculators_model_type`
+_OTHER_METHODS = {
+    "eagle": "EAGLE 1 or 2",
+    "dspark": _DSPARK,
+    "mtp": "MTP modules",
+    "peagle": "P-EAGLE",
+    "p_eagle": "P-EAGLE",
+    "medusa": "Medusa heads in files of speculators",
+    "hydra": "Hydra",
+    "mlp": "an MLP speculator",
+    "mlp_speculator": "an MLP speculator",
+}
+# what a class in `architectures` contains, in small letters; the first one counts
+_OTHER_CLASSES = (
+    ("dspark", _DSPARK),
+    ("dflash2", "DFlash2"),
+    ("peagle", "P-EAGLE"),
+    (_MEDUSA, "Medusa"),
+    ("hydra", "Hydra"),
+    ("mlpspeculator", "an MLP speculator"),
+    ("mtp", "MTP modules"),
+)
+# keys of a configuration that no other model has
+_OTHER_KEYS = (
+    ("markov_rank", _DSPARK),
+    ("dspark_block_size", "DSpark of DeepSeek V4"),
+    ("selector_rank", "DFlash2"),
+    ("hydra_num_heads", "Hydra"),
+    ("medusa_num_heads", "Medusa"),
+    ("pard_token", "P-EAGLE"),
+    ("ptd_token_id", "P-EAGLE"),
+)
+# names of tensors that no other model has
+_OTHER_TENSORS = (
+    (_MEDUSA_TENSORS, "Medusa"),
+    (re.compile(r"^hydra_head\."), "Hydra"),
+    (re.compile(r"^markov_head\."), _DSPARK),
+    (re.compile(r"^mask_hidden$"), "P-EAGLE"),
+)
+
+
+def medusa_layout_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Whose layout of Medusa heads this is; None of what is none. Arguments as of `layout_of`."""
+    names = list(tensors)
+    classes = " ".join(_classes(config)).lower()
+    is_named = config.get("model_type") == _MEDUSA or _MEDUSA in classes
+    is_said = is_named or any(key in config for key in _MEDUSA_KEYS)
+    if config.get("speculators_model_type") is not None:
+        return None
+    if not is_said and not any(_MEDUSA_TENSORS.search(item) for item in names):
+        return None
+    if any(_VLLM_TENSORS.search(item) for item in names):
+        return VLLM
+    is_theirs = any(_FASTER_TENSORS.search(item) for item in names)
+    return FASTER_DECODING if is_theirs or not is_named else VLLM
+
+
+def block_layout_of(
+    config: Mapping[str, Any], tensors: Iterable[str], name: str
+) -> tuple[str, str] | None:
+    """Kind and layout of a block drafter, see `HeadSpec`; None of what is none.
+
+    Arguments and errors as of `layout_of`.
+    """
+    classes, method = _classes(config), config.get("speculators_model_type")
+    layouts = [_DSPARK_CLASSES[x] for x in classes if method is None and x in _DSPARK_CLASSES]
+    if method == DSPARK or layouts:
+        if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return DSPARK, layouts[0] if layouts else SPECULATORS
+    is_dflash = method == _DFLASH or (
+        method is None
+        and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))
+    )
+    if not is_dflash:
+        return None
+    if other := _other_kind(config, list(tensors), classes, method):
+        raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+    return DFLASH, SPECULATORS if method == _DFLASH else ZLAB
+
+
+def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
+    """Whose layout of EAGLE-3 files this is; None of a model that is no head.
+
+    Args:
+        config: contents of config.json.
+        tensors: names in the checkpoint; none of one that cannot be read.
+        name: what the user called it, for errors.
+    Raises:
+        HeadError: a draft of another kind, or of a method that is not known.
+    """
+    names = list(tensors)
+    method = config.get("speculators_model_type")
+    classes = _classes(config)
+    if other := _other_kind(config, names, classes, method):
+        raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+    is_eagle3 = any("eagle3" in item.lower() for item in classes)
+    if method == "eagle3":
+        return SPECULATORS
+    if method is not None:
+        raise HeadError(f"{name}: speculators_model_type {method!r:.40}", _NEEDED, _DO)
+    if _DEEPSPEC_CLASS in classes:
+        return DEEPSPEC
+    if "eagle_config" in config:
+        return EAGLE_CONFIG
+    has_parts = "fc.weight" in names and any(
+        item.startswith(prefix) for item in names for prefix in _FIRST_LAYERS
+    )
+    if is_eagle3 or has_parts or "draft_vocab_size" in config:
+        return SAFEAILAB
+    if any(item.lower().startswith("eagle") for item in classes):
+        raise HeadError(f"{name}: EAGLE 1 or 2 ({classes[0]})", _NEEDED, _DO)
+    return None
+
+
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("architectures")
+    return [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+
+
+def _other_kind(
+    config: Mapping[str, Any], names: list[str], classes: list[str], method: Any, own: str = ""
+) -> str | None:
+    """What kind of draft it is that specc does not run, or not as its own, and what says so."""
+    if isinstance(method, str) and _OTHER_METHODS.get(method, own) != own:
+        return f"{_OTHER_METHODS[method]} (speculators_model_type {method})"
+    for part, kind in _OTHER_CLASSES:
+        for item in classes:
+            if kind != own and part in item.lower():
+                return f"{kind} (architectures: {item})"
+    for key, kind in _OTHER_KEYS:
+        if kind != own and key in config:
+            return f"{kind} (config.json has {key})"
+    for pattern, kind in _OTHER_TENSORS:
+        for item in names:
+            if kind != own and pattern.search(item):
+                return f"{kind} (the checkpoint has {item})"
+    if names and all(item.startswith("mtp.") for item in names):
+        return f"MTP modules (the checkpoint has {names[0]})"
+    return None

@@ -1,1 +1,0 @@
-"""What the host does for drafts: lookups of its index, weights of votes."""

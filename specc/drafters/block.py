@@ -1,0 +1,196 @@
+"""Block drafters: all levels of a tree in one pass, from masks (DFlash, DSpark)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specc.drafters.facts import Cache, DrafterFacts, Passes
+from specc.drafters.one_pass import OnePass
+from specc.speculation.tree import WORD_BITS, pack_bits
+
+FACTS = DrafterFacts(
+    kind="dflash",
+    called="block drafter",
+    passes=Passes.ONE,
+    cache=Cache.OWN,
+    module="block",
+    reads_hidden=True,
+    recomputes=True,
+    methods=("dflash",),
+    assumes=("tap_convention", "is_last_normed", "sample_from_anchor"),
+)
+DSPARK_FACTS = replace(FACTS, kind="dspark", methods=("dspark",))
+# of a block whose layers differ in what its rows see: as many as a word counts
+MOST_ROWS = 63
+# how logits depend on tokens before, see `passes/drafters/block_bias.py`
+VANILLA, GATED, RNN = BIAS_KINDS = ("vanilla", "gated", "rnn")
+# what steps call the tensors that make logits depend on the token before: name in the weight file
+BIAS_TENSORS = {
+    "bias_in": "markov_head.markov_w1.weight",
+    "bias_out": "markov_head.markov_w2.weight",
+    "bias_columns": "markov_head.columns",
+}
+# likewise, of those kinds that read hidden states
+JOINT_TENSORS = {
+    GATED: {
+        "bias_joint": "markov_head.gate_proj.weight",
+        "bias_offset": "markov_head.gate_proj.bias",
+    },
+    RNN: {
+        "bias_joint": "markov_head.joint_proj.weight",
+        "bias_offset": "markov_head.joint_proj.bias",
+    },
+}
+# what a head reads that estimates how likely the target accepts the next token: the hidden state of
+# the row that proposes it, and W1 of the token before
+OF_ROW, OF_TOKEN = "row", "row and token"
+CONFIDENCE_TENSORS = {
+    "confidence": "confidence_head.proj.weight",
+    "confidence_offset": "confidence_head.proj.bias",
+}
+# for people
+_DEPENDS = {
+    VANILLA: "logits depend on the token before",
+    GATED: "logits depend on the token before, gated by hidden states",
+    RNN: "logits depend on all tokens of the block before",
+}
+
+
+@dataclass(frozen=True)
+class BlockDraft(OnePass):
+    """It reads the newest token, the anchor, and masks after it: B rows from the anchor's on."""
+
+    facts = FACTS
+
+    @property
+    def says_confidence(self) -> bool:
+        return bool(self.confidence)
+
+    @property
+    def tensors(self) -> dict[str, str]:
+        """Of what its logits depend on."""
+        names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
+        keys = {x: BIAS_TENSORS[x] for x in names} | JOINT_TENSORS.get(self.bias_kind, {})
+        keys |= CONFIDENCE_TENSORS if self.confidence else {}
+        return {f"{self.draft}_{x}": key for x, key in keys.items() if self.is_biased}
+
+    @property
+    def asked_tensors(self) -> Collection[str]:
+        """A step that verifies whole trees does not ask how sure a drafter is."""
+        return CONFIDENCE_TENSORS.values()
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether steps compute with hidden states of its rows."""
+        return self.bias_kind != VANILLA or bool(self.confidence)
+
+    @property
+    def is_possible(self) -> bool:
+        is_known = self.bias_kind in BIAS_KINDS and self.confidence in ("", OF_ROW, OF_TOKEN)
+        is_read = (self.hidden_columns > 0) == self.reads_hidden
+        return (
+            is_known and is_read and not self.is_flat and (self.is_biased or not self.reads_hidden)
+        )
+
+    @property
+    def num_written(self) -> int:
+        return self.size
+
+    def num_read(self, depth: int) -> int:
+        """Rows of the context that a step may have accepted, and the block."""
+        return depth + 1 + self.size
+
+    @property
+    def most_rows(self) -> int:
+        """Programs whose layers differ have words for all rows of a pass."""
+        return self.num_read(self.num_proposed) if self.causal_layers else 0
+
+    def num_tapped(self, depth: int, catch_up: int) -> int:
+        return depth + 1
+
+    def num_logits(self, depth: int) -> int:
+        return depth
+
+    def catch_up(self, depth: int, is_combined: bool) -> int:
+        """It reads hidden states of what was accepted, and the root."""
+        return depth + 2
+
+    def without_confidence(self) -> BlockDraft:
+        """The same, whose estimates of acceptance nothing reads."""
+        hidden = 0 if self.bias_kind == VANILLA else self.hidden_columns
+        return replace(self, confidence="", hidden_columns=hidden)
+
+    def rows_seen(self, before: int) -> Tensor:
+        """Which rows of a block each row of a pass sees, as bits of words.
+
+        Args:
+            before: rows of the context that the pass begins with. They see no row of the block;
+                nothing reads what is computed of them but keys and values, which do not depend on
+                it.
+        Returns:
+            [before + B, W] int64, as the `ancestors` of a tree: a bit for each row of the pass,
+            those after the block are in no cache.
+        """
+        seen = torch.ones(self.size, self.size, dtype=torch.bool)
+        seen = seen.tril() if self.is_causal else seen
+        rows = torch.zeros(before + self.size, before + self.size, dtype=torch.bool)
+        rows[before:, : self.size] = seen
+        return pack_bits(rows)
+
+    def offsets(self, before: int) -> Tensor:
+        """Where in a block each row of a pass is, as its second row of features says it.
+
+        Args:
+            before: see `rows_seen`.
+        Returns:
+            [before + B] int32, -1 - j of row j of the block, -1 of those before it: below 0, as
+            nothing is read there.
+        """
+        return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
+
+    def constants(self, depth: int) -> dict[str, Tensor]:
+        before = depth + 1
+        first = before + self.first_row
+        return {
+            f"{self.name}_masks": torch.full((before + self.size,), self.mask_token_id),
+            f"{self.name}_rows_seen": self.rows_seen(before),
+            f"{self.name}_offsets": self.offsets(before),
+            f"{self.name}_places": torch.arange(first, first + depth),
+        }
+
+    def earlier_constants(self, depth: int) -> dict[str, Tensor]:
+        """Rows of a block had bits for its own rows alone. Those of the context have none set."""
+        count = -(-self.size // WORD_BITS)
+        return {f"{self.name}_rows_seen": self.rows_seen(depth + 1)[:, :count]}
+
+    def describe(self) -> str:
+        """For people."""
+        sees = "up to itself" if self.is_causal else "in both directions"
+        if self.causal_layers:
+            layers = ", ".join(map(str, self.causal_layers))
+            sees += f" (in layers {layers} up to itself)"
+        biased = f"; {_DEPENDS[self.bias_kind]}" if self.is_biased else ""
+        biased += "; says how likely each token is accepted" if self.confidence else ""
+        return (
+            f"blocks of {self.size} rows, of which each sees the others {sees}:"
+            f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
+        )
+
+
+def joint_shapes(kind: str, rank: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a kind of bias has besides its two matrices, by name.
+
+    Args:
+        kind: of `BIAS_KINDS`.
+        rank: r.
+        width: d, of hidden states.
+    """
+    if kind not in JOINT_TENSORS:
+        return {}
+    weight, offset = JOINT_TENSORS[kind].values()
+    rows, columns = (rank, width + rank) if kind == GATED else (3 * rank, width + 2 * rank)
+    return {weight: (rows, columns), offset: (rows,)}

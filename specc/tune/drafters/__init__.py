@@ -1,0 +1,1 @@
+"""How often the target accepts what each kind of draft proposes, measured without whole steps."""
