@@ -11,10 +11,11 @@ from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
+from specc.asked import Asked
 from specc.close_name import advice, close_name
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ FILES = {
     "tests/test_name.py": 'def test_it():\n    assert "specc.named:f"\n',
     "tests/test_docs.py": 'from pathlib import Path\nD = Path(__file__).parents[1] / "docs"\n'
     "\ndef test_it():\n    pass\n",
-    "docs/page.md": "",
+    "docs/README.md": "",
     "pyproject.toml": "",
 }
 # every file but these depends on no other
@@ -51,7 +51,7 @@ REACHED = {
     "specc/named.py": {"name", "child"},
     # of the package's folder each module may read it
     "specc/words.txt": {"step", "api", "cuda", "child", "tree", "name"},
-    "docs/page.md": {"docs"},
+    "docs/README.md": {"docs"},
     "pyproject.toml": {"step", "alone", "api", "cuda", "child", "tree", "name", "docs"},
     "tests/test_alone.py": {"alone"},
 }

@@ -20,6 +20,7 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
 )
+from specc.asked import Asked
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.candidate import ModelLike, as_drafts
@@ -56,7 +57,7 @@ from specc.passes.pipeline import PassRecord
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
 from specc.system.garbage import rare_collections

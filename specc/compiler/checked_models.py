@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specc.artifact.backends import BackendFacts
+from specc.asked import Asked
 from specc.compiler.assumptions import AS_FILES_SAY, switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, label, open_models
@@ -27,7 +28,7 @@ from specc.passes.frontend.config_numbers import whole_number
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.rotary import check_rope_length, check_rotary
 from specc.passes.step.tiles import tile_plan
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.taps import Taps

@@ -16,6 +16,7 @@ from specc.artifact.backends import BackendFacts
 from specc.artifact.in_memory import BenchModel, BenchPrograms, HeadShape
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.artifact.weights import MemoryReader
+from specc.asked import Asked
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models, describe_quantization
@@ -39,7 +40,7 @@ from specc.passes.program_json import program_to_json
 from specc.passes.step.draw_acceptance import draw_acceptance
 from specc.passes.step.fuse_step import StepProgram, fuse_step
 from specc.progress import PhaseTimer
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.json_file import read_json
 

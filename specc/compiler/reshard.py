@@ -19,6 +19,7 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
+from specc.asked import Asked
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import (
@@ -52,7 +53,7 @@ from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.passes.step.step_graph import TARGET
 from specc.progress import PhaseTimer, ProgressEvent
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.version import __version__
 
 _REPORT = "report.json"

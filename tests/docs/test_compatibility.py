@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specc.refusals import REFUSALS, Backends
+from specc.asked import Backends
+from specc.refusals import REFUSALS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "compatibility.md"
 _HEAD = """# What does not go together

@@ -13,6 +13,7 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
+from specc.asked import Asked
 from specc.cli.render import weight_lines
 from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
@@ -21,7 +22,7 @@ from specc.kernels import ops
 from specc.passes.program import bind_args
 from specc.passes.quantize.quantize_linear import QuantizeLinear
 from specc.passes.quantize.row_integers import RowIntegers
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan

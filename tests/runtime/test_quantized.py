@@ -22,12 +22,13 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
 from specc.artifact.segments import SegmentedModel
+from specc.asked import Asked
 from specc.compiler.backends.registry import compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.program import Weight
 from specc.passes.rewrite.require_supported import RequireLayouts
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM

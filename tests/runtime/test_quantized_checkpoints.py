@@ -18,11 +18,12 @@ import specc
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.asked import Asked
 from specc.cli.render import weight_lines
 from specc.compiler.candidate import open_models
 from specc.config import CompileConfig
 from specc.errors import ConfigError, WeightError
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 from specc.runtime.backends.program_files import read_json
 from tests import engines, models
 from tests import quantized_checkpoints as made

@@ -6,11 +6,12 @@ import importlib
 import os
 
 from specc.artifact.backends import backend_names, facts_of
+from specc.asked import Asked
 from specc.close_name import advice, close_name
 from specc.compiler.backends.base import CompilerBackend
 from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
-from specc.refusals import Asked, refuse
+from specc.refusals import refuse
 
 _PACKAGE = "specc.compiler.backends"
 _registered: dict[str, CompilerBackend] = {}
