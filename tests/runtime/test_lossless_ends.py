@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from specc.errors import EngineError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -25,7 +26,7 @@ def test_context_limit(zoo: Zoo, name: str, field: str | None) -> None:
     changes = {field or "max_position_embeddings": LIMIT}
     engine = zoo.engine(name, "target", max_seq_len=LIMIT, prefill_chunk=16, **changes)
     # a node beyond the context would not pass unnoticed
-    with pytest.raises(IndexError):
+    with pytest.raises(EngineError, match="index out of range"):
         feed_position(engine, LIMIT)
     for plan in PLANS:
         llm = LLM(engine, plan=plan.name)

@@ -15,7 +15,7 @@ from specc.artifact import safetensors_io
 from specc.artifact.directory import read_manifest
 from specc.artifact.weight_spec import Source, WeightSpec
 from specc.artifact.weights import MemoryReader, check_spec, write_weights
-from specc.compiler import weights
+from specc.compiler import engine_files
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -55,7 +55,7 @@ Reads = dict[str, list[tuple[str, int, int]]]
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Name of a file of weights → what is read while it is written: file, first byte, end."""
     found: Reads = {}
-    plain_read, plain_write = safetensors_io.read_exactly, weights.write_weights
+    plain_read, plain_write = safetensors_io.read_exactly, engine_files.write_weights
 
     def write(specs: Any, reader: Any, path: Path, *rest: Any) -> Any:
         found[path.name] = []
@@ -65,7 +65,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
         list(found.values())[-1].append((file.name, offset, offset + len(target)))
         plain_read(file, target, offset, malformed)
 
-    monkeypatch.setattr(weights, "write_weights", write)
+    monkeypatch.setattr(engine_files, "write_weights", write)
     monkeypatch.setattr(safetensors_io, "read_exactly", read)
     return found
 
