@@ -68,6 +68,9 @@ class ModelProgram(nn.Module):
                 _DO,
             )
         self._graph = place(graph, torch.device(device))
+        # a segment that is not the last one returns hidden states, and reads no rows of logits
+        read = self.graph.find_nodes(op="placeholder")[len(self._weights) :][:_NUM_INPUTS]
+        self._makes_logits = len(read) == _NUM_INPUTS and bool(read[-1].users)
         # of a rehearsal, without values
         self._logits: Tensor | None = None
         self._rehearsal: Rehearsal | None = None
@@ -152,7 +155,7 @@ class ModelProgram(nn.Module):
         own, rest = list(given[:_NUM_INPUTS]), given[_NUM_INPUTS:]
         inputs = self._inputs(own, rest[0] if rest else mass, hidden)
         made = rehearsal.run([None if x is None else x.to("meta") for x in inputs])
-        if isinstance(made, Tensor) and rows is not None and made.shape[:1] == rows.shape:
+        if self._makes_logits and isinstance(made, Tensor):
             self._logits = made
         return made
 

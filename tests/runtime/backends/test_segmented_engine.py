@@ -111,6 +111,14 @@ def test_an_eager_engine_runs_its_segments(eager: Path, tmp_path: Path) -> None:
     assert tokens(engine, PLAN.name, **sampled) == tokens(whole, PLAN.name, **sampled)
 
 
+def test_passes_of_one_row_before_passes_of_many(eager: Path) -> None:
+    """What a segment hands on from one row of logits has the shape of logits, and is none."""
+    engine, (prompt, *_) = Engine.load(eager), PROMPTS
+    sampling = SamplingParams(max_tokens=12, temperature=0)
+    (alone,) = LLM(engine, plan="off").generate([prompt], sampling)
+    assert alone.outputs[0].token_ids == tokens(engine, PLAN.name)[0]
+
+
 def test_the_manifest_counts_segments_and_kinds(eager: Path) -> None:
     manifest = Manifest.from_json(read_json(eager / "manifest.json", EngineError, "", ""))
     assert manifest.segments is not None
