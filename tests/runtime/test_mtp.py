@@ -195,5 +195,5 @@ def test_targets_without_a_module(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_what_modules_do_not_go_with(zoo: Zoo, tmp_path: Path) -> None:
     target = zoo.once("mtp-glm4_moe", lambda path: write_target("glm4_moe", path))
-    with pytest.raises(SpeccError, match="--draft-kv window=16,sink=2, and the head mtp"):
+    with pytest.raises(SpeccError, match="--draft-kv window=16,sink=2, and the MTP module mtp"):
         build(target, "mtp", tmp_path / "e", options(plans=(), draft_kv=("window=16,sink=2",)))

@@ -154,10 +154,10 @@ def test_bytes_are_told(made: Made) -> None:
 def test_drafts_that_cannot_be(made: Made, tmp_path: Path, draft, options, found) -> None:
     from specc.compiler.build import build
 
-    given = {"backend": "eager"} | options
-    own = config(given.pop("backend"), [SpecPlan.from_widths((1, 1), (draft,))], **given)
+    given, plan = {"backend": "eager"} | options, SpecPlan.from_widths((1, 1), (draft,))
+    backend = given.pop("backend")
     with pytest.raises(ConfigError) as caught:
-        build(made.target, None, tmp_path / "engine", own)
+        build(made.target, None, tmp_path / "engine", config(backend, [plan], **given))
     assert found in caught.value.found
     assert caught.value.do
 

@@ -184,7 +184,7 @@ def test_prompts_are_joined_and_repeated():
 def test_budgets_that_are_tried():
     """Those that hold a block and that the shortest prompt outgrows."""
     drafts = drafters_of("draft_0", "self_w64_s4", "suffix")
-    assert views_to_measure(["draft_0"], 16, 4096) == []
+    assert views_to_measure(drafts[:1], 16, 4096) == []
     windows = [view.window for view in views_to_measure(drafts, 16, 600)]
     assert windows == [64, 128, 256, 512]
     assert [v.window for v in views_to_measure(drafts, 16, 512 + 16 + 15)] == [64, 128, 256]

@@ -231,7 +231,7 @@ def test_branches_share_nothing_that_one_writes(rig, plan) -> None:
         ends.append((result[:4], {name: slab.clone() for name, slab in slabs.items()}))
         assert rig.device.written_by_both() == []
         # drafts of the second half; rows and tokens of the first, which a chain leaves in place
-        drafts = {f"{model}_slab_0" for model in BY_NAME[plan].models}
+        drafts = {f"{model}_slab_0" for model in BY_NAME[plan].model_names}
         assert rig.device.written_by(SIDE) == drafts
         assert rig.device.written_by(MAIN) >= {"target_slab_0", "history"}
     for result, rows in ends[1:]:

@@ -151,7 +151,7 @@ def test_requests_join_and_leave_while_others_run(
     """The batch grows and shrinks, leaves holes, and runs two plans in one iteration."""
     engine = load_poisoned(path, max_num_seqs=3)
     places, plans, runs = [], [], []
-    copy, inputs_of, cut = StepBuffers.copy_from, Runner._inputs, padded_model._runs
+    copy, inputs_of, cut = StepBuffers.copy_from, Runner.inputs, padded_model._runs
 
     def copy_from(buffers: Any, inputs: Any, bucket: int, given: Any = None) -> None:
         places.append(list(given))
@@ -163,9 +163,7 @@ def test_requests_join_and_leave_while_others_run(
 
     monkeypatch.setattr(StepBuffers, "copy_from", copy_from)
     monkeypatch.setattr(padded_model, "_runs", run)
-    monkeypatch.setattr(
-        Runner, "_inputs", lambda r, g: plans.append(g.plan.name) or inputs_of(r, g)
-    )
+    monkeypatch.setattr(Runner, "inputs", lambda r, g: plans.append(g.plan.name) or inputs_of(r, g))
     check_join_and_leave(zoo, NAME, engine, plan, plain=1)
     assert max(runs) > 1, "passes between steps met holes"
     assert any(min(rows) > 0 for rows in places), "padding before the first row"
