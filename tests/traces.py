@@ -53,6 +53,8 @@ SOURCES = (
     "passes/values.py",
     "specc/artifact",
     "specc/bounds.py",
+    "specc/close_name.py",
+    "specc/drafters",
     "specc/errors.py",
     "specc/sampling",
     "specc/sharding",

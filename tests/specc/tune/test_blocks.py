@@ -183,7 +183,7 @@ def test_no_plan_is_deeper_than_a_block() -> None:
     acceptance = {"draft_0": [[rate, 0.05] for rate in (0.8, 0.75, 0.7, 0.65)]}
     seconds = {"draft_0": StepSeconds(latency, block, 1, 0.0)}
     found = candidates(acceptance, seconds, [], TuneOptions())
-    plans = list(_Readers([], {"draft_0": block}).takes(found))
+    plans = list(_Readers({"draft_0": block}).takes(found))
     # the best tree, the best chain and a best-first one, as deep as may be
     assert [plan.max_depth for plan in plans] == [block.num_proposed] * 3
     assert [bool(plan.dynamic) for plan in plans] == [False, False, True]
