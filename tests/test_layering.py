@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from specc.artifact.backends import backend_names
-from specc.drafters.registry import ALL
 from specc.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,9 +167,6 @@ LAZY = {
     "specc.__init__": {"specc.version"},
 }
 MAX_LINES = 450
-# where backends are told apart: their facts, and what each of them does
-BACKENDS = ("specc/artifact/backends.py", "specc/compiler/backends", "runtime/backends")
-BACKEND_NAMES = set(backend_names())
 
 
 def sources() -> list[Path]:
@@ -332,104 +327,6 @@ def test_package_files_have_no_side_effects():
 def test_files_are_short():
     lengths = {module_of(p): p.read_text(encoding="utf-8").count("\n") for p in sources()}
     assert {module: count for module, count in lengths.items() if count > MAX_LINES} == {}
-
-
-def names_of_backends(node: ast.expr) -> bool:
-    """The name of a backend, or a collection of nothing but such names."""
-    if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return bool(node.elts) and all(names_of_backends(item) for item in node.elts)
-    return isinstance(node, ast.Constant) and node.value in BACKEND_NAMES
-
-
-def told_apart(tree: ast.AST) -> Iterator[str]:
-    """Code that asks which backend something is, or lists some of them to ask it later."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            others = [side for side in sides if not names_of_backends(side)]
-            if len(others) < len(sides) and any("backend" in ast.unparse(x) for x in others):
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Match) and "backend" in ast.unparse(node.subject):
-            yield f"match {ast.unparse(node.subject)}"
-        elif isinstance(node, ast.Assign) and names_of_backends(node.value):
-            # one name alone is no question
-            yield from [] if isinstance(node.value, ast.Constant) else [ast.unparse(node)]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'backend == "cuda"', 'manifest.backend in ("cpu", "onnx")', '"onnx" != engine.backend',
-        'ON_GPU = ("cuda", "tensorrt")', 'match backend:\n    case "cpu":\n        pass',
-    ],
-)  # fmt: skip
-def test_telling_backends_apart_is_found(code):
-    assert list(told_apart(ast.parse(code)))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [p for p in sources() if not p.relative_to(ROOT).as_posix().startswith(BACKENDS)],
-    ids=module_of,
-)
-def test_backends_are_told_apart_by_their_facts_alone(path):
-    """Adding one takes its facts and a file on each side: nobody else knows names."""
-    assert list(told_apart(ast.parse(path.read_text(encoding="utf-8")))) == []
-
-
-# what is for drafts of every kind; the other modules of these folders are one kind's
-ALL_DRAFTERS = {
-    "specc.drafters": {"drafter", "facts", "one_pass", "registry", "views"},
-    "specc.passes.drafters": {
-        "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "tap_ids",
-    },
-    "specc.runtime.drafters": {"block_choice", "host_drafter", "host_drafts", "suffix_index"},
-}  # fmt: skip
-# those two are names of operands and of an operator, too
-KINDS = {facts.kind for facts in ALL} - {"self", "lookup"}
-# words of other programs, and of other protocols
-_OTHER_WORDS = ("specc/bench/peers/", "specc/bench/rounds.py", "specc/server/protocol.py")
-
-
-def names_of_kinds(tree: ast.AST) -> Iterator[str]:
-    """Modules of one kind of draft that code imports, and kinds that it names."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in KINDS:
-            yield ast.unparse(node)
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        for package, known in ALL_DRAFTERS.items():
-            names = [alias.name for alias in node.names] if node.module == package else []
-            if node.module and node.module.startswith(f"{package}."):
-                names = [node.module.removeprefix(f"{package}.")]
-            yield from (f"{package}.{name}" for name in names if name not in known)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'head.kind == "medusa"', 'KINDS = ("dflash", "dspark")', 'draft == "suffix"',
-        "from specc.drafters.block import BlockDraft", "from specc.drafters import medusa",
-        "from specc.passes.drafters.mtp_spec import MtpSpec",
-    ],
-)  # fmt: skip
-def test_naming_a_kind_of_draft_is_found(code):
-    assert list(names_of_kinds(ast.parse(code)))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for path in sources()
-        if "drafters" not in (*path.relative_to(ROOT).parts, path.stem)
-        and not path.relative_to(ROOT).as_posix().startswith(_OTHER_WORDS)
-    ],
-    ids=module_of,
-)
-def test_drafts_are_told_apart_by_their_facts_alone(path):
-    """Adding a kind takes its facts and a file on each side: nobody else knows names."""
-    assert list(names_of_kinds(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
 FORBIDDEN = (

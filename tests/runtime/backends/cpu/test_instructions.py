@@ -1,7 +1,6 @@
 import concurrent.futures
 import ctypes
 import operator
-import os
 import random
 from types import SimpleNamespace
 
@@ -10,11 +9,10 @@ import torch
 from torch import fx
 
 from specc.errors import EngineError
-from specc.kernels import native
-from specc.runtime.backends.cpu.native_calls import Pool, checked, functions, made
+from specc.runtime.backends.cpu.native_calls import Pool, functions, made
 from specc.runtime.backends.cpu.program import run_program
 from specc.runtime.backends.cpu.step import NativeStep
-from tests.native_library import load_native
+from tests.runtime.backends.cpu.instruction_code import Code, begun, poisoned
 from tests.runtime.backends.cpu.plain_program import PlainProgram, expected
 from tests.runtime.backends.cpu.random_graph import COLUMNS, random_graph
 
@@ -23,11 +21,8 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def library():
-    """The library, which fills memory that is free with what no value is."""
-    load_native()
-    functions().specc_set_poison(1)
-    yield functions()
-    functions().specc_set_poison(0)
+    with poisoned() as library:
+        yield library
 
 
 def _inputs(rows: int, seed: int) -> list[torch.Tensor]:
@@ -133,30 +128,8 @@ def test_more_memory_than_any_program_takes_is_refused() -> None:
         PlainProgram(graph)(torch.ones(1, 1))
 
 
-class _Code:
-    """Instructions as they come."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.library = functions()
-        self.pointer = made(self.library.specc_code_new(num_slots))
-
-    def __getattr__(self, name: str):
-        function = getattr(self.library, f"specc_code_{name}")
-        return lambda *arguments: checked(function(self.pointer, *arguments))
-
-    def __del__(self) -> None:
-        self.library.specc_code_free(self.pointer)
-
-
-def _begun(num_slots: int = 8) -> _Code:
-    code = _Code(num_slots)
-    code.input(0)
-    code.stage()
-    return code
-
-
 def test_values_are_made_before_they_are_read() -> None:
-    code = _begun()
+    code = begun()
     code.arithmetic(b"add", 1)
     code.slot(2)
     code.slot(1)
@@ -165,7 +138,7 @@ def test_values_are_made_before_they_are_read() -> None:
 
 
 def test_a_value_is_made_once() -> None:
-    code = _begun()
+    code = begun()
     for _ in range(2):
         code.size(0, 0, 1)
     with pytest.raises(EngineError, match="value 1 is made twice"):
@@ -173,7 +146,7 @@ def test_a_value_is_made_once() -> None:
 
 
 def test_a_value_that_is_kept_is_made() -> None:
-    code = _begun()
+    code = begun()
     code.keep(3)
     with pytest.raises(EngineError, match="value 3 is kept, but never made"):
         code.finish()
@@ -181,7 +154,7 @@ def test_a_value_that_is_kept_is_made() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 8, 1 << 40])
 def test_slots_that_there_are_not(slot: int) -> None:
-    code = _begun()
+    code = begun()
     code.size(0, 0, 1)
     for call in (code.input, code.keep, code.slot):
         with pytest.raises(EngineError, match="of 8"):
@@ -191,7 +164,7 @@ def test_slots_that_there_are_not(slot: int) -> None:
 
 
 def test_operators_that_there_are_not() -> None:
-    code = _begun()
+    code = begun()
     with pytest.raises(EngineError, match="no operator 'specc::nothing'"):
         code.operator(b"specc::nothing", 1, 1, 0)
     with pytest.raises(EngineError, match="no arithmetic 'pow'"):
@@ -199,7 +172,7 @@ def test_operators_that_there_are_not() -> None:
 
 
 def test_an_operator_takes_its_arguments() -> None:
-    code = _begun()
+    code = begun()
     code.operator(b"specc::linear", 1, 1, 0)
     code.slot(0)
     with pytest.raises(EngineError, match="specc::linear takes 4 arguments, not 1"):
@@ -208,14 +181,14 @@ def test_an_operator_takes_its_arguments() -> None:
 
 @pytest.mark.parametrize("count", [-1, 1 << 17])
 def test_lists_are_of_some_items(count: int) -> None:
-    code = _begun()
+    code = begun()
     code.size(0, 0, 1)
     with pytest.raises(EngineError, match="a list of 0 items or more"):
         code.list(count)
 
 
 def test_a_list_has_all_of_its_items() -> None:
-    code = _begun()
+    code = begun()
     code.size(0, 0, 1)
     code.list(2)
     code.int(1)
@@ -226,10 +199,10 @@ def test_a_list_has_all_of_its_items() -> None:
 
 
 def test_arguments_follow_instructions() -> None:
-    code = _begun()
+    code = begun()
     with pytest.raises(EngineError, match="an instruction first"):
         code.int(1)
-    other = _Code(2)
+    other = Code(2)
     with pytest.raises(EngineError, match="a stage is begun first"):
         other.size(0, 0, 1)
 
@@ -239,7 +212,7 @@ def test_a_program_of_too_many_values() -> None:
         assert functions().specc_code_new(count) is None
 
 
-def _run_sizes(code: _Code, *inputs: torch.Tensor) -> None:
+def _run_sizes(code: Code, *inputs: torch.Tensor) -> None:
     library = functions()
     slots = (ctypes.c_int64 * 1)(0)
     pointer = made(library.specc_program_new(code.pointer, slots, 1, 0))
@@ -259,7 +232,7 @@ def _run_sizes(code: _Code, *inputs: torch.Tensor) -> None:
     ],
 )
 def test_sizes_that_are_no_sizes(sign: bytes, b: int, text: str) -> None:
-    code = _begun()
+    code = begun()
     code.size(0, 0, 1)
     code.arithmetic(sign, 2)
     code.slot(1)
@@ -270,7 +243,7 @@ def test_sizes_that_are_no_sizes(sign: bytes, b: int, text: str) -> None:
 
 
 def test_a_size_of_a_dimension_that_there_is_not() -> None:
-    code = _begun()
+    code = begun()
     code.size(0, 2, 1)
     code.finish()
     with pytest.raises(RuntimeError, match="a dimension of a tensor"):
@@ -278,7 +251,7 @@ def test_a_size_of_a_dimension_that_there_is_not() -> None:
 
 
 def test_arithmetic_with_tensors_is_refused() -> None:
-    code = _begun()
+    code = begun()
     code.arithmetic(b"add", 1)
     code.slot(0)
     code.int(1)
@@ -306,123 +279,9 @@ def test_sizes_are_computed_as_python_does(a: int, b: int) -> None:
     assert list(PlainProgram(graph)(torch.ones(3)).shape) == sizes
 
 
-_NUMBERS = (0, 1, 2, 3, 5, 8, -1, -2, 64, 1 << 31, -(1 << 63), (1 << 63) - 1)
-_TEXTS = (b"silu", b"gelu_tanh", b"floor", b"", b"x" * 300)
-
-
-class _Wild:
-    """Instructions that somebody wrote who wishes no good; some of them are instructions."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._code = _Code(40)
-        self._next = 0
-        for _ in range(4):
-            self._code.input(self._next)
-            self._next += 1
-        self._code.stage()
-
-    def write(self, names: list[str], count: int) -> int:
-        """Returns the code, finished, and with a value that is kept."""
-        for _ in range(count):
-            self._instruction(self._random.choice(names))
-        self._code.keep(self._next - 1)
-        self._code.finish()
-        return self._code.pointer
-
-    def _instruction(self, name: str) -> None:
-        kind = self._random.random()
-        if kind < 0.15:
-            self._code.size(self._slot(), self._random.choice((0, 1, 2, -1, 9)), self._next)
-            self._next += 1
-        elif kind < 0.3:
-            self._code.arithmetic(self._random.choice((b"add", b"mul", b"floordiv")), self._next)
-            self._next += 1
-            self._argument()
-            self._argument()
-        else:
-            num_results = self._random.choice((1, 1, 1, 2, 3))
-            self._code.operator(name.encode(), self._next, num_results, 0)
-            # as many as it takes: the library says how many that is
-            for _ in range(_NUM_ARGUMENTS[name]):
-                self._argument()
-            self._next += num_results
-
-    def _slot(self) -> int:
-        return self._random.randrange(self._next)
-
-    def _argument(self) -> None:
-        kind = self._random.random()
-        if kind < 0.6:
-            self._code.slot(self._slot())
-        elif kind < 0.7:
-            self._code.none()
-        elif kind < 0.85:
-            self._code.int(self._random.choice(_NUMBERS))
-        elif kind < 0.88:
-            self._code.real(self._random.choice((0.5, -1.0, float("inf"), float("nan"))))
-        elif kind < 0.9:
-            self._code.text(self._random.choice(_TEXTS))
-        elif kind < 0.93:
-            self._code.bool(self._random.randrange(2))
-        else:
-            count = self._random.randrange(4)
-            self._code.list(count)
-            for _ in range(count):
-                if self._random.random() < 0.5:
-                    self._code.slot(self._slot())
-                else:
-                    self._code.int(self._random.choice(_NUMBERS))
-
-
-_NUM_ARGUMENTS: dict[str, int] = {}
-
-
-def _count_arguments(name: str) -> int:
-    """How many an operator takes, as the library says when it is given none."""
-    code = _begun()
-    code.operator(name.encode(), 1, 0, 0)
-    try:
-        code.finish()
-    except EngineError as error:
-        return int(error.found.split(" takes ")[1].split()[0])
-    return 0
-
-
-def test_wild_instructions_are_refused_or_run() -> None:
-    """Never a fault: under `make sanitize`, too, with more of them."""
-    names = [name for name in native.operator_names() if "rank" not in name]
-    _NUM_ARGUMENTS.update({name: _count_arguments(name) for name in names})
-    library, pool = functions(), Pool()
-    results = {"refused": 0, "failed": 0, "ran": 0}
-    for seed in range(int(os.environ.get("SPECC_WILD_PROGRAMS", "300"))):
-        torch.manual_seed(seed)
-        inputs = [
-            torch.randn(3, 8), torch.randint(0, 8, (3,)), torch.randint(-2, 9, (4,)).int(),
-            torch.randn(2, 4, 8).bfloat16(),
-        ]  # fmt: skip
-        wild = _Wild(seed)
-        try:
-            code = wild.write(names, 1 + seed % 4)
-        except EngineError:
-            results["refused"] += 1
-            continue
-        slots = (ctypes.c_int64 * 4)(*range(4))
-        pointer = made(library.specc_program_new(code, slots, 4, wild._next - 1))
-        try:
-            run_program(pointer, pool, inputs)
-            results["ran"] += 1
-        except RuntimeError:
-            results["failed"] += 1
-        finally:
-            library.specc_program_free(pointer)
-    assert results["failed"] > 20
-    assert results["ran"] > 2
-
-
 def test_steps_survive() -> None:
     """Whatever stages are asked for, values that there are not, and rows of any number."""
-    code = _Code(6)
+    code = Code(6)
     for slot in range(3):
         code.input(slot)
     for result in (3, 4):
