@@ -15,18 +15,21 @@ convert_hf_to_gguf.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.gguf_file import BLOCKS
+from specc.artifact.decoders.gguf_rows import RowOrder, read_in_order
 from specc.artifact.decoders.stored_tensors import read_rows
 from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
+from specc.artifact.weight_layout import turned
 
 METHOD = "gguf"
 _GROUP = 32
@@ -35,16 +38,17 @@ _LAYOUTS = {"Q4_0": QuantizedLayout(4, _GROUP), "Q8_0": QuantizedLayout(8, _GROU
 
 @dataclass(frozen=True)
 class GGUFWeight(DecodedWeight):
-    """A matrix of a GGUF file.
+    """A matrix of a GGUF file, or stacked ones, of tensors of one type.
 
     Args:
         kind: `Q4_0`, …, or of plain numbers the name of their type.
-        paired_rows: rows of a head whose rotary halves are stored pair by pair; 0 for rows in the
-            order of the model.
+        row_order: which stored row each of its rows is; None is the order of the file.
+        is_stored_turned: its matrices are [K, N], and the file's [N, K].
     """
 
     kind: str
-    paired_rows: int
+    row_order: RowOrder | None = field(default=None, compare=False)
+    is_stored_turned: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -54,30 +58,40 @@ class GGUFWeight(DecodedWeight):
     def layout(self) -> QuantizedLayout | None:
         return _LAYOUTS.get(self.kind)
 
+    @property
+    def is_turned(self) -> bool:
+        return self.is_stored_turned
+
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
+        if len(self.shape) == 1:
+            return read_rows(reader, self.tensors[0], start, stop).float()
         rows = self._rows(reader, start, stop)
-        if self.kind not in _VALUES:
-            return rows.float()
-        blocks = rows.view(-1, _BYTES[self.kind])
-        return _VALUES[self.kind](blocks).reshape(stop - start, self.shape[1])
+        if self.kind in _VALUES:
+            rows = _VALUES[self.kind](rows.view(-1, _BYTES[self.kind]))
+        found = rows.float().view(stop - start, *self._stored_shape[1:])
+        return found.transpose(1, 2).contiguous() if self.is_turned else found
 
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
         blocks = self._rows(reader, start, stop).view(-1, _BYTES[self.kind])
         data = blocks[:, 2:]
         # sums of bytes wrap: -1, which is 255, becomes 127
         levels = torch.cat([data & 15, data >> 4], 1) if self.kind == "Q4_0" else data + 128
-        scales = _half(blocks, 0).reshape(stop - start, -1)
-        return Integers(levels.reshape(stop - start, -1), scales)
+        rows = (stop - start) * self._vectors
+        return Integers(levels.reshape(rows, -1), _half(blocks, 0).reshape(rows, -1))
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        return turned(self.shape) if self.is_turned else self.shape
+
+    @property
+    def _vectors(self) -> int:
+        """Rows of each of its matrices, or 1 where it is one."""
+        return math.prod(self._stored_shape[1:-1])
 
     def _rows(self, reader: TensorReader, start: int, stop: int) -> Tensor:
-        if not self.paired_rows:
-            return read_rows(reader, self.tensors[0], start, stop).contiguous()
-        # row (half, i) of a head lies at (i, half)
-        size = self.paired_rows
-        first, last = start // size * size, -(-stop // size) * size
-        stored = read_rows(reader, self.tensors[0], first, last)
-        heads = stored.view(-1, size // 2, 2, stored.shape[1]).transpose(1, 2)
-        return heads.reshape(last - first, -1)[start - first : stop - first].contiguous()
+        """Of matrices start … stop - 1, or of rows where it is one."""
+        first, last = start * self._vectors, stop * self._vectors
+        return read_in_order(reader, self.tensors, self.row_order, first, last)
 
 
 def _half(blocks: Tensor, place: int) -> Tensor:
