@@ -221,7 +221,9 @@ struct Decoded {
   // Where the next columns lie.
   const uint8_t* read(const BlockFormat& format, const uint8_t* w, int64_t columns) {
     const int64_t blocks = columns / format.columns, headers = blocks * format.header * kBlock;
-    for (int64_t line = 0; line < headers; line += 64) __builtin_prefetch(w + kAheadBytes + line);
+    // as far ahead as their levels are asked for, so that each line is asked for once
+    const int64_t ahead = format.bits == 8 ? kInt8AheadBytes : kAheadBytes;
+    for (int64_t line = 0; line < headers; line += 64) __builtin_prefetch(w + ahead + line);
     format.factors(w, blocks, scales, minima);
     group = format.group;
     w += headers;

@@ -39,11 +39,11 @@ def kept_of(program: Program, weight: Weight) -> KeptIntegers | None:
     """
     found = {program.integers.get(name) for name in weight.parameters}
     kept = found.pop() if len(found) == 1 else None
-    cut = None if program.shard is None else program.shard.by_key.get(weight.key)
-    while kept is not None and cut is not None and kept.layout.blocks is not None:
-        columns = cut.cuts[-2 if weight.is_turned != kept.is_turned else -1]
-        total = cut.shape[-2 if weight.is_turned != kept.is_turned else -1]
-        if _parted(columns, total, kept.layout.apart, program.shard.num_ranks) is None:
+    plan = program.shard
+    cut = None if plan is None else plan.by_key.get(weight.key)
+    while kept is not None and plan is not None and cut is not None and kept.layout.format:
+        dim = -1 if weight.is_turned == kept.is_turned else -2
+        if _parted(cut.cuts[dim], cut.shape[dim], kept.layout.apart, plan.num_ranks) is None:
             break
         wide = kept.layout.widened
         kept = None if wide is None else dataclasses.replace(kept, layout=wide)
