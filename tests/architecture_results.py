@@ -23,6 +23,7 @@ import pytest
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, backend_names, facts_of
 from tests import models, more_models
+from tests.passes.frontend.gguf_recordings import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "architectures.json"
@@ -41,7 +42,10 @@ of the kernels, which are compared with them one by one ([the CUDA backend](../d
 was executed](onnx-tensorrt.md)). `refused`: compiling such a model is refused before anything slow
 starts. An empty field was not run by this command (`tests/runtime/test_lossless.py`,
 `tests/runtime/backends/`: what the first twelve do on which backend). Weights in int8 and int4
-(`--quantize`) are compared with off only: [quantized weights](quantization.md).
+(`--quantize`) are compared with off only: [quantized weights](quantization.md). `GGUF` is the
+architecture (`general.architecture`) whose files are read: of each, what llama.cpp's converter
+writes was recorded, and such a file alone makes the same model, number by number
+(`tests/passes/frontend/test_gguf_architectures.py`).
 
 """
 _TAIL = """
@@ -82,16 +86,26 @@ def read_results() -> list[dict[str, Any]]:
 def page(rows: list[dict[str, Any]]) -> str:
     """`docs/guide/architectures.md`."""
     backends = backend_names()
-    lines = ["| model type | attention | " + " | ".join(backends) + " |"]
-    lines.append("|---" * (2 + len(backends)) + "|")
+    lines = ["| model type | attention | " + " | ".join(backends) + " | GGUF |"]
+    lines.append("|---" * (3 + len(backends)) + "|")
+    files = _gguf_architectures()
     for name in NAMES:
         own = {row["backend"]: row for row in rows if row["name"] == name}
         if not own:
             continue
         first = next(iter(own.values()))
         cells = [_cell(backend, own.get(backend), first["extras"]) for backend in backends]
+        cells.append(files.get(name, ""))
         lines.append(f"| {name} | {first['attention']} | " + " | ".join(cells) + " |")
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
+
+
+def _gguf_architectures() -> dict[str, str]:
+    """Name of a model → the architecture that llama.cpp's converter makes of it, if it is read."""
+    found = {}
+    for item in recordings().values():
+        found.setdefault(item["config"][0], item["fields"]["general.architecture"])
+    return found
 
 
 def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:

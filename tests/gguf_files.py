@@ -148,8 +148,8 @@ def field(name: str, value: Any) -> bytes:
     if isinstance(value, float):
         return text(name) + struct.pack("<If", 6, value)
     if isinstance(value, list):
-        kind = {str: 8, float: 6, int: 5}[type(value[0]) if value else str]
-        form = {6: "<f", 5: "<i"}.get(kind, "")
+        kind = {str: 8, float: 6, int: 5, bool: 7}[type(value[0]) if value else str]
+        form = {6: "<f", 5: "<i", 7: "<?"}.get(kind, "")
         items = b"".join(text(x) if kind == 8 else struct.pack(form, x) for x in value)
         return text(name) + struct.pack("<IIQ", 9, kind, len(value)) + items
     return text(name) + struct.pack("<II", 4, value)

@@ -166,6 +166,9 @@ class CheckpointMap:
 
     def _collect(self) -> None:
         """Assign every tensor of the checkpoint to a parameter, as the loader of transformers."""
+        if getattr(self._reader, "has_parameter_names", False):
+            self._renamed = {key: key for key in self._reader.keys() if key in self._shapes}  # noqa: SIM118
+            return
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,

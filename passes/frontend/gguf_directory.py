@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders import gguf_architectures, gguf_names, gguf_older_architectures
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError
-from specc.passes.frontend import gguf_config, gguf_ends, gguf_tokenizer
+from specc.passes.frontend import (
+    gguf_config,
+    gguf_ends,
+    gguf_fields,
+    gguf_models,
+    gguf_rotary,
+    gguf_tokenizer,
+)
 from specc.system.file_cache import FileCache
 
 GENERATION = "generation_config.json"
@@ -41,6 +48,19 @@ _SPECIAL = {
     "cls": "cls",
     "mask": "mask",
 }
+# what the files of the directory depend on
+_CODE = (
+    gguf_architectures,
+    gguf_config,
+    gguf_ends,
+    gguf_fields,
+    gguf_models,
+    gguf_names,
+    gguf_older_architectures,
+    gguf_rotary,
+    gguf_tokenizer,
+    sys.modules[__name__],
+)
 # token_type of what stands in no text: unknown, control
 _NO_TEXT = (2, 3)
 
@@ -92,7 +112,7 @@ def _files(file: Path) -> list[Path]:
 def _key(files: Sequence[Path]) -> str:
     """Of the files, and of the code that reads them."""
     key = hashlib.sha256()
-    for module in (gguf_config, gguf_ends, gguf_tokenizer, sys.modules[__name__]):
+    for module in _CODE:
         key.update(Path(str(module.__file__)).read_bytes())
     for part in files:
         state = part.stat()
@@ -114,7 +134,7 @@ def _link(link: Path, file: Path) -> None:
 
 
 def _contents(file: Path) -> dict[str, bytes]:
-    reader = GGUFReader(file, model_name, reads_lists=True)
+    reader = GGUFReader(file, reads_lists=True)
     try:
         config = gguf_config.config_of(reader)
         tokenizer = gguf_tokenizer.tokenizer_of(reader.fields, reader.location())

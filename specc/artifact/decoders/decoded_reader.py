@@ -41,9 +41,14 @@ class DecodedReader:
     ) -> None:
         self.stored = reader
         self._weights = dict(weights)
-        owners = {part: item.name for item in weights.values() for part in item.tensors}
-        names = (owners.get(key, key) for key in reader.keys())  # noqa: SIM118 - no mapping
-        self._names = tuple(dict.fromkeys(names))
+        # a tensor may be a part of several weights
+        owners: dict[str, list[str]] = {}
+        for item in weights.values():
+            for part in item.tensors:
+                owners.setdefault(part, []).append(item.name)
+        names = [name for key in reader.keys() for name in owners.get(key, [key])]  # noqa: SIM118
+        # and a weight may have none, where a field of the file says it
+        self._names = tuple(dict.fromkeys([*names, *self._weights]))
         for key in self._names:
             if key not in self._weights:
                 _check_plain(reader, key)
@@ -62,6 +67,11 @@ class DecodedReader:
     def plain_keys(self) -> Iterable[str]:
         """Names of tensors that are not quantized."""
         return (key for key in self._names if key not in self._weights)
+
+    @property
+    def has_parameter_names(self) -> bool:
+        """Whether tensors have the names of the model's parameters, not those of a checkpoint."""
+        return isinstance(self.stored, GGUFReader)
 
     @property
     def scheme(self) -> str | None:
@@ -89,6 +99,8 @@ class DecodedReader:
 
     def location(self, key: str | None = None) -> str:
         weight = self._weights.get(key) if key is not None else None
+        if weight is not None and not weight.tensors:
+            return self.stored.location()
         return self.stored.location(key if weight is None else weight.tensors[0])
 
     def read_chunks(
@@ -101,6 +113,9 @@ class DecodedReader:
         weight = self._weights.get(key)
         if weight is None:
             yield from self.stored.read_chunks(key, chunk_bytes, rows, transpose)
+            return
+        if not weight.shape:
+            yield tensor_bytes(weight.values(self.stored, 0, 1))
             return
         start, stop = rows or (0, weight.shape[0])
         if transpose:
@@ -121,7 +136,8 @@ class DecodedReader:
         if weight is None:
             yield from self.stored.read_part(key, part, transpose, chunk_bytes)
             return
-        values = weight.values(self.stored, 0, weight.shape[0]).flatten(0, -2)
+        values = weight.values(self.stored, 0, weight.shape[0])
+        values = values.reshape(-1, values.shape[-1])  # one vector is a row
         taken = torch.cat([values[start:stop] for start, stop in part.vectors])
         taken = torch.cat([taken[:, start:stop] for start, stop in part.columns], 1)
         yield tensor_bytes(taken.t() if transpose else taken)

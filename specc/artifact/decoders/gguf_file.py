@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,24 +85,20 @@ class GGUFReader:
 
     Args:
         path: of the file, or of any of its parts. Fields and tables of tensors are read here.
-        rename: names of tensors as they are to be called.
         reads_lists: of fields that are arrays, read the items, not just how many there are.
     Raises:
         WeightError: it is malformed or truncated, holds tensors of a type that is not read, or
             lacks a part.
     """
 
-    def __init__(
-        self, path: Path, rename: Callable[[str], str] = str, reads_lists: bool = False
-    ) -> None:
+    def __init__(self, path: Path, reads_lists: bool = False) -> None:
         self.path = path
         self._files: dict[Path, BinaryIO] = {}
-        self.fields, tensors = _read_header(path, reads_lists)
+        self.fields, self.tensors = _read_header(path, reads_lists)
         self.files = [path]
         if (count := part_count(path, self.fields)) > 1:
             self.files = parts_of(path, count)
-            self.fields, tensors = _read_parts(self.files, reads_lists)
-        self.tensors = {rename(name): tensor for name, tensor in tensors.items()}
+            self.fields, self.tensors = _read_parts(self.files, reads_lists)
 
     def close(self) -> None:
         for file in self._files.values():

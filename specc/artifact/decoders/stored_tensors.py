@@ -25,6 +25,23 @@ def read_rows(reader: TensorReader, key: str, start: int, stop: int) -> Tensor:
     return values.view(stop - start, *reader.shape(key)[1:])
 
 
+def read_vectors(reader: TensorReader, key: str, numbers: Tensor) -> Tensor:
+    """Vectors along the last dimension, [n, width].
+
+    Args:
+        reader: of the checkpoint.
+        key: of the tensor.
+        numbers: [n], of the vectors in row-major order; they rise.
+    """
+    width = reader.shape(key)[-1]
+    ends = (numbers.diff() != 1).nonzero().flatten() + 1
+    firsts = numbers[torch.cat([ends.new_zeros(1), ends])].tolist()
+    lasts = numbers[torch.cat([ends - 1, ends.new_tensor([len(numbers) - 1])])].tolist()
+    runs = tuple((first, last + 1) for first, last in zip(firsts, lasts, strict=True))
+    part = TensorPart(runs, ((0, width),))
+    return _tensor(reader.read_part(key, part), reader.dtype(key)).view(len(numbers), width)
+
+
 def read_columns(reader: TensorReader, key: str, start: int, stop: int) -> Tensor:
     """Columns start … stop - 1 of a matrix [M, N]: [M, stop - start]."""
     count = reader.shape(key)[0]

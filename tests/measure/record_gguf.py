@@ -1,0 +1,321 @@
+"""What llama.cpp's converter writes of tiny models, number by number.
+
+    python -m tests.measure.record_gguf --llama-cpp DIR [NAME …]
+
+Every parameter of a tiny model of transformers is filled with multiples of 4, counted on, and
+`convert_hf_to_gguf.py` of a source tree of llama.cpp converts it: each number of the file says
+which item of which parameter it is, and what was added to it. That, and the file's fields, become
+`tests/passes/frontend/gguf_recordings.json`, of which tests write files of other numbers
+(`tests/passes/frontend/gguf_recordings.py`). The converter needs what its requirements name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests import models
+from tests.passes.frontend.gguf_recordings import FILE
+
+_STEP = 4
+_TIED = {"tie_word_embeddings": True}
+_WINDOW, _ALL = "sliding_attention", "full_attention"
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+}  # fmt: skip
+_ROTATED = [1, 1, 1, 0]
+_SIGMOID = {"scoring_func": "sigmoid"}
+# name → tiny model of `tests.models`, what is changed of it, and keys that configurations of
+# published models have besides, and the converter reads
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama-tied": ("llama", _TIED | {"attention_bias": True}, {}),
+    "llama-llama3": ("llama-llama3", {"head_dim": 32}, {}),
+    "llama-linear": ("llama-linear", {}, {}),
+    "llama-yarn": ("llama-yarn", {}, {}),
+    "mistral": ("mistral", {"sliding_window": None}, {}),
+    "mixtral": ("mixtral", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": _YARN}, {}),
+    "qwen2_moe": ("qwen2_moe", {}, {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    "gemma": ("gemma", _TIED, {}),
+    "gemma2": ("gemma2", _TIED, {}),
+    "gemma3": (
+        "gemma3",
+        _TIED
+        | {"num_hidden_layers": 6, "layer_types": [_WINDOW] * 5 + [_ALL]}
+        | {"query_pre_attn_scalar": 16},
+        {},
+    ),
+    "gemma4": ("gemma4", _TIED | {"num_global_key_value_heads": None}, {}),
+    "phi": ("phi", {"intermediate_size": 256}, {}),
+    "phi3": ("phi3", {}, {}),
+    "phi3-longrope": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
+        {},
+    ),
+    "phimoe": (
+        "phimoe",
+        {"attention_bias": True, "lm_head_bias": True},
+        {"original_max_position_embeddings": 256, "architectures": ["PhiMoEForCausalLM"]},
+    ),
+    "gpt2": ("gpt2", {}, {"n_ctx": 256}),
+    "gpt_neox": ("gpt_neox", {}, {"rotary_pct": 0.25}),
+    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 256}, {}),
+    "starcoder2": ("starcoder2", {}, {}),
+    "bloom": ("bloom", {}, {}),
+    "mpt": ("mpt", {}, {"architectures": ["MPTForCausalLM"]}),
+    "falcon": ("falcon", {"ffn_hidden_size": 256, "bias": False}, {}),
+    "falcon7b": ("falcon7b", {"ffn_hidden_size": 256}, {"num_kv_heads": 1}),
+    "stablelm": ("stablelm", {}, {}),
+    "stablelm-heads": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}, {}),
+    "nemotron": ("nemotron", {}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": _ROTATED}, {}),
+    "olmo": ("olmo", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo3": ("olmo3", {}, {}),
+    "olmoe": ("olmoe", {}, {}),
+    "cohere": ("cohere", _TIED, {}),
+    "cohere-norms": ("cohere", _TIED | {"use_qk_norm": True}, {}),
+    "cohere2": (
+        "cohere2",
+        _TIED | {"num_hidden_layers": 4, "layer_types": [_WINDOW] * 3 + [_ALL]},
+        {"rotary_pct": 1.0},
+    ),
+    "granite": ("granite", {}, {}),
+    "granitemoe": ("granitemoe", {}, {}),
+    "granitemoeshared": ("granitemoeshared", {}, {}),
+    "exaone4": ("exaone4", {}, {}),
+    "glm": ("glm", {"rms_norm_eps": 1e-5}, {}),
+    "glm4": ("glm4", {}, {}),
+    "glm4_moe": ("glm4_moe", {"num_mtp_layers": 0}, {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": False}, {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}, {}),
+    "seed_oss": ("seed_oss", {}, {}),
+    "arcee": ("arcee", {}, {}),
+    "apertus": ("apertus", {}, {}),
+    "minimax_m2": ("minimax_m2", {}, _SIGMOID),
+    "gpt_oss": ("gpt_oss", {}, {}),
+    "deepseek_v2": ("deepseek_v2", {}, {}),
+    "deepseek_v3": ("deepseek_v3", {"num_mtp_layers": 0}, _SIGMOID),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        {"num_mtp_layers": 0, "q_lora_rank": None}
+        | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        _SIGMOID,
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}, _SIGMOID),
+    "minicpm3": ("minicpm3", _TIED, {}),
+    "ministral3": ("ministral3", {}, {}),
+    "llama4_text": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "no_rope_layers": _ROTATED, "moe_layers": [1, 3]}
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8192}
+        | {"floor_scale": 8192, "attn_scale": 0.1},
+        {},
+    ),
+}
+
+
+def number(model: Any) -> dict[str, tuple[int, int]]:
+    """Fill parameters and stored buffers with numbers; name → the first one / 4, and how many."""
+    places: dict[str, tuple[int, int]] = {}
+    base, seen = 1, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if value.data_ptr() in seen or not value.is_floating_point():
+            continue
+        seen.add(value.data_ptr())
+        count = value.numel()
+        numbers = torch.arange(base, base + count, dtype=torch.float64) * _STEP
+        with torch.no_grad():
+            value.copy_(numbers.view(value.shape).float())
+        places[name] = (base, count)
+        base += count
+    assert base * _STEP < 1 << 24, "numbers that are no float32"
+    return places
+
+
+def describe(values: np.ndarray, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """Which numbers of which parameters a tensor is; its values where it is of none."""
+    flat = values.astype(np.float64).ravel()
+    found: dict[str, Any] = {"shape": list(values.shape)}
+    plus = flat % _STEP
+    names, last = list(places), sum(places[list(places)[-1]])
+    index = ((flat - plus) / _STEP).astype(np.int64)
+    if (
+        not (plus == plus[0]).all()
+        or plus[0] not in (0, 1)
+        or index.min() < 1
+        or index.max() >= last
+    ):
+        return found | {"values": flat.tolist()}
+    owners = np.searchsorted([places[name][0] for name in names], index, side="right") - 1
+    made = []
+    for part in np.split(np.arange(len(index)), np.nonzero(np.diff(owners))[0] + 1):
+        name = names[owners[part[0]]]
+        base, count = places[name]
+        if len(part) == count and (np.diff(index[part]) == 1).all() and index[part[0]] == base:
+            made.append([name])
+            continue
+        made += [[name, *piece] for piece in _pieces(index[part] - base, values.shape[-1])]
+    return found | {"of": made} | ({"plus": float(plus[0])} if plus[0] else {})
+
+
+def _pieces(index: np.ndarray, width: int) -> list[tuple[int, list[list[int]]]]:
+    """Numbers as strided pieces: start, and count and stride of nested loops.
+
+    Args:
+        index: the numbers.
+        width: of a row, which no piece begins or ends in.
+    """
+    runs: list[tuple[int, list[list[int]]]] = []
+    for row in np.split(index, range(width, len(index), width)):
+        steps = np.diff(row)
+        if len(row) > 1 and (steps == steps[0]).all():
+            runs.append((int(row[0]), [[len(row), int(steps[0])]]))
+        else:
+            runs += [(int(item), [[1, 1]]) for item in row]
+    while True:
+        merged: list[tuple[int, list[list[int]]]] = []
+        first = 0
+        while first < len(runs):
+            start, loops = runs[first]
+            step, last = 0, first
+            while last + 1 < len(runs) and runs[last + 1][1] == loops:
+                own = runs[last + 1][0] - runs[last][0]
+                if last > first and own != step:
+                    break
+                step, last = own, last + 1
+            count = last - first + 1
+            merged.append((start, [[count, step], *loops] if count > 1 else loops))
+            first = last + 1
+        if len(merged) == len(runs):
+            return runs
+        runs = merged
+
+
+def convert(directory: Path, output: Path, more: Mapping[str, Any]) -> None:
+    """Write a GGUF file of a checkpoint, with the byte tokens of the tests.
+
+    Args:
+        directory: of the checkpoint.
+        output: the file.
+        more: keys of the configuration that transformers has dropped.
+    """
+    import gguf
+
+    conversion, base = (importlib.import_module(f"conversion{part}") for part in ("", ".base"))
+    hparams = base.ModelBase.load_hparams(directory, False) | more
+    architecture = base.get_model_architecture(hparams, base.ModelType.TEXT)
+    kind = conversion.get_model_class(architecture)
+    _give_tokens(base.TextModel)
+    if hasattr(kind, "_stack_qk_norm"):
+        _yield_what_it_returns(kind)
+    with torch.inference_mode():
+        form = gguf.LlamaFileType.ALL_F32
+        kind(directory, form, output, eager=True, hparams=hparams).write()
+
+
+def _give_tokens(kind: Any) -> None:
+    found = models.byte_tokenizer().get_vocab()
+    tokens = sorted(found, key=lambda token: found[token])
+    # llama.cpp wants a pair
+    tokens[-1] = tokens[0] + tokens[1]
+
+    def set_vocab(self: Any) -> None:
+        writer = self.gguf_writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(tokens))
+        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+        writer.add_add_bos_token(False)
+
+    kind.set_vocab = set_vocab
+    for other in kind.__subclasses__():
+        _give_tokens(other)
+
+
+def _yield_what_it_returns(kind: Any) -> None:
+    """Of StableLM, a generator that returns stacked norms, which it has to yield."""
+    as_written = kind.modify_tensors
+
+    def modify_tensors(self: Any, *given: Any) -> Any:
+        found = yield from as_written(self, *given)
+        yield from found or ()
+
+    kind.modify_tensors = modify_tensors
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Fields of the model, and its tensors, by gguf-py."""
+    import gguf
+
+    reader = gguf.GGUFReader(str(path))
+    fields = {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if not key.startswith(("GGUF.", "tokenizer.", "general.")) or key.endswith(".architecture")
+    }
+    tensors = {t.name: np.array(t.data).reshape(t.shape.tolist()[::-1]) for t in reader.tensors}
+    return fields, tensors
+
+
+def record(name: str) -> dict[str, Any]:
+    """What is kept of one model."""
+    from transformers import AutoModelForCausalLM
+
+    base, changes, more = CASES[name]
+    config = models.tiny_config(base, **changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    places = number(model)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model.save_pretrained(root / "model")
+        models.byte_tokenizer().save(str(root / "model" / "tokenizer.json"))
+        convert(root / "model", root / "model.gguf", more)
+        fields, tensors = read(root / "model.gguf")
+    said = {key: describe(value, places) for key, value in tensors.items()}
+    for key in [key for key in fields if key.startswith("xielu.")]:
+        fields[key] = describe(np.array(fields[key]), places)
+    return {"config": [base, changes], "fields": fields, "tensors": said}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--llama-cpp", type=Path, required=True)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    sys.path[:0] = [str(options.llama_cpp), str(options.llama_cpp / "gguf-py")]
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    for name in options.names or CASES:
+        known[name] = record(name)
+        print(name, known[name]["fields"]["general.architecture"], flush=True)
+    lines = (
+        f'"{name}": {json.dumps(known[name], separators=(",", ":"))}'
+        for name in CASES
+        if name in known
+    )
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
