@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,8 +15,11 @@ import specc
 from specc.artifact.block_formats import FORMATS
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.config import CompileConfig
+from specc.passes.frontend.model_source import ModelSource
 from specc.runtime.engine import Engine
 from tests import engines, gguf_files, models
+from tests.passes.frontend.gguf_recordings import recordings, write_recorded
+from tests.passes.frontend.test_gguf_architectures import read
 from tests.quantized_checkpoints import Written
 from tests.runtime.test_quantized import PLANS, check_logits, generate
 from tests.runtime.test_quantized_checkpoints import (
@@ -153,3 +158,46 @@ def check_plans_of_any_draft(engine: Path) -> None:
     assert len(set(plain[0])) > 3
     for plan in PLANS[1:]:
         assert generate(loaded, plan.name, prompts)[0] == plain, plan.name
+
+
+def quantize_file(path: Path, kind: str) -> None:
+    """Write all matrices of a file of numbers, and stacks of them, in blocks, but for routers."""
+    import gguf
+
+    fields, tensors = gguf_files.read_file(path)
+    number = gguf.GGMLQuantizationType(gguf_files.TYPES[kind])
+    for name, (_, shape, data) in tensors.items():
+        if len(shape) > 1 and "_inp" not in name:
+            values = np.frombuffer(data, np.float32).reshape(shape)
+            tensors[name] = kind, shape, gguf.quants.quantize(values, number).tobytes()
+    gguf_files.write_file(path, fields, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "backend"),
+    [
+        ("mixtral", "Q4_0", "cpu"),
+        ("qwen3_moe", "Q5_1", "cpu"),
+        ("qwen2_moe", "Q8_0", "eager"),
+        # other norms, heads of other sizes, windows
+        ("gemma3", "Q5_0", "cpu"),
+        ("phi3", "Q4_1", "cpu"),
+    ],
+)
+def test_other_architectures(tmp_path, name, kind, backend) -> None:
+    """Experts and fused projections are the file's blocks, too, in the order of the model."""
+    pytest.importorskip("gguf")
+    base, changes = recordings()[name]["config"]
+    model: Any = models.build_model(base, **changes).eval()
+    path = tmp_path / "model.gguf"
+    write_recorded(path, name, model.state_dict())
+    quantize_file(path, kind)
+    source = ModelSource.load("target", path, torch.float32)
+    model.load_state_dict(read(source))
+    specc.compile(path, None, tmp_path / "engine", backend=backend, probe=False, max_seq_len=128)
+    check_logits(tmp_path / "engine", model, "float32", TOLERANCE)
+    layouts = stored_layouts(tmp_path / "engine")
+    assert set(layouts.values()) == {f"blocks-{kind.lower()}"}
+    has_experts = any("experts" in key for key in layouts)
+    assert has_experts == ("moe" in name or name == "mixtral")
