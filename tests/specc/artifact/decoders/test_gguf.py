@@ -23,7 +23,7 @@ KEY = "model.layers.3.mlp.up_proj.weight"
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("Q4_0", "int4-g32"), ("Q8_0", "int8-g32"), ("Q4_K", None), ("Q6_K", None)]
+    ("kind", "layout"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("Q4_K", "q4_k"), ("Q6_K", "q6_k")]
 )
 def test_blocks(tmp_path, kind, layout, version) -> None:
     shape = (40, 512)
@@ -91,7 +91,7 @@ ONE = {"blk.0.ffn_up.weight": ("Q4_0", (1, 32), bytes(18))}
         ({"general.architecture": "whisper"}, ONE, "architecture whisper"),
         ({"general.architecture": "qwen2"}, ONE, "of the model type llama"),
         (FIELDS | {"llama.attention.head_count": 4}, ONE, "head_count 4, and config.json 2"),
-        (FIELDS, {"blk.0.ffn_up.weight": (13, (1, 256), bytes(176))}, "of the type Q5_K"),
+        (FIELDS, {"blk.0.ffn_up.weight": (40, (1, 64), bytes(36))}, "of the type NVFP4"),
         (FIELDS, {"blk.0.ffn_up.weight": (77, (1, 256), bytes(176))}, "of the type 77"),
         (FIELDS, {"blk.0.attn_q.bias": ("F32", (6,), bytes(24))}, "blk.0.attn_q.bias in"),
         (FIELDS, {"blk.0.ffn_up_exps.weight": ("Q4_0", (2, 2, 32), bytes(72))}, "other half"),
