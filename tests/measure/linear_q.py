@@ -36,7 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.system.machine import describe_machine
 

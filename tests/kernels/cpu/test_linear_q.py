@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, pack
+from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
 from specc.system.machine import isa_flags

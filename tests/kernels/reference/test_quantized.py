@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, unpack
+from specc.artifact.rounding import quantize
 from specc.kernels.reference.quantized import linear_q_reference, row_integers
 
 LAYOUTS = [
