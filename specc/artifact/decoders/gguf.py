@@ -1,41 +1,21 @@
-"""Weights of GGUF files: blocks Q4_0, Q8_0, Q4_K and Q6_K, and names of llama.cpp.
+"""Weights of GGUF files by names of llama.cpp; how they are stored is in `gguf_weight.py`.
 
-- Q4_0: fp16 d, 16 bytes: low bits are values 0 … 15 of 32, high bits 16 … 31; d · (q - 8).
-- Q8_0: fp16 d, 32 int8; d · q.
-- Q4_K: 256 values in 8 parts: fp16 d and dmin, 12 bytes with 6 bits of scale and minimum for each
-  part, 4 · 32 bytes, low bits part 2j, high bits part 2j + 1; d · scale · q - dmin · minimum.
-- Q6_K: 256 values in 16 parts: 128 bytes of low and 64 of high bits, 16 int8 scales, fp16 d;
-  d · scale · (q - 32).
-
-Q4_0 and Q8_0 are layouts of the engine. The minima of Q4_K are zero points that are no integers,
-and the parts of Q6_K have 16 columns: such weights are read as numbers.
-Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h, ggml-quants.c;
-convert_hf_to_gguf.py.
+Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.gguf_file import BLOCKS, PLAIN, GGUFReader
 from specc.artifact.decoders.gguf_parts import first_part
-from specc.artifact.decoders.stored_tensors import read_rows
-from specc.artifact.integers import Integers
-from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.safetensors_io import TensorReader
+from specc.artifact.decoders.gguf_weight import GGUFWeight
 from specc.errors import WeightError
 
 METHOD = "gguf"
-_GROUP = 32
-_LAYOUTS = {"Q4_0": QuantizedLayout(4, _GROUP), "Q8_0": QuantizedLayout(8, _GROUP)}
 # general.architecture → model types of transformers whose names and norms are these
 _ARCHITECTURES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",)}
 # whose converter takes rotary halves of queries and keys apart, pair by pair
@@ -49,96 +29,6 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-
-
-@dataclass(frozen=True)
-class GGUFWeight(DecodedWeight):
-    """A matrix of a GGUF file.
-
-    Args:
-        kind: `Q4_0`, …, or of plain numbers the name of their type.
-        paired_rows: rows of a head whose rotary halves are stored pair by pair; 0 for rows in the
-            order of the model.
-    """
-
-    kind: str
-    paired_rows: int
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.kind in _BYTES
-
-    @property
-    def layout(self) -> QuantizedLayout | None:
-        return _LAYOUTS.get(self.kind)
-
-    def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
-        rows = self._rows(reader, start, stop)
-        if self.kind not in _VALUES:
-            return rows.float()
-        blocks = rows.view(-1, _BYTES[self.kind])
-        return _VALUES[self.kind](blocks).reshape(stop - start, self.shape[1])
-
-    def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
-        blocks = self._rows(reader, start, stop).view(-1, _BYTES[self.kind])
-        data = blocks[:, 2:]
-        # sums of bytes wrap: -1, which is 255, becomes 127
-        levels = torch.cat([data & 15, data >> 4], 1) if self.kind == "Q4_0" else data + 128
-        scales = _half(blocks, 0).reshape(stop - start, -1)
-        return Integers(levels.reshape(stop - start, -1), scales)
-
-    def _rows(self, reader: TensorReader, start: int, stop: int) -> Tensor:
-        if not self.paired_rows:
-            return read_rows(reader, self.tensors[0], start, stop).contiguous()
-        # row (half, i) of a head lies at (i, half)
-        size = self.paired_rows
-        first, last = start // size * size, -(-stop // size) * size
-        stored = read_rows(reader, self.tensors[0], first, last)
-        heads = stored.view(-1, size // 2, 2, stored.shape[1]).transpose(1, 2)
-        return heads.reshape(last - first, -1)[start - first : stop - first].contiguous()
-
-
-def _half(blocks: Tensor, place: int) -> Tensor:
-    return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
-
-
-def _q4_0(blocks: Tensor) -> Tensor:
-    data = blocks[:, 2:]
-    return (torch.cat([data & 15, data >> 4], 1).float() - 8) * _half(blocks, 0)
-
-
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    packed = blocks[:, 4:16]
-    low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scale = torch.cat([low & 63, (high & 15) | (low >> 6) << 4], 1).float() * _half(blocks, 0)
-    least = torch.cat([middle & 63, (high >> 4) | (middle >> 6) << 4], 1).float() * _half(blocks, 2)
-    data = blocks[:, 16:].reshape(-1, 4, 1, 32)
-    parts = torch.cat([data & 15, data >> 4], 2).reshape(-1, 8, 32).float()
-    return (parts * scale[..., None] - least[..., None]).flatten(1)
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    # 128 values at a time: 64 bytes of low bits, 32 of high ones
-    low = blocks[:, :128].reshape(-1, 2, 2, 32)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    lows = torch.cat([low & 15, low >> 4], 2)
-    highs = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 2)
-    q = (lows | highs << 4).reshape(-1, 16, 16).float() - 32
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
-    return (q * scales[..., None]).flatten(1)
-
-
-_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q6_K": _q6_k,
-}
-_BYTES = {name: size for name, _, size in BLOCKS.values()}
 
 
 def model_name(name: str) -> str:
