@@ -15,6 +15,7 @@ from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 
+METHOD = "gguf"
 _PLAIN = {str(kind) for kind in PLAIN.values()}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
-from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_architectures import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.errors import WeightError

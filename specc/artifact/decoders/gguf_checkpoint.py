@@ -1,43 +1,16 @@
-"""Weights of GGUF files by names of llama.cpp; how they are stored is in `gguf_weight.py`.
-
-Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py.
-"""
+"""GGUF files as checkpoints: which file a directory holds, and the weights that are in it."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
+from specc.artifact.decoders.gguf_architectures import ARCHITECTURES, PAIRED, model_name
 from specc.artifact.decoders.gguf_file import BLOCKS, PLAIN, GGUFReader
 from specc.artifact.decoders.gguf_parts import first_part
-from specc.artifact.decoders.gguf_weight import GGUFWeight
+from specc.artifact.decoders.gguf_weight import METHOD, GGUFWeight
 from specc.errors import WeightError
-
-METHOD = "gguf"
-# general.architecture → model types of transformers whose names and norms are these
-_ARCHITECTURES = {"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",)}
-# whose converter takes rotary halves of queries and keys apart, pair by pair
-_PAIRED = ("llama",)
-_NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-
-
-def model_name(name: str) -> str:
-    """What transformers calls a tensor of llama.cpp's name; others keep theirs."""
-    found = _LAYER.fullmatch(name)
-    if found is not None and found[2] in _NAMES:
-        return f"model.layers.{found[1]}.{_NAMES[found[2]]}.{found[3]}"
-    stem, _, kind = name.rpartition(".")
-    return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
 def find_gguf(directory: Path) -> Path | None:
@@ -80,16 +53,16 @@ def open_gguf(path: Path, config: Any) -> tuple[GGUFReader, dict[str, DecodedWei
 def _decode(reader: GGUFReader, config: Any) -> dict[str, DecodedWeight]:
     kind, where = reader.fields.get("general.architecture"), reader.location()
     model = getattr(config, "model_type", None)
-    if kind not in _ARCHITECTURES:
+    if kind not in ARCHITECTURES:
         raise WeightError(
             f"{where} is of the architecture {kind}",
-            ", ".join(_ARCHITECTURES) + ": others change norms or rows in ways of their own",
+            ", ".join(ARCHITECTURES) + ": others change norms or rows in ways of their own",
             "pass the checkpoint in safetensors",
         )
-    if model not in _ARCHITECTURES[kind]:
+    if model not in ARCHITECTURES[kind]:
         raise WeightError(
             f"{where} is of the architecture {kind}, and config.json of the model type {model}",
-            f"{' or '.join(_ARCHITECTURES[kind])}",
+            f"{' or '.join(ARCHITECTURES[kind])}",
             "pass the config.json and tokenizer.json of the same model",
         )
     heads = {
@@ -108,7 +81,7 @@ def _decode(reader: GGUFReader, config: Any) -> dict[str, DecodedWeight]:
     for name, tensor in reader.tensors.items():
         module, _, part = name.rpartition(".")
         query, key = module.endswith(".q_proj"), module.endswith(".k_proj")
-        is_paired = kind in _PAIRED and (query or key)
+        is_paired = kind in PAIRED and (query or key)
         if is_paired and part == "bias":
             raise WeightError(
                 f"{name} in {where}: queries and keys of {kind} with a bias",
