@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_architectures import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError

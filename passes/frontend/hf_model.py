@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specc.artifact.decoders.gguf import find_gguf
+from specc.artifact.decoders.gguf_checkpoint import find_gguf
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers

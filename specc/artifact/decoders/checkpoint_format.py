@@ -16,7 +16,7 @@ from specc.artifact.decoders import (
 )
 from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.decoded_weight import DecodedWeight
-from specc.artifact.decoders.gguf import find_gguf, open_gguf
+from specc.artifact.decoders.gguf_checkpoint import find_gguf, open_gguf
 from specc.artifact.decoders.refusals import unknown_scheme
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.errors import WeightError

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from specc.artifact.decoders.gguf_blocks import block_size
 from specc.artifact.decoders.gguf_parts import check_part, check_whole, part_count, parts_of
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, missing_tensor, read_exactly
 from specc.artifact.tensor_part import TensorPart, read_part
@@ -37,13 +38,15 @@ _STRING, _ARRAY = 8, 9
 # more is no count but damage
 _MOST_ITEMS = 1 << 26
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# block types by number: name, values of a block, bytes of a block
-BLOCKS = {2: ("Q4_0", 32, 18), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210)}
-_OTHERS = {
-    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+_NUMBERS = {
+    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
+# block types by number: name, values of a block, bytes of a block
+BLOCKS = {number: (name, *block_size(name)) for number, name in _NUMBERS.items()}
+# of no file that people have, or newer than what is read here
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 40: "NVFP4"}
 
 
 @dataclass(frozen=True)
@@ -278,7 +281,7 @@ def _check_kind(path: Path, name: str, shape: tuple[int, ...], kind: int) -> Non
         raise WeightError(
             f"{name} in {path} is of the type {_OTHERS.get(kind, kind)}",
             f"{known}, F32, F16 or BF16",
-            "pass the file of another quantization (Q4_0, Q8_0, Q4_K_M), or the unquantized"
+            "pass the file of another quantization, such as Q4_K_M or Q8_0, or the unquantized"
             " checkpoint with --quantize int8 or int4",
         )
     if kind in BLOCKS and shape[-1] % BLOCKS[kind][1]:

@@ -80,16 +80,28 @@ class MXFP4Weight(DecodedWeight):
 def _integers(reader: TensorReader, scale: str, codes: Tensor, scales: Tensor) -> Integers:
     """Rows of codes [n, K / 2], low bits first, with scales [n, K / 32]."""
     levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    # the engine's smallest scale is 2^-126; of zeros every scale is the same
+    return Integers(levels, held_scales(levels, scales, f"{scale} in {reader.location(scale)}"))
+
+
+def held_scales(levels: Tensor, scales: Tensor, told: str) -> Tensor:
+    """Scales [n, K / 32] as an engine holds them, whose smallest is 2^-126: 0 of zeros.
+
+    Args:
+        levels: [n, K] codes.
+        scales: [n, K / 32], powers of two.
+        told: what has them, for errors.
+    Raises:
+        WeightError: other numbers have a smaller one.
+    """
     is_small = scales == SMALLEST
     used = (levels & 7).view(*scales.shape, GROUP).amax(-1) > 0
     if bool((is_small & used).any()):
         raise WeightError(
-            f"{scale} in {reader.location(scale)} holds a scale of 2^-127",
+            f"{told} holds a scale of 2^-127",
             "scales from 2^-126 on",
             "pass the unquantized checkpoint with --quantize int8 or int4",
         )
-    return Integers(levels, torch.where(is_small, 0, scales))
+    return torch.where(is_small, 0, scales)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_architectures import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.errors import SpeccError, VocabMismatchError, WeightError
 from specc.passes.frontend import hf_model

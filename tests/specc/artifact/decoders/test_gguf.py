@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specc.artifact.decoders.checkpoint_format import open_checkpoint
-from specc.artifact.decoders.gguf import model_name
+from specc.artifact.decoders.gguf_architectures import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.errors import WeightError
@@ -92,7 +92,7 @@ ONE = {"blk.0.ffn_up.weight": ("Q4_0", (1, 32), bytes(18))}
         ({"general.architecture": "gemma2"}, ONE, "architecture gemma2"),
         ({"general.architecture": "qwen2"}, ONE, "of the model type llama"),
         (FIELDS | {"llama.attention.head_count": 4}, ONE, "head_count 4, and config.json 2"),
-        (FIELDS, {"blk.0.ffn_up.weight": (13, (1, 256), bytes(176))}, "of the type Q5_K"),
+        (FIELDS, {"blk.0.ffn_up.weight": (40, (1, 64), bytes(36))}, "of the type NVFP4"),
         (FIELDS, {"blk.0.ffn_up.weight": (77, (1, 256), bytes(176))}, "of the type 77"),
         (FIELDS, {"blk.0.attn_q.bias": ("F32", (4,), bytes(16))}, "with a bias"),
         (FIELDS, {"blk.0.x.weight": ("Q4_0", (2, 2, 32), bytes(72))}, "experts"),
