@@ -245,9 +245,9 @@ def _add(scores: TextScores, after: Tensor, own: Tensor, other: Tensor | None = 
     if other is None:
         return
     scores.other_loss -= float(other.gather(1, after[:, None]).double().sum())
-    scores.kl.append(
-        torch.nn.functional.kl_div(own, other, reduction="none", log_target=True).sum(1)
-    )
+    # ids that the reference rules out add nothing
+    parts = (other.exp() * (other - own)).masked_fill(other == -torch.inf, 0.0)
+    scores.kl.append(parts.sum(1))
     scores.num_same += int((own.argmax(1) == other.argmax(1)).sum())
     best = [each.topk(min(TOP, each.shape[1]), dim=1).indices for each in (own, other)]
     scores.num_common += int((best[0][:, :, None] == best[1][:, None]).sum())

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from specc.artifact.model_entry import ModelEntry
+from specc.compiler.calibration import calibration_phases
 from specc.compiler.candidate import advice_for
 from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import check_windows, describe_model
@@ -89,17 +90,18 @@ def compile_models(
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
             program = _trace(source, context.limits.max_seq_len)
-        if source.name == TARGET:
-            layout = target_phases(context)
-            drafts = any(plan.self_drafts for plan in context.plans)
-            places = (FUSE if drafts else None, context.cuts_at)
-            kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
-        else:
-            # an uncut draft stays as it is, whatever the target becomes
-            make = draft_phases if source.head is None else head_phases
-            layout = make(context, source, models[0].entry.vocab_size)
-            kept = KeptGraphs(program, layout, (CUT, CPU))
-        with context.timer.phase(f"rewrite {source.name}"), advice_for(author):
+        with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
+            if source.name == TARGET:
+                calibration = calibration_phases(context, source, advance)
+                layout = target_phases(context, calibration)
+                drafts = any(plan.self_drafts for plan in context.plans)
+                places = (FUSE if drafts else None, context.cuts_at)
+                kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
+            else:
+                # an uncut draft stays as it is, whatever the target becomes
+                make = draft_phases if source.head is None else head_phases
+                layout = make(context, source, models[0].entry.vocab_size)
+                kept = KeptGraphs(program, layout, (CUT, CPU))
             records += Pipeline(layout, context.dump, kept.before).run(program)
         entry = describe_model(source, program, context.limits.max_seq_len)
         model = CompiledModel(source, program, entry)
