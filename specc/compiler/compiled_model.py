@@ -26,7 +26,7 @@ from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
-from specc.passes.program import AttentionLayer, Program, Weight, constant_key
+from specc.passes.program import ROWS, AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
@@ -107,7 +107,10 @@ def compile_models(
         model = CompiledModel(source, program, entry)
         if (head := source.head) is not None:
             drafter = drafter_of_files(head)
-            model.copies, model.tables = drafter.step_weights(head, source.dtype)
+            beside, model.tables = drafter.step_weights(head, source.dtype)
+            # what the program has as it is, too, is in its file already
+            there = {x.key for x in program.weights.values() if x.layout == ROWS}
+            model.copies = {key: x for key, x in beside.items() if key not in there}
         if kept.whole is not None:
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered
