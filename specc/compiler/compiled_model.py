@@ -89,7 +89,7 @@ def compile_models(
     for source in sources:
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
-            program = _trace(source, context.limits.max_seq_len)
+            program = _trace(source, context)
         with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
             if source.name == TARGET:
                 calibration = calibration_phases(context, source, advance)
@@ -119,7 +119,7 @@ def compile_models(
     return models, records
 
 
-def _trace(source: ModelSource, max_seq_len: int) -> Program:
+def _trace(source: ModelSource, context: CompileContext) -> Program:
     head = source.head
     program = trace(
         source.module,
@@ -129,8 +129,10 @@ def _trace(source: ModelSource, max_seq_len: int) -> Program:
         hands_on=head is not None and head.hands_on,
     )
     source.position_rows = position_limit(program)
-    program.integers = source.integers(program)
-    program.most_positions = max_seq_len
+    for name, kept in source.integers(program).items():
+        if (held := kept.held_as(context.facts.quantized)) is not None:
+            program.integers[name] = held
+    program.most_positions = context.limits.max_seq_len
     return program
 
 
