@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from specc.artifact.backends import ACTIVATION_BITS
@@ -91,6 +92,14 @@ class CompileConfig:
         "How many columns share a scale, with --quantize int4 or int8: 32, 64 or 128. Smaller"
         " groups are more exact and larger. The default is 64 with int4, and with int8 all of an"
         " output.",
+    )
+    calibration: Path | None = option(
+        None,
+        "Texts that the target's projections are rounded for, with --quantize int4 or int8: what"
+        " is lost at one weight is made up for by others, as the texts need it (GPTQ). UTF-8: one"
+        ' text; or .jsonl: a text a line, {"prompt": "…"}. The target runs over up to 16,384'
+        " tokens of them, which takes minutes for a billion weights.",
+        metavar="FILE",
     )
     activation_bits: int | None = option(
         None,
@@ -357,6 +366,7 @@ class CompileOptions(TypedDict, total=False):
     draft_assume: str | Sequence[str]
     quantize: str | None
     quantize_group: int | None
+    calibration: str | Path | None
     activation_bits: int | None
     weight_only: bool
     max_batch_size: int

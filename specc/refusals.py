@@ -130,6 +130,7 @@ SEGMENTS = _option("segments", with_value=False)
 STAGES = _option("pipeline_parallel_size")
 DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel_size")
 GROUP, BITS = _option("quantize_group"), _option("activation_bits")
+CALIBRATION = _option("calibration")
 DENSE = Feature(
     "--block-size 0", lambda asked: None if asked.config.block_size else "--block-size 0"
 )
@@ -336,6 +337,27 @@ REFUSALS: tuple[Refusal, ...] = (
         _kind("fp8"),
         "weights in int8 or int4: rows by fp8 stay floats, all but the head's",
         _NO_BITS,
+    ),
+    Refusal(
+        CALIBRATION,
+        UNQUANTIZED,
+        "--quantize int4 or int8: it is weights that are rounded",
+        "pass --quantize int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        CALIBRATION,
+        _kind("fp8"),
+        "weights in int8 or int4",
+        "pass --quantize int8 or int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        CALIBRATION,
+        TARGET_SCHEME,
+        "a checkpoint in floats, whose weights are rounded",
+        "leave out --calibration, or pass the unquantized checkpoint",
+        "{a}, and {b}",
     ),
     Refusal(
         BITS,

@@ -100,7 +100,7 @@ PACKAGES = {
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
     f"specc.cli.commands.{name}"
-    for name in ("bench", "chat", "compile", "reshard", "run", "serve", "triton", "tune")
+    for name in ("bench", "chat", "compare", "compile", "reshard", "run", "serve", "triton", "tune")
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}

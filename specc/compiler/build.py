@@ -23,6 +23,7 @@ from specc.artifact.manifest_entries import (
 from specc.asked import Asked
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
+from specc.compiler.calibration import calibration_windows
 from specc.compiler.candidate import ModelLike, as_drafts
 from specc.compiler.checked_models import CheckedModels, check_dump
 from specc.compiler.compiled_model import (
@@ -134,6 +135,7 @@ def build(
             sources = checked.load()
         taps = checked.taps or taps
         context = make_context(sources, checked.plans, config, backend, phases, dump_graphs, taps)
+        context = dataclasses.replace(context, windows=_windows(context, checked, sources[0]))
         engine, records = _compile(context, sources, writer)
         memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
@@ -160,6 +162,23 @@ def build(
             warnings += refused
         manifest = writer.commit(manifest)
     return Compilation(manifest, records, warnings, phases.seconds)
+
+
+def _windows(
+    context: CompileContext, checked: CheckedModels, target: ModelSource
+) -> tuple[list[int], ...]:
+    """Token ids of the texts that the target is rounded for; none without `--calibration`.
+
+    Raises:
+        InputFileError: see `calibration_windows`.
+    """
+    path, tokens = context.config.calibration, checked.tokens
+    if path is None:
+        return ()
+    entry = tokens.entry
+    first = entry.bos_token_id if entry.add_bos else None
+    size = getattr(target.config, "vocab_size", None)
+    return calibration_windows(Path(path), tokens.data, first, size, context.limits.max_seq_len)
 
 
 def _compile(

@@ -59,6 +59,7 @@ class CompileContext:
         dump: directory that gets each program's graph after each phase, or None.
         taps: hidden states that the target keeps for drafts.
         keeps_integers: a checkpoint is quantized, and its integers are kept.
+        windows: token ids of texts that the target's weights are rounded for.
     """
 
     config: CompileConfig
@@ -69,6 +70,7 @@ class CompileContext:
     dump: Path | None = None
     taps: Taps | None = None
     keeps_integers: bool = False
+    windows: tuple[list[int], ...] = ()
 
     @property
     def facts(self) -> BackendFacts:

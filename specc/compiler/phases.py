@@ -35,6 +35,8 @@ CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
 PROMPTS = "prompts"
 # what lets caches hold the latents that keys and values are expanded from
 MLA = "latent"
+# what rounds its projections by what they multiply
+CALIBRATION = "calibration"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
 # what lets a target keep hidden states for drafts, and drafts read them
@@ -45,11 +47,12 @@ DERIVE = "derive"
 # phases that run before a model is cut for ranks
 BEFORE_CUT = (
     *(name for name, _ in (*TRACED_PHASES, *FUSE_PHASES)),
-    *(MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, DERIVE),
+    *(MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, CALIBRATION, DERIVE),
 )
 
 
-def target_phases(context: CompileContext) -> Phases:
+def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
+    """Of the target; `calibration` comes before anything is cut or rounded."""
     config = context.config
     return (
         *TRACED_PHASES,
@@ -59,6 +62,7 @@ def target_phases(context: CompileContext) -> Phases:
         *_taps(context),
         *_int8_rows(context),
         *_prompts(context),
+        *calibration,
         *cut_phases(config.tensor_parallel_size),
         *_rounded(context, config.quantization),
         *_required(context),
@@ -96,7 +100,7 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
     return (
         *(
             (*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES)
-            if drafter.has_layers
+            if drafter.has_layers(head)
             else LAYERLESS_PHASES
         ),
         (TAPS, drafter.passes(head)),

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.artifact.segments import SegmentedModel
 from specc.asked import Asked
 from specc.compiler.backends.registry import compiler_backend
