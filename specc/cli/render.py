@@ -147,9 +147,10 @@ def weight_lines(manifest: Manifest) -> list[str]:
     for model in manifest.models:
         if model.quantization:
             size = format_bytes(manifest.memory_plan[model.name].weights)
+            table = f", the embedding in {model.embedding}" if model.embedding else ""
             lines.append(
-                f"{model.name} has weights of projections in {model.quantization}, the rest in"
-                f" {model.dtype}: {size}"
+                f"{model.name} has weights of projections in {model.quantization}{table}, the rest"
+                f" in {model.dtype}: {size}"
             )
         if model.checkpoint_scheme:
             lines.append(f"{model.name} has a quantized checkpoint: {model.checkpoint_scheme}")

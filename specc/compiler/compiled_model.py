@@ -19,6 +19,7 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.kernels import ops
 from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
@@ -209,7 +210,7 @@ class KeptGraphs:
 
 
 def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:
-    """The entry of a model, with how its projections are stored.
+    """The entry of a model, with how its projections and its embedding are stored.
 
     Args:
         model: after its last pass.
@@ -223,7 +224,13 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
     scheme = model.source.scheme
     is_asked = scheme is None and model.source.head is None
     stored = asked if is_asked else " and ".join(names) or None
-    return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
+    looked_up = {node.args[-1]: None for node in model.program.calls(ops.embedding_q)}
+    return dataclasses.replace(
+        model.entry,
+        quantization=stored,
+        checkpoint_scheme=scheme,
+        embedding=" and ".join(map(str, looked_up)) or None,
+    )
 
 
 def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:

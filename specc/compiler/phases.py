@@ -146,10 +146,19 @@ def self_draft_phases(
     return first, last
 
 
-def stored_phases(context: CompileContext, *, is_target: bool, keeps_integers: bool) -> Phases:
-    """Of a graph that an engine has from before it was cut: what follows a cut."""
+def stored_phases(
+    context: CompileContext, *, is_target: bool, keeps_integers: bool, looks_up: bool = True
+) -> Phases:
+    """Of a graph that an engine has from before it was cut: what follows a cut.
+
+    Args:
+        context: of the new engine.
+        is_target: or a second program of the target.
+        keeps_integers: the engine has integers of its weights,
+        looks_up: and its embedding reads some.
+    """
     lowering = (
-        *_rounded(context, None, keeps_integers),
+        *_rounded(context, None, keeps_integers, looks_up),
         *context.backend.phases(context.positions),
     )
     return _apart(context, lowering) if is_target else lowering
@@ -206,12 +215,23 @@ def _window(rows: KVWindow | None) -> Phases:
 
 
 def _rounded(
-    context: CompileContext, layout: str | None, keeps_integers: bool | None = None
+    context: CompileContext,
+    layout: str | None,
+    keeps_integers: bool | None = None,
+    looks_up: bool = True,
 ) -> Phases:
     if keeps_integers is None:
         keeps_integers = context.keeps_integers
-    experts, bits = context.facts.quantizes_experts, context.config.activation_bits
-    return quantize_phases(layout, keeps_integers, experts, bits)
+    facts, config = context.facts, context.config
+    return quantize_phases(
+        layout,
+        keeps_integers,
+        facts.quantizes_experts,
+        config.activation_bits,
+        # a draft that is rounded for itself has no table of its own
+        embeddings=None if layout is None else config.quantization,
+        lookups=looks_up and facts.looks_up_quantized,
+    )
 
 
 def _required(context: CompileContext) -> Phases:
