@@ -10,7 +10,6 @@
 
 #include "linear_q_blocks.h"
 #include "linear_q_formats.h"
-#include "linear_q_paths.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -57,7 +56,10 @@ struct RowDecoder {
 
   // One row of a block, `lane`, as K floats: the bits of `dequantize`.
   void decode(const uint8_t* block, int64_t lane, float* out) const {
-    if (of.format != nullptr) return decode_format(*of.format, block, lane, out);
+    if (of.format != nullptr) {
+      quantized::decode_row(*of.format, block, of.k, lane, out);
+      return;
+    }
     const quantized::Layout layout(of);
     const bool is_mx = quantized::is_mxfp4(of);
     const int64_t header = is_mx ? kExponentsBytes : kScalesBytes + (of.has_zeros ? kZerosBytes : 0);
@@ -84,27 +86,6 @@ struct RowDecoder {
   }
 
  private:
-  // Of ggml's formats: columns whose headers lie together are decoded for all 32 outputs, as
-  // linear_q does it.
-  void decode_format(const BlockFormat& format, const uint8_t* block, int64_t lane,
-                     float* out) const {
-    quantized::Decoded decoded;
-    const bool is_nibbles = format.unpack == nullptr && format.bits == 4;
-    for (int64_t first = 0; first < of.k; first += quantized::kTogether) {
-      const int64_t columns = std::min(quantized::kTogether, of.k - first);
-      block = decoded.read(format, block, columns);
-      const uint8_t* units = decoded.levels + 4 * lane;
-      for (int64_t i = 0; i < columns; ++i) {
-        const uint8_t byte = units[(is_nibbles ? i / 8 : i / 4) * 4 * kBlock + i % 4];
-        int level = is_nibbles ? byte >> (i & 4) & 15 : byte;
-        if (format.has_table) level = quantized::kIq4Levels[level];
-        const int64_t group = i / format.group * kBlock + lane;
-        const float value = static_cast<float>(level - format.middle) * decoded.scales[group];
-        out[first + i] = format.has_minima ? value - decoded.minima[group] : value;
-      }
-    }
-  }
-
   // put(column, level) for the columns of a lane, whose units of 2 or 4 bytes are in all units.
   template <class Put>
   void each_level(const quantized::Layout& layout, const uint8_t* units, int64_t lane,
@@ -131,10 +112,9 @@ struct RowDecoder {
 RowDecoder decoder_of(std::string_view name, int64_t columns) {
   RowDecoder made;
   made.of.k = columns;
-  if (const BlockFormat* format = block_format(name)) {
-    made.of.format = format;
-    made.of.bits = format->bits;
-    made.of.group = format->group;
+  if ((made.of.format = block_format(name)) != nullptr) {
+    made.of.bits = made.of.format->bits;
+    made.of.group = made.of.format->group;
     made.bytes = block_bytes(made.of);
     return made;
   }

@@ -196,8 +196,7 @@ register(
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
-        cuts_quantized=True,
-        takes_activation_bits=True, options=_ON_CPU,
+        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU,
     )
 )  # fmt: skip
 register(

@@ -10,7 +10,6 @@ from specc.artifact.block_formats import FORMATS
 from specc.artifact.decoded_rows import decode_rows
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
 from specc.kernels import native
-from tests.kernels.cpu.test_linear_q import random_weight, whole_columns
 
 LAYOUTS = (
     "int8", "int8-g32", "int8-zeros", "int8-g128-zeros", "int4-g32", "int4-g64-zeros", "int4-g128",
@@ -29,6 +28,13 @@ def operators() -> None:
 def stored_weight(layout: QuantizedLayout, shape: tuple[int, int] = SHAPE) -> Tensor:
     """Levels, scales and zero points of any value that the layout holds."""
     outputs, columns = shape
+    if (own := layout.blocks) is not None:
+        rows = torch.randint(0, 256, (outputs, own.row_bytes(columns)), dtype=torch.uint8)
+        levels, headers = own.parts(rows)
+        count = 4 if own.has_minimum else 2
+        halves = torch.randn(outputs, columns // own.columns, 2).half().view(torch.uint8)
+        headers = torch.cat([halves[..., :count], headers[..., count:]], 2)
+        return pack(levels, headers, None, layout)
     groups = layout.num_groups(columns)
     levels = torch.randint(0, 1 << layout.bits, shape).to(torch.uint8)
     if layout.kind == "fp8":
@@ -48,15 +54,16 @@ def same_bits(found: Tensor, want: Tensor) -> bool:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_are_those_of_the_decoded_weight(name: str) -> None:
     layout = QuantizedLayout.named(name)
-    # blocks of ggml are whole; there are more than have their headers together
-    shape = (SHAPE[0], whole_columns(300, layout)) if layout.format else SHAPE
-    stored = random_weight(*shape, layout) if layout.format else stored_weight(layout)
+    # of blocks a last one beyond 256 columns, where they are of 32
+    columns = {0: SHAPE[1], 32: 288, 256: 512}[layout.blocks.columns if layout.blocks else 0]
+    shape = SHAPE[0], columns
+    stored = stored_weight(layout, shape)
     want = dequantize(stored, shape, layout)
     assert same_bits(decode_rows(stored, ROWS, shape, layout), want[ROWS])
     for operators in (torch.ops.specc, torch.ops.specc_cpu):
         found = operators.embedding_q(stored, ROWS, *shape, name)
         assert same_bits(found, want[ROWS]), operators
-        assert operators.embedding_q(stored, ROWS[:0], *shape, name).shape == (0, shape[1])
+        assert operators.embedding_q(stored, ROWS[:0], *shape, name).shape == (0, columns)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
