@@ -66,7 +66,8 @@ class TargetFacts:
     def of_config(cls, name: str, config: Any) -> TargetFacts:
         """Those of a configuration of transformers."""
         keys = ("hidden_size", "num_hidden_layers", "vocab_size")
-        return cls(name, *(whole_number(config, key) for key in keys), config=config)
+        width, num_layers, vocab_size = (whole_number(config, key) for key in keys)
+        return cls(name, width, num_layers, vocab_size, config)
 
 
 @dataclass(frozen=True)
