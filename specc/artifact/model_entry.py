@@ -199,6 +199,16 @@ class ModelEntry(ProgramFiles):
     head: HeadEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether it drafts from hidden states of the target."""
+        return self.head is not None
+
+    @property
+    def num_handed_on(self) -> int:
+        """Columns of the row that each of its tokens hands on; 0 where none does."""
+        return 0 if self.head is None else self.head.width
+
+    @property
     def kept_taps(self) -> Taps | None:
         """Hidden states that it keeps."""
         entry = self.taps
