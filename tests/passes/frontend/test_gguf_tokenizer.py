@@ -274,6 +274,17 @@ def test_tokens_without_text(byte_fields) -> None:
     assert found.id_to_token(len(tokens) - 1) == f"[EMPTY_{len(tokens) - 1}]"
 
 
+def test_letters_that_users_defined(byte_fields) -> None:
+    """They are tokens of texts, and stand for themselves, not for a byte of no text."""
+    tokens, types = byte_fields["tokenizer.ggml.tokens"], byte_fields["tokenizer.ggml.token_type"]
+    kinds = [4 if token in "öÀÿ" else kind for token, kind in zip(tokens, types, strict=True)]
+    more = {"tokenizer.ggml.pre": "deepseek-coder", "tokenizer.ggml.token_type": kinds}
+    found = built(byte_fields | more)
+    ids = found.encode("schöne Àÿ öö é").ids
+    assert tokens.index("ö") in ids
+    assert found.decode(ids) == "schöne Àÿ öö é"
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
