@@ -320,7 +320,9 @@ def _unknown(tokens: Sequence[str], types: Sequence[int]) -> str | None:
 
 def _list(fields: Mapping[str, Any], name: str, kind: type, where: str) -> list[Any]:
     found = fields.get(f"{_PREFIX}{name}")
-    if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+    # files may have whole numbers for scores
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(found, list) or not all(isinstance(item, kinds) for item in found):
         raise VocabMismatchError(
             f"{where} has no list {_PREFIX}{name} of {kind.__name__}",
             f"what a tokenizer of the kind {fields.get(f'{_PREFIX}model')} consists of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
@@ -137,6 +138,28 @@ def test_splits(byte_fields, group) -> None:
         assert (tokenizer.encode("a").ids[0] == 0) == group["adds_bos"]
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "kind"),
+    [
+        ("gpt-2", "gpt2.tokenization_gpt2", "GPT2Tokenizer"),
+        ("mpt", "gpt_neox.tokenization_gpt_neox", "GPTNeoXTokenizer"),
+        ("command-r", "cohere.tokenization_cohere", "CohereTokenizer"),
+        ("qwen2", "qwen2.tokenization_qwen2", "Qwen2Tokenizer"),
+        ("qwen35", "qwen3_5.tokenization_qwen3_5", "Qwen3_5Tokenizer"),
+    ],
+)
+def test_tokenizers_of_transformers(byte_fields, name, module, kind) -> None:
+    """Splits and Unicode forms are those of the class that publishes them."""
+    numbers = {token: at for at, token in enumerate(byte_fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in byte_fields["tokenizer.ggml.merges"]]
+    cls = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    reference = cls(vocab=numbers, merges=merges).backend_tokenizer
+    found = built(byte_fields | {"tokenizer.ggml.pre": name})
+    for text in TEXTS:
+        want = reference.encode(text, add_special_tokens=False).ids
+        assert found.encode(text, add_special_tokens=False).ids == want, text
+
+
 def test_every_split_is_compared() -> None:
     names = [name for group in PATTERNS for name in group["names"]]
     assert sorted(names) == sorted(SPLITS)
@@ -250,7 +273,8 @@ def test_runs_of_spaces_that_users_defined() -> None:
     """Gemma 1's are tokens of U+2581, which merges make; later files have them as spaces."""
     old = score_fields(["\u2581\u2581", "\u2581", "a"], [4, 1, 1], add_space_prefix=False)
     new = score_fields(["  ", "\u2581", "a"], [4, 1, 1], add_space_prefix=False)
-    for fields in (old, new):
+    whole = old | {"tokenizer.ggml.scores": [0] * 259 + [0, -1, -2]}
+    for fields in (old, new, whole):
         # first and last numbers are llama.cpp's own where the file has none
         assert built(fields).encode("  a").ids == [1, 259, 261]
 
