@@ -194,7 +194,7 @@ def bitsandbytes(kind: str, block: int = 64, nested: int = 0) -> Format:
             code = int((table * magnitudes[i // block] - flat[i]).abs().argmin())
             exact[i] = table[code] * magnitudes[i // block]
             packed[i // 2] |= code << 4 if i % 2 == 0 else code
-        parts |= {"quant_map": table}
+        parts |= {"quant_map": table.clone()}
         text = json.dumps(state).encode()
         parts[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
         own = {f"{name}.weight.{key}": value for key, value in parts.items()}

@@ -90,6 +90,19 @@ def test_configurations_beside(tmp_path, name) -> None:
         assert str(tmp_path) in caught.value.found
 
 
+def test_weights_of_another_name(tmp_path) -> None:
+    """AutoGPTQ's files, which its configuration names; a file of the usual name goes before."""
+    config, form = BESIDE["quantize_config.json"]
+    name = "gptq_model-4bit-32g"
+    _, exact = open_written(tmp_path, form, torch.randn(64, 96))
+    (tmp_path / FILE).rename(tmp_path / f"{name}.safetensors")
+    text = json.dumps(config | {"model_file_base_name": name})
+    (tmp_path / "quantize_config.json").write_text(text)
+    assert torch.equal(values_of(open_checkpoint(tmp_path, Config(None)), KEY), exact)
+    _, other = open_written(tmp_path, form, torch.randn(64, 96))
+    assert torch.equal(values_of(open_checkpoint(tmp_path, Config(None)), KEY), other)
+
+
 def test_layers_with_bits_of_their_own(tmp_path) -> None:
     """By their names, or by patterns of them."""
     wide = made.gptq(8, 32)
