@@ -28,6 +28,7 @@ from tests.runtime.test_quantized_checkpoints import (
         ("llama", branded.quark_mxfp4(), "mxfp4"),
         ("qwen2", branded.bitsandbytes("nf4", 64, 8), None),
         ("llama", branded.bitsandbytes("fp4"), None),
+        ("llama", branded.bitsandbytes_int8(), "int8"),
     ],
 )
 def test_plans_and_logits(make, name, form, layout) -> None:  # noqa: F811

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from specc.errors import VocabMismatchError
 from specc.passes.frontend.gguf_splits import SPLITS
 from specc.passes.frontend.gguf_tokenizer import tokenizer_of
+from specc.runtime.outputs.detokenizer import Detokenizer
 
 # llama.cpp's own patterns by name, or those of tokenizer.json that its comments quote
 PATTERNS = json.loads((Path(__file__).parent / "gguf_patterns.json").read_text())
@@ -296,6 +297,32 @@ def test_tokens_without_text(byte_fields) -> None:
     more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     found = built(byte_fields | more | {"tokenizer.ggml.pre": "gpt-2"})
     assert found.id_to_token(len(tokens) - 1) == f"[EMPTY_{len(tokens) - 1}]"
+
+
+def test_streams(byte_fields) -> None:
+    """One token after the other is the text of all, for every kind of decoder."""
+    letters = {"tokenizer.ggml.token_type": [
+        4 if token in "öÀÿ" else 1 for token in byte_fields["tokenizer.ggml.tokens"]
+    ]}  # fmt: skip
+    pieces = ["\u2581", "\u2581a", "hello", "é", "l"]
+    some = [
+        byte_fields | {"tokenizer.ggml.pre": "llama-bpe"},
+        byte_fields | letters | {"tokenizer.ggml.pre": "deepseek-coder"},
+        character_fields(pieces, []),
+        score_fields(pieces, [1] * len(pieces)),
+        score_fields(pieces, [1] * len(pieces), model="t5", unknown_token_id=0),
+    ]
+    for fields in some:
+        tokenizer = built(fields)
+        for text in (*TEXTS, "schöne Àÿ 🙂🙂", " a hello é"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            stream, found = Detokenizer(tokenizer, []), ""
+            for number in ids:
+                stream.push(number)
+                found += stream.take_delta(is_final=False)
+            stream.flush()
+            found += stream.take_delta(is_final=True)
+            assert found == tokenizer.decode(ids, skip_special_tokens=False), text
 
 
 def test_letters_that_users_defined(byte_fields) -> None:

@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "quark-mxfp4": (branded.quark_mxfp4(), "mxfp4"),
     "nf4": (branded.bitsandbytes("nf4"), None),
     "nf4-nested": (branded.bitsandbytes("nf4", 64, 8), None),
+    "bitsandbytes-int8": (branded.bitsandbytes_int8(), "int8"),
     "fp4-nested": (branded.bitsandbytes("fp4", 128, 16), None),
 }
 GPTQ, NF4 = FORMATS["auto-round-gptq"][0], FORMATS["nf4"][0]
@@ -124,7 +125,6 @@ def with_config(form: Format, **changes) -> Format:
         (with_config(GPTQ, bits=2), "2 bits"),
         (with_config(GPTQ, extra_config={"(": {"bits": 4}}), "extra_config"),
         (with_config(GPTQ, data_type="mx_fp"), "in mx_fp"),
-        (with_config(NF4, load_in_8bit=True), "8 bits"),
         (with_config(NF4, quant_method="torchao"), "quantized (torchao)"),
         (with_config(MODELOPT, quant_algo="W4A8_AWQ"), "modelopt, W4A8_AWQ"),
         (with_config(MODELOPT, quant_algo="FP8"), "no weights that are quantized as modelopt"),
@@ -151,6 +151,7 @@ def test_schemes_that_are_refused(tmp_path, form, found) -> None:
         ("modelopt-fp8", "input activations"),
         ("modelopt-nvfp4", "input activations"),
         ("quark-fp8", "activations"),
+        ("bitsandbytes-int8", "activations (int8, but for outliers)"),
     ],
 )
 def test_activations_need_a_word(tmp_path, name, found) -> None:
@@ -182,6 +183,12 @@ def change_state(**changes):
         ("nf4-nested", change_state(nested_blocksize=7), "[8]"),
         ("nf4", lambda tensors: tensors.update({STATE: torch.zeros(3, dtype=torch.uint8)}),
          "not the state"),
+        ("bitsandbytes-int8", lambda tensors: tensors.pop(KEY), "holds no tensor"),
+        ("bitsandbytes-int8", lambda tensors: tensors.update({f"{NAME}.SCB": torch.ones(7)}),
+         "[40, 96]"),
+        ("bitsandbytes-int8",
+         lambda tensors: tensors.update({f"{KEY}_format": torch.tensor(2, dtype=torch.uint8)}),
+         "in an order of its own"),
         ("modelopt-nvfp4", lambda tensors: tensors.pop(f"{KEY}_scale_2"), "holds no tensor"),
         (
             "modelopt-nvfp4",
