@@ -270,7 +270,9 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, `int8-g32`, `int4-g64`, …; None in the engine's dtype."""
+        """How projections are stored, but for zero points: `int8-g32`, `int4-g64`, …; None in the
+        engine's dtype.
+        """
         group = self.quantize_group
         if self.quantize == "int4":
             group = group or _QUANTIZE_GROUPS[1]

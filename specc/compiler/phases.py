@@ -64,7 +64,7 @@ def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
         *_prompts(context),
         *calibration,
         *cut_phases(config.tensor_parallel_size),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *_apart(context, context.lowering()),
         *vote_phases(context),
@@ -83,7 +83,7 @@ def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> P
         *_window(draft.kv_window),
         *_prompts(context),
         *cut_phases(ranks),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *context.lowering(),
     )
@@ -127,7 +127,7 @@ def self_draft_phases(
         entry: which layers it has, and whether it attends to a window.
         is_quantized: the target's checkpoint is.
     """
-    view, layout = draft.view, draft.quantization or context.config.quantization
+    view, layout = draft.view, draft.quantization or context.quantization
     first: Phases = (
         (
             DERIVE,
