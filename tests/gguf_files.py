@@ -2,6 +2,7 @@
 
 Blocks are written from the structures of llama.cpp (`block_q4_0`, `block_q8_0`, `block_q4_K`,
 `block_q6_K`), a value at a time; their numbers are drawn, so that each bit of a block is used.
+Blocks of other types are random bytes with scales of a size, and gguf-py tells what they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,21 @@ from tests.models import byte_tokenizer
 from tests.quantized_checkpoints import Written
 
 FILE = "model.gguf"
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
+TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10,
+    "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18,
+    "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30,
+    "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39,
+}  # fmt: skip
+# where random blocks have fp16 numbers, and what makes weights of some hundredths of them: a scale,
+# and a minimum or its negative, with which their mean is about 0
+SCALES = {
+    "Q4_1": {0: 0.01, 2: -0.075}, "Q5_0": {0: 0.005}, "Q5_1": {0: 0.005, 2: -0.0775},
+    "Q2_K": {80: 0.006, 82: 0.009}, "Q3_K": {108: 0.001}, "Q5_K": {0: 0.0002, 2: 0.0031},
+    "IQ4_NL": {0: 0.001}, "IQ4_XS": {0: 0.00005}, "IQ1_S": {0: 0.008}, "IQ2_XXS": {0: 0.001},
+    "IQ2_XS": {0: 0.001}, "IQ2_S": {0: 0.001}, "IQ3_XXS": {0: 0.0003}, "IQ3_S": {0: 0.0004},
+    "TQ1_0": {52: 0.06}, "TQ2_0": {64: 0.04},
+}  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -94,12 +109,30 @@ BLOCKS: dict[str, tuple[int, Callable[..., tuple[bytes, list[np.float32]]]]] = {
 
 def draw(kind: str, shape: Sequence[int], seed: int) -> tuple[bytes, Tensor]:
     """A matrix of drawn blocks: its bytes, and float32 [N, K]."""
+    if kind not in BLOCKS:
+        return draw_bytes(kind, shape, seed)
     rng, (width, block) = np.random.default_rng(seed), BLOCKS[kind]
     data, values = b"", []
     for _ in range(int(np.prod(shape)) // width):
         part, own = block(rng)
         data, values = data + part, values + own
     return data, torch.tensor(np.array(values, np.float32)).view(*shape)
+
+
+def draw_bytes(kind: str, shape: Sequence[int], seed: int) -> tuple[bytes, Tensor]:
+    """As `draw`, of blocks of random bytes."""
+    import gguf
+
+    rng, number = np.random.default_rng(seed), gguf.GGMLQuantizationType(TYPES[kind])
+    width, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // width, size), dtype=np.uint8)
+    for place, scale in SCALES.get(kind, {}).items():
+        drawn = (scale * rng.uniform(0.7, 1.3, (len(blocks), 1))).astype(np.float16)
+        blocks[:, place : place + 2] = drawn.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(119, 123, len(blocks))
+    values = gguf.quants.dequantize(blocks.copy(), number)
+    return blocks.tobytes(), torch.from_numpy(values.reshape(*shape).copy())
 
 
 def text(value: str) -> bytes:
@@ -244,7 +277,7 @@ def write_model(
         shutil.copytree(source, path)
     for seed, (name, value) in enumerate(tensors.items()):
         kind = kind_of(name) if value.dim() == 2 else "F32"
-        if kind in BLOCKS:
+        if kind in BLOCKS or kind in SCALES or kind == "MXFP4":
             data, exact = draw(kind, value.shape, seed)
         else:
             exact = value.half().float() if kind == "F16" else value

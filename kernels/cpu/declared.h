@@ -84,7 +84,8 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::grouped_mm")
     return std::is_same_v<Function, One(T, T, T)>;
   if (name == "specc::grouped_mm_q")
-    return std::is_same_v<Function, One(T, T, T, int64_t, int64_t, int64_t, bool, bool, int64_t)>;
+    return std::is_same_v<Function, One(T, T, T, int64_t, int64_t, int64_t, bool, bool, int64_t,
+        Text)>;
   if (name == "specc::image_slots")
     return std::is_same_v<Function, One(T, T, int64_t)>;
   if (name == "specc::leave_step")
@@ -92,7 +93,8 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::linear")
     return std::is_same_v<Function, One(T, T, O, int64_t)>;
   if (name == "specc::linear_q")
-    return std::is_same_v<Function, One(T, T, O, int64_t, int64_t, int64_t, bool, bool, int64_t)>;
+    return std::is_same_v<Function, One(T, T, O, int64_t, int64_t, int64_t, bool, bool, int64_t,
+        Text)>;
   if (name == "specc::lookup")
     return std::is_same_v<Function, Two(T, T, T, T, int64_t, int64_t)>;
   if (name == "specc::masked_attention")
@@ -361,14 +363,16 @@ constexpr const char* kSchemas[] = {
     "specc::grouped_linear(Tensor x, Tensor weight, Tensor ends, int out_features) -> Tensor",
     "specc::grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
     "specc::grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, "
-        "int group, bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
+        "int group, bool has_zeros, bool is_float=False, int row_bits=0, str format=\"\") -> "
+        "Tensor",
     "specc::image_slots(Tensor image, Tensor slots, int num_nodes) -> Tensor",
     "specc::leave_step(Tensor(a!) results, Tensor(b!) last_tokens, Tensor(c!) cache_len, "
         "Tensor num_accepted, Tensor output_tokens, Tensor next_cache_len, Tensor "
         "next_last_tokens, Tensor? draft_lens) -> ()",
     "specc::linear(Tensor input, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "specc::linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, "
-        "int group, bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
+        "int group, bool has_zeros, bool is_float=False, int row_bits=0, str format=\"\") -> "
+        "Tensor",
     "specc::lookup(Tensor history, Tensor block_table, Tensor cache_len, Tensor last_tokens, "
         "int ngram, int num_tokens) -> (Tensor tokens, Tensor parents)",
     "specc::masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> "

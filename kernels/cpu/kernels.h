@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 namespace specc {
 
@@ -95,6 +96,7 @@ int64_t bytes_of_blocks(DType dtype, int64_t n, int64_t k);
 
 // specc::linear_q; semantics: linear_q_reference. y = x @ w.T + bias of a quantized weight in the
 // blocks of specc/artifact/quantized_layout.py.
+struct BlockFormat;  // linear_q_formats.h
 struct LinearQ {
   DType dtype;  // of x, bias and y
   int64_t rows, n, k;
@@ -109,7 +111,10 @@ struct LinearQ {
   const void* bias;  // [N], or null
   void* y;
   int64_t y_stride;
+  const BlockFormat* format;  // of ggml, whose bits and group these are; null for specc's layouts
 };
+// The format of this name, or null.
+const BlockFormat* block_format(std::string_view name);
 // Products that differ in their rows and blocks alone: one, or those of a mixture's experts.
 void linear_q(const LinearQ* products, int64_t count, int num_threads);
 // of `linear_q`, the part for e4m3; one product or more

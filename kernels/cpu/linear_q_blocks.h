@@ -13,9 +13,10 @@ namespace specc::quantized {
 constexpr int kBlock = kLinearBlock;
 constexpr int64_t kMaxRows = 32;  // rows of x for which w is read once
 constexpr int64_t kChunk = 128;   // columns: one group of 128, four of 32
-constexpr int64_t kMostGroups = kChunk / 32;
+constexpr int64_t kMostGroups = kChunk / 16, kMostExponents = kChunk / 32;
+constexpr int64_t kRowGroup = 32;  // least columns of a row that share a factor
 constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock;
-constexpr int64_t kExponentsBytes = kMostGroups * kBlock;
+constexpr int64_t kExponentsBytes = kMostExponents * kBlock;
 constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
 constexpr int64_t kInt8AheadBytes = 8192;
 constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
@@ -26,9 +27,20 @@ inline bool is_fp8(const LinearQ& a) { return a.is_float && a.bits == 8; }
 inline bool is_mxfp4(const LinearQ& a) { return a.is_float && a.bits == 4; }
 
 // Bytes of headers, and of units of columns. Of the headers of a block, of its chunks and of its
-// groups only one kind is not empty.
+// groups only one kind is not empty; those of ggml's formats are none of them (linear_q_formats.h).
 struct Layout {
   int64_t columns_of_unit, unit_bytes, group, group_header, chunk_header, block_header;
+  int64_t next_scales;  // bytes from those of a group to those of the next, where no levels are between
+
+  // Of levels in units of int8 or int4, whose scales are floats that lie elsewhere.
+  Layout(int64_t columns, int64_t columns_of_group)
+      : columns_of_unit(columns),
+        unit_bytes(4 * kBlock),
+        group(columns_of_group),
+        group_header(0),
+        chunk_header(0),
+        block_header(0),
+        next_scales(kScalesBytes) {}
 
   explicit Layout(const LinearQ& a)
       : columns_of_unit(is_fp8(a) ? 2 : 32 / a.bits),
@@ -36,7 +48,8 @@ struct Layout {
         group(a.group == 0 ? kChunk : a.group),
         group_header(a.group == 0 || is_mxfp4(a) ? 0 : scales(a)),
         chunk_header(is_mxfp4(a) ? kExponentsBytes : 0),
-        block_header(a.group == 0 ? scales(a) : 0) {}
+        block_header(a.group == 0 ? scales(a) : 0),
+        next_scales(is_mxfp4(a) ? kBlock : 0) {}
 
   // of so many columns from the beginning of a chunk on, without its header
   int64_t bytes_of(int64_t columns) const {
@@ -45,6 +58,14 @@ struct Layout {
 
  private:
   static int64_t scales(const LinearQ& a) { return kScalesBytes + (a.has_zeros ? kZerosBytes : 0); }
+};
+
+// A chunk of a block, and what its columns have in common.
+struct ChunkOfBlock {
+  const uint8_t* w;
+  const uint8_t* scales;  // of the chunk's first group, where they do not lie before each group
+  const float* minima;    // [groups, 32]
+  int64_t columns;
 };
 
 // y of all rows of each product; all have as many outputs. A thread has blocks of outputs that

@@ -35,6 +35,10 @@ struct Parts {
 alignas(16) constexpr uint8_t kTwiceE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                 12, 11, 10, 9,  8,  6,  4,  0};
 
+// 127 + v of the codes of iq4_nl and iq4_xs
+alignas(16) constexpr uint8_t kIq4Levels[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                                128, 140, 152, 165, 180, 196, 216, 240};
+
 inline int32_t bytes_of(const int32_t* x) {
   uint32_t packed = 0;
   for (int i = 0; i < 4; ++i) packed |= (static_cast<uint32_t>(x[i]) & 255) << (8 * i);
@@ -90,8 +94,8 @@ struct VnniPath {
   static Columns columns(Int bytes) { return bytes; }
   static Int low_nibbles(Int bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
   static Int high_nibbles(Int bytes) { return low_nibbles(_mm512_srli_epi16(bytes, 4)); }
-  static Int twice_e2m1(Int codes) {
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2m1));
+  static Int look_up(const uint8_t* levels, Int codes) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(levels));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
   }
   static void multiply(Sums& sums, Columns w, const int32_t* x) {
@@ -164,8 +168,8 @@ struct WordsPath {
   }
   static Int low_nibbles(Int bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
   static Int high_nibbles(Int bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
-  static Int twice_e2m1(Int codes) {
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwiceE2m1));
+  static Int look_up(const uint8_t* levels, Int codes) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(levels));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
   }
   static void multiply(Sums& sums, Columns w, const int32_t* x) {
@@ -237,10 +241,10 @@ struct PortablePath {
   }
   static Int low_nibbles(Int bytes) { return bytes & 0x0f0f0f0f; }
   static Int high_nibbles(Int bytes) { return bytes >> 4 & 0x0f0f0f0f; }
-  static Int twice_e2m1(Int codes) {
+  static Int look_up(const uint8_t* levels, Int codes) {
     uint8_t bytes[sizeof codes];
     std::memcpy(bytes, &codes, sizeof codes);
-    for (uint8_t& byte : bytes) byte = kTwiceE2m1[byte];
+    for (uint8_t& byte : bytes) byte = levels[byte];
     std::memcpy(&codes, bytes, sizeof codes);
     return codes;
   }

@@ -1,4 +1,5 @@
 // Projections by quantized weights, one or a mixture's, as operators of tensors.
+#include <string_view>
 #include <vector>
 
 #include "tensors.h"
@@ -9,7 +10,8 @@ namespace {
 
 // What the arguments say of a product by `num_weights` weights, without bias and result.
 LinearQ product_of(const Tensor& x, const Tensor& w, int64_t num_weights, int64_t out_features,
-                   int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits) {
+                   int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits,
+                   std::string_view format) {
   check(x.dim == 2 && x.is_dense_row(), "x is [M, K], its rows contiguous");
   check(w.dim == 2 && w.dtype == kUInt8 && w.is_contiguous(),
         "a quantized weight is uint8 [blocks, bytes], contiguous");
@@ -23,6 +25,10 @@ LinearQ product_of(const Tensor& x, const Tensor& w, int64_t num_weights, int64_
   a.group = group;
   a.has_zeros = has_zeros;
   a.is_float = is_float;
+  if (!format.empty()) {
+    a.format = block_format(format);
+    check(a.format != nullptr, "a format of blocks that there is");
+  }
   const int64_t most_bits = a.dtype == DType::kFloat32 ? 24 : 16;
   a.row_bits = row_bits == 0 ? most_bits : row_bits;
   check(a.row_bits == most_bits || a.row_bits == 16 || a.row_bits == 8,
@@ -39,8 +45,10 @@ LinearQ product_of(const Tensor& x, const Tensor& w, int64_t num_weights, int64_
 }
 
 Tensor linear_q(const Tensor& x, const Tensor& w, const Tensor* bias, int64_t out_features,
-                int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits) {
-  LinearQ a = product_of(x, w, 1, out_features, bits, group, has_zeros, is_float, row_bits);
+                int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits,
+                std::string_view format) {
+  LinearQ a =
+      product_of(x, w, 1, out_features, bits, group, has_zeros, is_float, row_bits, format);
   if (bias != nullptr) {
     check_index(*bias, 1, x.dtype, "bias is [N] in the dtype of x");
     check(bias->sizes[0] == a.n, "bias is [N]");
@@ -55,11 +63,12 @@ Tensor linear_q(const Tensor& x, const Tensor& w, const Tensor* bias, int64_t ou
 
 // Each run of rows by its expert's blocks; rows after the last run are zeros.
 Tensor grouped_mm_q(const Tensor& x, const Tensor& w, const Tensor& ends, int64_t out_features,
-                    int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits) {
+                    int64_t bits, int64_t group, bool has_zeros, bool is_float, int64_t row_bits,
+                    std::string_view format) {
   check_ends(ends);
   const int64_t experts = ends.sizes[0];
-  const LinearQ whole =
-      product_of(x, w, experts, out_features, bits, group, has_zeros, is_float, row_bits);
+  const LinearQ whole = product_of(x, w, experts, out_features, bits, group, has_zeros, is_float,
+                                   row_bits, format);
   const Tensor y = empty({whole.rows, whole.n}, x.dtype);
   const int64_t item = bytes_of(x.dtype);
   const auto* in = static_cast<const char*>(x.data);

@@ -39,7 +39,7 @@ def _linear_q_onnx(emit: Any) -> Any:
 
 LINEAR_Q = Operator(
     "linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits, int group,"
-    " bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
+    " bool has_zeros, bool is_float=False, int row_bits=0, str format='') -> Tensor",
     reference=quantized.linear_q_reference,
     fake=_linear_q_fake,
     tokens=Product(),
@@ -55,7 +55,7 @@ LINEAR_Q = Operator(
 # of the experts of a mixture
 GROUPED_MM_Q = Operator(
     "grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, int group,"
-    " bool has_zeros, bool is_float=False, int row_bits=0) -> Tensor",
+    " bool has_zeros, bool is_float=False, int row_bits=0, str format='') -> Tensor",
     reference=quantized.grouped_mm_q_reference,
     fake=grouped_fake,
     tokens=SortedRows(),

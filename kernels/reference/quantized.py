@@ -32,6 +32,12 @@ each operation rounded to float32,
     y = y + t · (s · r),  group after group from y = 0
     result = y + bias, in the dtype of x
 
+Of ggml's blocks, groups of a row have 32 columns, and those of a weight 32 or 16: two of a weight
+then have one e and r. Where a group has a minimum m, z is 0, and with S = Σ X, exact, there follows
+on y + t · (s · r), each operation rounded to float32,
+
+    y = y - m · (float(S) · r)
+
 mxfp4 is the same: in place of u - z stands twice the value of e2m1, an integer from -12 to 12, and
 in place of s its half.
 
@@ -56,6 +62,8 @@ from specc.artifact.quantized_layout import QuantizedLayout, unpack
 
 # columns of a row that share a factor, where the weight has no groups
 ROW_GROUP = 128
+# the same of ggml's blocks
+ROW_GROUPS = 32
 LEAST_EXPONENT = -64
 _MOST = {8: 127, 16: 32639, 24: 8355711}
 
@@ -70,6 +78,7 @@ def linear_q_reference(
     has_zeros: bool,
     is_float: bool = False,
     row_bits: int = 0,
+    format: str = "",
 ) -> Tensor:
     """Project rows by a quantized weight; see above.
 
@@ -79,42 +88,54 @@ def linear_q_reference(
         weight: uint8 [blocks, bytes], see `specc.artifact.quantized_layout`.
         bias: [N] in the dtype of the input, or None.
         out_features: N.
-        bits: 8 or 4.
-        group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits.
+        bits: 8 or 4; of ggml's blocks, 2 to 8.
+        group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits; of ggml's
+            blocks, 16 or 32.
         has_zeros: groups have zero points of their own, of integers.
         is_float: the weight is fp8 (8 bits) or mxfp4 (4 bits).
         row_bits: of the integers of rows, 8, 16 or, of float32, 24; 0 is 16 for bfloat16, else 24.
             Rows by fp8 are not integers.
+        format: of ggml's blocks, whose bits and group the weight has; empty for others.
     Returns:
         [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN; by fp8 it is
         what float32 makes of it.
     Source: llama.cpp's products of Q4_0 by rows of Q8_0, here with rows of 8, 16 and 24 bits.
     """
-    layout = QuantizedLayout(bits, group, has_zeros, is_float)
+    layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
     levels, scales, zeros = unpack(weight, (out_features, input.shape[1]), layout)
-    width = group or ROW_GROUP
+    width, minima = max(group, ROW_GROUPS) if layout.format else group or ROW_GROUP, None
     if is_float and bits == 8:
         y = _by_fp8(input, layout.values(levels), scales, width)
         return (y if bias is None else y + bias.float()).to(input.dtype)
-    steps = layout.values(levels).double()
+    if layout.blocks is not None:
+        steps = layout.blocks.steps(levels).double()
+        scales, minima = layout.blocks.factors(scales)
+    else:
+        wide = zeros.repeat_interleave(group or input.shape[1], 1)[:, : input.shape[1]]
+        steps = layout.values(levels).double() - wide
     if is_float:
         steps, scales = 2 * steps, scales / 2
     row_bits = row_bits or bits_of_rows(input.dtype)
     values, factors = row_integers(input, width, row_bits)
     y = torch.zeros(input.shape[0], out_features)
-    for i, part in enumerate(values):
-        first, own = i * width, i if group else 0
-        part_of_w = steps[:, first : first + part.shape[1]] - zeros[:, own, None]
-        # of integers below 2^53, so every order gives these
-        if row_bits < 24:
-            total = (part.double() @ part_of_w.T).float()
-        else:
-            low = (part + 128) % 256 - 128
-            high = (part - low) // 256
-            total = (high.double() @ part_of_w.T).float() * 256 + (
-                low.double() @ part_of_w.T
-            ).float()
-        y = y + total * (scales[:, own] * factors[i][:, None])
+    for i, whole in enumerate(values):
+        factor = factors[i][:, None]
+        for j, part in enumerate(whole.split(group or width, 1)):
+            first = i * width + j * (group or width)
+            own = first // group if group else 0
+            part_of_w = steps[:, first : first + part.shape[1]]
+            # of integers below 2^53, so every order gives these
+            if row_bits < 24:
+                total = (part.double() @ part_of_w.T).float()
+            else:
+                low = (part + 128) % 256 - 128
+                high = (part - low) // 256
+                total = (high.double() @ part_of_w.T).float() * 256 + (
+                    low.double() @ part_of_w.T
+                ).float()
+            y = y + total * (scales[:, own] * factor)
+            if minima is not None:
+                y = y - minima[:, own] * (part.sum(1, keepdim=True).float() * factor)
     return (y if bias is None else y + bias.float()).to(input.dtype)
 
 
@@ -128,6 +149,7 @@ def grouped_mm_q_reference(
     has_zeros: bool,
     is_float: bool = False,
     row_bits: int = 0,
+    format: str = "",
 ) -> Tensor:
     """Project each run of rows by its expert's quantized weight.
 
@@ -144,11 +166,12 @@ def grouped_mm_q_reference(
         has_zeros: groups have zero points of their own.
         is_float: the weights are fp8 or mxfp4.
         row_bits: of the integers of rows.
+        format: of ggml's blocks.
     Returns:
         [M, N] in the dtype of x; rows from ends[E - 1] on are zero.
     """
     out, first = x.new_zeros(x.shape[0], out_features), 0
-    numbers = (out_features, bits, group, has_zeros, is_float, row_bits)
+    numbers = (out_features, bits, group, has_zeros, is_float, row_bits, format)
     blocks = weight.shape[0] // max(1, len(ends))
     for own, last in zip(weight.split(blocks or 1), ends.tolist(), strict=False):
         if last > first:

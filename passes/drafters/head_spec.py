@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,12 +35,14 @@ class TargetFacts:
         width: H, of its residual stream.
         num_layers: n.
         vocab_size: V, rows of its embedding.
+        config: of transformers, for heads that have a layer of the target's sizes.
     """
 
     name: str
     width: int
     num_layers: int
     vocab_size: int
+    config: Any = field(default=None, compare=False)
 
     def require(self, what: str, found: Any, needed: int, name: str) -> None:
         """Compare what a head was made for with what the target has.
@@ -64,7 +66,7 @@ class TargetFacts:
     def of_config(cls, name: str, config: Any) -> TargetFacts:
         """Those of a configuration of transformers."""
         keys = ("hidden_size", "num_hidden_layers", "vocab_size")
-        return cls(name, *(whole_number(config, key) for key in keys))
+        return cls(name, *(whole_number(config, key) for key in keys), config=config)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class HeadSpec:
     """A head whose files fit its target.
 
     Args:
-        kind: `EAGLE3`, `MTP`, `DFLASH`, `DSPARK` or `MEDUSA`.
+        kind: of `specc.drafters.registry.ALL`.
         layout: whose files: `SAFEAILAB`, `SPECULATORS`, `DEEPSPEC`, `EAGLE_CONFIG`, `ZLAB`,
             `SPECFORGE`, `VLLM`, `FASTER_DECODING`; for MTP see `mtp_spec`.
         directory: of the checkpoint.

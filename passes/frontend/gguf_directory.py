@@ -18,7 +18,7 @@ from specc.artifact.decoders.gguf_architectures import model_name
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError
-from specc.passes.frontend import gguf_config, gguf_ends, gguf_tokenizer
+from specc.passes.frontend import gguf_config, gguf_ends, gguf_splits, gguf_tokenizer
 from specc.system.file_cache import FileCache
 
 GENERATION = "generation_config.json"
@@ -92,7 +92,7 @@ def _files(file: Path) -> list[Path]:
 def _key(files: Sequence[Path]) -> str:
     """Of the files, and of the code that reads them."""
     key = hashlib.sha256()
-    for module in (gguf_config, gguf_ends, gguf_tokenizer, sys.modules[__name__]):
+    for module in (gguf_config, gguf_ends, gguf_splits, gguf_tokenizer, sys.modules[__name__]):
         key.update(Path(str(module.__file__)).read_bytes())
     for part in files:
         state = part.stat()

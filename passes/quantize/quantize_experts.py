@@ -64,10 +64,11 @@ class QuantizeExperts(Pass):
             blocks = inputs.add(source, layout, is_turned)
             if kept is not None and kept.columns is not None:
                 order_columns(program, node, blocks, kept.columns)
-            more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             with program.graph.inserting_before(node):
                 x, ends = bind_args(node)["x"], bound["ends"]
-                out = emit_call(program.graph, ops.grouped_mm_q, x, blocks, ends, outputs, *more)
+                out = emit_call(
+                    program.graph, ops.grouped_mm_q, x, blocks, ends, outputs, *layout.facts
+                )
             replace(node, out)
             if read is not source:
                 program.graph.erase_node(read)

@@ -41,11 +41,10 @@ class QuantizeLike(Pass):
             if kept is not None and kept.layout == layout and kept.columns is not None:
                 order_columns(program, node, own, kept.columns)
             bound = bind_args(node)
-            facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             with program.graph.inserting_before(node):
                 quantized = emit_call(
                     program.graph, ops.linear_q, bound["input"], own, bound["bias"],
-                    weight.shape[0], *facts,
+                    weight.shape[0], *layout.facts,
                 )  # fmt: skip
             replace(node, quantized)
             inputs.drop(read)

@@ -107,8 +107,7 @@ class QuantizeLinear(Pass):
             blocks = inputs.add(weight_node, layout)
             if kept is not None and kept.columns is not None:
                 order_columns(program, node, blocks, kept.columns)
-            more = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
-            replace_linear(node, ops.linear_q, blocks, weight.shape[0], *more)
+            replace_linear(node, ops.linear_q, blocks, weight.shape[0], *layout.facts)
             inputs.drop(weight_node)
             result.rewrites += 1
         name_sums(program)

@@ -17,6 +17,7 @@ from specc.sharding.shard_plan import (
     FIRST_ROW,
     OWN_ROWS,
     Collective,
+    Cut,
     Interval,
     RankConstant,
     ShardPlan,
@@ -32,9 +33,21 @@ _ROWS = {ops.grouped_mm: "x"}
 
 
 def kept_of(program: Program, weight: Weight) -> KeptIntegers | None:
-    """What is kept of the checkpoint; None where not all of its parts have the same."""
+    """What is kept of the checkpoint; None where not all of its parts have the same.
+
+    Of ggml's blocks that ranks would part, the same numbers in groups of fewer columns, if at all.
+    """
     found = {program.integers.get(name) for name in weight.parameters}
-    return found.pop() if len(found) == 1 else None
+    kept = found.pop() if len(found) == 1 else None
+    cut = None if program.shard is None else program.shard.by_key.get(weight.key)
+    while kept is not None and cut is not None and kept.layout.blocks is not None:
+        columns = cut.cuts[-2 if weight.is_turned != kept.is_turned else -1]
+        total = cut.shape[-2 if weight.is_turned != kept.is_turned else -1]
+        if _parted(columns, total, kept.layout.apart, program.shard.num_ranks) is None:
+            break
+        wide = kept.layout.widened
+        kept = None if wide is None else dataclasses.replace(kept, layout=wide)
+    return kept
 
 
 def whole_shape(program: Program, weight: Weight) -> tuple[int, ...]:
@@ -216,15 +229,21 @@ def _with_cut(plan: ShardPlan, weight: Weight, quantized: Weight) -> ShardPlan:
 
 def _check_groups(cut: WeightCut, layout: QuantizedLayout, num_ranks: int) -> None:
     """Raises ConfigError: a rank would have a part of a group of columns, and its scale."""
-    if not layout.group:
-        return
-    for rank in range(num_ranks):
-        for start, stop in pieces_of(cut.cuts[-1], rank):
-            is_whole = stop % layout.group == 0 or stop == cut.shape[-1]
-            if start % layout.group or not is_whole:
-                raise ConfigError(
-                    f"{cut.key}, {layout.group} columns of which share a scale, and {num_ranks}"
-                    f" ranks: rank {rank} would have columns {start} … {stop - 1}",
-                    f"whole groups of {layout.group} columns on each rank",
-                    "choose a smaller --quantize-group, --quantize int8, or fewer ranks",
-                )
+    found = _parted(cut.cuts[-1], cut.shape[-1], layout.apart, num_ranks)
+    if found is not None:
+        rank, start, stop = found
+        raise ConfigError(
+            f"{cut.key}, {layout.apart} columns of which share a scale, and {num_ranks}"
+            f" ranks: rank {rank} would have columns {start} … {stop - 1}",
+            f"whole groups of {layout.apart} columns on each rank",
+            "choose a smaller --quantize-group, --quantize int8, or fewer ranks",
+        )
+
+
+def _parted(columns: Cut, total: int, apart: int, num_ranks: int) -> tuple[int, int, int] | None:
+    """The first rank that would have a part of what is not to be cut, and its columns."""
+    for rank in range(num_ranks if apart else 0):
+        for start, stop in pieces_of(columns, rank):
+            if start % apart or (stop % apart and stop != total):
+                return rank, start, stop
+    return None

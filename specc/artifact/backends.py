@@ -60,8 +60,8 @@ class BackendFacts:
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `slopes`, `chunks`, `value width`, and `latent`, where
             values are the first columns of keys, and caches hold them once.
-        quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8` and
-            `mxfp4`.
+        quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8`,
+            `mxfp4` and `ggml`, blocks of GGUF files.
         quantized_extras: what such weights may have there: `zero points` of their own, and `short
             groups`, where columns are no multiple of what shares a scale.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -144,6 +144,7 @@ class BackendFacts:
 _TWO_DTYPES = ("float32", "bfloat16")
 VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
 _EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
+GGML = "ggml"
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
 ZERO_POINTS, SHORT_GROUPS = "zero points", "short groups"
 _QUANTIZED_EXTRAS = (ZERO_POINTS, SHORT_GROUPS)
@@ -191,9 +192,9 @@ register(
         by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
-        attention_extras=_EXTRAS, quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
-        quantizes_experts=True, cuts_quantized=True, takes_activation_bits=True,
-        options=_ON_CPU,
+        attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
+        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
+        takes_activation_bits=True, options=_ON_CPU,
     )
 )  # fmt: skip
 register(
@@ -213,7 +214,7 @@ register(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
-        takes_int8_rows=True, attention_extras=_EXTRAS, quantized=_QUANTIZED,
+        takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
         takes_activation_bits=True, options=_ON_CPU,
     )

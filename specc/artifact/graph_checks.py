@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from specc.artifact.block_formats import FORMATS
 from specc.artifact.graph_operators import is_known
 
 # of a graph: the largest models have some thousand nodes
@@ -42,7 +43,7 @@ _DTYPES = frozenset(
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _DEVICES = ("cpu", "meta", "cuda")
 # `trunc` of the least integer by -1 ends the process
-_WORDS = ("none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu")
+_WORDS = ("none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "", *FORMATS)
 
 # operator → arguments that say how much it makes
 _MAKERS = {

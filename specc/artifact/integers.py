@@ -21,7 +21,8 @@ class Integers:
 
     Args:
         levels: [n, K] uint8, the integers u, or the bits of v.
-        scales: [n, G] float32, one for each row and group of columns.
+        scales: [n, G] float32, one for each row and group of columns; of ggml's blocks their
+            headers, [n, blocks, bytes] uint8.
         zeros: [n, G] int16, the zero points z; None is the middle of the range, 8 or 128.
     """
 
@@ -38,7 +39,7 @@ class Integers:
 
         Args:
             ranges: whole groups, but for the last one, which may end with the row.
-            group: columns of a group; 0 where a row has one scale.
+            group: columns of a group, or of a block; 0 where a row has one scale.
         """
         levels = torch.cat([self.levels[:, start:stop] for start, stop in ranges], 1)
         if not group:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from specc.bounds import (
+    MAY_BE_ABSENT,
     MOST_BYTES,
     MOST_COLUMNS,
     MOST_IDS,
@@ -17,9 +18,6 @@ from specc.bounds import (
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.registry import facts_of
 from specc.speculation.taps import Taps
-
-# metadata of a field that files need not have
-MAY_BE_ABSENT = "may_be_absent"
 
 
 def cached_columns(head_dim: int, value_dim: int, values_in_keys: bool) -> tuple[int, ...]:

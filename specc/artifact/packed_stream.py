@@ -44,6 +44,9 @@ def _whole_rows(count: int, left: int, outputs: int) -> int:
 
 def zero_rows(rows: int, columns: int, layout: QuantizedLayout) -> Integers:
     """What zeros are rounded to: [rows, columns] levels at their zero points, and scales of 0."""
+    if (own := layout.blocks) is not None:
+        headers = torch.zeros(rows, columns // own.columns, own.header_bytes, dtype=torch.uint8)
+        return Integers(torch.zeros(rows, columns, dtype=torch.uint8), headers)
     shape = rows, layout.num_groups(columns)
     levels = torch.full((rows, columns), 0 if layout.has_zeros else layout.middle)
     zeros = torch.zeros(shape) if layout.has_zeros else None

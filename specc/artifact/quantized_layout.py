@@ -7,6 +7,7 @@ of columns, or for each output:
   own beside each scale.
 - fp8: the bits of e4m3, v · s, without NaN.
 - mxfp4: the code of e2m1, v · s; groups are of 32 columns, and each s is a power of two, e8m0.
+- q4_k, q8_0, …: a format of ggml's blocks, of which `block_formats.py` tells all that follows.
 
 A block of 32 outputs is one stream of bytes, in the order in which `specc.linear_q` uses them: a
 header of scales, and the levels that it is for. There is a header for each group, one for all
@@ -32,9 +33,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.artifact.block_formats import FORMATS, BlockFormat
+from specc.artifact.integers import Integers
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
+# kind of all layouts that are ggml's
+GGML = "ggml"
 # the largest values of e4m3 and e2m1
 FP8_MOST, FP4_MOST = 448.0, 6.0
 # of mxfp4, columns with one header
@@ -53,6 +58,7 @@ class QuantizedLayout:
         group: columns that share a scale: one of `GROUPS`, or 0 for all of an output (8 bits).
         has_zeros: each group has its own zero point (integers).
         is_float: levels are e4m3 (8 bits) or e2m1 with e8m0 scales (4 bits, groups of 32).
+        format: of ggml's blocks, which bits and group are those of; empty for a layout of specc.
     Raises:
         ValueError: a combination that no kernel reads.
     """
@@ -61,8 +67,15 @@ class QuantizedLayout:
     group: int = 0
     has_zeros: bool = False
     is_float: bool = False
+    format: str = ""
 
     def __post_init__(self) -> None:
+        if self.format:
+            own = FORMATS.get(self.format)
+            wanted = None if own is None else (own.bits, own.group, False, False)
+            if wanted != (self.bits, self.group, self.has_zeros, self.is_float):
+                raise ValueError(f"no blocks {self.format} of {self.bits} bits")
+            return
         groups = {8: (0, *GROUPS), 4: (32,) if self.is_float else GROUPS}
         is_known = self.group in groups.get(self.bits, ())
         if not is_known or (self.has_zeros and self.is_float):
@@ -72,6 +85,8 @@ class QuantizedLayout:
     @classmethod
     def named(cls, name: str) -> QuantizedLayout:
         """The layout of this `name`."""
+        if name in FORMATS:
+            return cls(FORMATS[name].bits, FORMATS[name].group, format=name)
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"no layout of weights is called {name}")
@@ -82,14 +97,47 @@ class QuantizedLayout:
 
     @property
     def name(self) -> str:
-        """`int8`, `int8-g32`, `int4-g64`, `int4-g64-zeros`, `fp8`, `fp8-g128`, `mxfp4`, …"""
+        """`int8`, `int8-g32`, `int4-g64-zeros`, `fp8`, `fp8-g128`, `mxfp4`, `q4_k`, …"""
+        if self.format:
+            return self.format
         group = f"-g{self.group}" if self.group and self.kind != "mxfp4" else ""
         return self.kind + group + ("-zeros" if self.has_zeros else "")
 
     @property
     def kind(self) -> str:
-        """`int8`, `int4`, `fp8` or `mxfp4`: what its levels are."""
+        """`int8`, `int4`, `fp8` or `mxfp4`: what its levels are; `ggml` of ggml's blocks."""
+        if self.format:
+            return GGML
         return _NAMES[self.bits, self.is_float]
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """The format, of ggml's blocks."""
+        return FORMATS[self.format] if self.format else None
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What operators are told of it, in their order."""
+        own = self.bits, self.group, self.has_zeros, self.is_float
+        # between them is how many bits rows have
+        return (*own, 0, self.format) if self.format else own
+
+    @property
+    def apart(self) -> int:
+        """Columns of which none is stored without the others; 0 where that is one."""
+        return self.group if self.blocks is None else self.blocks.columns
+
+    @property
+    def widened(self) -> QuantizedLayout | None:
+        """The layout of specc that holds what ggml's blocks hold, with scales in float32.
+
+        None where their groups have minima, or fewer columns.
+        """
+        own = self.blocks
+        if own is None or own.has_minimum or own.group not in GROUPS:
+            return None
+        # the levels of q4_0 are those of int4
+        return QuantizedLayout(own.bits if own.planes == (4,) and not own.table else 8, own.group)
 
     @property
     def middle(self) -> int:
@@ -124,6 +172,9 @@ class QuantizedLayout:
         Of a stack of weights [E, N, K] the blocks of one follow those of the other.
         """
         *stack, outputs, columns = shape
+        if self.blocks is not None:
+            count = math.prod(stack) * -(-outputs // BLOCK)
+            return count, BLOCK * self.blocks.row_bytes(columns)
         headers = -(-columns // self.header_columns) if self.header_columns else 1
         units = -(-columns // self.unit)
         unit_bytes = BLOCK * self.unit * self.bits // 8
@@ -147,12 +198,14 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
         scales: [N, G] float32, one for each output and group; of mxfp4 powers of two from 2^-126
             to 2^127, or 0.
         zeros: [N, G] integers from 0 to 256, where the layout has them.
-        layout: of the result.
+        layout: of the result. Of ggml's blocks, levels and scales are as `Integers` has them.
     Returns:
         uint8 [blocks, bytes of a block].
     Raises:
         ValueError: a level that is NaN, or a scale or a zero point that the layout does not hold.
     """
+    if layout.blocks is not None:
+        return layout.blocks.pack(levels, scales)
     outputs, columns = levels.shape
     _check_parts(levels, scales, zeros, layout)
     blocks, block_bytes = layout.stored_shape(levels.shape)
@@ -181,12 +234,17 @@ def unpack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `pack` was given: levels [N, K] uint8, scales [N, G] float32, zeros [N, G] int16.
 
+    Of ggml's blocks these are levels, headers and nothing.
+
     Args:
         stored: uint8 [blocks, bytes of a block].
         shape: [N, K].
         layout: of the weight.
     """
     outputs, columns = shape
+    if layout.blocks is not None:
+        codes, headers = layout.blocks.unpack(stored, columns)
+        return codes[:outputs], headers[:outputs], headers.new_empty(0, dtype=torch.int16)
     blocks, width, place = stored.shape[0], layout.header_columns or shape[1], 0
     levels, scales, zeros = [], [], []
 
@@ -215,12 +273,23 @@ def unpack(
     return torch.cat(levels, 1), all_scales, all_zeros
 
 
+def widened(item: Integers, layout: QuantizedLayout) -> Integers:
+    """Rows of ggml's blocks as `QuantizedLayout.widened` has them: the same numbers."""
+    own, wide = layout.blocks, layout.widened
+    assert own is not None
+    assert wide is not None
+    scales, _ = own.factors(item.scales)
+    return Integers((own.steps(item.levels) + wide.middle).to(torch.uint8), scales)
+
+
 def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) -> Tensor:
     """The weight [N, K], or [E, N, K], float32 that blocks stand for."""
     if len(shape) == 3:
         each = stored.split(max(1, len(stored) // max(1, shape[0])))
         return torch.stack([dequantize(item, shape[1:], layout) for item in each])
     levels, scales, zeros = unpack(stored, shape, layout)
+    if layout.blocks is not None:
+        return layout.blocks.numbers(levels, scales)
     width = layout.group or shape[1]
     wide = lambda item: item.repeat_interleave(width, 1)[:, : shape[1]]  # noqa: E731
     return (layout.values(levels) - wide(zeros).float()) * wide(scales)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from specc.artifact.decoders.decoded_reader import row_ranges
 from specc.artifact.decoders.decoded_weight import DecodedWeight
@@ -18,7 +19,7 @@ from specc.artifact.packed_stream import (
     rounded_rows,
     zero_rows,
 )
-from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_layout import QuantizedLayout, widened
 from specc.artifact.safetensors_io import Buffer, TensorReader
 from specc.artifact.tensor_part import Range
 from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
@@ -73,9 +74,12 @@ def quantized_chunks(
     assert layout is not None
     outputs, columns = part.shape if part is not None else spec.shape[-2:]
     kept = kept_integers(spec.sources, reader)
-    if kept is not None and kept.layout == layout:
+    if kept is not None and layout in (kept.layout, kept.layout.widened):
         assert isinstance(reader, IntegerReader)
-        rows = _kept_rows(spec.sources, reader, columns, layout)
+        rows = _kept_rows(spec.sources, reader, columns, kept.layout)
+        if layout != kept.layout:
+            own = kept.layout
+            rows = (widened(item, own) for item in rows)
     elif spec.is_turned:
         rows = rounded_matrices(chunks, (outputs, columns), spec.dtype, layout)
     else:
@@ -102,7 +106,7 @@ def _parts(
     """A rank's rows and columns of whole matrices, or of rows that are its own."""
     outputs, place = part.shape[0], 0
     for item in items:
-        own = item.columns(part.columns, layout.group)
+        own = item.columns(part.columns, layout.apart)
         if not part.rows:
             yield own
             continue
@@ -136,11 +140,19 @@ def integer_rows(
         assert weight is not None
         for first, last in row_ranges(weight, *(rows or (0, weight.shape[0]))):
             item = weight.integers(reader.stored, first, last)
-            if not bool(item.scales.isfinite().all()):
-                refuse_integers(_nonfinite(reader, weight, item, first))
+            if not bool((scales := _factors(item, layout)).isfinite().all()):
+                refuse_integers(_nonfinite(reader, weight, scales, first))
             if layout.is_float and layout.bits == 8 and bool((item.levels & 127 == 127).any()):
                 raise _not_a_number(reader, weight, item, first)
             yield item
+
+
+def _factors(item: Integers, layout: QuantizedLayout) -> Tensor:
+    """Scales [n, G]; where groups have minima, these beside them."""
+    if layout.blocks is None:
+        return item.scales
+    scales, minima = layout.blocks.factors(item.scales)
+    return scales if minima is None else torch.cat([scales, minima], 1)
 
 
 def _not_a_number(
@@ -156,9 +168,9 @@ def _not_a_number(
 
 
 def _nonfinite(
-    reader: IntegerReader, weight: DecodedWeight, item: Integers, first: int
+    reader: IntegerReader, weight: DecodedWeight, scales: Tensor, first: int
 ) -> NonFinite:
-    scales, place = item.scales, (~item.scales.isfinite()).nonzero()[0].tolist()
+    place = (~scales.isfinite()).nonzero()[0].tolist()
     counts = int(scales.isnan().sum()), int(scales.isinf().sum()), 0
     index: tuple[int, ...] = (first + place[0], place[1])
     if len(weight.shape) == 3:

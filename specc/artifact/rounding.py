@@ -48,7 +48,12 @@ def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
     zero points, the smallest and the largest weight, or 0, at the ends of the range. fp8 has 448,
     the largest of e4m3, at the largest |w|. mxfp4 has the exponent of the largest |w| less 2, that
     of e2m1's largest; what is beyond 6 is 6.
+
+    Raises:
+        ValueError: a layout of ggml's blocks, which hold what a file has.
     """
+    if layout.format:
+        raise ValueError(f"nothing is rounded to {layout.format} here")
     weight = weight.float()
     outputs, columns = weight.shape
     width, groups = layout.group or columns, layout.num_groups(columns)

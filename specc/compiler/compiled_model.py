@@ -26,7 +26,7 @@ from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
-from specc.passes.program import AttentionLayer, Program, Weight, constant_key
+from specc.passes.program import ROWS, AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
@@ -89,7 +89,7 @@ def compile_models(
     for source in sources:
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
-            program = _trace(source, context.limits.max_seq_len)
+            program = _trace(source, context)
         with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
             if source.name == TARGET:
                 calibration = calibration_phases(context, source, advance)
@@ -107,7 +107,10 @@ def compile_models(
         model = CompiledModel(source, program, entry)
         if (head := source.head) is not None:
             drafter = drafter_of_files(head)
-            model.copies, model.tables = drafter.step_weights(head, source.dtype)
+            beside, model.tables = drafter.step_weights(head, source.dtype)
+            # what the program has as it is, too, is in its file already
+            there = {x.key for x in program.weights.values() if x.layout == ROWS}
+            model.copies = {key: x for key, x in beside.items() if key not in there}
         if kept.whole is not None:
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered
@@ -116,7 +119,7 @@ def compile_models(
     return models, records
 
 
-def _trace(source: ModelSource, max_seq_len: int) -> Program:
+def _trace(source: ModelSource, context: CompileContext) -> Program:
     head = source.head
     program = trace(
         source.module,
@@ -126,8 +129,10 @@ def _trace(source: ModelSource, max_seq_len: int) -> Program:
         hands_on=head is not None and head.hands_on,
     )
     source.position_rows = position_limit(program)
-    program.integers = source.integers(program)
-    program.most_positions = max_seq_len
+    for name, kept in source.integers(program).items():
+        if (held := kept.held_as(context.facts.quantized)) is not None:
+            program.integers[name] = held
+    program.most_positions = context.limits.max_seq_len
     return program
 
 

@@ -100,7 +100,7 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
     return (
         *(
             (*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES)
-            if drafter.has_layers
+            if drafter.has_layers(head)
             else LAYERLESS_PHASES
         ),
         (TAPS, drafter.passes(head)),

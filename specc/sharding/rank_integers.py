@@ -66,7 +66,10 @@ class RankIntegers(DecodedWeight):
         return self.held
 
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
-        part, width = self.integers(reader, start, stop), self.held.group or self.shape[1]
+        part = self.integers(reader, start, stop)
+        if self.held.blocks is not None:
+            return self.held.blocks.numbers(part.levels, part.scales)
+        width = self.held.group or self.shape[1]
 
         def wide(item: Tensor) -> Tensor:
             return item.float().repeat_interleave(width, 1)[:, : self.shape[1]]
@@ -112,7 +115,7 @@ class RankIntegers(DecodedWeight):
         found = Integers(levels, scales, zeros if self.held.has_zeros else None)
         own = found.rows(rows.local - blocks[0] * BLOCK, last - blocks[0] * BLOCK)
         asked = columns.local, columns.local + columns.stop - columns.start
-        return own.columns((asked,), self.held.group)
+        return own.columns((asked,), self.held.apart)
 
     def _cut(self, dim: int) -> Cut:
         if self.cut is None:

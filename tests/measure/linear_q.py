@@ -12,7 +12,8 @@ Peers that are installed take part; what is not is said. `onnxruntime` is its Ma
 rows, blocks of 32, accuracy level 4 (rows become int8, which is faster and less exact) and 0 (as
 floats); `openvino` a MatMul by weights that are decompressed, in its default precision; `ggml` a
 mul_mat of Q4_0 or Q8_0, rows as Q8_0, from the shared libraries of llama.cpp in --ggml DIRECTORY.
-specc's own rows have 24 bits, and as those of the others 8 (`specc-8`).
+specc's own rows have 24 bits, and as those of the others 8 (`specc-8`). Of ggml's formats
+(`--kinds q4_k q6_k`) ggml alone is the peer.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.block_formats import FORMATS, BlockFormat
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
 from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.system.machine import describe_machine
@@ -46,7 +48,7 @@ BLOCK = 32
 # of specc's sums by the bits of its rows; numbers of others are drawn, and only their time counts
 TOLERANCES = {24: 2e-5, 8: 2e-2}
 Turn = Callable[[], list[Any]]
-LAYOUTS = {"int4": "int4-g32", "int8": "int8-g32"}
+LAYOUTS = {"int4": "int4-g32", "int8": "int8-g32"} | {name: name for name in FORMATS}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Peer:
 
 
 def of_specc(stored: list[Tensor], layout: QuantizedLayout, x: Tensor, row_bits: int) -> Peer:
-    numbers = layout.bits, layout.group, layout.has_zeros, layout.is_float, row_bits
+    own = layout.bits, layout.group, layout.has_zeros, layout.is_float
+    numbers = *own, row_bits, layout.format
     run = torch.ops.specc_cpu.linear_q
     name = "specc" if row_bits == 24 else f"specc-{row_bits}"
     return Peer(name, stored[0].nbytes, lambda: [run(x, w, None, N, *numbers) for w in stored])
@@ -139,7 +142,11 @@ def _same(value: int, bits: int) -> np.ndarray:
 class Ggml:
     """The functions of ggml that one product needs, from shared libraries."""
 
-    F32, Q4_0, Q8_0 = 0, 2, 8
+    F32 = 0
+    KINDS: ClassVar = {
+        "int4": 2, "int8": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10,
+        "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23,
+    }  # fmt: skip
 
     class InitParams(ctypes.Structure):
         _fields_ = (
@@ -172,8 +179,8 @@ class Ggml:
             function.restype, function.argtypes = result, arguments
         self.cpu.ggml_cpu_init()
 
-    def peer(self, bits: int, x: Tensor, count: int, threads: int) -> Peer:
-        kind = self.Q4_0 if bits == 4 else self.Q8_0
+    def peer(self, name: str, x: Tensor, count: int, threads: int) -> Peer:
+        kind = self.KINDS[name]
         size = count * (N * K * 2 + (1 << 20)) + (1 << 28)
         context = self.base.ggml_init(self.InitParams(size, None, False))
         given = self.base.ggml_new_tensor_2d(context, self.F32, K, x.shape[0])
@@ -193,14 +200,18 @@ class Ggml:
 
 
 def peers_of(
-    bits: int, x: Tensor, count: int, threads: int, ggml: Ggml | None
+    kind: str, x: Tensor, count: int, threads: int, ggml: Ggml | None
 ) -> tuple[list[Peer], dict[str, str]]:
     """All methods that are there, and of the others why not."""
-    made, missing = [], {}
+    made, missing, bits = [], {}, QuantizedLayout.named(LAYOUTS[kind]).bits
     for name, make in (
-        ("onnxruntime-4", lambda: of_onnxruntime(bits, x, count, threads, 4)),
-        ("onnxruntime-0", lambda: of_onnxruntime(bits, x, count, threads, 0)),
-        ("openvino", lambda: of_openvino(bits, x, count, threads)),
+        ()
+        if kind in FORMATS
+        else (
+            ("onnxruntime-4", lambda: of_onnxruntime(bits, x, count, threads, 4)),
+            ("onnxruntime-0", lambda: of_onnxruntime(bits, x, count, threads, 0)),
+            ("openvino", lambda: of_openvino(bits, x, count, threads)),
+        )
     ):
         try:
             made.append(make())
@@ -209,19 +220,29 @@ def peers_of(
     if ggml is None:
         missing["ggml"] = "no --ggml DIRECTORY"
     else:
-        made.append(ggml.peer(bits, x, count, threads))
+        made.append(ggml.peer(kind, x, count, threads))
     return made, missing
+
+
+def drawn(own: BlockFormat) -> Tensor:
+    """Random blocks [N, K] with scales of one size."""
+    headers = torch.randint(0, 256, (N, K // own.columns, own.header_bytes)).to(torch.uint8)
+    headers[..., :2] = torch.tensor([1e-3]).half().view(torch.uint8)
+    if own.has_minimum:
+        headers[..., 2:4] = torch.tensor([1e-2]).half().view(torch.uint8)
+    levels = torch.randint(0, 1 << own.bits, (N, K), dtype=torch.uint8)
+    return pack(levels, headers, None, QuantizedLayout.named(own.name))
 
 
 def measure(kind: str, rows: int, threads: int, seconds: float, ggml: Ggml | None) -> dict:
     """Median microseconds of one product with each method, and the bandwidth of reading."""
     layout = QuantizedLayout.named(LAYOUTS[kind])
-    bits = layout.bits
-    count = NUM_BYTES // (N * K * bits // 8)
+    count = NUM_BYTES * 8 // (N * K * layout.bits)
     x = torch.randn(rows, K)
     # distinct memory, equal numbers: what is measured does not depend on them
-    weight = torch.randn(N, K) / 1000
-    stored = [quantize(weight, layout) for _ in range(count)]
+    own = layout.blocks
+    one = quantize(torch.randn(N, K) / 1000, layout) if own is None else drawn(own)
+    stored = [one.clone() for _ in range(count)]
     exact = x.double() @ dequantize(stored[0], (N, K), layout).double().T
     own, errors = [], {}
     for row_bits, tolerance in TOLERANCES.items():
@@ -229,7 +250,7 @@ def measure(kind: str, rows: int, threads: int, seconds: float, ggml: Ggml | Non
         error = ((own[-1].turn()[0].double() - exact).abs().max() / exact.abs().max()).item()
         assert error < tolerance, error
         errors[own[-1].name] = error
-    others, missing = peers_of(bits, x, count, threads, ggml)
+    others, missing = peers_of(kind, x, count, threads, ggml)
     memory = torch.zeros(NUM_BYTES // 4)
     turns: dict[str, Callable[[], object]] = {"read": lambda: native.sum_floats(memory)}
     turns |= {peer.name: peer.turn for peer in (*own, *others)}
@@ -256,6 +277,9 @@ def measure(kind: str, rows: int, threads: int, seconds: float, ggml: Ggml | Non
         "specc_errors": errors,
         "read_gb_s": round(read, 1),
         "us": {name: round(value / count * 1e6, 1) for name, value in medians.items()},
+        "ns_byte": {
+            name: round(value / count / sizes[name] * 1e9, 4) for name, value in medians.items()
+        },
         "gb_s": {name: round(value, 1) for name, value in gb_s.items()},
         "share": {name: round(value / read, 3) for name, value in gb_s.items()},
         "missing": missing,
@@ -275,7 +299,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--kinds", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--kinds", nargs="+", choices=LAYOUTS, default=["int4", "int8"])
     parser.add_argument("--seconds", type=float, default=5.0, help="of one row of a table")
     parser.add_argument("--ggml", type=Path, help="directory of libggml-base.so, libggml-cpu.so")
     arguments = parser.parse_args()

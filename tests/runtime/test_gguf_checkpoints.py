@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import specc
+from specc.artifact.block_formats import FORMATS
+from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from tests import engines, gguf_files, models
 from tests.quantized_checkpoints import Written
 from tests.runtime.test_quantized import PLANS, check_logits, generate
-from tests.runtime.test_quantized_checkpoints import TOLERANCE, reference, stored_layouts
+from tests.runtime.test_quantized_checkpoints import (
+    TOLERANCE,
+    check_integers,
+    reference,
+    stored_layouts,
+)
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 
@@ -23,30 +33,61 @@ def write(root: Path, name: str, architecture: str, kind_of, **changes) -> Writt
     return gguf_files.write_model(target, root, architecture, kind_of, config)
 
 
-def kind_of_4_k_m(name: str) -> str:
-    """Types of llama.cpp's Q4_K_M, in small."""
-    if "embed_tokens" in name or "down_proj" in name:
-        return "Q6_K"
-    return "Q8_0" if "lm_head" in name or "v_proj" in name else "Q4_K"
+# of llama.cpp's mixes: the type of most matrices, and that of those that get more bits
+MIXES = [
+    ("Q4_0", "Q6_K"), ("Q4_1", "Q6_K"), ("Q5_0", "Q6_K"), ("Q5_1", "Q6_K"), ("Q8_0", "Q8_0"),
+    ("Q2_K", "Q3_K"), ("Q3_K", "Q5_K"), ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q6_K", "Q6_K"),
+    ("IQ4_NL", "Q5_K"), ("IQ4_XS", "Q5_K"), ("MXFP4", "Q8_0"), ("TQ2_0", "Q4_K"), ("TQ1_0", "Q4_K"),
+    ("IQ1_S", "IQ2_S"), ("IQ2_XXS", "IQ3_S"), ("IQ2_XS", "IQ3_XXS"), ("IQ3_S", "Q4_K"),
+    ("IQ1_M", "Q2_K"),
+]  # fmt: skip
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
-@pytest.mark.slow
-def test_mixed_types(tmp_path) -> None:
-    """Q4_K and Q6_K become the type of the engine, exactly in float32, and that is said."""
-    written = write(tmp_path, "llama", "llama", kind_of_4_k_m, **WIDE)
+@pytest.mark.parametrize(
+    ("name", "kind", "more", "backend"),
+    [pytest.param("llama", "Q4_K", "Q6_K", "cpu", id="q4_k_m")]
+    + [
+        pytest.param(name, *mix, "cpu", marks=pytest.mark.slow, id=f"{name}-{mix[0]}")
+        for name in ARCHITECTURES
+        for mix in MIXES
+    ]
+    + [pytest.param("qwen3", "Q5_K", "Q6_K", "eager", marks=pytest.mark.slow, id="eager")],
+)
+def test_mixed_types(tmp_path, name, kind, more, backend) -> None:
+    """Projections are the file's own blocks, as many bytes, and outputs those of its numbers."""
+    pytest.importorskip("gguf")
+
+    def kind_of(key: str) -> str:
+        if "embed_tokens" in key:
+            return "F16"
+        return more if any(part in key for part in ("down_proj", "v_proj", "lm_head")) else kind
+
+    written = write(tmp_path, name, name, kind_of, **WIDE)
     found = specc.compile(
-        written.quantized, None, tmp_path / "engine", backend="eager", probe=False, max_seq_len=128
+        written.quantized, None, tmp_path / "engine", backend=backend, probe=False, max_seq_len=128
     )
     check_logits(tmp_path / "engine", reference(written), "float32", TOLERANCE)
     layouts = stored_layouts(tmp_path / "engine")
-    assert layouts == {
-        "lm_head.weight:int8-g32": "blocks-int8-g32",
-        "model.layers.0.self_attn.v_proj.weight:int8-g32": "blocks-int8-g32",
-    }
-    (told,) = [text for text in found.warnings if "quantized" in text]
-    # the embedding, q, k, o, down, and gate and up, which are fused
-    assert "7 quantized weights of the checkpoint become float32" in told
-    assert found.manifest.models[0].checkpoint_scheme == "gguf, Q4_K; and 2 others"
+    names = {layout.removeprefix("blocks-").upper() for layout in layouts.values()}
+    numbers = {item for item in (kind, more) if item in ("IQ2_XS", "IQ2_S", "IQ1_M")}
+    formats = {item for item in (kind, more) if item.lower() in FORMATS}
+    assert formats <= names
+    told = [text for text in found.warnings if "quantized" in text]
+    assert bool(told) == bool(numbers)
+    scheme = found.manifest.models[0].checkpoint_scheme
+    assert scheme is not None
+    assert scheme.startswith("gguf, ")
+    if formats != {kind, more}:
+        return
+    matrices = {k: w for k, w in written.weights.items() if w.dim() == 2 and "embed" not in k}
+    check_integers(replace(written, weights=matrices), tmp_path / "engine")
+    stored, size = load_file(tmp_path / "engine" / "target" / "weights.safetensors"), 0
+    reader = GGUFReader(written.quantized / gguf_files.FILE)
+    # the head of the tiny model has 128 outputs: all blocks of 32 are full
+    for tensor in reader.tensors.values():
+        size += tensor.num_bytes if tensor.dtype == torch.uint8 else 0
+    assert sum(stored[key].numel() for key in layouts) == size
 
 
 def test_parts_alone(tmp_path) -> None:
@@ -99,8 +140,8 @@ def test_plans_and_logits(tmp_path, name, architecture, kind, dtype) -> None:
         plans=PLANS, max_seq_len=models.MAX_SEQ_LEN, probe=False, backend="eager", dtype=dtype
     )
     engine = engines.build(written.quantized, draft, tmp_path / "engine", config)
-    layout = {"Q4_0": "blocks-int4-g32", "Q8_0": "blocks-int8-g32"}[kind]
-    assert list(stored_layouts(engine).values()) == [layout] * (10 - len(plain))
+    assert set(stored_layouts(engine).values()) == {f"blocks-{kind.lower()}"}
+    assert len(stored_layouts(engine)) == 10 - len(plain)
     check_logits(engine, reference(written), dtype, TOLERANCE)
     check_plans_of_any_draft(engine)
 

@@ -10,9 +10,7 @@ from specc.artifact.decoders.gguf_grids import COLUMNS, GRIDS
 from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import QuantizedLayout
 
-_INT8 = QuantizedLayout(8, 32)
-_OF_GRIDS = {8: _INT8, 4: QuantizedLayout(4, 128)}
-_MXFP4 = QuantizedLayout.named("mxfp4")
+_OF_GRIDS = {8: QuantizedLayout(8, 32), 4: QuantizedLayout(4, 128)}
 
 
 def format_of(name: str) -> BlockFormat | None:
@@ -39,33 +37,23 @@ def layout_of(name: str) -> QuantizedLayout | None:
     """The layout of `integers_of`; None where none of them holds these numbers exactly."""
     if name in GRIDS:
         return _OF_GRIDS.get(GRIDS[name].bits)
-    own = format_of(name)
-    assert own is not None
-    if own is MXFP4:
-        return _MXFP4
-    if own.has_minimum or own.group != _INT8.group:
-        return None
-    return QuantizedLayout(4, own.group) if name == "Q4_0" else _INT8
+    return QuantizedLayout.named(name.lower())
 
 
 def integers_of(name: str, rows: Tensor) -> Integers:
-    """Rows [n, bytes] as groups of integers with scales in float32, or, of MXFP4, as it has them.
+    """Rows [n, bytes] as `layout_of` has them.
 
     Scales of MXFP4 are those of e2m1's own numbers.
     """
-    layout = layout_of(name)
-    assert layout is not None
-    if name in GRIDS:
-        grid = GRIDS[name]
-        steps, scales = grid.parts(rows.reshape(-1, grid.block_bytes))
-        scales = scales.repeat_interleave(grid.group // layout.group, 1)
-    else:
-        own = format_of(name)
-        assert own is not None
+    own = format_of(name)
+    if own is not None:
         levels, headers = own.parts(rows)
-        scales, _ = own.factors(headers)
-        if own is MXFP4:
-            return Integers(levels, 2 * scales)
-        steps = own.steps(levels)
+        if own is not MXFP4:
+            return Integers(levels, headers)
+        return Integers(levels, 2 * own.factors(headers)[0])
+    grid, layout = GRIDS[name], layout_of(name)
+    assert layout is not None
+    steps, scales = grid.parts(rows.reshape(-1, grid.block_bytes))
+    scales = scales.repeat_interleave(grid.group // layout.group, 1)
     steps, scales = steps.reshape(len(rows), -1), scales.reshape(len(rows), -1)
     return Integers((steps + layout.middle).to(torch.uint8), scales)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
-from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_layout import GGML, QuantizedLayout
 from specc.artifact.safetensors_io import tensor_bytes
 
 
@@ -34,6 +35,19 @@ class KeptIntegers:
             return None
         order = b"" if weight.order is None else bytes(tensor_bytes(weight.order.long()))
         return cls(weight.layout, order, weight.is_turned)
+
+    def held_as(self, kinds: Collection[str]) -> KeptIntegers | None:
+        """This, or the same numbers in another layout, where a backend lacks ggml's blocks.
+
+        Args:
+            kinds: of layouts that it has. Others than ggml's are refused by a pass, not here.
+        Returns:
+            None where it holds them as numbers alone.
+        """
+        if self.layout.kind != GGML or GGML in kinds:
+            return self
+        wide = self.layout.widened
+        return replace(self, layout=wide) if wide is not None and wide.kind in kinds else None
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specc.artifact.block_formats import FORMATS
 from specc.artifact.quantized_layout import QuantizedLayout, pack
 from specc.artifact.rounding import quantize
 from specc.kernels import native
@@ -28,6 +29,9 @@ WRAPPER = """
 extern "C" __attribute__((visibility("default"))) void run_linear_q(const specc::LinearQ* a,
                                                                     long count, int n) {
   specc::linear_q(a, count, n);
+}
+extern "C" __attribute__((visibility("default"))) const void* find_format(const char* name) {
+  return specc::block_format(name);
 }
 // as a program's pass does
 extern "C" __attribute__((visibility("default"))) void run_in_team(const specc::LinearQ* a,
@@ -52,10 +56,11 @@ OWN_BITS, FEWER_BITS = (ROWS[0], ROWS[3]), (ROWS[1], ROWS[2], ROWS[4])
 NAMES = (
     "int8", "int4-g32", "int4-g32-zeros", "int4-g64", "int4-g64-zeros", "int4-g128",
     "int4-g128-zeros", "int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g64-zeros",
-    "mxfp4", "fp8", "fp8-g32", "fp8-g128",
+    "mxfp4", "fp8", "fp8-g32", "fp8-g128", *FORMATS,
 )  # fmt: skip
 LAYOUTS = [QuantizedLayout.named(name) for name in NAMES]
-INTEGERS = [layout for layout in LAYOUTS if not layout.is_float]
+INTEGERS = [layout for layout in LAYOUTS if not layout.is_float and not layout.format]
+OF_GGML = [layout for layout in LAYOUTS if layout.format]
 EVERY = {"argvalues": LAYOUTS, "ids": lambda item: item.name}
 
 
@@ -78,6 +83,7 @@ class LinearQStruct(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("y_stride", ctypes.c_int64),
+        ("format", ctypes.c_void_p),
     )
 
 
@@ -93,13 +99,15 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     each = [kernel_flags(name, isa) for name in kernels]
     assert each[0] == each[1]
     openmp = native.openmp_flags()
-    return load_wrapper(
+    found = load_wrapper(
         tmp_path_factory.mktemp("linear_q"),
         WRAPPER,
         each[0],
         kernels,
         tuple(openmp),
     )
+    found.find_format.restype, found.find_format.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
+    return found
 
 
 def run(
@@ -116,13 +124,14 @@ def run(
     y_stride: int | None = None,
 ) -> Tensor:
     """Call the kernel; nothing around y may change."""
-    arguments, around = product(x, stored, bias, n, layout, y_stride, row_bits)
+    arguments, around = product(library, x, stored, bias, n, layout, y_stride, row_bits)
     call = library.run_in_team if in_team else library.run_linear_q
     call(ctypes.byref(arguments), 1, threads)
     return result_of(around, n)
 
 
 def product(
+    library: ctypes.CDLL,
     x: Tensor,
     stored: Tensor,
     bias: Tensor | None,
@@ -152,6 +161,7 @@ def product(
         None if bias is None else bias.data_ptr(),
         around[1:].data_ptr(),
         y_stride,
+        library.find_format(layout.format.encode()),
     )
     return arguments, around
 
@@ -166,15 +176,30 @@ def result_of(around: Tensor, n: int) -> Tensor:
 def oracle(
     x: Tensor, stored: Tensor, bias: Tensor | None, n: int, layout: QuantizedLayout, row_bits=0
 ):
-    return linear_q_reference(x, stored, bias, n, *numbers_of(layout), row_bits)
+    return linear_q_reference(x, stored, bias, n, *numbers_of(layout, row_bits))
 
 
-def numbers_of(layout: QuantizedLayout) -> tuple[int, int, bool, bool]:
-    """What the operator is told of a layout."""
-    return layout.bits, layout.group, layout.has_zeros, layout.is_float
+def numbers_of(layout: QuantizedLayout, row_bits: int = 0) -> tuple[int, int, bool, bool, int, str]:
+    """What the operator is told of a layout, and of rows."""
+    own = layout.bits, layout.group, layout.has_zeros, layout.is_float
+    return (*own, row_bits, layout.format)
+
+
+def whole_columns(k: int, layout: QuantizedLayout) -> int:
+    """So many columns, or as many more as fill blocks of ggml."""
+    return k if layout.blocks is None else -(-k // layout.blocks.columns) * layout.blocks.columns
 
 
 def random_weight(n: int, k: int, layout: QuantizedLayout) -> Tensor:
+    if (own := layout.blocks) is not None:
+        levels = torch.randint(0, 1 << own.bits, (n, k), dtype=torch.uint8)
+        headers = torch.randint(0, 256, (n, k // own.columns, own.header_bytes)).to(torch.uint8)
+        # scales in fp16, some of them subnormal; there, and in iq4_xs alone, more bits of others
+        spread = torch.exp2(torch.randint(-18, 4, (n, k // own.columns, 2)).float())
+        halves = (torch.randn(spread.shape) * spread).half().view(torch.uint8)
+        count = 4 if own.has_minimum else 2
+        headers[..., :count] = halves[..., :count]
+        return pack(levels, headers, None, layout)
     groups = layout.num_groups(k)
     levels = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
     zeros = torch.randint(0, 1 << layout.bits, (n, groups)) if layout.has_zeros else None
@@ -224,6 +249,7 @@ def test_bits_of_the_oracle(
 ):
     torch.manual_seed(seed)
     dtype, row_bits = kind
+    k = whole_columns(k, layout)
     x = in_poison(rows, k, dtype=dtype, padding=x_padding)
     x *= torch.exp2(spread * torch.randn(rows, k)).to(dtype)  # some are below 2^-64
     stored = random_weight(n, k, layout)
@@ -241,11 +267,11 @@ def test_bits_of_the_oracle(
         [pytest.param(kind, id=EVERY_ROW["ids"](kind)) for kind in OWN_BITS],
         [pytest.param(layout, id=layout.name) for layout in LAYOUTS],
     )
-    + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12)],
+    + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12, 19, 23, 25)],
     ids=lambda item: item.name if isinstance(item, QuantizedLayout) else EVERY_ROW["ids"](item),
 )
 def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, kind, layout):
-    k, n = 773, 139
+    k, n = whole_columns(773, layout), 139
     dtype, row_bits = kind
     x, bias = torch.randn(70, k).to(dtype), torch.randn(n).to(dtype)
     stored = random_weight(n, k, layout)
@@ -261,16 +287,19 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, kind, layou
         assert torch.equal(got, want[first:]), f"{rows} rows, a team"
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 12, 14)], ids=lambda i: i.name)
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[i] for i in (0, 2, 12, 14, 23, 25)], ids=lambda i: i.name
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
     """Experts of 0 to 40 rows in one call: whichever thread has which of their blocks."""
-    k, n, counts = 200, 139, (1, 0, 40, 3, 1)
+    k, n, counts = whole_columns(200, layout), 139, (1, 0, 40, 3, 1)
     rows = [torch.randn(count, k).to(dtype) for count in counts]
     stored = [random_weight(n, k, layout) for _ in counts]
     want = [oracle(x, own, None, n, layout) for x, own in zip(rows, stored, strict=True)]
     for threads in (1, 2, 3, 7):
-        made = [product(x, own, None, n, layout) for x, own in zip(rows, stored, strict=True)]
+        pairs = zip(rows, stored, strict=True)
+        made = [product(library, x, own, None, n, layout) for x, own in pairs]
         every = (LinearQStruct * len(made))(*(arguments for arguments, _ in made))
         library.run_linear_q(every, len(made), threads)
         for (_, around), own in zip(made, want, strict=True):
@@ -302,6 +331,40 @@ def test_sums_at_the_ends_of_their_range(library, sign, kind, layout):
         )
 
 
+@pytest.mark.parametrize("layout", OF_GGML, ids=lambda item: item.name)
+@pytest.mark.parametrize("kind", [ROWS[0], ROWS[3]], ids=EVERY_ROW["ids"])
+def test_sums_of_blocks_at_the_ends_of_their_range(library, kind, layout):
+    """Rows of the largest integers, levels and scales at both ends."""
+    (dtype, row_bits), k, n, own = kind, 2048, 33, layout.blocks
+    x = torch.full((2, k), 8355711.0 if row_bits == 24 else 32512.0).to(dtype)
+    x[1] *= -1
+    headers = torch.randint(0, 256, (n, k // own.columns, own.header_bytes)).to(torch.uint8)
+    headers[1::3], headers[2::3] = 0, 255
+    headers[..., :4] = torch.tensor([1.5, 0.75]).half().view(torch.uint8)[: own.header_bytes]
+    for level in (0, (1 << own.bits) - 1):
+        stored = pack(torch.full((n, k), level, dtype=torch.uint8), headers, None, layout)
+        found = run(library, x, stored, None, n, layout, row_bits=row_bits)
+        assert same_bits(found, oracle(x, stored, None, n, layout, row_bits))
+
+
+@pytest.mark.parametrize("layout", OF_GGML, ids=lambda item: item.name)
+def test_every_scale_in_fp16(library, layout):
+    """Subnormal ones, too; what is not finite is in no file that is compiled."""
+    own = layout.blocks
+    halves = torch.arange(1 << 16, dtype=torch.int32).short().view(torch.float16)
+    halves = halves[halves.isfinite()][:: 1 if own.name == "q4_1" else 37].contiguous()
+    n = len(halves)
+    headers = torch.full((n, 1, own.header_bytes), 33, dtype=torch.uint8)
+    headers[:, 0, :2] = halves.view(n, 1).view(torch.uint8)
+    if own.has_minimum:
+        headers[:, 0, 2:4] = halves.flip(0).clone().view(n, 1).view(torch.uint8)
+    levels = torch.full((n, own.columns), (1 << own.bits) - 1, dtype=torch.uint8)
+    stored, x = pack(levels, headers, None, layout), torch.zeros(1, own.columns)
+    x[0, 0] = 1
+    found = run(library, x, stored, None, n, layout)
+    assert same_bits(found, oracle(x, stored, None, n, layout))
+
+
 @pytest.mark.parametrize("kind", **EVERY_ROW)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_nan_and_infinity_stay_in_their_row(library, poison, kind):
@@ -327,10 +390,13 @@ def test_what_is_below_any_step_is_zero(library, row_bits, least):
     assert (y[1] > 10).all()
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[i] for i in (0, 2, 5, 12, 14)], ids=lambda i: i.name)
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS[i] for i in (0, 2, 5, 12, 14, 18, 23, 25)], ids=lambda i: i.name
+)
 @pytest.mark.parametrize("k", [3, pytest.param(64, marks=pytest.mark.slow), 200], ids="k{}".format)
 def test_reads_nothing_beyond_x_and_weight(library, k, layout):
-    packed = quantize(torch.ones(39, k), layout)
+    k = whole_columns(k, layout)
+    packed = random_weight(39, k, layout)
     x = before_a_forbidden_page(5, k, dtype=torch.float32)
     stored = before_a_forbidden_page(*packed.shape, dtype=torch.uint8).copy_(packed)
     want = oracle(x, stored, None, 39, layout)
@@ -344,7 +410,7 @@ def test_reads_nothing_beyond_x_and_weight(library, k, layout):
 def test_operators_are_told_how_many_bits_rows_have(dtype):
     native.load()
     x, layout = torch.randn(6, 100).to(dtype), LAYOUTS[2]
-    arguments = (70, *numbers_of(layout))
+    arguments = (70, *numbers_of(layout)[:4])
     stored = random_weight(70, 100, layout)
     ends, both = torch.tensor([2, 6], dtype=torch.int32), torch.cat((stored, stored))
     made = []
@@ -365,8 +431,9 @@ def test_operators_are_told_how_many_bits_rows_have(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operator(dtype, layout):
     native.load()
-    x = in_poison(7, 48, dtype=dtype, padding=16)
-    stored, bias = random_weight(100, 48, layout), torch.randn(100).to(dtype)
+    k = whole_columns(48, layout)
+    x = in_poison(7, k, dtype=dtype, padding=16)
+    stored, bias = random_weight(100, k, layout), torch.randn(100).to(dtype)
     arguments = (100, *numbers_of(layout))
     for own in (bias, None):
         found = torch.ops.specc_cpu.linear_q(x, stored, own, *arguments)
@@ -377,6 +444,8 @@ def test_operator(dtype, layout):
             torch.ops.specc_cpu.linear_q(x, wrong, None, *arguments)
     for wrong in (
         (96, *arguments[1:]),
+        (*arguments[:-1], "q9_9"),
+        (*arguments[:-1], "q4_k" if layout.format != "q4_k" else "q6_k"),
         (100, 8, 16, False, False),
         (100, 4, 48, False, False),
         (100, 5, 32, True, False),

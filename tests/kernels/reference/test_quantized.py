@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, unpack
+from specc.artifact.block_formats import FORMATS
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, unpack
 from specc.artifact.rounding import quantize
 from specc.kernels.reference.quantized import linear_q_reference, row_integers
 
@@ -21,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def project(x, stored, bias, n, layout, row_bits=0):
-    more = (layout.bits, layout.group, layout.has_zeros, layout.is_float, row_bits)
+    more = (layout.bits, layout.group, layout.has_zeros, layout.is_float, row_bits, layout.format)
     return linear_q_reference(x, stored, bias, n, *more)
 
 
@@ -44,6 +45,36 @@ def test_products_are_those_of_the_weight_that_blocks_stand_for(k, row_bits, dty
     bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ weight.abs().T)
     if layout in FP8:
         bound = 2.0**-18 * (x.double().abs() @ weight.abs().T)
+    bound = bound + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 1e-6)
+    assert ((found - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("dtype", "row_bits"), [(DTYPES[0], 0), (DTYPES[1], 0), (DTYPES[0], 8)])
+def test_products_are_those_of_the_weight_of_ggml(name, dtype, row_bits) -> None:
+    """Minima and sums of rows, groups of 16 and of 32, against the float64 product."""
+    torch.manual_seed(len(name))
+    layout = QuantizedLayout.named(name)
+    own, k, n = FORMATS[name], 768, 37
+    x = torch.randn(5, k)
+    x[:, ::50] *= 50
+    x = x.to(dtype)
+    levels = torch.randint(0, 1 << own.bits, (n, k), dtype=torch.uint8)
+    headers = torch.randint(0, 256, (n, k // own.columns, own.header_bytes)).to(torch.uint8)
+    halves = torch.randn(n, k // own.columns, 2).half().view(torch.uint8)
+    headers[..., : 4 if own.has_minimum else 2] = halves[..., : 4 if own.has_minimum else 2]
+    stored = pack(levels, headers, None, layout)
+    weight = dequantize(stored, (n, k), layout).double()
+    want = x.double() @ weight.T
+    found = project(x, stored, None, n, layout, row_bits).double()
+    largest = torch.cat([p.abs().amax(1, True).expand_as(p) for p in x.double().split(32, 1)], 1)
+    step = 1 / 254 if row_bits else 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
+    # of a weight the two parts are rounded, which may be larger than it is
+    scales, minima = own.factors(headers)
+    parts = own.steps(levels).abs() * scales.abs().repeat_interleave(own.group, 1)
+    if minima is not None:
+        parts += minima.abs().repeat_interleave(own.group, 1)
+    bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ parts.double().T)
     bound = bound + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 1e-6)
     assert ((found - want).abs() <= bound).all()
 

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 
+from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests import quantized_checkpoints as made
+from tests.gguf_files import write_model
 from tests.mxfp4_experts import write_experts
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.test_quantized import check_logits, generate, reference_model
+from tests.runtime.test_quantized_checkpoints import reference
 
 # the default tier cuts integers without running them: tests/specc/sharding/test_quantized_pieces.py
 pytestmark = pytest.mark.slow
@@ -124,3 +128,22 @@ def test_logits_of_ranks(build, load) -> None:
     """They are those of transformers with the weights that integers stand for."""
     one, two = (build("llama", ranks, **INT4) for ranks in (1, 2))
     check_logits(load(two, 2), reference_model(one.parent / "target", one), "float32")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0"])
+def test_blocks_of_gguf_files(build, load, tmp_path, kind) -> None:
+    """256 columns of o, half of which a rank has, are blocks of Q5_0, and numbers of Q4_K."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    source = models.save_tiny("llama", tmp_path / "plain", **wide)
+    form = lambda name: "F16" if "embed" in name else kind  # noqa: E731
+    config = models.tiny_config("llama", **wide)
+    written = write_model(source, tmp_path, "llama", form, config)
+    path = build("llama", 2, written.quantized)
+    program = read_manifest(path).of_rank(1).models[0].program_file
+    entries = read_json(path / program)["inputs"]
+    held = {x["key"]: x["layout"] for x in entries if "quantized_of" in x}
+    blocks = f"blocks-{kind.lower()}"
+    assert held[f"model.layers.0.mlp.down_proj.weight:{kind.lower()}"] == blocks
+    output = f"model.layers.0.self_attn.o_proj.weight:{kind.lower()}"
+    assert held.get(output) == (None if kind == "Q4_K" else blocks)
+    check_logits(load(path, 2), reference(written), "float32")

@@ -11,6 +11,7 @@ from specc.drafters.block import VANILLA, BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import Cache, Passes
 from specc.drafters.feature_head import FeatureHead
+from specc.drafters.hydra import HydraHeads, PrefixHydraHeads
 from specc.drafters.medusa import MedusaHeads
 from specc.drafters.registry import ALL, FIRST, drafter_of, facts_of, kind_of_target, parse_draft
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
@@ -33,6 +34,10 @@ SAMPLES: dict[str, tuple[Drafter, ...]] = {
     "dflash": (BlockDraft(5, 0, draft="draft_0"),),
     "dspark": (_BIASED,),
     "medusa": (MedusaHeads(4, draft="draft_0"),),
+    "hydra": (HydraHeads(4, num_layers=2, hidden_columns=16, draft="draft_0"),),
+    "hydra_prefix": (
+        PrefixHydraHeads(4, num_layers=4, is_tied=True, hidden_columns=16, draft="draft_0"),
+    ),
     "lookup": (drafter_of("lookup-3"),),
     "suffix": (drafter_of("suffix"),),
     "self": tuple(map(drafter_of, ("self_w32_s4", "self_l0to3", "self_int8_w32_s4"))),

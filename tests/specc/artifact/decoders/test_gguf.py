@@ -24,7 +24,7 @@ KEY = "model.layers.3.mlp.up_proj.weight"
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("Q4_0", "int4-g32"), ("Q8_0", "int8-g32"), ("Q4_K", None), ("Q6_K", None)]
+    ("kind", "layout"), [("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("Q4_K", "q4_k"), ("Q6_K", "q6_k")]
 )
 def test_blocks(tmp_path, kind, layout, version) -> None:
     shape = (40, 512)
