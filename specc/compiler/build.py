@@ -196,7 +196,7 @@ def _compile(
     records += told
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
-        model.entry = describe_quantization(model, config.quantization)
+        model.entry = describe_quantization(model, context.quantization)
     if config.pipeline_parallel_size > 1:
         records += make_stages(context, models[0])
     if config.segments:

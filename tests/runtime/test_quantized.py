@@ -280,11 +280,11 @@ def test_bytes_are_told(make) -> None:
 
     _, engine = make("llama", "int4", 32, dtype="float32")
     manifest = read_manifest(engine)
-    assert manifest.models[0].quantization == "int4-g32"
+    assert manifest.models[0].quantization == "int4-g32-zeros"
     held = load_file(engine / "target" / "weights.safetensors")
     assert manifest.memory_plan["target"].weights == sum(item.nbytes for item in held.values())
     (line, _) = weight_lines(manifest)
-    told = "weights of projections in int4-g32, the embedding in int8, the rest in float32: "
+    told = "weights of projections in int4-g32-zeros, the embedding in int8, the rest in float32: "
     assert line.startswith(f"target has {told}")
 
 
