@@ -57,6 +57,12 @@ class QuantizeEmbeddings(Pass):
         return result
 
 
+def looked_up_layouts(program: Program) -> list[str]:
+    """Names of the layouts that tokens are looked up in, each once."""
+    calls = program.calls(ops.embedding_q)
+    return list(dict.fromkeys(bind_args(node)["layout"] for node in calls))
+
+
 def _why_not(program: Program, node: fx.Node, table: fx.Node) -> str | None:
     """Why a table keeps its weight; None where it does not."""
     weight = program.weights.get(table.target)
