@@ -38,6 +38,8 @@ FEATURES = "features"
 # of a head, caches after those of its layers are rows that it keeps for itself, and `FEATURES` of
 # its target; and one more input of its passes, which of their rows each token reads
 HANDED_ON, FEATURE_ROWS = "handed_on", "feature_rows"
+# the layout of a weight as checkpoints have it
+ROWS = "rows"
 # lends caches their symbolic sizes, until they are there
 GEOMETRY = "geometry"
 # those of programs that take padded batches; masks follow, one for each window
@@ -90,7 +92,7 @@ class Weight:
         """`rows`, `blocks`, `blocks-int8`, `blocks-int4-g64`, …"""
         if self.quantized is not None:
             return f"blocks-{self.quantized.name}"
-        return "blocks" if self.in_blocks else "rows"
+        return "blocks" if self.in_blocks else ROWS
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 _BOUNDS = "bounds"
+# in metadata of a field: files that were written before it was there do not have it
+MAY_BE_ABSENT = "may_be_absent"
 
 # what no model, machine or disk comes near, and products of which fit 64 bits
 MOST_LAYERS = MOST_COLUMNS = 1 << 16

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from specc.artifact.mixes import MIXES
 from specc.asked import BACKEND_OPTIONS, Asked, Backends, Feature, Refusal
 
 
@@ -82,13 +83,13 @@ def _quantized_checkpoint(asked: Asked) -> str | None:
 def _quantized_ranks(asked: Asked) -> str | None:
     # drafts are cut for as many, or not at all
     ranks = asked.config.tensor_parallel_size
-    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8")
+    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8", *MIXES)
     return f"quantized weights for {ranks} ranks" if is_asked else None
 
 
 def _no_integers(asked: Asked) -> str | None:
     # before checkpoints are opened nothing is known of their integers
-    if not asked.dtypes or asked.has_weights_in("int8", "int4"):
+    if not asked.dtypes or asked.has_weights_in("int8", "int4", *MIXES):
         return None
     return "without weights in int8 or int4"
 
@@ -130,6 +131,11 @@ SEGMENTS = _option("segments", with_value=False)
 STAGES = _option("pipeline_parallel_size")
 DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel_size")
 GROUP, BITS = _option("quantize_group"), _option("activation_bits")
+CALIBRATION = _option("calibration")
+A_MIX = Feature(
+    "--quantize q4_k_m and the like",
+    lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in MIXES else None,
+)
 DENSE = Feature(
     "--block-size 0", lambda asked: None if asked.config.block_size else "--block-size 0"
 )
@@ -336,6 +342,42 @@ REFUSALS: tuple[Refusal, ...] = (
         _kind("fp8"),
         "weights in int8 or int4: rows by fp8 stay floats, all but the head's",
         _NO_BITS,
+    ),
+    Refusal(
+        CALIBRATION,
+        UNQUANTIZED,
+        "--quantize int4 or int8: it is weights that are rounded",
+        "pass --quantize int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        CALIBRATION,
+        _kind("fp8"),
+        "weights in int8 or int4",
+        "pass --quantize int8 or int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        CALIBRATION,
+        A_MIX,
+        "weights in int8 or int4",
+        "pass --quantize int8 or int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        A_MIX,
+        Backends(lambda facts, options: "ggml" in facts.quantized),
+        "--quantize {quantized}, or a backend that reads such blocks: {list}",
+        "pass --backend {taker}, or --quantize int8",
+        "{a} with backend {b}",
+    ),
+    Refusal(GROUP, A_MIX, "formats that have groups of their own", "leave out --quantize-group"),
+    Refusal(
+        CALIBRATION,
+        TARGET_SCHEME,
+        "a checkpoint in floats, whose weights are rounded",
+        "leave out --calibration, or pass the unquantized checkpoint",
+        "{a}, and {b}",
     ),
     Refusal(
         BITS,

@@ -100,7 +100,7 @@ PACKAGES = {
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
     f"specc.cli.commands.{name}"
-    for name in ("bench", "chat", "compile", "reshard", "run", "serve", "triton", "tune")
+    for name in ("bench", "chat", "compare", "compile", "reshard", "run", "serve", "triton", "tune")
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}
@@ -116,12 +116,18 @@ _OPTIONS = {
         *_FACTS,
         "specc.artifact.backends",
         "specc.artifact.kv_rows",
+        "specc.artifact.mixes",
         "specc.artifact.mla_cache",
         "specc.asked",
         "specc.refusals",
     },
     "specc.asked": {"specc.artifact.backends", "specc.errors"},
-    "specc.refusals": {"specc.artifact.backends", "specc.artifact.kv_rows", "specc.asked"},
+    "specc.refusals": {
+        "specc.artifact.backends",
+        "specc.artifact.kv_rows",
+        "specc.artifact.mixes",
+        "specc.asked",
+    },
     "specc.cli.options.load": {*_MEASURED, "specc.runtime.engine_args"},
     "specc.cli.options.common": _FACTS,
     "specc.cli.options.sampling": _FACTS,

@@ -29,29 +29,25 @@ from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
 from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
 from specc.passes.drafters.kinds import block_layout_of
-from specc.passes.drafters.model import LevelGrower
+from specc.passes.drafters.path_states import PathGrower
 from specc.passes.drafters.product_tree import ProductProposer
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
 from specc.passes.program import Weight
 from specc.passes.rewrite.read_features import ReadFeatures
-from specc.passes.step.proposer import Proposer, places_above
+from specc.passes.step.proposer import Proposer
 from specc.passes.step.step_graph import StepGraph
 from specc.speculation.plans import SpecPlan
-from specc.speculation.tree import TokenTree
-
-aten = torch.ops.aten
 
 
-class BiasGrower(LevelGrower):
-    """Of a drafter after its pass, which is all that is asked of its program."""
-
-    reads_rows = False
+class BiasGrower(PathGrower):
+    """Of a drafter after its pass."""
 
     def __init__(self, drafter: Drafter, bias: BlockBias) -> None:
         super().__init__(drafter)
         self.bias = bias
+        self.has_states = bias.has_states
 
     @property
     def confidence(self) -> list[fx.Node]:
@@ -71,19 +67,6 @@ class BiasGrower(LevelGrower):
         parents: fx.Node | None = None,
     ) -> fx.Node:
         return self.bias.logits_after(g, tokens, count, depth, parents)
-
-    def parents_of(
-        self, g: StepGraph, name: str, tree: TokenTree, nodes: list[int]
-    ) -> fx.Node | None:
-        """See `BlockBias.logits_after`."""
-        if not self.bias.has_states:
-            return None
-        return g.constant(f"{name}_above", places_above(tree, nodes))
-
-    def parents_of_best(self, g: StepGraph, rows: fx.Node, level: int, k: int) -> fx.Node | None:
-        if level == 1 or not self.bias.has_states:
-            return None
-        return g.call(aten.sub.Scalar, rows, 1 + (level - 2) * k)
 
 
 class CompilerBlock(CompilerDrafter):

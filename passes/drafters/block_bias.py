@@ -32,6 +32,7 @@ from specc.drafters.block import (
     BlockDraft,
 )
 from specc.passes.drafters.block_pass import block_levels
+from specc.passes.drafters.path_states import PathStates
 from specc.passes.step.step_graph import StepGraph
 from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import SpecPlan
@@ -55,11 +56,7 @@ class BlockBias:
     asks_confidence: bool = False
     # of the nodes that were asked about, [B, count]
     confidence: list[fx.Node] = field(default_factory=list)
-    # depth that is asked about, what nodes above it left, [B * count, r], and what its own leave
-    _depth: int = 0
-    _above: fx.Node | None = None
-    _num_above: int = 0
-    _left: list[tuple[fx.Node, int]] = field(default_factory=list)
+    _states: PathStates = field(default_factory=PathStates)
 
     @classmethod
     def of(cls, g: StepGraph, plan: SpecPlan, block: BlockDraft) -> BlockBias:
@@ -143,7 +140,10 @@ class BlockBias:
     ) -> fx.Node:
         """What W2 takes [B * count, r]; the nodes' states are kept for the depth below."""
         rows = g.multiple(g.batch, count)
-        state = self._states_above(g, known, count, depth, parents)
+        if depth:
+            state = self._states.above(g, count, depth, parents)
+        else:
+            state = g.call(aten.full_like.default, known, 0)
         joint = g.reshape(self._joint(g, state, known, hidden), rows, 3, -1)
         gate, candidate, output = (g.call(aten.select.int, joint, 1, i) for i in range(3))
         gate = g.call(aten.sigmoid.default, gate)
@@ -151,28 +151,5 @@ class BlockBias:
         kept = g.call(aten.mul.Tensor, gate, state)
         rest = g.call(aten.mul.Tensor, g.call(aten.rsub.Scalar, gate, 1), candidate)
         left = g.call(aten.add.Tensor, kept, rest)
-        self._left.append((left, count))
+        self._states.leave(left, count)
         return g.call(aten.tanh.default, output)
-
-    def _states_above(
-        self, g: StepGraph, known: fx.Node, count: int, depth: int, parents: fx.Node | None
-    ) -> fx.Node:
-        """[B * count, r] that the nodes' parents left."""
-        if depth == 0:
-            return g.call(aten.full_like.default, known, 0)
-        if depth != self._depth:
-            # the parts of the depth above are complete
-            parts = [g.reshape(left, g.batch, size, -1) for left, size in self._left]
-            self._above = g.call(aten.flatten.using_ints, g.cat(*parts), 0, 1)
-            self._num_above, self._depth = sum(size for _, size in self._left), depth
-            self._left = []
-        assert self._above is not None
-        size = self._num_above
-        places = g.arange(0, g.multiple(g.batch, size), size, torch.int64)
-        places = g.call(aten.unsqueeze.default, places, 1)
-        if parents is not None:
-            places = g.call(aten.add.Tensor, places, parents)
-        else:
-            assert size == 1, "nodes whose parents are not said have one"
-            places = g.call(aten.expand.default, places, [-1, count])
-        return g.call(aten.index_select.default, self._above, 0, g.flat(places))

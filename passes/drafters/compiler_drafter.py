@@ -26,8 +26,6 @@ class CompilerDrafter:
 
     # what people call one in a directory
     called = "draft head"
-    # whether its module has layers, which attend
-    has_layers = True
     # the file that it may have in place of an ordinary checkpoint
     file = ""
 
@@ -84,6 +82,10 @@ class CompilerDrafter:
     ) -> ModelSource | None:
         """The same as a model to compile; None of a kind with files of its own."""
         return None
+
+    def has_layers(self, spec: Any) -> bool:
+        """Whether its module has layers, which attend."""
+        return True
 
     def rows(self, spec: Any, dtype: torch.dtype) -> tuple[RowInput, ...]:
         """What its module takes beside tokens and positions."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specc.passes.drafters.head_modules import (
     MLP,
+    Attention,
+    Layer,
     RMSNorm,
-    attend,
+    by_target_ids,
     columns_of_ids,
     fill_buffers,
     linear_of,
@@ -48,7 +49,7 @@ class FeatureHead(nn.Module):
         if spec.flags.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(spec.target.width, eps) for _ in spec.boundaries)
         self.layers = nn.ModuleList(
-            (_Layer if i else _FirstLayer)(spec, i) for i in range(len(spec.windows))
+            (Layer if i else _FirstLayer)(spec, i) for i in range(len(spec.windows))
         )
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, spec.draft_vocab_size, bias=False)
@@ -84,9 +85,7 @@ class FeatureHead(nn.Module):
             x = layer(x, position_ids, rotation)
         normed = self.norm(x)
         logits = self.lm_head(normed)
-        if self.columns is not None:
-            # before noise is added, which goes by the target's ids
-            logits = F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, self.columns)
+        logits = by_target_ids(logits, self.columns)
         return (normed if self.spec.flags.norm_output else x), logits
 
     def _normed(self, features: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class _FirstLayer(nn.Module):
         self.is_residual_normed = spec.flags.norm_before_residual
         self.input_layernorm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = _Attention(spec, index, 2 * width)
+        self.self_attn = Attention(spec, index, 2 * width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(spec, index)
 
@@ -121,43 +120,3 @@ class _FirstLayer(nn.Module):
         both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         x = (normed if self.is_residual_normed else x) + self.self_attn(both, positions, rotation)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class _Layer(nn.Module):
-    """An ordinary layer."""
-
-    def __init__(self, spec: EagleSpec, index: int) -> None:
-        super().__init__()
-        width, eps = spec.width, spec.config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = _Attention(spec, index, width)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(spec, index)
-
-    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, rotation)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class _Attention(nn.Module):
-    def __init__(self, spec: EagleSpec, index: int, columns: int) -> None:
-        super().__init__()
-        config, name = spec.config, f"layers.{index}.self_attn"
-        self.head_dim, self.window = int(config.head_dim), spec.windows[index]
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = linear_of(spec, f"{name}.q_proj", columns, size)
-        self.k_proj = linear_of(spec, f"{name}.k_proj", columns, kv_size)
-        self.v_proj = linear_of(spec, f"{name}.v_proj", columns, kv_size)
-        self.o_proj = linear_of(spec, f"{name}.o_proj", size, spec.width)
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-        v = self.v_proj(x).view(heads).transpose(1, 2)
-        return self.o_proj(attend(q, k, v, rotation, positions, self.group, self.window))

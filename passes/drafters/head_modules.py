@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specc.passes.drafters.block_spec import BlockSpec
-from specc.passes.drafters.head_spec import EagleSpec, HeadSpec
+from specc.passes.drafters.head_spec import HeadSpec, LayeredSpec
 
-# those with layers of their own
-LayeredSpec = EagleSpec | BlockSpec
+
+class DecoderSpec(Protocol):
+    """A head with ordinary layers; see `EagleSpec` and `HeadSpec`."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def has_qk_norm(self) -> bool: ...
+    @property
+    def tensors(self) -> dict[str, str]: ...
+
+
+class HasTensors(Protocol):
+    """Tensors by the names of parameters."""
+
+    @property
+    def tensors(self) -> dict[str, str]: ...
 
 
 class MLP(nn.Module):
     """Gated, of one layer."""
 
-    def __init__(self, spec: LayeredSpec, index: int) -> None:
+    def __init__(self, spec: HeadSpec | DecoderSpec, index: int) -> None:
         super().__init__()
         from transformers.activations import ACT2FN
 
@@ -81,7 +99,47 @@ def attend(
     return attended.transpose(1, 2).flatten(2)
 
 
-def linear_of(spec: HeadSpec, name: str, columns: int, rows: int) -> nn.Linear:
+class Layer(nn.Module):
+    """Of Llama, or of Qwen3 where queries and keys are normalized."""
+
+    def __init__(self, spec: DecoderSpec, index: int) -> None:
+        super().__init__()
+        width, eps = spec.width, spec.config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(spec, index, width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(spec, index)
+
+    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, rotation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DecoderSpec, index: int, columns: int) -> None:
+        super().__init__()
+        config, name = spec.config, f"layers.{index}.self_attn"
+        self.head_dim, self.window = int(config.head_dim), spec.windows[index]
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = linear_of(spec, f"{name}.q_proj", columns, size)
+        self.k_proj = linear_of(spec, f"{name}.k_proj", columns, kv_size)
+        self.v_proj = linear_of(spec, f"{name}.v_proj", columns, kv_size)
+        self.o_proj = linear_of(spec, f"{name}.o_proj", size, spec.width)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if spec.has_qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, positions: Tensor, rotation: Any) -> Tensor:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        return self.o_proj(attend(q, k, v, rotation, positions, self.group, self.window))
+
+
+def linear_of(spec: HasTensors, name: str, columns: int, rows: int) -> nn.Linear:
     """With a bias where the checkpoint has one."""
     return nn.Linear(columns, rows, bias=f"{name}.bias" in spec.tensors)
 
@@ -96,6 +154,18 @@ def columns_of_ids(spec: LayeredSpec) -> Tensor | None:
         return None
     columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
     return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))
+
+
+def by_target_ids(logits: Tensor, columns: Tensor | None) -> Tensor:
+    """Logits [..., V] by the target's ids, before noise is added, which goes by them.
+
+    Args:
+        logits: [..., Vd].
+        columns: see `columns_of_ids`; of ids without one the logits are -inf.
+    """
+    if columns is None:
+        return logits
+    return F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, columns)
 
 
 def fill_buffers(head: Any, module: Any) -> None:

@@ -61,7 +61,6 @@ def medusa_levels(g: StepGraph, heads: MedusaHeads, depth: int) -> list[fx.Node]
 
 class CompilerMedusa(CompilerDrafter):
     called = "Medusa heads"
-    has_layers = False
     file = MEDUSA_FILE
 
     def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
@@ -84,6 +83,9 @@ class CompilerMedusa(CompilerDrafter):
         if layout is None:
             return None
         return fit_medusa(reader, raw, layout, directory, weights, target)
+
+    def has_layers(self, spec: MedusaSpec) -> bool:
+        return False
 
     def rows(self, spec: MedusaSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
         return (RowInput(TAPPED, spec.feature_columns, dtype),)

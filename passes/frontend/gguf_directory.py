@@ -24,6 +24,7 @@ from specc.passes.frontend import (
     gguf_fields,
     gguf_models,
     gguf_rotary,
+    gguf_splits,
     gguf_tokenizer,
 )
 from specc.system.file_cache import FileCache
@@ -58,6 +59,7 @@ _CODE = (
     gguf_names,
     gguf_older_architectures,
     gguf_rotary,
+    gguf_splits,
     gguf_tokenizer,
     sys.modules[__name__],
 )

@@ -53,7 +53,7 @@ def rotary_of(
     found |= _of_factors(reader, fields, found, head_dim)
     if not architecture.has_own_rotary_by_layer or "attention.sliding_window" not in fields:
         return found
-    local = fields.number("rope.freq_base_swa", base)
+    local = fields.number("rope.freq_base_swa", architecture.window_base or base)
     windowed = {"rope_type": "default", "rope_theta": local}
     return {"full_attention": found, "sliding_attention": windowed}
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from specc.artifact.mixes import MIXES
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
@@ -45,7 +46,7 @@ def quantize_phases(
     """What the pipeline does before the backend's own phases.
 
     Args:
-        name: of the layout of weights; None leaves them in the engine's dtype.
+        name: of the layout of weights, or of a mix; None leaves them in the engine's dtype.
         keeps_integers: a model has integers in its checkpoint, see `Program.integers`.
         experts: of mixtures, too, where the backend multiplies them by integers.
         activation_bits: of the integers that rows become; None is as many as their type asks for.
@@ -55,8 +56,11 @@ def quantize_phases(
     """
     if name is None and not keeps_integers:
         return ()
-    layout = None if name is None else QuantizedLayout.named(name)
-    of_tables = None if embeddings is None else head_layout(QuantizedLayout.named(embeddings))
+    # a mix has said of each weight which layout it has, see `ApplyMix`
+    layout = None if name is None or name in MIXES else QuantizedLayout.named(name)
+    of_tables = None if embeddings is None else HEAD
+    if embeddings is not None and embeddings not in MIXES:
+        of_tables = head_layout(QuantizedLayout.named(embeddings))
     passes: list[Callable[[], Pass]] = [
         partial(QuantizeLinear, layout),
         partial(QuantizeExperts, layout, experts),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specc.artifact.tensor_part import Range
+
+if TYPE_CHECKING:
+    from specc.artifact.quantized_layout import QuantizedLayout
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,15 @@ class Integers:
         )
         assert scales is not None
         return Integers(levels, scales, zeros)
+
+    def values(self, layout: QuantizedLayout) -> Tensor:
+        """[n, K] float32, what they stand for."""
+        width, columns = layout.group or self.levels.shape[1], self.levels.shape[1]
+        scales = self.scales.repeat_interleave(width, 1)[:, :columns]
+        if self.zeros is None:
+            return (layout.values(self.levels) - layout.middle) * scales
+        zeros = self.zeros.float().repeat_interleave(width, 1)[:, :columns]
+        return (layout.values(self.levels) - zeros) * scales
 
     @classmethod
     def joined(cls, items: Sequence[Integers]) -> Integers:

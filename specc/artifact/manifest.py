@@ -37,6 +37,7 @@ from specc.artifact.manifest_entries import (
 )
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.bounds import MOST_LAYERS, number
+from specc.drafters.one_pass import without_defaults
 from specc.errors import EngineError
 
 SCHEMA_VERSION = 6
@@ -149,6 +150,8 @@ class Manifest:
             for name in ("heads", "sharpness", "blocks"):
                 if not plan[name]:
                     del plan[name]
+            if "blocks" in plan:
+                plan["blocks"] = [without_defaults(block) for block in plan["blocks"]]
         if not self.tokenizer.tokenizer_eos:
             del data["tokenizer"]["tokenizer_eos"]
         if self.parallel is None:

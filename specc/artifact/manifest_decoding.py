@@ -8,8 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-from specc.artifact.model_entry import MAY_BE_ABSENT
-from specc.bounds import Bounds, bounds_of
+from specc.bounds import MAY_BE_ABSENT, Bounds, bounds_of
 from specc.errors import EngineError
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from specc.artifact.cache_rows import CacheRows
-from specc.artifact.model_entry import MAY_BE_ABSENT
 from specc.bounds import (
+    MAY_BE_ABSENT,
     MOST_BYTES,
     MOST_IDS,
     MOST_LAYERS,
@@ -15,7 +15,7 @@ from specc.bounds import (
     number,
     within,
 )
-from specc.drafters.one_pass import OnePass
+from specc.drafters.one_pass import OnePassEntry
 from specc.speculation.plan_json import blocks_of, heads_of, plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import MAX_NODES
@@ -128,14 +128,14 @@ class PlanEntry:
     sharpness: tuple[tuple[float, ...], ...] = number(
         0.0, 1e6, default=(), metadata={MAY_BE_ABSENT: True}
     )
-    blocks: tuple[OnePass, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    blocks: tuple[OnePassEntry, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
         dynamic = DynamicEntry(**dataclasses.asdict(plan.dynamic)) if plan.dynamic else None
         shape = (plan.name, plan.widths, plan.parents, dynamic)
         drafts = plan.drafts, plan.combine, plan.tile
-        blocks = tuple(OnePass(**data) for data in blocks_of(plan))
+        blocks = tuple(OnePassEntry(**data) for data in blocks_of(plan))
         return cls(*shape, *drafts, file, heads_of(plan), plan.sharpness, blocks)
 
     @property

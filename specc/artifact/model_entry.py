@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from specc.bounds import (
+    MAY_BE_ABSENT,
     MOST_BYTES,
     MOST_COLUMNS,
     MOST_IDS,
@@ -17,9 +18,6 @@ from specc.bounds import (
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.registry import facts_of
 from specc.speculation.taps import Taps
-
-# metadata of a field that files need not have
-MAY_BE_ABSENT = "may_be_absent"
 
 
 def cached_columns(head_dim: int, value_dim: int, values_in_keys: bool) -> tuple[int, ...]:
@@ -199,6 +197,16 @@ class ModelEntry(ProgramFiles):
     vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     taps: TapsEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     head: HeadEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it drafts from hidden states of the target."""
+        return self.head is not None
+
+    @property
+    def num_handed_on(self) -> int:
+        """Columns of the row that each of its tokens hands on; 0 where none does."""
+        return 0 if self.head is None else self.head.width
 
     @property
     def kept_taps(self) -> Taps | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from specc.artifact.integers import Integers
-from specc.artifact.quantized_layout import QuantizedLayout, pack, round_weight
+from specc.artifact.quantized_layout import QuantizedLayout, pack
+from specc.artifact.rounding import round_weight
 from specc.artifact.safetensors_io import CHUNK_BYTES, Buffer, tensor_bytes
 from specc.artifact.weight_layout import BLOCK, regroup
 

@@ -46,7 +46,7 @@ FP8_MOST, FP4_MOST = 448.0, 6.0
 _MX_COLUMNS = 128
 _NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8", (4, True): "mxfp4"}
 _NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?|mxfp4")
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class QuantizedLayout:
             return levels.float()
         if self.bits == 8:
             return levels.contiguous().view(torch.float8_e4m3fn).float()
-        return torch.cat([_E2M1, -_E2M1])[levels.long()]
+        return torch.cat([E2M1, -E2M1])[levels.long()]
 
 
 def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout) -> Tensor:
@@ -280,74 +280,6 @@ def widened(item: Integers, layout: QuantizedLayout) -> Integers:
     assert wide is not None
     scales, _ = own.factors(item.scales)
     return Integers((own.steps(item.levels) + wide.middle).to(torch.uint8), scales)
-
-
-def quantize(weight: Tensor, layout: QuantizedLayout) -> Tensor:
-    """Round a weight [N, K], see `round_weight`, and put it into blocks."""
-    found = round_weight(weight, layout)
-    return pack(found.levels, found.scales, found.zeros, layout)
-
-
-def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
-    """Round a weight [N, K] to the nearest that the layout holds.
-
-    Ends of the range: int8 has scale max |w| / 127. int4 has -8 where |w| is largest, so that all
-    16 levels are used, and with zero points the smallest and the largest weight, or 0, at its ends.
-    fp8 has 448, the largest of e4m3, at the largest |w|. mxfp4 has the exponent of the largest |w|
-    less 2, that of e2m1's largest; what is beyond 6 is 6.
-
-    Source: round to nearest as of ggml's Q8_0 and Q4_0, whose scales have the same ends; OCP MX
-    1.0, §6.3.
-
-    Raises:
-        ValueError: a layout of ggml's blocks, which hold what a file has.
-    """
-    if layout.format:
-        raise ValueError(f"nothing is rounded to {layout.format} here")
-    weight = weight.float()
-    outputs, columns = weight.shape
-    width, groups = layout.group or columns, layout.num_groups(columns)
-    padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
-    values, zeros = padded.reshape(outputs, groups, width), None
-    if layout.is_float:
-        levels, scales = _round_floats(values, layout)
-        return Integers(levels.view(outputs, -1)[:, :columns], scales)
-    top = (1 << layout.bits) - 1
-    if layout.has_zeros:
-        low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-        scales = (high - low) / top
-        zeros = torch.where(scales > 0, low / -scales, 0).round().clamp(0, top)
-    elif layout.bits == 8:
-        scales = values.abs().amax(-1) / 127
-    else:
-        places = values.abs().argmax(-1, keepdim=True)
-        scales = values.gather(-1, places).squeeze(-1) / -8
-    # a group of zeros has scale 0 and lies at its zero point
-    steps = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).round()
-    levels = steps + (layout.middle if zeros is None else zeros.unsqueeze(-1))
-    levels = levels.clamp(0, top).view(outputs, -1)[:, :columns]
-    return Integers(levels.to(torch.uint8), scales, zeros)
-
-
-def _round_floats(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor]:
-    """Levels [N, G, columns] uint8 and scales [N, G] of values [N, G, columns]."""
-    largest = values.abs().amax(-1)
-    if layout.bits == 8:
-        scales = largest / FP8_MOST
-        scaled = values / torch.where(scales == 0, 1, scales).unsqueeze(-1)
-        scaled = scaled.clamp(-FP8_MOST, FP8_MOST)
-        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
-    _, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, fraction in [0.5, 1)
-    byte = (exponent - 1 - 2 + 127).clamp(1, 254)
-    scales = torch.where(largest == 0, 0, (byte << 23).view(torch.float32))
-    scaled = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).clamp(-FP4_MOST, FP4_MOST)
-    # halfway between two codes is the even one
-    middles = (_E2M1[1:] + _E2M1[:-1]) / 2
-    up = torch.bucketize(scaled.abs(), middles, right=False)
-    tie = up < 7
-    tie = tie & (scaled.abs() == middles[up.clamp(max=6)]) & (up % 2 == 1)
-    codes = up + tie
-    return (codes + 8 * (scaled < 0)).to(torch.uint8), scales
 
 
 def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) -> Tensor:

@@ -163,6 +163,18 @@ def write_weights(
     return write_safetensors(path, tensors, progress)
 
 
+def read_weight(spec: WeightSpec, reader: TensorReader) -> Tensor:
+    """The values of a weight, or a constant, as `write_weights` would write them.
+
+    Raises:
+        WeightError: as `write_weights`.
+    """
+    check_spec(spec, reader)
+    chunks = (bytes(chunk) for chunk in _spec_chunks(spec, reader, refuse))
+    data = bytearray().join(chunks)
+    return torch.frombuffer(data, dtype=spec.stored_dtype).view(spec.stored_shape)
+
+
 def check_spec(spec: WeightSpec, reader: TensorReader) -> None:
     """Compare a spec with the shapes and dtypes of its sources.
 

@@ -11,6 +11,7 @@ import typer
 from specc.cli.app import Debug, EngineArgument, Json, add_command, app, print_version
 from specc.cli.commands.bench import bench, bench_serve
 from specc.cli.commands.chat import chat
+from specc.cli.commands.compare import compare
 from specc.cli.commands.compile import compile_
 from specc.cli.commands.reshard import reshard
 from specc.cli.commands.run import run
@@ -159,6 +160,7 @@ add_command("chat", chat)
 add_command("serve", serve)
 add_command("bench", bench)
 add_command("bench serve", bench_serve)
+add_command("compare", compare)
 add_command("tune", tune)
 add_command("reshard", reshard)
 add_command("triton", triton)

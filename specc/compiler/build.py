@@ -23,6 +23,7 @@ from specc.artifact.manifest_entries import (
 from specc.asked import Asked
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
+from specc.compiler.calibration import calibration_windows
 from specc.compiler.candidate import ModelLike, as_drafts
 from specc.compiler.checked_models import CheckedModels, check_dump
 from specc.compiler.compiled_model import (
@@ -134,6 +135,7 @@ def build(
             sources = checked.load()
         taps = checked.taps or taps
         context = make_context(sources, checked.plans, config, backend, phases, dump_graphs, taps)
+        context = dataclasses.replace(context, windows=_windows(context, checked, sources[0]))
         engine, records = _compile(context, sources, writer)
         memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
@@ -162,6 +164,23 @@ def build(
     return Compilation(manifest, records, warnings, phases.seconds)
 
 
+def _windows(
+    context: CompileContext, checked: CheckedModels, target: ModelSource
+) -> tuple[list[int], ...]:
+    """Token ids of the texts that the target is rounded for; none without `--calibration`.
+
+    Raises:
+        InputFileError: see `calibration_windows`.
+    """
+    path, tokens = context.config.calibration, checked.tokens
+    if path is None:
+        return ()
+    entry = tokens.entry
+    first = entry.bos_token_id if entry.add_bos else None
+    size = getattr(target.config, "vocab_size", None)
+    return calibration_windows(Path(path), tokens.data, first, size, context.limits.max_seq_len)
+
+
 def _compile(
     context: CompileContext, sources: Sequence[ModelSource], writer: EngineWriter
 ) -> tuple[UnfinishedEngine, list[PassRecord]]:
@@ -177,7 +196,7 @@ def _compile(
     records += told
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
-        model.entry = describe_quantization(model, config.quantization)
+        model.entry = describe_quantization(model, context.quantization)
     if config.pipeline_parallel_size > 1:
         records += make_stages(context, models[0])
     if config.segments:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from specc.artifact.model_entry import ModelEntry
+from specc.compiler.calibration import calibration_phases
 from specc.compiler.candidate import advice_for
 from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import check_windows, describe_model
@@ -26,7 +27,7 @@ from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
-from specc.passes.program import AttentionLayer, Program, Weight, constant_key
+from specc.passes.program import ROWS, AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
@@ -90,23 +91,27 @@ def compile_models(
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
             program = _trace(source, context)
-        if source.name == TARGET:
-            layout = target_phases(context)
-            drafts = any(plan.self_drafts for plan in context.plans)
-            places = (FUSE if drafts else None, context.cuts_at)
-            kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
-        else:
-            # an uncut draft stays as it is, whatever the target becomes
-            make = draft_phases if source.head is None else head_phases
-            layout = make(context, source, models[0].entry.vocab_size)
-            kept = KeptGraphs(program, layout, (CUT, CPU))
-        with context.timer.phase(f"rewrite {source.name}"), advice_for(author):
+        with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
+            if source.name == TARGET:
+                calibration = calibration_phases(context, source, advance)
+                layout = target_phases(context, calibration)
+                drafts = any(plan.self_drafts for plan in context.plans)
+                places = (FUSE if drafts else None, context.cuts_at)
+                kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
+            else:
+                # an uncut draft stays as it is, whatever the target becomes
+                make = draft_phases if source.head is None else head_phases
+                layout = make(context, source, models[0].entry.vocab_size)
+                kept = KeptGraphs(program, layout, (CUT, CPU))
             records += Pipeline(layout, context.dump, kept.before).run(program)
         entry = describe_model(source, program, context.limits.max_seq_len)
         model = CompiledModel(source, program, entry)
         if (head := source.head) is not None:
             drafter = drafter_of_files(head)
-            model.copies, model.tables = drafter.step_weights(head, source.dtype)
+            beside, model.tables = drafter.step_weights(head, source.dtype)
+            # what the program has as it is, too, is in its file already
+            there = {x.key for x in program.weights.values() if x.layout == ROWS}
+            model.copies = {key: x for key, x in beside.items() if key not in there}
         if kept.whole is not None:
             model.whole, model.whole_layers = kept.whole.to_json(program), kept.whole.layers
         model.unfused, model.unlowered = kept.unfused, kept.unlowered

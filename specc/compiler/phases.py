@@ -6,6 +6,7 @@ from functools import partial
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
 from specc.artifact.kv_rows import INT8
+from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.artifact.model_entry import SelfDraftEntry
 from specc.compiler.context import CompileContext, chosen_blocks
@@ -13,6 +14,7 @@ from specc.drafters.drafter import Drafter
 from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
+from specc.passes.quantize.apply_mix import MIX, ApplyMix
 from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
@@ -35,6 +37,8 @@ CACHE, VOCABULARY, WINDOW, CUT = "cache", "vocabulary", "window", "shard"
 PROMPTS = "prompts"
 # what lets caches hold the latents that keys and values are expanded from
 MLA = "latent"
+# what rounds its projections by what they multiply
+CALIBRATION = "calibration"
 # what asks a target's attention for the blocks that it looks at
 VOTES = "votes"
 # what lets a target keep hidden states for drafts, and drafts read them
@@ -45,22 +49,25 @@ DERIVE = "derive"
 # phases that run before a model is cut for ranks
 BEFORE_CUT = (
     *(name for name, _ in (*TRACED_PHASES, *FUSE_PHASES)),
-    *(MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, DERIVE),
+    *(MLA, MIX, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, CALIBRATION, DERIVE),
 )
 
 
-def target_phases(context: CompileContext) -> Phases:
+def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
+    """Of the target; `calibration` comes before anything is cut or rounded."""
     config = context.config
     return (
         *TRACED_PHASES,
         *_latent(context, config.tensor_parallel_size),
+        *_mix(context),
         *FUSE_PHASES,
         # after the graph that self-drafts take: they keep nothing
         *_taps(context),
         *_int8_rows(context),
         *_prompts(context),
+        *calibration,
         *cut_phases(config.tensor_parallel_size),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *_apart(context, context.lowering()),
         *vote_phases(context),
@@ -69,17 +76,18 @@ def target_phases(context: CompileContext) -> Phases:
 
 def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Phases:
     """Of a draft model, which takes and proposes the ids of its target, `num_ids` of them."""
-    config, ranks = context.config, context.config.draft_tensor_parallel_size
+    ranks = context.config.draft_tensor_parallel_size
     return (
         *TRACED_PHASES,
         *_latent(context, ranks),
+        *_mix(context),
         *FUSE_PHASES,
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         *_window(draft.kv_window),
         *_prompts(context),
         *cut_phases(ranks),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *context.lowering(),
     )
@@ -96,7 +104,7 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
     return (
         *(
             (*TRACED_PHASES, *_latent(context, 1), *FUSE_PHASES)
-            if drafter.has_layers
+            if drafter.has_layers(head)
             else LAYERLESS_PHASES
         ),
         (TAPS, drafter.passes(head)),
@@ -123,7 +131,7 @@ def self_draft_phases(
         entry: which layers it has, and whether it attends to a window.
         is_quantized: the target's checkpoint is.
     """
-    view, layout = draft.view, draft.quantization or context.config.quantization
+    view, layout = draft.view, draft.quantization or context.quantization
     first: Phases = (
         (
             DERIVE,
@@ -190,6 +198,12 @@ def _latent(context: CompileContext, num_ranks: int) -> Phases:
         most_voting=facts.most_voting_dim if chosen_blocks(context.plans) else None,
     )
     return ((MLA, (absorb,)),)
+
+
+def _mix(context: CompileContext) -> Phases:
+    """What says which weight has which format, where `--quantize` names a mix of them."""
+    mix = MIXES.get(context.config.quantize or "")
+    return () if mix is None else ((MIX, (partial(ApplyMix, mix),)),)
 
 
 def _prompts(context: CompileContext) -> Phases:

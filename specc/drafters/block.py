@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specc.drafters.facts import Cache, DrafterFacts, Passes
@@ -67,6 +68,10 @@ class BlockDraft(OnePass):
     facts = FACTS
 
     @property
+    def depends_on_path(self) -> bool:
+        return self.is_biased
+
+    @property
     def says_confidence(self) -> bool:
         return bool(self.confidence)
 
@@ -92,9 +97,8 @@ class BlockDraft(OnePass):
     def is_possible(self) -> bool:
         is_known = self.bias_kind in BIAS_KINDS and self.confidence in ("", OF_ROW, OF_TOKEN)
         is_read = (self.hidden_columns > 0) == self.reads_hidden
-        return (
-            is_known and is_read and not self.is_flat and (self.is_biased or not self.reads_hidden)
-        )
+        is_named = not (self.is_flat or self.kind)
+        return is_known and is_read and is_named and (self.is_biased or not self.reads_hidden)
 
     @property
     def num_written(self) -> int:
@@ -152,6 +156,45 @@ class BlockDraft(OnePass):
         """
         return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
 
+    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+        """Rows of the context that it has not read, and the block."""
+        before, size = len(tokens) - 1, self.size
+        rows = torch.arange(root - before, root + size)
+        tapped = torch.cat([rows[:before], torch.full((size,), -1)]).int()
+        first = before + self.first_row
+        return [
+            torch.tensor([*tokens, *[self.mask_token_id] * (size - 1)]),
+            rows,
+            torch.tensor([0, before + size], dtype=torch.int32),
+            rows.int(),
+            torch.tensor([root], dtype=torch.int32),
+            self.rows_seen(before),
+            table,
+            torch.arange(first, first + self.num_proposed),
+            torch.stack([tapped, self.offsets(before)], 1),
+        ]
+
+    def logits_along(
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+    ) -> Tensor:
+        """See `passes/drafters/block_bias.py`."""
+        rows = made[: len(tokens)]
+        if not self.is_biased:
+            return rows
+        ids = torch.tensor(tokens, device=rows.device)
+        known = F.embedding(ids, weights[BIAS_TENSORS["bias_in"]])
+        logits, hidden = rows.tensor_split([rows.shape[1] - self.hidden_columns], 1)
+        if self.bias_kind != VANILLA:
+            weight, offset = (weights[key] for key in JOINT_TENSORS[self.bias_kind].values())
+            if self.bias_kind == GATED:
+                known = F.linear(torch.cat([hidden, known], 1), weight, offset).sigmoid() * known
+            else:
+                known = _unrolled(known, hidden, weight, offset)
+        bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
+        if self.is_partial:
+            bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
+        return logits + bias
+
     def constants(self, depth: int) -> dict[str, Tensor]:
         before = depth + 1
         first = before + self.first_row
@@ -179,6 +222,16 @@ class BlockDraft(OnePass):
             f"blocks of {self.size} rows, of which each sees the others {sees}:"
             f" {self.num_proposed} tokens a pass; mask token {self.mask_token_id}{biased}"
         )
+
+
+def _unrolled(known: Tensor, hidden: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """[n, r] of a drafter with a state, which goes from token to token."""
+    state, found = torch.zeros_like(known[0]), []
+    for own, row in zip(known, hidden, strict=True):
+        gate, candidate, output = F.linear(torch.cat([state, own, row]), weight, offset).chunk(3)
+        state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
+        found.append(output.tanh())
+    return torch.stack(found)
 
 
 def joint_shapes(kind: str, rank: int, width: int) -> dict[str, tuple[int, ...]]:

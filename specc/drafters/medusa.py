@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,26 @@ class MedusaHeads(OnePass):
 
     @property
     def is_possible(self) -> bool:
-        is_plain = not (self.is_biased or self.hidden_columns or self.confidence)
+        is_plain = not (self.is_biased or self.hidden_columns or self.confidence or self.kind)
         return self.is_flat and self.from_anchor and is_plain
 
     def num_read(self, depth: int) -> int:
         return 1
+
+    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+        """All heads read the hidden state of the token before the root."""
+        place = torch.tensor([root], dtype=torch.int32)
+        return [
+            torch.tensor([tokens[-1]]),
+            place.long(),
+            torch.tensor([0, 1], dtype=torch.int32),
+            place,
+            place,
+            None,
+            table,
+            torch.tensor([0]),
+            torch.tensor([[root - 1, -1]], dtype=torch.int32),
+        ]
 
     def num_tapped(self, depth: int, catch_up: int) -> int:
         return 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from specc.bounds import MOST_IDS, MOST_LAYERS, is_bounded, number, within
+from specc.bounds import MAY_BE_ABSENT, MOST_IDS, MOST_LAYERS, is_bounded, number, within
 from specc.drafters.drafter import Drafter
 from specc.drafters.model import PREFIX
 from specc.errors import ConfigError, EngineError, TreeError
@@ -14,12 +15,13 @@ from specc.sampling.rows import Rule
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, TokenTree
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
-class OnePass(Drafter):
-    """What one pass of a draft reads that reads hidden states, and which tokens it proposes.
-
-    A plan of JSON has all of these fields of every kind.
+class OnePassEntry:
+    """What a plan of JSON says of a draft that proposes all levels in one pass, of every kind.
 
     Args:
         size: B.
@@ -38,6 +40,9 @@ class OnePass(Drafter):
         hidden_columns: d of hidden states that the drafter's program puts out after the logits of
             each row; 0 where nothing reads them.
         draft: name of the drafter, in a plan.
+        kind: of the draft; empty of block drafters and Medusa heads, which `is_flat` tells apart.
+        num_layers: of each head, of kinds whose steps compute heads.
+        is_tied: layers of a head after its first are one.
     """
 
     size: int = field(metadata=within(1, MAX_NODES))
@@ -52,6 +57,24 @@ class OnePass(Drafter):
     bias_kind: str = "vanilla"
     hidden_columns: int = number(0, MOST_IDS, default=0)
     confidence: str = ""
+    kind: str = field(default="", metadata={MAY_BE_ABSENT: True})
+    num_layers: int = number(0, MOST_LAYERS, default=0, metadata={MAY_BE_ABSENT: True})
+    is_tied: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields but those that engines without such drafts do not have."""
+        return without_defaults(asdict(self))
+
+
+def without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an `OnePassEntry` without those that may be absent and say nothing."""
+    absent = {x.name: x.default for x in fields(OnePassEntry) if MAY_BE_ABSENT in x.metadata}
+    return {name: x for name, x in data.items() if name not in absent or x != absent[name]}
+
+
+@dataclass(frozen=True)
+class OnePass(OnePassEntry, Drafter):
+    """A draft that reads hidden states and proposes all levels in one pass."""
 
     @property
     def name(self) -> str:
@@ -63,11 +86,7 @@ class OnePass(Drafter):
 
     @property
     def is_product(self) -> bool:
-        return not self.is_biased
-
-    @property
-    def depends_on_path(self) -> bool:
-        return self.is_biased
+        return not self.depends_on_path
 
     @property
     def most_depth(self) -> int:
@@ -86,9 +105,31 @@ class OnePass(Drafter):
     def renamed(self, name: str) -> Self:
         return replace(self, draft=name)
 
+    @abstractmethod
     def num_read(self, depth: int) -> int:
         """Rows of a pass for a tree of this depth."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+        """Inputs of the pass of one sequence, in the order of `ModelProgram.forward`.
+
+        Args:
+            tokens: that it has not read, the root last.
+            root: its position.
+            table: [1, blocks] of the sequence.
+        """
+
+    def logits_along(
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+    ) -> Tensor:
+        """Logits [n, V] after the root and each of the tokens that came after it.
+
+        Args:
+            weights: of the drafter.
+            made: what its pass has returned.
+            tokens: n of them, the root first.
+        """
+        return made[: len(tokens)]
 
     def passes(self, depth: int, levels: Sequence[int]) -> tuple[int, ...]:
         return (self.num_read(depth),)
@@ -118,9 +159,6 @@ class OnePass(Drafter):
         """Whether a draft of the kind can have these fields."""
         return True
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises EngineError: no draft of the kind."""
@@ -128,14 +166,11 @@ class OnePass(Drafter):
             block = cls(**{**data, "causal_layers": tuple(data.get("causal_layers", ()))})
         except (TypeError, AttributeError) as error:
             raise _invalid(data) from error
-        numbers = (block.size, block.mask_token_id, block.hidden_columns, *block.causal_layers)
-        flags = (
-            block.from_anchor, block.is_causal, block.is_biased, block.is_partial, block.is_flat,
-        )  # fmt: skip
-        if any(type(x) is not int for x in numbers) or any(type(x) is not bool for x in flags):
-            raise _invalid(data)
-        is_named = all(isinstance(x, str) for x in (block.draft, block.bias_kind, block.confidence))
-        if block.num_proposed < 1 or not is_bounded(block) or not is_named or not block.is_possible:
+        types = get_type_hints(OnePassEntry)
+        values = {name: getattr(block, name) for name in types}
+        is_typed = all(type(x) is int for x in values.pop("causal_layers"))
+        is_typed = is_typed and all(type(x) is types[name] for name, x in values.items())
+        if not (is_typed and is_bounded(block) and block.num_proposed >= 1 and block.is_possible):
             raise _invalid(data)
         return block
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specc.close_name import close_name
-from specc.drafters import block, eagle3, lookup, medusa, model, mtp, suffix
+from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, suffix
 from specc.drafters import self as self_draft
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.feature_head import FeatureHead
+from specc.drafters.hydra import HydraHeads, PrefixHydraHeads
 from specc.drafters.medusa import MedusaHeads
 from specc.drafters.model import PREFIX as PREFIX
 from specc.drafters.model import ModelDraft
@@ -27,6 +28,8 @@ ALL: tuple[DrafterFacts, ...] = (
     block.FACTS,
     block.DSPARK_FACTS,
     medusa.FACTS,
+    hydra.FACTS,
+    hydra.PREFIX_FACTS,
     mtp.FACTS,
     lookup.FACTS,
     suffix.FACTS,
@@ -34,6 +37,8 @@ ALL: tuple[DrafterFacts, ...] = (
 )
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
+# kinds of drafts of one pass that plans name
+_ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads)}
 # those that no model has to be compiled for; the last one is no name of a path
 _WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, self_draft.SelfDraft)
 # of other programs
@@ -129,9 +134,9 @@ def one_pass_from_json(data: Mapping[str, Any]) -> OnePass:
     """Raises EngineError: no draft that proposes all levels in one pass."""
     if isinstance(data, OnePass):
         return data
-    is_flat = isinstance(data, Mapping) and data.get("is_flat")
-    kind = MedusaHeads if is_flat else BlockDraft
-    return kind.from_json(data)
+    named = data if isinstance(data, Mapping) else {}
+    kind = _ONE_PASS.get(str(named.get("kind", "")), BlockDraft)
+    return (MedusaHeads if kind is BlockDraft and named.get("is_flat") else kind).from_json(data)
 
 
 def meant_draft(text: str) -> str | None:

@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 
 from specc.artifact.block_formats import FORMATS, BlockFormat
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
+from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.system.machine import describe_machine
 

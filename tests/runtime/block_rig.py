@@ -19,7 +19,6 @@ from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
-from tests.block_reference import BlockReference
 from tests.head_reference import hidden_states
 from tests.runtime.head_rig import CLOSE, owner_of
 
@@ -30,12 +29,12 @@ class BlockOracle:
 
     Args:
         target: of transformers.
-        reference: of the drafter.
+        reference: of the drafter, as `BlockReference`.
         number: of the draft.
     """
 
     target: Any
-    reference: BlockReference
+    reference: Any
     number: int = 0
     num_passes: int = 0
     num_rows: int = 0
@@ -43,6 +42,11 @@ class BlockOracle:
     num_confident: int = 0
     sees_confidence: bool = False
     _taps: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_cached(self) -> int:
+        """Layers with keys and values."""
+        return self.reference.case.num_layers
 
     def watch(self, core: EngineCore) -> None:
         """Look at every pass of the drafter from here on."""
@@ -71,7 +75,7 @@ class BlockOracle:
         caches = caches_of(engine.manifest.models[1 + self.number], engine.cache)
         blocks = engine.cache.block_table([request.blocks])[0].long()
         rows, taps = torch.arange(count), self.taps(request, count)
-        for layer in range(self.reference.case.num_layers):
+        for layer in range(self.num_cached):
             for slab, wanted in zip(caches[layer], self.reference.kept(taps, layer), strict=True):
                 found = slab[blocks[rows // slab.shape[1]], rows % slab.shape[1]]
                 torch.testing.assert_close(found, wanted, **CLOSE)
@@ -130,6 +134,26 @@ class BlockOracle:
                 hidden = self.reference.hidden(taps, request.token_ids[-1])[first:]
                 wanted = torch.cat([wanted, hidden[:depth]], 1)
             torch.testing.assert_close(torch.stack(rows), wanted, **CLOSE)
+            self.num_passes += 1
+
+
+class MedusaOracle(BlockOracle):
+    """Compares what heads compute in an engine with their formulas. They keep no rows."""
+
+    def check_rows(self, engine: Engine, request: Request) -> None:
+        assert request.draft_lens[self.number] == 0
+        self.num_rows += 1
+
+    def _look(self, core: EngineCore, given: Sequence[Any], logits: Tensor) -> None:
+        cache_len, table, logit_rows = given[4], given[6], given[7]
+        requests = [owner_of(core, row.tolist()) for row in table]
+        assert logit_rows.tolist() == list(range(len(requests)))
+        found = logits.view(len(requests), -1, logits.shape[1])
+        for b, request in enumerate(requests):
+            assert int(cache_len[b]) == request.cache_len == len(request.token_ids) - 1
+            taps = self.taps(request, request.cache_len)
+            wanted = self.reference.proposed(taps, request.token_ids[-1])
+            torch.testing.assert_close(found[b], wanted, **CLOSE)
             self.num_passes += 1
 
 

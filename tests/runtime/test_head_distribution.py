@@ -24,6 +24,9 @@ from tests import engines, models
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
+from tests.draft_kinds.mtp import with_module
+from tests.draft_kinds.test_hydra import HYDRA_CASES, HydraReference, write_hydra
+from tests.draft_kinds.test_hydra import draw_tensors as draw_hydra
 from tests.head_reference import Reference, hidden_states
 from tests.heads import CASES, WIDTH, write_head
 from tests.heads import draw_tensors as draw_head
@@ -43,7 +46,6 @@ from tests.runtime.head_draws import (
     row_of,
 )
 from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
-from tests.runtime.test_mtp import with_module
 
 LAYERS, PLACES = 4, (2, 3)
 # kind → a head with logits for some of the target's tokens, where the layout has that
@@ -82,7 +84,12 @@ MEDUSA = "medusa"
 # with logits for some of the target's tokens, of rows in another order
 MEDUSAS = {MEDUSA: replace(MEDUSA_CASES["vllm"], kept=4, rows=4, vocab=VOCAB, boundaries=(LAYERS,))}
 MTP = "glm4_moe"
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA)
+# heads that read the tokens drafted before, and the hidden states of all tokens
+HYDRAS = {
+    "hydra": replace(HYDRA_CASES["mlp"], vocab=VOCAB, boundaries=(LAYERS,)),
+    "hydra_prefix": replace(HYDRA_CASES["prefix"], vocab=VOCAB, boundaries=(LAYERS,)),
+}
+KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS)
 PLANS = (CHAIN, TREE, DYNAMIC)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -146,6 +153,8 @@ def engine_of(
             return write_block(path, BLOCKS[kind])
         if kind in MEDUSAS:
             return write_medusa(path, MEDUSAS[kind])
+        if kind in HYDRAS:
+            return write_hydra(path, HYDRAS[kind])
         write_head(path, HEADS[kind])
         if kind == FITTED:
             tensors = tensors_of(kind, target_of(kind))
@@ -192,10 +201,12 @@ def head_of(kind: str, target: Any) -> Head:
     """Logits of a reference of the head: by formulas, or by transformers."""
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     embedding, head = (end.weight.detach() for end in ends)
-    if kind in BLOCKS or kind in MEDUSAS:
+    if kind not in ("mtp", *HEADS):
         block: Any
         if kind in MEDUSAS:
             block = MedusaReference(MEDUSAS[kind], draw_medusa(MEDUSAS[kind]))
+        elif kind in HYDRAS:
+            block = HydraReference(HYDRAS[kind], draw_hydra(HYDRAS[kind]), embedding)
         else:
             block = BlockReference(BLOCKS[kind], draw_block(BLOCKS[kind]), embedding, head)
         boundaries = block.case.boundaries
@@ -244,7 +255,7 @@ def check(
 FEW = [("eagle3", 64), *((kind, 640) for kind in (FITTED, *KINDS))]
 
 
-# the default tier has what children are drawn from (test_heads.py), and draws of operators
+# the default tier has what children are drawn from, and draws of operators
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num"), [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in FEW]

@@ -21,7 +21,8 @@ from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.artifact.segments import SegmentedModel
 from specc.asked import Asked
 from specc.compiler.backends.registry import compiler_backend
@@ -279,11 +280,11 @@ def test_bytes_are_told(make) -> None:
 
     _, engine = make("llama", "int4", 32, dtype="float32")
     manifest = read_manifest(engine)
-    assert manifest.models[0].quantization == "int4-g32"
+    assert manifest.models[0].quantization == "int4-g32-zeros"
     held = load_file(engine / "target" / "weights.safetensors")
     assert manifest.memory_plan["target"].weights == sum(item.nbytes for item in held.values())
     (line, _) = weight_lines(manifest)
-    told = "weights of projections in int4-g32, the embedding in int8, the rest in float32: "
+    told = "weights of projections in int4-g32-zeros, the embedding in int8, the rest in float32: "
     assert line.startswith(f"target has {told}")
 
 

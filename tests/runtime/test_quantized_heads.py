@@ -19,6 +19,7 @@ from tests import engines, quantized_checkpoints
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
+from tests.draft_kinds.mtp import with_module
 from tests.head_reference import Reference
 from tests.heads import CASES, draw_tensors, write_head
 from tests.lossless import Zoo
@@ -28,7 +29,6 @@ from tests.mtp import write_target as write_mtp_target
 from tests.runtime.block_rig import BlockOracle
 from tests.runtime.draft_cases import compiler_of, open_target, outputs, write_target
 from tests.runtime.head_rig import BLOCK, TREE, HeadOracle, load, options, prompts_of, serve
-from tests.runtime.test_mtp import with_module
 from tests.runtime.test_quantized import reference_model
 from tests.tiers import only
 
@@ -139,7 +139,7 @@ def test_medusa_heads(zoo: Zoo, target: Path, tmp_path: Path) -> None:
     name = next(iter(MEDUSA_CASES))
     write_medusa(tmp_path / "heads", MEDUSA_CASES[name])
     build(target, tmp_path / "heads", tmp_path / "engine", options(plans=(TREE,), **INT4))
-    assert layouts_of(tmp_path / "engine") == ["int4-g32", None]
+    assert layouts_of(tmp_path / "engine") == ["int4-g32-zeros", None]
     engine = Engine.load(tmp_path / "engine")
     found, plain = (outputs(EngineCore(engine, plan)) for plan in (TREE.name, "off"))
     assert found == plain

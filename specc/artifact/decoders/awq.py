@@ -35,6 +35,7 @@ _BITS, _PER_WORD = 4, 8
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # output of a word's eight that each of its nibbles belongs to
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_OWN_NAMES = {"bits": "w_bit", "group_size": "q_group_size"}
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,7 @@ def decode(
     reader: TensorReader, config: Mapping[str, Any], is_weight_only: bool
 ) -> dict[str, DecodedWeight]:
     """Find the quantized weights of a checkpoint; see `compressed_tensors.decode`."""
-    where = reader.location()
-    bits, version = config.get("bits"), str(config.get("version", "gemm")).lower()
-    scheme = f"{METHOD}, {bits} bits, version {version}"
-    if bits != _BITS or version != "gemm":
-        raise unknown_scheme(scheme, where)
-    if not config.get("zero_point", True):
-        raise unknown_scheme(f"{scheme}, zero_point: false", where)
+    where, scheme = reader.location(), _check(config, reader.location())
     keys = set(reader.keys())
     if scaled := [key for key in keys if key.endswith(".act.scales")]:
         raise unknown_scheme(f"{scheme}, with activations that are scaled ({scaled[0]})", where)
@@ -75,17 +70,36 @@ def decode(
     for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
         module, _, kind = key.rpartition(".")
         if kind == "qweight":
-            weight = _decode_one(reader, module, config)
+            weight = decode_module(reader, module, config)
             found[weight.name] = weight
     return found
 
 
-def _decode_one(reader: TensorReader, module: str, config: Mapping[str, Any]) -> DecodedWeight:
+def _check(config: Mapping[str, Any], where: str) -> str:
+    """The scheme's name. Raises WeightError: another scheme."""
+    bits, version = _field(config, "bits"), str(config.get("version", "gemm")).lower()
+    scheme = f"{METHOD}, {bits} bits, version {version}"
+    if bits != _BITS or version != "gemm":
+        raise unknown_scheme(scheme, where)
+    if not config.get("zero_point", True):
+        raise unknown_scheme(f"{scheme}, zero_point: false", where)
+    return scheme
+
+
+def _field(config: Mapping[str, Any], name: str) -> Any:
+    """A field, whose name is another in AutoAWQ's own quant_config.json."""
+    return config.get(name, config.get(_OWN_NAMES[name]))
+
+
+def decode_module(reader: TensorReader, module: str, config: Mapping[str, Any]) -> DecodedWeight:
+    """The weight of one layer; see `gptq.decode_module`."""
+    _check(config, reader.location())
     levels, scale, zero = (f"{module}.{kind}" for kind in ("qweight", "scales", "qzeros"))
     scheme, where, shape = f"{METHOD}, 4 bits", reader.location(), reader.shape(levels)
     require(reader, levels, [shape] if len(shape) == 2 else [(0, 0)], (torch.int32,), scheme)
     columns, outputs = shape[0], shape[1] * _PER_WORD
-    size = config.get("group_size", -1)
+    size = _field(config, "group_size")
+    size = -1 if size is None else size
     if size == -1:
         size = columns
     if type(size) is not int or size < 1:

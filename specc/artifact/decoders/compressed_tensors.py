@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: `pack-quantized`, `int-quantized`, `float-quantized`, mxfp4.
+"""Checkpoints of compressed-tensors: packed and whole integers, float8, mxfp4 and nvfp4.
 
 A weight [N, K] of b bits is `weight_packed`, int32 [N, K · b / 32] along K, the lowest bits first,
 of q + 2^(b-1); `weight_scale` [N, G]; `weight_shape`, which says N and K; and, where it is not
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from specc.artifact.decoders.activation_scales import with_scales_of_activations
 from specc.artifact.decoders.column_order import column_order
 from specc.artifact.decoders.decoded_weight import (
     DecodedWeight,
@@ -24,7 +25,9 @@ from specc.artifact.decoders.decoded_weight import (
     check_group,
 )
 from specc.artifact.decoders.float8 import decode_float8
-from specc.artifact.decoders.mxfp4 import GROUP, MXFP4Weight
+from specc.artifact.decoders.mxfp4 import GROUP, decode_mxfp4
+from specc.artifact.decoders.nvfp4 import GROUP as NVFP4_GROUP
+from specc.artifact.decoders.nvfp4 import decode_nvfp4
 from specc.artifact.decoders.refusals import check_activations, unknown_scheme
 from specc.artifact.decoders.stored_tensors import (
     num_words,
@@ -40,8 +43,8 @@ from specc.errors import WeightError
 
 METHOD = "compressed-tensors"
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-MXFP4 = "mxfp4-pack-quantized"
-_FORMATS = (PACKED, WHOLE, FLOAT, MXFP4, "naive-quantized")
+MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+_FORMATS = (PACKED, WHOLE, FLOAT, MXFP4, NVFP4, "naive-quantized")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _STRATEGIES = {PACKED: ("channel", "group"), WHOLE: ("tensor", "channel", "group")}
 
@@ -112,8 +115,7 @@ def decode(
             raise unknown_scheme(
                 f"{METHOD}, {group.format}, and {key} of {reader.dtype(key)}", where
             )
-        decoder = {FLOAT: _decode_float8, MXFP4: _decode_mxfp4}.get(group.format, _decode_integers)
-        weight = decoder(reader, module, group)
+        weight = _DECODERS.get(group.format, _decode_integers)(reader, module, group)
         found[weight.name] = weight
     return found
 
@@ -238,16 +240,27 @@ def _decode_float8(reader: TensorReader, module: str, group: _Group) -> DecodedW
 
 
 def _decode_mxfp4(reader: TensorReader, module: str, group: _Group) -> DecodedWeight:
-    options, scheme, where = group.weights, f"{METHOD}, {MXFP4}", reader.location()
-    kind = options.get("num_bits"), options.get("type"), options.get("group_size")
-    if kind != (4, "float", GROUP):
-        raise unknown_scheme(f"{scheme}, {kind[0]} bits, {kind[1]}, groups of {kind[2]}", where)
+    scheme = _check_e2m1(group, GROUP, reader.location())
     names = (f"{module}.weight_packed", f"{module}.weight_scale")
-    shape = reader.shape(names[0])
-    fits = len(shape) == 2 and shape[1] % (GROUP // 2) == 0
-    require(reader, names[0], [shape] if fits else [(0, 0)], (torch.uint8,), scheme)
-    require(reader, names[1], [(shape[0], shape[1] * 2 // GROUP)], (torch.uint8,), scheme)
-    return MXFP4Weight(f"{module}.weight", (shape[0], shape[1] * 2), names, scheme)
+    return decode_mxfp4(reader, f"{module}.weight", names, scheme)
+
+
+def _decode_nvfp4(reader: TensorReader, module: str, group: _Group) -> DecodedWeight:
+    scheme = _check_e2m1(group, NVFP4_GROUP, reader.location())
+    names = (f"{module}.weight_packed", f"{module}.weight_scale", f"{module}.weight_global_scale")
+    weight = decode_nvfp4(reader, f"{module}.weight", names, scheme, is_inverse=True)
+    return with_scales_of_activations(reader, weight)
+
+
+def _check_e2m1(group: _Group, size: int, where: str) -> str:
+    options, scheme = group.weights, f"{METHOD}, {group.format}"
+    kind = options.get("num_bits"), options.get("type"), options.get("group_size")
+    if kind != (4, "float", size):
+        raise unknown_scheme(f"{scheme}, {kind[0]} bits, {kind[1]}, groups of {kind[2]}", where)
+    return scheme
+
+
+_DECODERS = {FLOAT: _decode_float8, MXFP4: _decode_mxfp4, NVFP4: _decode_nvfp4}
 
 
 def _is_by_row(reader: TensorReader, scale: str) -> bool:

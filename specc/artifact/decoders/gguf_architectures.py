@@ -168,6 +168,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**DENSE, **less_one({**SANDWICH, **QK_NORMS, "output_norm": "model.norm"})},
         {**RMS, "final_logit_softcapping": "final_logit_softcapping"},
         window_every=6,
+        window_base=10000.0,
         has_own_rotary_by_layer=True,
     ),
     "gemma4": Architecture(
@@ -195,6 +196,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.value_length_swa": "",
             "rope.dimension_count_swa": "",
         },
+        window_base=10000.0,
         has_own_rotary_by_layer=True,
     ),
     "phi3": Architecture(

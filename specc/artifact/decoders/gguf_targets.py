@@ -89,6 +89,8 @@ class Architecture:
         layer_numbers: fields of a number for each layer → the parameter that it is, and its shape.
         window_every: layers of which one sees all, where the file has windows and no pattern; 0
             where all layers are alike.
+        window_base: of rotary frequencies of layers with windows, where the file does not say; None
+            is that of all layers.
         is_partial: heads may be rotated in part.
         has_own_rotary_by_layer: layers with windows have rotary frequencies of their own.
         has_latents: keys and values are made of a latent.
@@ -102,6 +104,7 @@ class Architecture:
     names_beside: Mapping[str, Mapping[str, str | Target]] = field(default_factory=dict)
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     window_every: int = 0
+    window_base: float | None = None
     is_partial: bool = False
     has_own_rotary_by_layer: bool = False
     has_latents: bool = False

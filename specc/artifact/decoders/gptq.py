@@ -83,7 +83,23 @@ def decode(
     reader: TensorReader, config: Mapping[str, Any], is_weight_only: bool
 ) -> dict[str, DecodedWeight]:
     """Find the quantized weights of a checkpoint; see `compressed_tensors.decode`."""
-    where, bits = reader.location(), config.get("bits")
+    _offset(config, reader.location())
+    found: dict[str, DecodedWeight] = {}
+    for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
+        module, _, kind = key.rpartition(".")
+        if kind == "qweight":
+            weight = decode_module(reader, module, config)
+            found[weight.name] = weight
+    return found
+
+
+def _offset(config: Mapping[str, Any], where: str) -> int:
+    """What stored zero points are less than those that are meant.
+
+    Raises:
+        WeightError: another scheme.
+    """
+    bits = config.get("bits")
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     if config.get("is_marlin_format"):
         form = "marlin"
@@ -96,19 +112,21 @@ def decode(
     changed = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
     if changed:
         raise unknown_scheme(f"{scheme}, other bits or groups for {changed[0]} (dynamic)", where)
-    found: dict[str, DecodedWeight] = {}
-    for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
-        module, _, kind = key.rpartition(".")
-        if kind == "qweight":
-            weight = _decode_one(reader, module, config, _OFFSETS[form])
-            found[weight.name] = weight
-    return found
+    return _OFFSETS[form]
 
 
-def _decode_one(
-    reader: TensorReader, module: str, config: Mapping[str, Any], offset: int
-) -> DecodedWeight:
-    bits, where = config["bits"], reader.location()
+def decode_module(reader: TensorReader, module: str, config: Mapping[str, Any]) -> DecodedWeight:
+    """The weight of one layer.
+
+    Args:
+        reader: of the checkpoint.
+        module: name of the layer, which has a tensor `qweight`.
+        config: `quantization_config`, as it is for this layer.
+    Raises:
+        WeightError: another scheme, or tensors that do not fit it.
+    """
+    bits, where = config.get("bits", 0), reader.location()
+    offset = _offset(config, where)
     size = config.get("group_size", -1)
     # without sym, zero points are read as they are
     has_zeros = not config.get("sym", False)

@@ -77,6 +77,27 @@ class MXFP4Weight(DecodedWeight):
         return e8m0_values(read_rows(reader, self.tensors[1], start, stop))
 
 
+def decode_mxfp4(
+    reader: TensorReader, name: str, tensors: tuple[str, str], scheme: str
+) -> MXFP4Weight:
+    """Check the tensors of a matrix: uint8 [N, K / 2] and uint8 [N, K / 32].
+
+    Args:
+        reader: of the checkpoint.
+        name: of the parameter.
+        tensors: names of its codes and scales.
+        scheme: for errors.
+    Raises:
+        WeightError: a tensor is missing, or has another shape or type.
+    """
+    codes, scale = tensors
+    shape = reader.shape(codes)
+    fits = len(shape) == 2 and shape[1] % (GROUP // 2) == 0
+    require(reader, codes, [shape] if fits else [(0, 0)], (torch.uint8,), scheme)
+    require(reader, scale, [(shape[0], shape[1] * 2 // GROUP)], (torch.uint8,), scheme)
+    return MXFP4Weight(name, (shape[0], shape[1] * 2), tensors, scheme)
+
+
 def _integers(reader: TensorReader, scale: str, codes: Tensor, scales: Tensor) -> Integers:
     """Rows of codes [n, K / 2], low bits first, with scales [n, K / 32]."""
     levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

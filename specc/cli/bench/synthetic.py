@@ -274,7 +274,7 @@ def _contenders(
     if not common.against:
         return contenders, []
     target, *drafts = programs.models
-    heads = [model for model in drafts if model.entry.head is not None]
+    heads = [model for model in drafts if model.entry.reads_hidden]
     with phases.phase("prepare transformers"):
         baselines, notes = make_contenders(
             target.module,

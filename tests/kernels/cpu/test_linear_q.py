@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specc.artifact.block_formats import FORMATS
-from specc.artifact.quantized_layout import QuantizedLayout, pack, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, pack
+from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
 from specc.system.machine import isa_flags

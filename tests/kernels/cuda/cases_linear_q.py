@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
+from specc.artifact.rounding import quantize
 from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda import linear_q as module
 from specc.kernels.cuda.linear_q import linear_q

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from specc.artifact.block_formats import FORMATS
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, unpack
+from specc.artifact.rounding import quantize
 from specc.kernels.reference.quantized import linear_q_reference, row_integers
 
 LAYOUTS = [

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from specc.artifact.decoders.gguf_architectures import ARCHITECTURES
+from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.passes.frontend.checkpoint import CheckpointMap
+from specc.passes.frontend.gguf_config import config_of
 from specc.passes.frontend.model_source import ModelSource
-from tests import models
+from tests import gguf_files, models
 from tests.passes.frontend.gguf_recordings import recordings, write_recorded
 
 
@@ -28,13 +30,17 @@ def read(source: ModelSource) -> dict[str, Tensor]:
     return found
 
 
+def build(name: str) -> Any:
+    base, changes = recordings()[name]["config"]
+    return models.build_model(base, **changes)
+
+
 @pytest.mark.parametrize("name", recordings())
 def test_a_file_alone_is_the_model(tmp_path: Path, name: str) -> None:
     """Numbers and logits: of names, of what the converter changed, and of the configuration."""
     from transformers import AutoModelForCausalLM
 
-    base, changes = recordings()[name]["config"]
-    model = models.build_model(base, **changes)
+    model = build(name)
     write_recorded(tmp_path / "model.gguf", name, model.state_dict())
     source = ModelSource.load("target", tmp_path / "model.gguf", torch.float32)
     found, wanted = read(source), model.state_dict()
@@ -54,3 +60,15 @@ def test_a_file_alone_is_the_model(tmp_path: Path, name: str) -> None:
 def test_all_architectures_are_recorded() -> None:
     recorded = {item["fields"]["general.architecture"] for item in recordings().values()}
     assert recorded == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("name", "base"), [("gemma3", 10000.0), ("olmo3", 500000.0)])
+def test_frequencies_of_windows_without_a_field(tmp_path: Path, name: str, base: float) -> None:
+    """Files of Gemma 3 from before the field have the base that llama.cpp takes."""
+    write_recorded(tmp_path / "a.gguf", name, build(name).state_dict())
+    fields, tensors = gguf_files.read_file(tmp_path / "a.gguf")
+    kind = fields["general.architecture"]
+    del fields[f"{kind}.rope.freq_base_swa"]
+    gguf_files.write_file(tmp_path / "b.gguf", fields, tensors)
+    config = config_of(GGUFReader(tmp_path / "b.gguf", reads_lists=True))
+    assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == base

@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.program import Program, Weight, bind_args, emit_call

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from specc.artifact.decoders.kept_integers import KeptIntegers
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.errors import UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES

@@ -6,7 +6,7 @@ the draft. Random drafts are hardly ever right, so their logits and rows are com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,18 @@ import pytest
 from specc.artifact.directory import read_manifest
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
+from specc.drafters.facts import Cache
+from specc.drafters.feature_head import FeatureHead
+from specc.drafters.registry import facts_of
 from specc.errors import ConfigError, SpeccError
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.speculation.plans import MERGE, SpecPlan
-from tests import engines
-from tests.block_heads import BLOCK_CASES, write_block
-from tests.block_heads import draw_tensors as draw_block
-from tests.block_reference import BlockReference
-from tests.head_reference import Reference
-from tests.heads import CASES, draw_tensors, write_head
+from tests.draft_kinds.mtp import MtpRig
+from tests.draft_kinds.rig import all_rigs
 from tests.lossless import Zoo
-from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
-from tests.medusa_heads import draw_tensors as draw_medusa
-from tests.mtp import MtpReference
-from tests.mtp import write_target as write_mtp_target
-from tests.runtime.block_rig import BlockOracle
-from tests.runtime.draft_cases import open_target, outputs, write_target
+from tests.runtime.draft_cases import outputs, write_target
 from tests.runtime.head_rig import (
     BLOCK,
     DYNAMIC,
@@ -46,24 +40,13 @@ from tests.runtime.head_rig import (
 from tests.runtime.live_rig import ScriptedNodes
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.ranks.test_device_ranks import Launch, job
-from tests.runtime.test_medusa import MedusaOracle
-from tests.runtime.test_mtp import with_module
 from tests.specc.compiler.test_reshard import compare
 from tests.traces import shared_traces
 
-HEAD, DRAFTER, SPARK = "safeailab-narrow", "z-lab", "dspark-deepspec"
-# targets with an MTP module; one of them has latents in its caches
-MODULES = {"mtp": "glm4_moe", "mla": "deepseek_v3"}
-MEDUSA = next(iter(MEDUSA_CASES))
-WRITERS: dict[str, Callable[[Path], object]] = {
-    "eagle3": lambda path: write_head(path, CASES[HEAD]),
-    "dflash": lambda path: write_block(path, BLOCK_CASES[DRAFTER]),
-    "dspark": lambda path: write_block(path, BLOCK_CASES[SPARK]),
-    "medusa": lambda path: write_medusa(path, MEDUSA_CASES[MEDUSA]),
-}
-
-
-KINDS = (*WRITERS, "mtp")
+# a rig of each kind, and one of a target that has latents in its caches
+RIGS = {rig.kind: rig for rig in all_rigs() if rig.is_first}
+KINDS = tuple(RIGS)
+RIGS["mla"] = MtpRig("mtp", "deepseek_v3", FeatureHead(0))
 # a head and the target itself, and a head and what its text repeats
 BESIDE = (
     SpecPlan.from_widths((2, 1), ("draft_0", "self_w16_s4"), MERGE),
@@ -91,42 +74,21 @@ def write(
 ) -> object:
     """Compile such an engine into a directory; what is kept is there for other runs, too."""
     given = {"plans": (TREE, DYNAMIC)} | changes
-    config = options(backend=backend, tensor_parallel_size=num_ranks, **given)
-    if kind in MODULES:
-        target, draft, own = module_target(zoo, MODULES[kind]), (), with_module
-    else:
-        draft = zoo.once(f"head-ranks-{kind}", WRITERS[kind])
-        target, own = write_target(zoo), None
+    given |= {"backend": backend, "tensor_parallel_size": num_ranks}
+    rig = RIGS[kind]
     if is_kept:
-        return engines.build(target, draft, path, config, builder=own, key=(kind,))
+        return rig.compile(zoo, rig.case, path, **given)
     with shared_traces():
-        return build(target, draft or "mtp", path, config)
+        target, draft = rig.target(zoo, rig.case), rig.draft(zoo, rig.case)
+        return build(target, draft, path, options(**given))
 
 
-def module_target(zoo: Zoo, name: str) -> Path:
-    return zoo.once(f"mtp-{name}", lambda path: write_mtp_target(name, path))
-
-
-def oracle_of(zoo: Zoo, kind: str) -> HeadOracle | BlockOracle:
+def oracle_of(zoo: Zoo, kind: str) -> Any:
     """What says of each pass of a draft what it computes."""
-    if kind in MODULES:
-        model = open_target(module_target(zoo, MODULES[kind]))
-        return HeadOracle(model, MtpReference(model, MODULES[kind]))
-    model = open_target(write_target(zoo))
-    embedding, head = (
-        end.weight.detach() for end in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    if kind == "medusa":
-        case_ = MEDUSA_CASES[MEDUSA]
-        reference: Any = MedusaReference(case_, draw_medusa(case_))
-        return MedusaOracle(model, reference)
-    if kind == "eagle3":
-        return HeadOracle(model, Reference(CASES[HEAD], draw_tensors(CASES[HEAD]), embedding))
-    case = BLOCK_CASES[DRAFTER if kind == "dflash" else SPARK]
-    return BlockOracle(model, BlockReference(case, draw_block(case), embedding, head))
+    return RIGS[kind].oracle(zoo)
 
 
-def check_compared(oracle: HeadOracle | BlockOracle, least_rows: int = 300) -> None:
+def check_compared(oracle: Any, least_rows: int = 300) -> None:
     """Logits were looked at, and rows."""
     if isinstance(oracle, HeadOracle):
         assert oracle.num_nodes > 60
@@ -187,8 +149,8 @@ def test_every_logit_and_every_row(kind: str, plan: Any, zoo: Zoo, cut: Cut) -> 
     core, oracle = EngineCore(cut(kind), plan.name), oracle_of(zoo, kind)
     oracle.watch(core)
     serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5)
-    # Medusa heads keep none: requests are counted
-    check_compared(oracle, 50 if kind == "medusa" else 300)
+    # of those that keep none, requests are counted
+    check_compared(oracle, 50 if facts_of(kind).cache is Cache.NONE else 300)
     assert core.scheduler.stats.num_cached_tokens > 2 * BLOCK
     cut.close()
 
@@ -305,7 +267,7 @@ def test_what_each_rank_has(zoo: Zoo) -> None:
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], found: str, zoo: Zoo, tmp_path: Path) -> None:
-    draft = zoo.once("head-ranks-eagle3", WRITERS["eagle3"])
+    draft = RIGS["eagle3"].draft(zoo, RIGS["eagle3"].case)
     config = options(plans=(), tensor_parallel_size=2, **changes)
     with pytest.raises(ConfigError, match=found) as caught:
         build(write_target(zoo), [draft, draft], tmp_path / "engine", config)

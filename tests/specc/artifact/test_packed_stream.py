@@ -15,7 +15,8 @@ from specc.artifact.packed_stream import (
     rounded_rows,
     zero_rows,
 )
-from specc.artifact.quantized_layout import QuantizedLayout, quantize, round_weight
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.rounding import quantize, round_weight
 from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
 from specc.artifact.weights import MemoryReader, check_spec, write_weights
 from specc.errors import WeightError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.quantized_layout import quantize as quantize_rows
+from specc.artifact.rounding import quantize as quantize_rows
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import WeightError

@@ -19,6 +19,7 @@ from specc.cost.draft_levels import draft_levels
 from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
 from specc.cost.step_seconds import StepSeconds
 from specc.drafters.block import BlockDraft
+from specc.drafters.hydra import PrefixHydraHeads
 from specc.drafters.medusa import MedusaHeads
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
@@ -33,13 +34,13 @@ from specc.tune.drafters.block import block_acceptance, block_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import _Readers, tune
 from tests import models
-from tests.block_heads import BLOCK_CASES, draw_tensors, write_block
-from tests.block_reference import BlockReference
+from tests.draft_kinds.block import RIGS as BLOCKS
+from tests.draft_kinds.medusa import RIGS as MEDUSAS
+from tests.draft_kinds.rig import DraftRig
+from tests.draft_kinds.test_hydra import RIGS as HYDRAS
 from tests.head_reference import hidden_states
 from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
-from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
-from tests.medusa_heads import draw_tensors as draw_medusa
 
 CHILDREN, DEPTH, LENGTH, PROMPT = 48, 3, 20, 6
 QUIET = PhaseTimer(lambda event: None)
@@ -67,14 +68,15 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
     )
 
     def make(name: str) -> Path:
-        if name in MEDUSA_CASES:
-            write: Any = lambda path: write_medusa(path, MEDUSA_CASES[name])  # noqa: E731
-        else:
-            write = lambda path: write_block(path, BLOCK_CASES[name])  # noqa: E731
-        drafter = zoo.once(f"tuned-{name}", write)
+        drafter = rig_of(name).draft(zoo, name)
         return zoo.once(f"blocks-tune-{name}", lambda path: build(target, drafter, path, config))
 
     return make
+
+
+def rig_of(name: str) -> DraftRig:
+    """What has a case of this name, of those that propose all levels in one pass."""
+    return next(rig for rig in (*BLOCKS, *MEDUSAS, *HYDRAS) if name in rig.cases)
 
 
 def drawn(seed: int) -> Trajectory:
@@ -95,43 +97,32 @@ def drawn(seed: int) -> Trajectory:
         pytest.param("dspark-gated", marks=pytest.mark.slow),
         pytest.param("dspark-rnn", marks=pytest.mark.slow),
         "vllm",
+        "prefix",
+        pytest.param("mlp", marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
-def test_chains_are_those_of_steps(
-    name: str, compiled: Callable[[str], Path], target: Path
-) -> None:
+def test_chains_are_those_of_steps(name: str, compiled: Callable[[str], Path], zoo: Zoo) -> None:
     """By depth and root: as many children as give most tokens of any text a rank."""
-    from transformers import AutoModelForCausalLM
-
     engine = Engine.load(compiled(name))
     for slabs in engine.cache.slabs.values():
         for slab in slabs:
             slab.normal_(0.0, 30.0)
     assert engine.manifest is not None
     block = _Readers.of(engine.manifest).drafters["draft_0"]
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    case: Any = MEDUSA_CASES.get(name) or BLOCK_CASES[name]
-    reference: Any
-    if name in MEDUSA_CASES:
-        reference = MedusaReference(case, draw_medusa(case))
-    else:
-        reference = BlockReference(case, draw_tensors(case), *(end.weight for end in ends))
+    oracle = rig_of(name).oracle(zoo, name)
+    reference, boundaries = oracle.reference, oracle.reference.case.boundaries
     free, every = engine.cache.allocator.num_free, []
     for seed in (0, 1):
         trajectory = drawn(seed)
         tokens = trajectory.token_ids
-        taps = hidden_states(model, tokens, case.boundaries)
+        taps = hidden_states(oracle.target, tokens, boundaries)
         expected = []
         for root in range(PROMPT, LENGTH - 1, STRIDE):
             chain = []
             for level in range(min(DEPTH, LENGTH - 1 - root)):
-                if block.is_biased:
-                    path = tokens[root + 1 : root + 1 + level]
-                    logits = reference.after(taps[:root], tokens[root], path)
-                else:
-                    logits = reference.proposed(taps[:root], tokens[root])[level]
+                path = tokens[root + 1 : root + 1 + level]
+                logits = reference.after(taps[:root], tokens[root], path)
                 ids = logits.topk(CHILDREN).indices.tolist()
                 wanted = tokens[root + level + 1]
                 chain.append(ids.index(wanted) if wanted in ids else -1)
@@ -161,6 +152,21 @@ def test_one_pass_for_all_levels() -> None:
         seconds = StepSeconds(latency, block, 2, 30.0)
         found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
         assert found == pytest.approx(passes([PassPart(2, 2 * rows, 60.0)]))
+
+
+def test_heads_of_levels_count_as_passes() -> None:
+    heads = PrefixHydraHeads(6, num_layers=1, hidden_columns=8, draft="draft_0")
+    passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
+    latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
+    for widths, fed in (((1,), ()), ((3, 1), (3,)), ((2, 2, 1, 1), (2, 4, 4))):
+        plan = SpecPlan.from_widths(widths).with_drafters({"draft_0": heads})
+        # rows of what may have been accepted, then the nodes of each level
+        levels = (len(widths) + 1, *fed)
+        assert draft_levels(plan) == ((heads, levels),)
+        seconds = StepSeconds(latency, heads, 2, 30.0)
+        found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
+        parts = [PassPart(2, 2 * rows, 60.0) for rows in levels]
+        assert found == pytest.approx(sum(passes([part]) for part in parts))
 
 
 def test_what_a_block_cannot_offer_is_left_out() -> None:
@@ -193,7 +199,11 @@ def test_no_plan_is_deeper_than_a_block() -> None:
 
 @pytest.mark.parametrize(
     ("name", "called"),
-    [("dspark-speculators", "a block drafter"), ("vllm", "a set of Medusa heads")],
+    [
+        ("dspark-speculators", "a block drafter"),
+        ("vllm", "a set of Medusa heads"),
+        ("mlp", "a set of Hydra heads"),
+    ],
 )
 def test_an_engine_without_a_plan_of_its_drafter(
     name: str, called: str, compiled: Callable[[str], Path]
@@ -205,7 +215,7 @@ def test_an_engine_without_a_plan_of_its_drafter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["speculators-mixed", "dspark-speculators", "vllm"])
+@pytest.mark.parametrize("name", ["speculators-mixed", "dspark-speculators", "vllm", "prefix"])
 def test_tuned_engines(name: str, compiled: Callable[[str], Path], tmp_path: Path) -> None:
     path = Path(shutil.copytree(compiled(name), tmp_path / "engine"))
     prompts: list[Any] = [[5, 6, 7, 8], [50, 40, 30]]

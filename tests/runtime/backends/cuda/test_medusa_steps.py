@@ -16,10 +16,11 @@ from specc.speculation.plans import SpecPlan
 from tests import engines
 from tests.lossless import Zoo
 from tests.medusa_heads import MEDUSA_CASES, MedusaReference, draw_tensors, write_medusa
+from tests.runtime.block_rig import MedusaOracle
 from tests.runtime.draft_cases import write_target
 from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
-from tests.runtime.test_medusa import NAME, MedusaOracle
 
+NAME = "vllm"
 SLOW = pytest.mark.slow
 Make = Callable[..., tuple[Path, MedusaOracle]]
 

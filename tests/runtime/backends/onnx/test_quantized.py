@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.config import CompileConfig
 from specc.passes.lower.onnx.quantized import _packed, parts_of
 from specc.passes.program import Weight

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
+from specc.artifact.rounding import quantize
 from specc.errors import UnsupportedGraphError
 from specc.passes.lower.onnx.quantized import parts_of, require_positive_scales
 from specc.passes.program import Weight

@@ -66,9 +66,9 @@ def put(**changes):
         (PACKED, put(config_groups={}), "without config_groups"),
         (PACKED, put(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
         (PACKED, put(transform_config={"config_groups": {"R1": {}}}), "transform"),
-        (PACKED, put(quant_method="bitsandbytes"), "quantized (bitsandbytes)"),
+        (PACKED, put(quant_method="eetq"), "quantized (eetq)"),
         (PACKED, put(quant_method="torchao"), "quantized (torchao)"),
-        (PACKED, put(quant_library="modelopt"), "quantized (modelopt)"),
+        (PACKED, put(quant_library="modelopt"), "quantized (modelopt, None)"),
         (PACKED, put(quant_method="hqq"), "quantized (hqq)"),
         (
             PACKED,

@@ -1,0 +1,51 @@
+"""Block drafters for the contract; files and formulas are in tests/block_heads.py and beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specc.drafters.block import VANILLA, BlockDraft
+from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
+from tests.block_reference import BlockReference
+from tests.draft_kinds.rig import DraftRig, Said, opened
+from tests.lossless import Zoo
+from tests.runtime.block_rig import BlockOracle
+from tests.runtime.draft_cases import write_target
+
+
+class BlockRig(DraftRig):
+    cases = BLOCK_CASES
+    prefix = "block"
+    # K and V of 2 layers, 2 heads of 8, and nothing else
+    said = Said(
+        (2, 5), "z-lab", ("embed_tokens.weight", "lm_head.weight"), cache_columns=2 * 2 * 2 * 8,
+        lines=(
+            "draft_0 is a block drafter (dflash, files of z-lab): it reads the target at",
+            "blocks of 5 rows, of which each sees the others in both directions",
+            f"4 tokens a pass; mask token {MASK}",
+        ),
+    )  # fmt: skip
+
+    def write(self, path: Path, case: str) -> object:
+        return write_block(path, BLOCK_CASES[case])
+
+    def oracle(self, zoo: Zoo, case: str = "", number: int = 0) -> BlockOracle:
+        found = BLOCK_CASES[case or self.case]
+        target = opened(write_target(zoo))
+        ends = (target.get_input_embeddings(), target.get_output_embeddings())
+        weights = (end.weight.detach() for end in ends)
+        return BlockOracle(target, BlockReference(found, draw_tensors(found), *weights), number)
+
+
+class SparkRig(BlockRig):
+    said = Said(
+        (2, 5), "speculators", cache_columns=2 * 2 * 8,
+        lines=("draft_0 is a block drafter (dspark, files of speculators)",),
+    )  # fmt: skip
+
+
+_BIASED = BlockDraft(5, 0, is_biased=True, bias_kind=VANILLA, draft="draft_0")
+RIGS = (
+    BlockRig("dflash", "z-lab", BlockDraft(5, 0, draft="draft_0")),
+    SparkRig("dspark", "dspark-rnn", _BIASED),
+)
