@@ -8,7 +8,8 @@ from torch import fx
 
 from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.decoders.kept_integers import KeptIntegers
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, quantize
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.kernels import ops
 from specc.passes.lower.cpu.phases import CPU_PHASES, LAYOUT_PHASES
 from specc.passes.pipeline import PHASES, PassRecord, Pipeline
