@@ -21,6 +21,7 @@ from specc.refusals import refuse
 from specc.runtime.backends.program_files import read_json
 from specc.speculation.plans import SpecPlan
 from tests import models
+from tests.command_line import assert_refused, invoke
 from tests.runtime.test_quantized import check_logits, check_plans, reference_model
 
 CHAIN = SpecPlan.from_widths((1, 1, 1, 1))
@@ -96,3 +97,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         CompileConfig(quantize="q4_k_n")
     assert "q4_k_m" in caught.value.do
+    found = invoke("bench", "--synthetic", "llama-3.2-1b", "--quantize", "q4_k_m")
+    assert_refused(found, "--quantize q4_k_m with --synthetic", "one layout")
