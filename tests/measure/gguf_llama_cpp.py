@@ -40,7 +40,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any] | None]] = {
         },
     ),
     "phi3-longrope": ("all positions have the factors of long texts", {}),
-    "phimoe": ("experts are weighted by a softmax, not by sparsemixer", None),
+    "phimoe": ("norms are RMS norms, and experts are weighted by a softmax", None),
     "exaone4": ("windows are those of the model of 64 layers alone", None),
     "deepseek_v2": ("groups are chosen by the sum of their two best experts", None),
     "cohere-norms": ("norms of heads are those of the model of 64 layers alone", None),
