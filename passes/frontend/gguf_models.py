@@ -58,6 +58,11 @@ def _gemma3(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
         del config["sliding_window"]
 
 
+def _exaone4(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
+    if not config["sliding_window"]:
+        config["layer_types"] = ["full_attention"] * fields.number("block_count")
+
+
 def _scaled_queries(config: dict[str, Any], fields: Fields, layers_of_27b: int) -> None:
     """Of the models of 27 billion parameters, which llama.cpp knows by their layers, the width of
     a head for this is that of the model divided by the heads.
@@ -224,6 +229,7 @@ COMPLETE: dict[str, _Complete] = {
     "glm4": _attention_bias,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "exaone4": _exaone4,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
     "mistral3": _mistral3,

@@ -16,6 +16,7 @@ from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.gguf_ends import end_token_ids
+from specc.passes.frontend.model_types import check_layers_of, known_type
 from specc.passes.frontend.rotary import check_former, constant_length
 from specc.passes.frontend.text_part import is_wrapper, text_config, whole_config
 from specc.system.json_file import read_json
@@ -94,9 +95,10 @@ def load_config(path: Path) -> Any:
     Raises:
         NotCausalLMError: not a causal language model, unknown to transformers, or with numbers
             that no model has.
+        UnsupportedAttentionError: layers that are no attention to all keys, a window or chunks.
         UnsupportedRotaryError: a rotary scaling that transformers cannot read.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     needed = "the configuration of a causal language model (…ForCausalLM)"
@@ -109,9 +111,14 @@ def load_config(path: Path) -> Any:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise NotCausalLMError(f"{path}: config.json: architectures is {names!r}", needed, do)
+    model_type = known_type(raw, str(path))
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(path)
+            kind: Any = AutoConfig
+            if model_type != raw.get("model_type"):
+                kind = CONFIG_MAPPING[model_type]
+            config = kind.from_pretrained(path)
+            config.model_type = model_type
     except Exception as error:  # whatever the class of this model makes of what it says
         raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error
     if (text := text_config(config, names[0] if names else "")) is not None:
@@ -125,6 +132,7 @@ def load_config(path: Path) -> Any:
             needed,
             "pass a decoder-only language model",
         )
+    check_layers_of(config, str(path))
     check_heads(config, str(path))
     return config
 

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
 
-from specc.errors import NotCausalLMError, UnsupportedGraphError
+from specc.errors import NotCausalLMError, SpeccError, UnsupportedGraphError
 from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.buffer_values import buffer_values
 from specc.passes.frontend.repeat_layers import equal_layers_once
@@ -223,12 +223,24 @@ def export(
             "a module that maps (input_ids, position_ids) to logits",
             "pass a causal language model, or wrap yours in such a module",
         ) from error
-    except (torch._dynamo.exc.UserError, RuntimeError) as error:
+    except SpeccError:
+        raise
+    except Exception as error:  # whatever a forward makes of sizes that are no numbers
         raise UnsupportedGraphError(
-            f"{type(model).__name__} cannot be traced: {str(error).strip().splitlines()[0]}",
+            f"{type(model).__name__} cannot be traced: {_first_line(error)}",
             "a forward that torch.export can trace with a dynamic number of tokens",
             "report the architecture with this message",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, which may be nothing; an assertion's name is all that it has."""
+    lines = str(error).strip().splitlines()
+    kind = type(error).__name__
+    if not lines:
+        return kind
+    is_told = isinstance(error, torch._dynamo.exc.UserError | RuntimeError)
+    return lines[0] if is_told else f"{kind}: {lines[0]}"
 
 
 @contextlib.contextmanager

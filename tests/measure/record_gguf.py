@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-llama3": ("llama-llama3", {"head_dim": 32}, {}),
     "llama-linear": ("llama-linear", {}, {}),
     "llama-yarn": ("llama-yarn", {}, {}),
+    "llama-fused": ("llama", {"attention_bias": True}, {}),
     "mistral": ("mistral", {"sliding_window": None}, {}),
     "mixtral": ("mixtral", {}, {}),
     "qwen2": ("qwen2", {}, {}),
@@ -92,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "olmo": ("olmo", {}, {}),
     "olmo2": ("olmo2", {}, {}),
     "olmo3": ("olmo3", {}, {}),
-    "olmoe": ("olmoe", {}, {}),
+    "olmoe": ("olmoe", {"num_key_value_heads": 4}, {}),
     "cohere": ("cohere", _TIED, {}),
     "cohere-norms": ("cohere", _TIED | {"use_qk_norm": True}, {}),
     "cohere2": (
@@ -104,6 +105,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {}, {}),
     "granitemoeshared": ("granitemoeshared", {}, {}),
     "exaone4": ("exaone4", {}, {}),
+    "exaone4-all": (
+        "exaone4",
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": [_ALL, _ALL]},
+        {},
+    ),
     "glm": ("glm", {"rms_norm_eps": 1e-5}, {}),
     "glm4": ("glm4", {}, {}),
     "glm4_moe": ("glm4_moe", {"num_mtp_layers": 0}, {}),
@@ -114,12 +120,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "apertus": ("apertus", {}, {}),
     "minimax_m2": ("minimax_m2", {}, _SIGMOID),
     "gpt_oss": ("gpt_oss", {}, {}),
-    "deepseek_v2": ("deepseek_v2", {}, {}),
+    "deepseek_v2": ("deepseek_v2", {"norm_topk_prob": False}, {}),
+    "deepseek_v2-greedy": (
+        "deepseek_v2",
+        {"norm_topk_prob": False, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        {},
+    ),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        {"norm_topk_prob": False, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+        | {"q_lora_rank": None},
+        {},
+    ),
     "deepseek_v3": ("deepseek_v3", {"num_mtp_layers": 0}, _SIGMOID),
     "deepseek_v3-yarn": (
         "deepseek_v3",
-        {"num_mtp_layers": 0, "q_lora_rank": None}
-        | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"num_mtp_layers": 0} | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
         _SIGMOID,
     ),
     "glm4_moe_lite": ("glm4_moe_lite", {}, _SIGMOID),
@@ -132,6 +148,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"floor_scale": 8192, "attn_scale": 0.1},
         {},
     ),
+}
+
+
+# of the converter, for some of them
+OPTIONS: dict[str, dict[str, bool]] = {
+    "llama-fused": {"fuse_qkv": True},
 }
 
 
@@ -212,13 +234,16 @@ def _pieces(index: np.ndarray, width: int) -> list[tuple[int, list[list[int]]]]:
         runs = merged
 
 
-def convert(directory: Path, output: Path, more: Mapping[str, Any]) -> None:
+def convert(
+    directory: Path, output: Path, more: Mapping[str, Any], options: Mapping[str, bool]
+) -> None:
     """Write a GGUF file of a checkpoint, with the byte tokens of the tests.
 
     Args:
         directory: of the checkpoint.
         output: the file.
         more: keys of the configuration that transformers has dropped.
+        options: of the converter.
     """
     import gguf
 
@@ -231,7 +256,7 @@ def convert(directory: Path, output: Path, more: Mapping[str, Any]) -> None:
         _yield_what_it_returns(kind)
     with torch.inference_mode():
         form = gguf.LlamaFileType.ALL_F32
-        kind(directory, form, output, eager=True, hparams=hparams).write()
+        kind(directory, form, output, eager=True, hparams=hparams, **options).write()
 
 
 def _give_tokens(kind: Any) -> None:
@@ -291,7 +316,7 @@ def record(name: str) -> dict[str, Any]:
         root = Path(folder)
         model.save_pretrained(root / "model")
         models.byte_tokenizer().save(str(root / "model" / "tokenizer.json"))
-        convert(root / "model", root / "model.gguf", more)
+        convert(root / "model", root / "model.gguf", more, OPTIONS.get(name, {}))
         fields, tensors = read(root / "model.gguf")
     said = {key: describe(value, places) for key, value in tensors.items()}
     for key in [key for key in fields if key.startswith("xielu.")]:

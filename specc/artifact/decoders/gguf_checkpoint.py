@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,7 +290,8 @@ def _ordered(
         label = _label(tensors[0])
         names = tuple(tensor.name for tensor in tensors)
         return GGUFWeight(name, own, names, _scheme(label), label, order, is_turned)
-    make = gguf_made.in_order(order, 1 if are_items else shape[-1])
+    width = 1 if are_items else shape[-1]
+    make = gguf_made.in_order(order, math.prod(shape) // width, width)
     if is_turned:
         make = gguf_made.transposed_after(make, shape)
     return _computed(name, own, tensors, make)

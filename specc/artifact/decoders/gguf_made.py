@@ -90,12 +90,18 @@ def row_of(number: int) -> Make:
     return lambda parts: parts[0][number]
 
 
-def in_order(order: RowOrder | None, width: int = 1) -> Make:
-    """Rows of `width` numbers of all parts, one part after the other, in an order."""
+def in_order(order: RowOrder | None, count: int, width: int = 1) -> Make:
+    """The first `count` rows of an order of rows of all parts, one part after the other.
+
+    Args:
+        order: which of them each row is; None is their own.
+        count: rows.
+        width: numbers of a row.
+    """
 
     def make(parts: Sequence[Tensor]) -> Tensor:
         rows = torch.cat([part.reshape(-1, width) for part in parts])
-        return rows if order is None else rows[order(torch.arange(len(rows)))]
+        return rows[:count] if order is None else rows[order(torch.arange(count))]
 
     return make
 

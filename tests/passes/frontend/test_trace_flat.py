@@ -344,3 +344,23 @@ def test_places_without_values_are_refused():
         trace(model, "target")
     given = ScatteredPlaces().eval()
     assert_same_numbers(trace(given, "target"), given)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (AssertionError(), "AssertionError"),
+        (ValueError("not enough values\nto unpack"), "ValueError: not enough values"),
+        (IndexError("list index out of range"), "IndexError: list index out of range"),
+    ],
+)
+def test_errors_of_a_forward(error, found) -> None:
+    """Whatever it raises, the model is named, and what it said."""
+
+    class Raising(Tiny):
+        def after(self, x, positions):
+            raise error
+
+    with pytest.raises(UnsupportedGraphError) as caught:
+        trace(Raising(), "target")
+    assert caught.value.found == f"Raising cannot be traced: {found}"
