@@ -57,6 +57,12 @@ class QuantizeEmbeddings(Pass):
         return result
 
 
+def layouts_of_lookups(program: Program) -> list[str]:
+    """Names of the layouts that rows are looked up in, each once."""
+    found = {str(bind_args(node)["layout"]): None for node in program.calls(ops.embedding_q)}
+    return list(found)
+
+
 def _why_not(program: Program, node: fx.Node, table: fx.Node) -> str | None:
     """Why a table keeps its weight; None where it does not."""
     weight = program.weights.get(table.target)

@@ -13,7 +13,9 @@ from specc.runtime.policies.base import Policy
 from specc.speculation.plans import OFF
 
 if TYPE_CHECKING:
+    from specc.runtime.drafters.host_drafts import HostDrafts
     from specc.runtime.scheduling.batch import Batch, RunResult
+    from specc.runtime.scheduling.request import Request
     from specc.speculation.metrics import SpecStats
     from specc.speculation.plans import SpecPlan
 
@@ -31,6 +33,7 @@ class MeasuredConstants:
         saved: steps of off for whose time that, and what the plan gains, is saved up at most;
         debt: and for whose time the plan may have lost more than that before it is given up.
         missed: of a step of off, that a draft model takes for each token that it has missed.
+        suffix: tokens that a lookup has found again, from which on it is worth a trial.
         again: steps of the plan after which off is timed again: rows of the cache become more.
     Raises:
         ConfigError: a number outside its range.
@@ -44,6 +47,7 @@ class MeasuredConstants:
     saved: float = 16.0
     debt: float = 3.0
     missed: float = 0.02
+    suffix: int = 4
     again: int = 512
 
     def __post_init__(self) -> None:
@@ -65,10 +69,12 @@ class MeasuredPolicy(Policy):
     have taken for its tokens is paid from 1 % of the time, trials and steps after a lucky one
     alike. So in the long run decoding is at most that much slower than plain decoding, whatever
     the plan does. One state a batch size, rounded up to a power of two, of which a new one starts
-    from what the last one had found.
+    from what the last one had found. Of a lookup it is known before a step what was found: a long
+    suffix is reason for a trial, as long as those before have not cost more than their share.
 
     Args:
         plan: that speculates.
+        host: whose index is asked, where the plan looks up; None asks nobody.
         constants: that it is tuned with.
     """
 
@@ -76,8 +82,15 @@ class MeasuredPolicy(Policy):
     # does between two steps then counts for the plan as it does for off
     needs_results = False
 
-    def __init__(self, plan: SpecPlan, constants: MeasuredConstants = TUNED) -> None:
+    def __init__(
+        self,
+        plan: SpecPlan,
+        host: HostDrafts | None = None,
+        constants: MeasuredConstants = TUNED,
+    ) -> None:
         self._plan, self._constants = plan.name, constants
+        self._depth, self._host = plan.max_depth, host
+        self._lookup = None if plan.asked or len(plan.drafters) != 1 else plan.drafters[0]
         if not plan.draft_lens:
             # self-drafts have the target's rows, and lookups none
             self._constants = replace(constants, missed=0.0)
@@ -90,6 +103,18 @@ class MeasuredPolicy(Policy):
         if num_running:
             self._last = self._state_of(num_running)
         return self._plan if self._last.drafts else OFF.name
+
+    def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str] | None:
+        """The plan for all, where what was chosen is off and lookups have found something."""
+        host, lookup, state = self._host, self._lookup, self._last
+        if host is None or lookup is None or not requests or not state.may_hope:
+            return None
+        lengths = [host.propose(request, self._depth, lookup)[1] for request in requests]
+        # a step of a batch costs as much, however many of its requests gain
+        if sum(length >= self._constants.suffix for length in lengths) * 2 <= len(lengths):
+            return None
+        state.hope()
+        return [self._plan] * len(requests)
 
     def observe_batch(self, batch: Batch, result: RunResult) -> None:
         """Take the outcome of an iteration that was one step and nothing else."""
@@ -154,13 +179,13 @@ class _State:
             self.left -= 1
         if self.left:
             return
+        if self.drafts and self._tokens:
+            self._yield = statistics.fmean(self._tokens)
         if off_s is None or plan_s is None:
             # whichever was not timed yet
             self._try(off_s is not None)
             return
-        if self.drafts and self._tokens:
-            self._yield = statistics.fmean(self._tokens)
-        if self.drafts or self._yield * off_s >= plan_s:
+        if self._home or self.drafts or self._yield * off_s >= plan_s:
             self._home = (self._yield + self._doubt()) * off_s >= plan_s
         if self.drafts and self._saved_s < -self._constants.debt * off_s:
             self._home = False
@@ -170,8 +195,19 @@ class _State:
             self._try(False)
         elif not self._home and self._saved_s >= self._expected_loss(off_s, plan_s):
             # what it yielded a while ago is not what it yields now
-            self._tokens.clear()
-            self._try(True)
+            self.hope()
+
+    @property
+    def may_hope(self) -> bool:
+        """Whether off runs, nothing is tried, and a trial may begin that was not saved up for."""
+        off_s = self._step_s(False)
+        is_idle = not self.drafts and not self.left and off_s is not None
+        return is_idle and self._saved_s > -self._constants.debt * (off_s or 0.0)
+
+    def hope(self) -> None:
+        """Try the plan: something says that it is better than it was."""
+        self._tokens.clear()
+        self._try(True)
 
     def _try(self, drafts: bool) -> None:
         self.drafts, self.left = drafts, self._constants.trial

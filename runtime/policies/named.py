@@ -84,7 +84,7 @@ def make_policy(
         )
     elif name == MEASURED:
         if plans[plan].speculates:
-            return MeasuredPolicy(plans[plan])
+            return MeasuredPolicy(plans[plan], host)
         needed, do = "a default plan that drafts", "pass --plan, or compile it with --draft"
     elif name == BEST:
         alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]

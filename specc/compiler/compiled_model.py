@@ -19,7 +19,6 @@ from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
 from specc.config import CompileConfig
 from specc.errors import ConfigError
-from specc.kernels import ops
 from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
@@ -28,6 +27,7 @@ from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
 from specc.passes.program import AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_embeddings import layouts_of_lookups
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
 from specc.passes.segments.cut_segments import Segment
@@ -222,12 +222,11 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
     scheme = model.source.scheme
     is_asked = scheme is None and model.source.head is None
     stored = asked if is_asked else " and ".join(names) or None
-    looked_up = {node.args[-1]: None for node in model.program.calls(ops.embedding_q)}
     return dataclasses.replace(
         model.entry,
         quantization=stored,
         checkpoint_scheme=scheme,
-        embedding=" and ".join(map(str, looked_up)) or None,
+        embedding=" and ".join(layouts_of_lookups(model.program)) or None,
     )
 
 

@@ -154,6 +154,43 @@ def test_other_iterations_teach_nothing() -> None:
     assert not policy.needs_results
 
 
+class Host:
+    """An index that finds suffixes of this length."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def propose(self, request: Request, depth: int, drafter: object) -> tuple[list[int], int]:
+        return [1] * depth, self.length
+
+
+def test_a_lookup_that_has_found_something_is_tried() -> None:
+    """Long before its share of the time would pay for it; and not again where that was nothing."""
+    plan, host = SpecPlan.from_widths((1, 1, 1), ("suffix",)), Host()
+    policy = MeasuredPolicy(plan, host)  # type: ignore[arg-type]
+    requests = [Request("0", [0], SamplingParams(), max_seq_len=9)]
+
+    def run(steps: int, accepted: int) -> int:
+        drafted = 0
+        for _ in range(steps):
+            names = policy.choose_each(requests, STATS) or [policy.choose(1, STATS)]
+            drafts = names == [plan.name]
+            drafted += drafts
+            step = StepResult([accepted if drafts else 0], [], [], {}, {"step": 1 + 0.2 * drafts})
+            group = StepGroup(plan if drafts else OFF, requests)
+            policy.observe_batch(Batch([], [group]), RunResult([], 0.0, [step]))
+        return drafted
+
+    assert run(40, 0) == 8
+    host.length = 3
+    assert run(20, 3) == 0
+    host.length = 4
+    assert run(20, 3) == 20
+    # what it had gained pays for a while
+    run(100, 0)
+    assert run(200, 0) < 30
+
+
 def test_by_name() -> None:
     plans = {"off": OFF, PLAN.name: PLAN}
     made = make_policy("measured", plans, None, {}, plan=PLAN.name)  # type: ignore[arg-type]
