@@ -46,7 +46,8 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine, the default first; off is always added.
-        policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
+        policy: what chooses plans where nobody says: `fixed` runs the default plan, `measured`
+            runs it where it is faster than off, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range, or options exclude each other.
     """

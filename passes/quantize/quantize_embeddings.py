@@ -57,10 +57,10 @@ class QuantizeEmbeddings(Pass):
         return result
 
 
-def looked_up_layouts(program: Program) -> list[str]:
-    """Names of the layouts that tokens are looked up in, each once."""
-    calls = program.calls(ops.embedding_q)
-    return list(dict.fromkeys(bind_args(node)["layout"] for node in calls))
+def layouts_of_lookups(program: Program) -> list[str]:
+    """Names of the layouts that rows are looked up in, each once."""
+    found = {str(bind_args(node)["layout"]): None for node in program.calls(ops.embedding_q)}
+    return list(found)
 
 
 def _why_not(program: Program, node: fx.Node, table: fx.Node) -> str | None:

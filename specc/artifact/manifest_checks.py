@@ -31,7 +31,7 @@ from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, EngineError, SpeccError
 
 # what chooses the plan of a step
-POLICIES = ("fixed", "best", "profile")
+POLICIES = ("fixed", "best", "profile", "measured")
 # each is a program to read
 _MOST_PLANS = 1024
 

@@ -311,6 +311,10 @@ def stats_rows(stats: SpecStats, speed: PlainSpeed | None = None) -> list[tuple[
         *speed_rows(stats, speed),
         ("time to first token", f"{1000 * stats.time_to_first_token:.0f} ms"),
     ]
+    if 0 < stats.num_spec_steps < stats.num_steps:
+        rows.append(
+            ("steps that drafted", f"{stats.num_spec_steps} of {stats.num_steps}, the rest are off")
+        )
     if stats.num_spec_steps:
         rows += [
             (

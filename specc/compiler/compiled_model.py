@@ -28,7 +28,7 @@ from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
 from specc.passes.program import ROWS, AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
-from specc.passes.quantize.quantize_embeddings import looked_up_layouts
+from specc.passes.quantize.quantize_embeddings import layouts_of_lookups
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
 from specc.passes.segments.cut_segments import Segment
@@ -233,7 +233,7 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
         model.entry,
         quantization=stored,
         checkpoint_scheme=scheme,
-        embedding=" and ".join(looked_up_layouts(model.program)) or None,
+        embedding=" and ".join(layouts_of_lookups(model.program)) or None,
     )
 
 
