@@ -269,7 +269,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
     ),
     Refusal(
-        Feature("a block drafter or Medusa heads", _block_drafter),
+        Feature("a block drafter, Medusa or Hydra heads", _block_drafter),
         Backends(lambda facts, options: facts.fills_blocks),
         "a backend that such drafts have run on: {backends}",
         "pass --backend {taker}, or another draft",
