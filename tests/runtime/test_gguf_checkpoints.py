@@ -161,13 +161,15 @@ def check_plans_of_any_draft(engine: Path) -> None:
 
 
 def quantize_file(path: Path, kind: str) -> None:
-    """Write all matrices of a file of numbers, and stacks of them, in blocks, but for routers."""
+    """Write matrices of a file of numbers, and stacks of them, in blocks: all but routers, and rows
+    that blocks do not fit.
+    """
     import gguf
 
     fields, tensors = gguf_files.read_file(path)
     number = gguf.GGMLQuantizationType(gguf_files.TYPES[kind])
     for name, (_, shape, data) in tensors.items():
-        if len(shape) > 1 and "_inp" not in name:
+        if len(shape) > 1 and shape[-1] % 32 == 0 and "_inp" not in name:
             values = np.frombuffer(data, np.float32).reshape(shape)
             tensors[name] = kind, shape, gguf.quants.quantize(values, number).tobytes()
     gguf_files.write_file(path, fields, tensors)
