@@ -77,6 +77,9 @@ class EngineCore:
         shares_pass = engine.runner_type.shares_pass
         ranks = engine.manifest.num_ranks if engine.manifest else 1
         cuts_trees = shares_pass or (engine.facts.captures_live and ranks == 1)
+        if own_policy == "measured" == engine.policy and not engine.plans[plan].speculates:
+            # there is nothing to compare
+            own_policy = "fixed"
         is_fixed = policy is None and own_policy == "fixed"
         if confidence_threshold:
             in_use = [engine.plans[plan]] if is_fixed else list(engine.plans.values())
@@ -119,6 +122,7 @@ class EngineCore:
                 max_num_seqs=engine.cache.shape.max_num_seqs,
                 adapts_verification=adapts_verification,
                 graph_sizes=self.runner.graph_sizes,
+                plan=plan,
             )
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)

@@ -84,8 +84,9 @@ class EngineArgs:
     plan: str | None = option(None, "One plan for every step, e.g. off or chain-4.")
     policy: Policy | str | None = option(
         None,
-        "What chooses plans: goodput (by load), adaptive (learns how long a chain pays), best,"
-        " profile, fixed; without it, as compiled or tuned.",
+        "What chooses plans: measured (the default plan where it is faster than off), goodput (by"
+        " load), adaptive (learns how long a chain pays), best, profile, fixed; without it, as"
+        " compiled or tuned.",
         type=str,
     )
     adapts_verification: bool = option(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from specc.compiler.build import Compilation, build
+from specc.compiler.build import LOSING, Compilation, build
 from specc.compiler.candidate import ModelLike
 from specc.compiler.reshard import reshard_engine
 from specc.config import CompileConfig, CompileOptions
@@ -18,6 +18,9 @@ from specc.speculation.speculative_config import SpeculativeConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from specc.runtime.engine import Engine
+    from specc.speculation.metrics import SpecStats
+
 _PROBE_PROMPTS = (
     "def read_file(path):\n    ",
     "The capital of France is",
@@ -27,6 +30,8 @@ _PROBE_PROMPTS = (
 _PROBE_TOKENS = 16
 # below this share of accepted first draft tokens, a pair hardly belongs together
 _LOW_ACCEPTANCE = 0.05
+# steps of plain decoding that are too short to compare plans with, in a few of them
+_LEAST_STEP_S = 0.005
 
 
 def compile(
@@ -115,7 +120,7 @@ def with_drafts(
     models, names = split_drafts(draft)
     plans = choose_plans(trees, num_speculative_tokens, names, combine)
     config = dataclasses.replace(
-        config, plans=plans, policy=policy_of(combine), draft_tensor_parallel_size=num_ranks
+        config, plans=plans, policy=policy_of(combine, plans), draft_tensor_parallel_size=num_ranks
     )
     return models, config
 
@@ -188,18 +193,48 @@ def probe_engine(directory: Path) -> dict[str, Any]:
 
     # a GPU captures only what these prompts run; who compiles for ranks may have few cores
     engine = Engine.load(directory, verify=False, capture=CaptureLimits.lazy(), oversubscribes=True)
-    llm = LLM(engine, generation_config=NONE)
-    room = llm.engine.max_seq_len // 2
-    tokenizer = llm.tokenizer
+    tokenizer, room = engine.tokenizer, engine.max_seq_len // 2
     assert tokenizer is not None, "build probes engines with a tokenizer only"
     prompts = [ids for text in _PROBE_PROMPTS if (ids := tokenizer.encode(text).ids[:room])]
     params = SamplingParams(temperature=0, max_tokens=min(_PROBE_TOKENS, room), ignore_eos=True)
-    outputs = llm.generate(prompts, params)
-    stats = llm.get_metrics()
-    return {
-        "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-        "num_spec_steps": stats.num_spec_steps,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
-        "acceptance_rate": round(stats.acceptance_rate, 4),
-        "accepted_per_depth": [round(share, 4) for share in stats.accepted_per_depth],
-    }
+    found: dict[str, Any] = {}
+    speed_ups: dict[str, float] = {}
+    plans = [engine.default_plan, *(x for x in engine.plans if x != engine.default_plan)]
+    for name in plans:
+        if not (engine.plans[name].speculates or not found):
+            continue
+        llm = LLM(engine, plan=name, generation_config=NONE)
+        outputs = llm.generate(prompts, params)
+        stats = llm.get_metrics()
+        found = found or {
+            "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+            "num_spec_steps": stats.num_spec_steps,
+            "mean_acceptance_length": round(stats.mean_acceptance_length, 3),
+            "acceptance_rate": round(stats.acceptance_rate, 4),
+            "accepted_per_depth": [round(share, 4) for share in stats.accepted_per_depth],
+        }
+        sequences = [[*x.prompt_token_ids, *x.outputs[0].token_ids] for x in outputs]
+        ratio = _speed_up(engine, name, sequences, stats)
+        if ratio is not None:
+            speed_ups[name] = round(ratio, 3)
+        if ratio is None or ratio >= LOSING:
+            break
+    return found | {"speed_ups": speed_ups}
+
+
+def _speed_up(
+    engine: Engine, plan: str, sequences: Sequence[Sequence[int]], stats: SpecStats
+) -> float | None:
+    """How many times as fast as plain decoding a run was; None where that says nothing.
+
+    Lookups find what texts repeat, and these are too short for that; eager engines are for looking
+    at results; and of steps of a few milliseconds most is not the model's.
+    """
+    from specc.bench.plain_speed import measure_plain
+
+    if not engine.plans[plan].asked or engine.facts.runs_all:
+        return None
+    speed = measure_plain(engine, sequences, stats)
+    if speed is None or speed.batch_size / speed.tokens_per_s < _LEAST_STEP_S:
+        return None
+    return speed.ratio(stats)

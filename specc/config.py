@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 from specc.artifact.backends import ACTIVATION_BITS
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
+from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
 from specc.asked import Asked
@@ -35,6 +36,7 @@ _DTYPE_ALIASES = {
 }
 DEFAULT_MAX_LOGITS_MB = 512
 _QUANTIZE_GROUPS = (32, 64, 128)
+_QUANTIZE = ("int8", "int4", "fp8", *MIXES)
 
 
 # upper ends of ranges are those of traced dimensions (passes/frontend/trace.py), or beyond any use
@@ -44,7 +46,8 @@ class CompileConfig:
 
     Args:
         plans: speculation plans of the engine, the default first; off is always added.
-        policy: `fixed` runs the default plan, `best` chooses between a model's and a lookup's.
+        policy: what chooses plans where nobody says: `fixed` runs the default plan, `measured`
+            runs it where it is faster than off, `best` chooses between a model's and a lookup's.
     Raises:
         ConfigError: a value is outside its range, or options exclude each other.
     """
@@ -83,9 +86,10 @@ class CompileConfig:
         None,
         "Store the weights of projections in 8 or 4 bits, which saves memory, and on CPUs time:"
         " int8 or fp8 (e4m3), with a scale for each output, or int4, with one for each group of"
-        " columns. Drafts that read hidden states (heads) stay as they are."
+        " columns; or formats of llama.cpp's blocks, by their names: q4_0, q4_k_m, q6_k, q8_0 (for"
+        " the backends cpu and eager). Drafts that read hidden states (heads) stay as they are."
         " Outputs are those of the rounded weights. onnx has no fp8.",
-        metavar="int8|int4|fp8",
+        metavar="int8|int4|fp8|q4_k_m|…",
     )
     quantize_group: int | None = option(
         None,
@@ -270,20 +274,22 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, `int8-g32`, `int4-g64`, …; None in the engine's dtype."""
+        """How projections are stored, but for zero points: `int8-g32`, `int4-g64`, …; None in the
+        engine's dtype.
+        """
         group = self.quantize_group
         if self.quantize == "int4":
             group = group or _QUANTIZE_GROUPS[1]
         return self.quantize if group is None else f"{self.quantize}-g{group}"
 
     def _check_quantization(self) -> None:
-        if self.quantize not in (None, "int8", "int4", "fp8"):
+        if self.quantize not in (None, *_QUANTIZE):
             raise ConfigError(
                 f"--quantize {self.quantize}",
-                "int8, int4 or fp8",
+                f"{', '.join(_QUANTIZE[:-1])} or {_QUANTIZE[-1]}",
                 advice(
                     str(self.quantize),
-                    ("int8", "int4", "fp8"),
+                    _QUANTIZE,
                     "choose one of them, or leave out --quantize",
                 ),
             )

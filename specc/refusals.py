@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from specc.artifact.mixes import MIXES
 from specc.asked import BACKEND_OPTIONS, Asked, Backends, Feature, Refusal
 
 
@@ -82,13 +83,13 @@ def _quantized_checkpoint(asked: Asked) -> str | None:
 def _quantized_ranks(asked: Asked) -> str | None:
     # drafts are cut for as many, or not at all
     ranks = asked.config.tensor_parallel_size
-    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8")
+    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8", *MIXES)
     return f"quantized weights for {ranks} ranks" if is_asked else None
 
 
 def _no_integers(asked: Asked) -> str | None:
     # before checkpoints are opened nothing is known of their integers
-    if not asked.dtypes or asked.has_weights_in("int8", "int4"):
+    if not asked.dtypes or asked.has_weights_in("int8", "int4", *MIXES):
         return None
     return "without weights in int8 or int4"
 
@@ -131,6 +132,10 @@ STAGES = _option("pipeline_parallel_size")
 DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel_size")
 GROUP, BITS = _option("quantize_group"), _option("activation_bits")
 CALIBRATION = _option("calibration")
+A_MIX = Feature(
+    "--quantize q4_k_m and the like",
+    lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in MIXES else None,
+)
 DENSE = Feature(
     "--block-size 0", lambda asked: None if asked.config.block_size else "--block-size 0"
 )
@@ -264,7 +269,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
     ),
     Refusal(
-        Feature("a block drafter or Medusa heads", _block_drafter),
+        Feature("a block drafter, Medusa or Hydra heads", _block_drafter),
         Backends(lambda facts, options: facts.fills_blocks),
         "a backend that such drafts have run on: {backends}",
         "pass --backend {taker}, or another draft",
@@ -352,6 +357,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "pass --quantize int8 or int4, or leave out --calibration",
         "{a}, and {b}",
     ),
+    Refusal(
+        CALIBRATION,
+        A_MIX,
+        "weights in int8 or int4",
+        "pass --quantize int8 or int4, or leave out --calibration",
+        "{a}, and {b}",
+    ),
+    Refusal(
+        A_MIX,
+        Backends(lambda facts, options: "ggml" in facts.quantized),
+        "--quantize {quantized}, or a backend that reads such blocks: {list}",
+        "pass --backend {taker}, or --quantize int8",
+        "{a} with backend {b}",
+    ),
+    Refusal(GROUP, A_MIX, "formats that have groups of their own", "leave out --quantize-group"),
     Refusal(
         CALIBRATION,
         TARGET_SCHEME,

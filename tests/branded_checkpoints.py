@@ -194,10 +194,29 @@ def bitsandbytes(kind: str, block: int = 64, nested: int = 0) -> Format:
             code = int((table * magnitudes[i // block] - flat[i]).abs().argmin())
             exact[i] = table[code] * magnitudes[i // block]
             packed[i // 2] |= code << 4 if i % 2 == 0 else code
-        parts |= {"quant_map": table}
+        parts |= {"quant_map": table.clone()}
         text = json.dumps(state).encode()
         parts[f"quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
         own = {f"{name}.weight.{key}": value for key, value in parts.items()}
         return own | {f"{name}.weight": packed}, exact.view(weight.shape)
+
+    return Format(config, write)
+
+
+def bitsandbytes_int8() -> Format:
+    """LLM.int8(): rows, and the magnitude that 127 stands for."""
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, largest = torch.zeros(weight.shape, dtype=torch.int8), torch.zeros(len(weight))
+        exact = torch.zeros(weight.shape)
+        for n in range(len(weight)):
+            largest[n] = weight[n].abs().max()
+            codes[n] = (weight[n] * 127 / largest[n]).round().to(torch.int8)
+            exact[n] = codes[n].float() * (largest[n] / 127)
+        return {
+            f"{name}.weight": codes, f"{name}.SCB": largest,
+            f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
+        }, exact  # fmt: skip
 
     return Format(config, write)

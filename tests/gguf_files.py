@@ -131,6 +131,11 @@ def draw_bytes(kind: str, shape: Sequence[int], seed: int) -> tuple[bytes, Tenso
         blocks[:, place : place + 2] = drawn.view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(119, 123, len(blocks))
+    if kind == "IQ1_M":
+        # four bits of its scale are in each of four words
+        words, scale = blocks[:, 48:].view("<u2"), int(np.float16(0.008).view(np.uint16))
+        words &= 0x0FFF
+        words |= np.array([scale >> i << 12 & 0xF000 for i in (0, 4, 8, 12)], np.uint16)
     values = gguf.quants.dequantize(blocks.copy(), number)
     return blocks.tobytes(), torch.from_numpy(values.reshape(*shape).copy())
 
@@ -277,7 +282,7 @@ def write_model(
         shutil.copytree(source, path)
     for seed, (name, value) in enumerate(tensors.items()):
         kind = kind_of(name) if value.dim() == 2 else "F32"
-        if kind in BLOCKS or kind in SCALES or kind == "MXFP4":
+        if kind not in ("F32", "F16"):
             data, exact = draw(kind, value.shape, seed)
         else:
             exact = value.half().float() if kind == "F16" else value

@@ -73,6 +73,8 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, Two(T, T, T, double, bool, T, O, T, T, T, T, T, T, T)>;
   if (name == "specc::embedding_of_blocks")
     return std::is_same_v<Function, One(T, T, int64_t, int64_t)>;
+  if (name == "specc::embedding_q")
+    return std::is_same_v<Function, One(T, T, int64_t, int64_t, Text)>;
   if (name == "specc::experts")
     return std::is_same_v<Function, One(T, T, T, T, T, Text)>;
   if (name == "specc::from_first")
@@ -356,6 +358,8 @@ constexpr const char* kSchemas[] = {
         "q, Tensor total)",
     "specc::embedding_of_blocks(Tensor weight, Tensor tokens, int num_embeddings, int width) "
         "-> Tensor",
+    "specc::embedding_q(Tensor weight, Tensor tokens, int num_embeddings, int width, str "
+        "layout) -> Tensor",
     "specc::experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str "
         "activation) -> Tensor",
     "specc::from_first(Tensor x) -> Tensor",

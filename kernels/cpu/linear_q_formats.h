@@ -5,11 +5,13 @@
 // A lane is an output here, too, so that a field of a header is decoded for all of them at once.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "kernels.h"
 #include "linear_q_blocks.h"
+#include "linear_q_paths.h"
 #include "vec.h"
 
 namespace specc {
@@ -240,6 +242,25 @@ struct Decoded {
             minima + place, columns};
   }
 };
+
+// A row of a block of outputs as floats: s · (u - z) - m, each operation rounded.
+inline void decode_row(const BlockFormat& format, const uint8_t* w, int64_t columns, int64_t lane,
+                       float* out) {
+  Decoded decoded;
+  const int64_t wide = format.bits == 4 ? 8 : 4;
+  for (int64_t first = 0; first < columns; first += kTogether) {
+    const int64_t count = std::min(kTogether, columns - first);
+    w = decoded.read(format, w, count);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = i / format.group * kBlock + lane;
+      const int byte = decoded.levels[(i / wide * kBlock + lane) * 4 + i % 4];
+      const int level = wide == 4 ? byte : byte >> (i % 8 & 4) & 15;
+      const int step = (format.has_table ? kIq4Levels[level] : level) - format.middle;
+      const float value = static_cast<float>(step) * decoded.scales[place];
+      out[first + i] = format.has_minima ? value - decoded.minima[place] : value;
+    }
+  }
+}
 
 }  // namespace quantized
 

@@ -2,6 +2,7 @@
 #include "accept.cpp"
 #include "column_winners.cpp"
 #include "draft_children.cpp"
+#include "embedding_q.cpp"
 #include "filters.cpp"
 #include "kv_rows.cpp"
 #include "node_winners.cpp"

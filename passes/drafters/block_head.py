@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specc.drafters.block import BIAS_TENSORS, CONFIDENCE_TENSORS, OF_TOKEN, joint_shapes
@@ -22,6 +21,7 @@ from specc.passes.drafters.head_modules import (
     MLP,
     RMSNorm,
     attend,
+    by_target_ids,
     columns_of_ids,
     fill_buffers,
     linear_of,
@@ -76,9 +76,7 @@ class BlockHead(nn.Module):
         for layer in self.layers:
             x = layer(x, context, is_tapped, position_ids, rotation)
         logits = self.lm_head(self.norm(x))
-        if self.columns is not None:
-            # before noise is added, which goes by the target's ids
-            logits = F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, self.columns)
+        logits = by_target_ids(logits, self.columns)
         return logits
 
     def _init_weights(self, module: Any) -> None:

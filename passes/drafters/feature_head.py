@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specc.passes.drafters.head_modules import (
@@ -18,6 +17,7 @@ from specc.passes.drafters.head_modules import (
     Attention,
     Layer,
     RMSNorm,
+    by_target_ids,
     columns_of_ids,
     fill_buffers,
     linear_of,
@@ -85,9 +85,7 @@ class FeatureHead(nn.Module):
             x = layer(x, position_ids, rotation)
         normed = self.norm(x)
         logits = self.lm_head(normed)
-        if self.columns is not None:
-            # before noise is added, which goes by the target's ids
-            logits = F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, self.columns)
+        logits = by_target_ids(logits, self.columns)
         return (normed if self.spec.flags.norm_output else x), logits
 
     def _normed(self, features: Tensor) -> Tensor:

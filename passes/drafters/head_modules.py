@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specc.passes.drafters.block_spec import BlockSpec
-from specc.passes.drafters.head_spec import EagleSpec, HeadSpec
-
-# those that may have rows for some ids alone
-LayeredSpec = EagleSpec | BlockSpec
+from specc.passes.drafters.head_spec import HeadSpec, LayeredSpec
 
 
 class DecoderSpec(Protocol):
@@ -158,6 +154,18 @@ def columns_of_ids(spec: LayeredSpec) -> Tensor | None:
         return None
     columns = torch.full((spec.target.vocab_size,), spec.draft_vocab_size)
     return columns.index_put((ids.to(columns.device),), torch.arange(spec.draft_vocab_size))
+
+
+def by_target_ids(logits: Tensor, columns: Tensor | None) -> Tensor:
+    """Logits [..., V] by the target's ids, before noise is added, which goes by them.
+
+    Args:
+        logits: [..., Vd].
+        columns: see `columns_of_ids`; of ids without one the logits are -inf.
+    """
+    if columns is None:
+        return logits
+    return F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, columns)
 
 
 def fill_buffers(head: Any, module: Any) -> None:

@@ -66,7 +66,8 @@ class TargetFacts:
     def of_config(cls, name: str, config: Any) -> TargetFacts:
         """Those of a configuration of transformers."""
         keys = ("hidden_size", "num_hidden_layers", "vocab_size")
-        return cls(name, *(whole_number(config, key) for key in keys), config=config)
+        width, num_layers, vocab_size = (whole_number(config, key) for key in keys)
+        return cls(name, width, num_layers, vocab_size, config)
 
 
 @dataclass(frozen=True)
@@ -184,40 +185,59 @@ class HeadSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class EagleSpec(HeadSpec):
-    """An EAGLE-3 or 3.1 head; `config` is Llama's or Qwen3's.
+class LayeredSpec(HeadSpec):
+    """A head with layers of its own, and an embedding and a vocabulary head that may be.
 
     Args:
         draft_vocab_size: Vd, rows of its head.
         target_ids: [Vd] int64, the target's id of each row of the head, ascending; None where row
             i is id i.
-        flags: see there.
         windows: keys that each of its layers sees, 0 is all.
-        has_qk_norm: queries and keys are normalized, each head on its own.
         rope: of its layers.
     """
 
     draft_vocab_size: int
     target_ids: Tensor | None
-    flags: HeadFlags
     windows: tuple[int, ...]
-    has_qk_norm: bool
     rope: RopeFacts
+
+    def describe_taps(self) -> str:
+        """What it reads, for people."""
+        taps = ", ".join(str(place) for place in self.boundaries)
+        last = " after the final norm" if self.is_last_normed else ""
+        return f"reads the target at boundaries {taps}{last}"
+
+    def describe_layers(self) -> list[str]:
+        """Whose embedding and head they are, and how rows see each other, a line each."""
+        ids = f"{self.draft_vocab_size} of {self.target.vocab_size} ids"
+        owner = {True: "the target's", False: "its own"}
+        windows = ", ".join(str(window) if window else "all" for window in self.windows)
+        return [
+            f"embedding: {owner[EMBEDDING in self.shared]};"
+            f" head: {owner[HEAD in self.shared]}, {ids}",
+            f"rotary embedding: {self.rope.kind}, theta {self.rope.theta:g}, trained for"
+            f" {self.rope.trained_length} positions; rows seen: {windows}",
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class EagleSpec(LayeredSpec):
+    """An EAGLE-3 or 3.1 head; `config` is Llama's or Qwen3's.
+
+    Args:
+        flags: see there.
+        has_qk_norm: queries and keys are normalized, each head on its own.
+    """
+
+    flags: HeadFlags
+    has_qk_norm: bool
 
     def describe(self) -> list[str]:
         """What it is, a line each, for people."""
-        taps = ", ".join(str(place) for place in self.boundaries)
-        last = " after the final norm" if self.is_last_normed else ""
-        ids = f"{self.draft_vocab_size} of {self.target.vocab_size} ids"
-        owner = {True: "the target's", False: "its own"}
-        rope = f"rotary embedding: {self.rope.kind}, theta {self.rope.theta:g}"
         flags = [name for name, is_set in vars(self.flags).items() if is_set]
-        windows = ", ".join(str(window) if window else "all" for window in self.windows)
         return [
             f"{self.kind} head, files of {self.layout}, {len(self.windows)} layers of {self.width}",
-            f"reads the target at boundaries {taps}{last}",
-            f"embedding: {owner[EMBEDDING in self.shared]};"
-            f" head: {owner[HEAD in self.shared]}, {ids}",
-            f"{rope}, trained for {self.rope.trained_length} positions; rows seen: {windows}",
+            self.describe_taps(),
+            *self.describe_layers(),
             f"flags: {', '.join(flags) or 'none'}",
         ]

@@ -25,7 +25,7 @@ from specc.passes.drafters.head_spec import (
 
 _NEEDED = (
     "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads in files of vLLM or"
-    " FasterDecoding, or an ordinary language model"
+    " FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specc.passes.drafters.head_modules import linear_of
+from specc.passes.drafters.head_modules import by_target_ids, linear_of
 from specc.passes.drafters.medusa_spec import MedusaSpec
 
 
@@ -60,11 +60,7 @@ class MedusaHead(nn.Module):
             x = features
             for layer in layers:  # type: ignore[attr-defined]
                 x = x + F.silu(layer(x))
-            logits = self._project(head, x)
-            if self.columns is not None:
-                # before noise is added, which goes by the target's ids
-                logits = F.pad(logits, (0, 1), value=float("-inf")).index_select(-1, self.columns)
-            found.append(logits)
+            found.append(by_target_ids(self._project(head, x), self.columns))
         return torch.cat(found, dim=-1)
 
     def _project(self, head: int, x: Tensor) -> Tensor:

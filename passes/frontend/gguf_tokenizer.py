@@ -39,6 +39,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
 # tokens that only a text's own characters make: found in texts as they are, or never
 _WHOLE = (_UNKNOWN, _CONTROL, _BYTE)
+# GPT-2's characters for bytes that UTF-8 never has
+_NEVER_BYTES = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 # of kinds, tokens that texts have around them and their numbers, where the file says nothing
 _AROUND: Mapping[str, Mapping[str, bool]] = {
     "gpt2": {},
@@ -142,7 +144,14 @@ def _by_bytes(
     words = [pre_tokenizers.Split(Regex(item), behavior="isolated") for item in split.patterns]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
+    # DeepSeek's vocabularies have these letters as tokens of users; as bytes, they are no text
+    letters = [
+        decoders.Replace(token, bytes_.pre_tokenize_str(token)[0][0])
+        for token, own in zip(tokens, types, strict=True)
+        if own == _USER and token in _NEVER_BYTES
+    ]
+    whole = decoders.ByteLevel()
+    tokenizer.decoder = decoders.Sequence([*letters, whole]) if letters else whole
     return tokenizer
 
 
@@ -311,7 +320,9 @@ def _unknown(tokens: Sequence[str], types: Sequence[int]) -> str | None:
 
 def _list(fields: Mapping[str, Any], name: str, kind: type, where: str) -> list[Any]:
     found = fields.get(f"{_PREFIX}{name}")
-    if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+    # files may have whole numbers for scores
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(found, list) or not all(isinstance(item, kinds) for item in found):
         raise VocabMismatchError(
             f"{where} has no list {_PREFIX}{name} of {kind.__name__}",
             f"what a tokenizer of the kind {fields.get(f'{_PREFIX}model')} consists of",

@@ -7,12 +7,14 @@ from functools import partial
 
 import torch
 
+from specc.artifact.mixes import MIXES
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program, bind_args
+from specc.passes.quantize.quantize_embeddings import QuantizeEmbeddings
 from specc.passes.quantize.quantize_experts import QuantizeExperts
 from specc.passes.quantize.quantized_inputs import (
     QuantizedInputs,
@@ -38,35 +40,50 @@ def quantize_phases(
     keeps_integers: bool = False,
     experts: bool = True,
     activation_bits: int | None = None,
+    embeddings: str | None = None,
+    lookups: bool = False,
 ) -> Phases:
     """What the pipeline does before the backend's own phases.
 
     Args:
-        name: of the layout of weights; None leaves them in the engine's dtype.
+        name: of the layout of weights, or of a mix; None leaves them in the engine's dtype.
         keeps_integers: a model has integers in its checkpoint, see `Program.integers`.
         experts: of mixtures, too, where the backend multiplies them by integers.
         activation_bits: of the integers that rows become; None is as many as their type asks for.
+        embeddings: name of the layout that was asked for where tables of tokens are to be rounded:
+            they get that of heads. None leaves those that nothing else has integers of.
+        lookups: tables of tokens are read as integers at all.
     """
     if name is None and not keeps_integers:
         return ()
-    layout = None if name is None else QuantizedLayout.named(name)
+    # a mix has said of each weight which layout it has, see `ApplyMix`
+    layout = None if name is None or name in MIXES else QuantizedLayout.named(name)
+    of_tables = None if embeddings is None else HEAD
+    if embeddings is not None and embeddings not in MIXES:
+        of_tables = head_layout(QuantizedLayout.named(embeddings))
     passes: list[Callable[[], Pass]] = [
         partial(QuantizeLinear, layout),
         partial(QuantizeExperts, layout, experts),
+        partial(QuantizeEmbeddings, of_tables, lookups),
     ]
     if activation_bits is not None:
         passes.append(partial(RowIntegers, activation_bits))
     return ((QUANTIZE, tuple(passes)),)
 
 
+def head_layout(layout: QuantizedLayout) -> QuantizedLayout:
+    """Of heads and of tables of tokens, where the other weights have this one."""
+    return layout if layout.kind == HEAD.kind else HEAD
+
+
 class QuantizeLinear(Pass):
     """`aten.linear(x, w, b)` → `specc.linear_q` over the flattened rows of x and a quantized w.
 
-    The quantized weight is an input of its own: what else reads w, such as an embedding that the
-    head is tied to, reads it as before, and an input that nobody reads any more is dropped. The
-    last projection, the head, is int8 whatever the others are. Projections of fewer than 32
-    outputs, such as the routers of small mixtures, keep their weights. One of several ranks has
-    what the rounded weight of all has in its rows and columns.
+    The quantized weight is an input of its own: what else reads w reads it as before, and an input
+    that nobody reads any more is dropped. `QuantizeEmbeddings` lets an embedding that the head is
+    tied to read the head's integers. The last projection, the head, is int8 whatever the others
+    are. Projections of fewer than 32 outputs, such as the routers of small mixtures, keep their
+    weights. One of several ranks has what the rounded weight of all has in its rows and columns.
 
     A weight of which the checkpoint has integers keeps those, the head's, too.
 
@@ -98,9 +115,7 @@ class QuantizeLinear(Pass):
                 continue
             layout = None if kept is None else kept.layout
             if layout is None and self._layout is not None:
-                layout = self._layout
-                if node is calls[-1] and layout.kind != HEAD.kind:
-                    layout = HEAD
+                layout = head_layout(self._layout) if node is calls[-1] else self._layout
             if layout is None:
                 result.decline(node.name, "the checkpoint has no integers of its weight")
                 continue

@@ -65,7 +65,12 @@ class QuantizedInputs:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._made: dict[Weight, fx.Node] = {}
+        # of earlier passes, too
+        self._made: dict[Weight, fx.Node] = {
+            program.weights[node.target]: node
+            for node in program.graph.find_nodes(op="placeholder")
+            if node.target in program.weights and program.weights[node.target].quantized is not None
+        }
 
     def add(self, beside: fx.Node, layout: QuantizedLayout, is_turned: bool = False) -> fx.Node:
         """An input with the weight of another one, and the plan's entry of it.
@@ -91,6 +96,13 @@ class QuantizedInputs:
             program.weights[node.target] = quantized
             self._made[quantized] = node
         return self._made[quantized]
+
+    def layout_of(self, weight: Weight) -> QuantizedLayout | None:
+        """Of the integers that the program has of these parameters, in rows; None of none."""
+        for made in self._made:
+            if made.parameters == weight.parameters and made.is_turned == weight.is_turned:
+                return made.quantized
+        return None
 
     def drop(self, node: fx.Node) -> None:
         """Forget an input that nobody reads any more."""

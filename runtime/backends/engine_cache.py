@@ -117,8 +117,8 @@ def slab_shapes(model: ModelEntry, kv_cache_dtype: str = AUTO) -> list[SlabShape
     # in the type of the model, whatever that of K and V is
     if model.taps is not None:
         found.append(SlabShape(1, 1, model.taps.width, 1, dtype))
-    if model.head is not None and model.head.width:
-        found.append(SlabShape(1, 1, model.head.width, 1, dtype))
+    if model.num_handed_on:
+        found.append(SlabShape(1, 1, model.num_handed_on, 1, dtype))
     return found
 
 
@@ -148,8 +148,8 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
     if model.taps is not None:
         features = features_of(model, cache)
         found.append((features, features))
-    if model.head is not None:
-        if model.head.width:
+    if model.reads_hidden:
+        if model.num_handed_on:
             handed_on = features_of(model, cache)
             found.append((handed_on, handed_on))
         # what the target keeps for it is its last slab

@@ -66,7 +66,7 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
             " target's weights once more, so that a step takes as long as the tokens it may bring",
             "compile with another --draft, or leave --offload-weights out",
         )
-    if heads := [model.name for model in manifest.models if model.head is not None]:
+    if heads := [model.name for model in manifest.models if model.reads_hidden]:
         raise ConfigError(
             f"{found} of an engine whose draft reads the target's hidden states"
             f" ({', '.join(heads)})",

@@ -56,7 +56,7 @@ def check_overlap(
             " time",
             "leave it out, or compile with other drafts alone",
         )
-    if heads := [model.name for model in manifest.models if model.head is not None]:
+    if heads := [model.name for model in manifest.models if model.reads_hidden]:
         raise ConfigError(
             f"{found} of an engine whose draft reads the target's hidden states"
             f" ({', '.join(heads)})",

@@ -15,6 +15,7 @@ from specc.runtime.policies.adaptive import AdaptivePolicy
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.best import BestPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
+from specc.runtime.policies.measured import MeasuredPolicy
 from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from specc.speculation.metrics import SpecStats
 
 FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT = "fixed", "adaptive", "best", "profile", "goodput"
-NAMES = (FIXED, ADAPTIVE, BEST, PROFILE, GOODPUT)
+MEASURED = "measured"
+NAMES = (FIXED, MEASURED, ADAPTIVE, BEST, PROFILE, GOODPUT)
 
 
 def make_policy(
@@ -37,12 +39,14 @@ def make_policy(
     clock: Callable[[], float] = time.perf_counter,
     adapts_verification: bool = False,
     graph_sizes: Sequence[int] = (),
+    plan: str = OFF.name,
 ) -> Policy:
     """The policy of this name; `fixed` needs no more than its plan and is not made here.
 
     Args:
-        name: `adaptive` learns how long a chain pays, `best` chooses between a model and a lookup,
-            `profile` follows what `specc tune` found, `goodput` follows the load.
+        name: `measured` runs one plan where it is faster than off, `adaptive` learns how long a
+            chain pays, `best` chooses between a model and a lookup, `profile` follows what
+            `specc tune` found, `goodput` follows the load.
         plans: of the engine.
         host: whose index is asked.
         profile: of the engine; empty where there is none.
@@ -52,6 +56,7 @@ def make_policy(
         clock: seconds of the host, by which goodput knows how long deciding takes.
         adapts_verification: goodput chooses for each request how much of its tree is verified.
         graph_sizes: sequences that captured steps take, ascending; () are steps of any number.
+        plan: of the policy measured.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
         ConfigError: adaptive verification by another policy, or by an engine whose steps verify
@@ -77,6 +82,10 @@ def make_policy(
             "a chain of one draft model or self-draft, or more",
             "compile it with several --tree 1,1,…",
         )
+    elif name == MEASURED:
+        if plans[plan].speculates:
+            return MeasuredPolicy(plans[plan], host)
+        needed, do = "a default plan that drafts", "pass --plan, or compile it with --draft"
     elif name == BEST:
         alone = [plan for plan in plans.values() if plan.speculates and not plan.combine]
         if len({bool(plan.asked) for plan in alone}) == 2:

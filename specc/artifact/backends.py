@@ -65,6 +65,7 @@ class BackendFacts:
         quantized_extras: what such weights may have there: `zero points` of their own, and `short
             groups`, where columns are no multiple of what shares a scale.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
+        looks_up_quantized: so do lookups of tokens; else embeddings are held in the engine's type.
         cuts_quantized: several ranks may have parts of a quantized weight.
         takes_activation_bits: rows become integers before quantized weights multiply them, of as
             many bits as an engine asks for.
@@ -103,6 +104,7 @@ class BackendFacts:
     quantized: tuple[str, ...] = ()
     quantized_extras: tuple[str, ...] = ()
     quantizes_experts: bool = False
+    looks_up_quantized: bool = False
     cuts_quantized: bool = False
     takes_activation_bits: bool = False
     options: tuple[str, ...] = ()
@@ -193,8 +195,8 @@ register(
         takes_ranks=True,
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
-        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
-        takes_activation_bits=True, options=_ON_CPU,
+        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
+        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU,
     )
 )  # fmt: skip
 register(
@@ -215,8 +217,8 @@ register(
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
-        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, cuts_quantized=True,
-        takes_activation_bits=True, options=_ON_CPU,
+        quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
+        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU,
     )
 )  # fmt: skip
 register(

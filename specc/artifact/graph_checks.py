@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from specc.artifact.block_formats import FORMATS
 from specc.artifact.graph_operators import is_known
+from specc.artifact.quantized_layout import QuantizedLayout
 
 # of a graph: the largest models have some thousand nodes
 MOST_NODES = 1 << 16
@@ -43,7 +43,7 @@ _DTYPES = frozenset(
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _DEVICES = ("cpu", "meta", "cuda")
 # `trunc` of the least integer by -1 ends the process
-_WORDS = ("none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "", *FORMATS)
+_WORDS = ("none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "")
 
 # operator → arguments that say how much it makes
 _MAKERS = {
@@ -211,7 +211,7 @@ class _Checks:
         if kind == "bool":
             return type(value) is bool
         if kind == "str":
-            return value in _WORDS
+            return type(value) is str and (value in _WORDS or _is_layout(value))
         if kind == "ScalarType":
             return value in _DTYPES
         if kind == "Layout":
@@ -233,6 +233,15 @@ class _Checks:
         if not fits:
             kind = self._kinds.get(value) if isinstance(value, fx.Node) else None
             raise ValueError(f"{where} is {kind.value if kind else repr(value)[:60]}")
+
+
+def _is_layout(name: str) -> bool:
+    """Of a quantized weight."""
+    try:
+        QuantizedLayout.named(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _bind(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

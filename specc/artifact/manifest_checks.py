@@ -31,7 +31,7 @@ from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, EngineError, SpeccError
 
 # what chooses the plan of a step
-POLICIES = ("fixed", "best", "profile")
+POLICIES = ("fixed", "best", "profile", "measured")
 # each is a program to read
 _MOST_PLANS = 1024
 
@@ -47,7 +47,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
     for model in models:
         check_relative(model.dir)
         _check_taps(model)
-        if model.head is not None and (model is models[0] or models[0].taps is None):
+        if model.reads_hidden and (model is models[0] or models[0].taps is None):
             raise invalid(f"{model.name}.head, and no taps of the target", "a target with taps")
         for layer in model.layers:
             if not 0 <= layer.slab < len(model.slabs):
@@ -163,8 +163,8 @@ def check_plans(
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise invalid(f"plans are {', '.join(names)}", "plans of different names")
-    heads = [model.name for model in models if model.head is not None and model.head.width]
-    blocks = [model.name for model in models if model.head is not None and not model.head.width]
+    heads = [model.name for model in models if model.num_handed_on]
+    blocks = [x.name for x in models if x.reads_hidden and not x.num_handed_on]
     for plan in plans:
         _check_plan(plan, [model.name for model in models], limits)
         if list(plan.heads) != [name for name in plan.plan.model_names if name in heads]:

@@ -168,6 +168,7 @@ class ModelEntry(ProgramFiles):
             on length and the engine is for more than it was trained for.
         quantization: how weights of projections are stored, `int8` or `int4-g64`; None in `dtype`.
         checkpoint_scheme: how the checkpoint is quantized, for people; None where it is not.
+        embedding: how its tables of tokens are stored; None in `dtype`.
         vocabulary: of a draft of other tokens; its program takes and gives ids of the target.
         taps: hidden states that it keeps for drafts; None where none reads any.
         head: of a draft that reads them.
@@ -190,10 +191,22 @@ class ModelEntry(ProgramFiles):
     rope_length: int | None = number(1, MOST_POSITIONS, default=None)
     quantization: str | None = None
     checkpoint_scheme: str | None = None
+    # engines that were written before embeddings were integers do not say
+    embedding: str | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     # engines that were written before there were such drafts do not say
     vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     taps: TapsEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     head: HeadEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it drafts from hidden states of the target."""
+        return self.head is not None
+
+    @property
+    def num_handed_on(self) -> int:
+        """Columns of the row that each of its tokens hands on; 0 where none does."""
+        return 0 if self.head is None else self.head.width
 
     @property
     def kept_taps(self) -> Taps | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from specc.artifact.block_rounding import round_to_blocks
 from specc.artifact.integers import Integers
 from specc.artifact.quantized_layout import E2M1, FP4_MOST, FP8_MOST, QuantizedLayout, pack
 
@@ -48,12 +49,13 @@ def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
     zero points, the smallest and the largest weight, or 0, at the ends of the range. fp8 has 448,
     the largest of e4m3, at the largest |w|. mxfp4 has the exponent of the largest |w| less 2, that
     of e2m1's largest; what is beyond 6 is 6.
+    ggml's blocks are of `round_to_blocks`.
 
     Raises:
-        ValueError: a layout of ggml's blocks, which hold what a file has.
+        ValueError: a format of blocks that nothing is rounded to.
     """
-    if layout.format:
-        raise ValueError(f"nothing is rounded to {layout.format} here")
+    if layout.blocks is not None:
+        return round_to_blocks(weight, layout.format)
     weight = weight.float()
     outputs, columns = weight.shape
     width, groups = layout.group or columns, layout.num_groups(columns)

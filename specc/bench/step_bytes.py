@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
+from specc.artifact.weight_layout import BLOCK
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import Cache
 from specc.drafters.registry import drafter_of
@@ -260,7 +261,9 @@ def model_bytes(program: Mapping[str, Any], tokens: float | None = None) -> Mode
             continue
         itemsize = getattr(torch, item["dtype"]).itemsize
         num_bytes = itemsize * prod(item["shape"])
-        sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]))
+        # of quantized tables blocks of rows, each with a share of it
+        lanes = BLOCK if "quantized_of" in item else 1
+        sizes[item["key"]] = (num_bytes, itemsize * prod(item["shape"][1:]) // lanes)
         node = nodes[item["name"]]
         if not _is_lookup(node):
             whole[item["key"]] += _num_products(node)

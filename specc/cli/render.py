@@ -147,9 +147,10 @@ def weight_lines(manifest: Manifest) -> list[str]:
     for model in manifest.models:
         if model.quantization:
             size = format_bytes(manifest.memory_plan[model.name].weights)
+            table = f", the embedding in {model.embedding}" if model.embedding else ""
             lines.append(
-                f"{model.name} has weights of projections in {model.quantization}, the rest in"
-                f" {model.dtype}: {size}"
+                f"{model.name} has weights of projections in {model.quantization}{table}, the rest"
+                f" in {model.dtype}: {size}"
             )
         if model.checkpoint_scheme:
             lines.append(f"{model.name} has a quantized checkpoint: {model.checkpoint_scheme}")
@@ -310,6 +311,10 @@ def stats_rows(stats: SpecStats, speed: PlainSpeed | None = None) -> list[tuple[
         *speed_rows(stats, speed),
         ("time to first token", f"{1000 * stats.time_to_first_token:.0f} ms"),
     ]
+    if 0 < stats.num_spec_steps < stats.num_steps:
+        rows.append(
+            ("steps that drafted", f"{stats.num_spec_steps} of {stats.num_steps}, the rest are off")
+        )
     if stats.num_spec_steps:
         rows += [
             (

@@ -59,10 +59,14 @@ from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
 from specc.refusals import refuse
+from specc.speculation.plans import OFF
 from specc.speculation.taps import Taps
 from specc.system.files import format_bytes
 from specc.system.garbage import rare_collections
 from specc.version import __version__
+
+# of plain decoding's speed: a plan below it is not made the default; so few steps tell no more
+LOSING = 0.9
 
 
 @dataclass
@@ -196,7 +200,7 @@ def _compile(
     records += told
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
-        model.entry = describe_quantization(model, config.quantization)
+        model.entry = describe_quantization(model, context.quantization)
     if config.pipeline_parallel_size > 1:
         records += make_stages(context, models[0])
     if config.segments:
@@ -307,4 +311,26 @@ def probe_staged(
     with phases.phase("probe"):
         writer.seal(manifest)
         result = probe(writer.staging)
-    return dataclasses.replace(manifest, probe=result), []
+    default, told = default_plan(manifest, result.get("speed_ups", {}))
+    return dataclasses.replace(manifest, probe=result, default_plan=default), told
+
+
+def default_plan(manifest: Manifest, speed_ups: Mapping[str, float]) -> tuple[str, list[str]]:
+    """The first plan that does not lose against plain decoding, and what is to be said of others.
+
+    Args:
+        manifest: of the engine.
+        speed_ups: plan → times as fast as plain decoding, of those that were compared.
+    """
+    losing = {name for name, ratio in speed_ups.items() if ratio < LOSING}
+    if manifest.default_plan not in losing:
+        return manifest.default_plan, []
+    names = [entry.name for entry in manifest.plans if entry.name not in losing]
+    (first, *_) = [*(name for name in names if name != OFF.name), OFF.name]
+    lost = ", ".join(
+        f"{name} at {speed_ups[name]:.2f} times" for name in speed_ups if name in losing
+    )
+    return first, [
+        f"plans that decode more slowly than plain decoding in the probe: {lost}; the default plan"
+        f" is {first}. Pass --plan to run another one"
+    ]

@@ -67,7 +67,7 @@ def calibration_windows(
 
 def calibration_phases(context: CompileContext, source: ModelSource, advance: Advance) -> Phases:
     """The phase that rounds a target for the texts; none where there are no texts."""
-    layout = context.config.quantization
+    layout = context.quantization
     if not context.windows or layout is None:
         return ()
     named = QuantizedLayout.named(layout)

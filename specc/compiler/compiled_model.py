@@ -28,6 +28,7 @@ from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import FUSE, PassRecord, Phases, Pipeline
 from specc.passes.program import ROWS, AttentionLayer, Program, Weight, constant_key
 from specc.passes.program_json import program_to_json
+from specc.passes.quantize.quantize_embeddings import layouts_of_lookups
 from specc.passes.quantize.quantize_linear import QUANTIZE
 from specc.passes.quantize.row_integers import has_rows_of
 from specc.passes.segments.cut_segments import Segment
@@ -214,7 +215,7 @@ class KeptGraphs:
 
 
 def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry:
-    """The entry of a model, with how its projections are stored.
+    """The entry of a model, with how its projections and its embedding are stored.
 
     Args:
         model: after its last pass.
@@ -228,7 +229,12 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
     scheme = model.source.scheme
     is_asked = scheme is None and model.source.head is None
     stored = asked if is_asked else " and ".join(names) or None
-    return dataclasses.replace(model.entry, quantization=stored, checkpoint_scheme=scheme)
+    return dataclasses.replace(
+        model.entry,
+        quantization=stored,
+        checkpoint_scheme=scheme,
+        embedding=" and ".join(layouts_of_lookups(model.program)) or None,
+    )
 
 
 def told_of_quantized(models: Sequence[CompiledModel]) -> list[str]:

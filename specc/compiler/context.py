@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from specc.artifact.backends import BackendFacts
+from specc.artifact.backends import ZERO_POINTS, BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
 from specc.config import CompileConfig
 from specc.drafters.views import View
@@ -60,6 +60,7 @@ class CompileContext:
         taps: hidden states that the target keeps for drafts.
         keeps_integers: a checkpoint is quantized, and its integers are kept.
         windows: token ids of texts that the target's weights are rounded for.
+        has_zeros: weights in 4 bits get zero points, where the backend reads them.
     """
 
     config: CompileConfig
@@ -71,10 +72,18 @@ class CompileContext:
     taps: Taps | None = None
     keeps_integers: bool = False
     windows: tuple[list[int], ...] = ()
+    has_zeros: bool = True
 
     @property
     def facts(self) -> BackendFacts:
         return self.backend.facts
+
+    @property
+    def quantization(self) -> str | None:
+        """How `--quantize` stores projections here; None in the engine's dtype."""
+        asked = self.config.quantization
+        takes = self.has_zeros and ZERO_POINTS in self.facts.quantized_extras
+        return f"{asked}-zeros" if takes and self.config.quantize == "int4" else asked
 
     @property
     def positions(self) -> int:

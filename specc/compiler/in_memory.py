@@ -165,7 +165,8 @@ def compile_shapes(
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     quantize, _, group = (options.quantization or "").partition("-g")
     config = CompileConfig(quantize=quantize or None, quantize_group=int(group) if group else None)
-    context = CompileContext(config, backend, plans, limits, phases, taps=taps)
+    # layouts that weights of shapes have been measured in
+    context = CompileContext(config, backend, plans, limits, phases, taps=taps, has_zeros=False)
     compiled, _ = compile_models(context, sources)
     for source in sources:
         _check_rows(source, limits.max_seq_len)

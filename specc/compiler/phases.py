@@ -6,6 +6,7 @@ from functools import partial
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
 from specc.artifact.kv_rows import INT8
+from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO, EXPANDED
 from specc.artifact.model_entry import SelfDraftEntry
 from specc.compiler.context import CompileContext, chosen_blocks
@@ -13,6 +14,7 @@ from specc.drafters.drafter import Drafter
 from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
+from specc.passes.quantize.apply_mix import MIX, ApplyMix
 from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
@@ -47,7 +49,7 @@ DERIVE = "derive"
 # phases that run before a model is cut for ranks
 BEFORE_CUT = (
     *(name for name, _ in (*TRACED_PHASES, *FUSE_PHASES)),
-    *(MLA, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, CALIBRATION, DERIVE),
+    *(MLA, MIX, TAPS, CACHE, VOCABULARY, WINDOW, HIDDEN, PROMPTS, CALIBRATION, DERIVE),
 )
 
 
@@ -57,6 +59,7 @@ def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
     return (
         *TRACED_PHASES,
         *_latent(context, config.tensor_parallel_size),
+        *_mix(context),
         *FUSE_PHASES,
         # after the graph that self-drafts take: they keep nothing
         *_taps(context),
@@ -64,7 +67,7 @@ def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
         *_prompts(context),
         *calibration,
         *cut_phases(config.tensor_parallel_size),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *_apart(context, context.lowering()),
         *vote_phases(context),
@@ -73,17 +76,18 @@ def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
 
 def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Phases:
     """Of a draft model, which takes and proposes the ids of its target, `num_ids` of them."""
-    config, ranks = context.config, context.config.draft_tensor_parallel_size
+    ranks = context.config.draft_tensor_parallel_size
     return (
         *TRACED_PHASES,
         *_latent(context, ranks),
+        *_mix(context),
         *FUSE_PHASES,
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         *_window(draft.kv_window),
         *_prompts(context),
         *cut_phases(ranks),
-        *_rounded(context, config.quantization),
+        *_rounded(context, context.quantization),
         *_required(context),
         *context.lowering(),
     )
@@ -127,7 +131,7 @@ def self_draft_phases(
         entry: which layers it has, and whether it attends to a window.
         is_quantized: the target's checkpoint is.
     """
-    view, layout = draft.view, draft.quantization or context.config.quantization
+    view, layout = draft.view, draft.quantization or context.quantization
     first: Phases = (
         (
             DERIVE,
@@ -150,10 +154,19 @@ def self_draft_phases(
     return first, last
 
 
-def stored_phases(context: CompileContext, *, is_target: bool, keeps_integers: bool) -> Phases:
-    """Of a graph that an engine has from before it was cut: what follows a cut."""
+def stored_phases(
+    context: CompileContext, *, is_target: bool, keeps_integers: bool, looks_up: bool = True
+) -> Phases:
+    """Of a graph that an engine has from before it was cut: what follows a cut.
+
+    Args:
+        context: of the new engine.
+        is_target: or a second program of the target.
+        keeps_integers: the engine has integers of its weights,
+        looks_up: and its embedding reads some.
+    """
     lowering = (
-        *_rounded(context, None, keeps_integers),
+        *_rounded(context, None, keeps_integers, looks_up),
         *context.backend.phases(context.positions),
     )
     return _apart(context, lowering) if is_target else lowering
@@ -187,6 +200,12 @@ def _latent(context: CompileContext, num_ranks: int) -> Phases:
     return ((MLA, (absorb,)),)
 
 
+def _mix(context: CompileContext) -> Phases:
+    """What says which weight has which format, where `--quantize` names a mix of them."""
+    mix = MIXES.get(context.config.quantize or "")
+    return () if mix is None else ((MIX, (partial(ApplyMix, mix),)),)
+
+
 def _prompts(context: CompileContext) -> Phases:
     expands = context.facts.expands_prompts and _latent(context, 1)
     return ((PROMPTS, (ExpandPrompts,)),) if expands else ()
@@ -210,12 +229,23 @@ def _window(rows: KVWindow | None) -> Phases:
 
 
 def _rounded(
-    context: CompileContext, layout: str | None, keeps_integers: bool | None = None
+    context: CompileContext,
+    layout: str | None,
+    keeps_integers: bool | None = None,
+    looks_up: bool = True,
 ) -> Phases:
     if keeps_integers is None:
         keeps_integers = context.keeps_integers
-    experts, bits = context.facts.quantizes_experts, context.config.activation_bits
-    return quantize_phases(layout, keeps_integers, experts, bits)
+    facts, config = context.facts, context.config
+    return quantize_phases(
+        layout,
+        keeps_integers,
+        facts.quantizes_experts,
+        config.activation_bits,
+        # a draft that is rounded for itself has no table of its own
+        embeddings=None if layout is None else config.quantization,
+        lookups=looks_up and facts.looks_up_quantized,
+    )
 
 
 def _required(context: CompileContext) -> Phases:

@@ -301,7 +301,12 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     num_ranks, is_rounded = context.config.tensor_parallel_size, bool(program.integers)
     layout = (
         *cut_phases(num_ranks),
-        *stored_phases(context, is_target=is_target, keeps_integers=is_rounded),
+        *stored_phases(
+            context,
+            is_target=is_target,
+            keeps_integers=is_rounded,
+            looks_up=model.entry.embedding is not None,
+        ),
         *(vote_phases(context) if is_target else ()),
     )
     staged_at = context.cuts_at if is_target else None

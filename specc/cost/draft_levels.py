@@ -14,7 +14,8 @@ from specc.speculation.tree import TokenTree
 def draft_levels(plan: SpecPlan) -> tuple[tuple[Drafter, tuple[int, ...]], ...]:
     """What asks a model → tokens of a sequence that each of its passes reads, one a level.
 
-    The first one reads what a step of the same plan left unread, besides the root.
+    The first one reads what a step of the same plan left unread, besides the root. Levels that a
+    step computes by itself count as passes over their nodes.
     """
     if not plan.speculates:
         return ()
@@ -23,10 +24,12 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[Drafter, tuple[int, ...]], ...]:
     else:
         levels = fed_rows(plan.shape)
 
-    return tuple(
-        (x, x.passes(plan.max_depth, (x.first_level(plan.catch_up), *levels[1:])))
-        for x in plan.asked
-    )
+    def passes(drafter: Drafter) -> tuple[int, ...]:
+        first = drafter.first_level(plan.catch_up)
+        found = drafter.passes(plan.max_depth, (first, *levels[1:]))
+        return (*found, *levels[1:]) if drafter.computes_levels else found
+
+    return tuple((drafter, passes(drafter)) for drafter in plan.asked)
 
 
 def fed_rows(tree: TokenTree) -> list[int]:

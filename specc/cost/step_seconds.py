@@ -58,7 +58,7 @@ class StepSeconds:
 
         Of a draft that makes one pass, of the rows of context that a tree as deep needs it to read:
         those of all levels together are its pass. What makes logits depend on the token before
-        takes no pass, and counts as nothing.
+        takes no pass, and counts as nothing, but for heads of levels, which count as passes.
 
         Args:
             depth: of the nodes that it reads; 0 is the root, which it reads with what it missed.
@@ -72,7 +72,11 @@ class StepSeconds:
             return self.table.level_s(draft, self._part(rows))
         (rows,), (before,) = (draft.passes(d, (rows,)) for d in (depth + 1, depth))
         seconds = self.table.level_s(draft, self._part(rows))
-        return seconds - self.table.level_s(draft, self._part(before)) * (depth > 0)
+        if depth == 0:
+            return seconds
+        if draft.computes_levels:
+            seconds += self.table.level_s(draft, self._part(num_rows))
+        return seconds - self.table.level_s(draft, self._part(before))
 
     def of(self, tree: TokenTree) -> float:
         """Seconds of a step with this tree; of the root alone, those of off."""

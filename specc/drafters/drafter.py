@@ -85,6 +85,11 @@ class Drafter(ABC):
         return False
 
     @property
+    def computes_levels(self) -> bool:
+        """Whether steps compute about as much for each level below the first as its one pass."""
+        return False
+
+    @property
     def most_depth(self) -> int | None:
         """Levels that it proposes at most; None is any number."""
         return None

@@ -74,6 +74,11 @@ class HydraHeads(OnePass):
         return True
 
     @property
+    def computes_levels(self) -> bool:
+        """A head of as many layers, with a projection to all ids."""
+        return True
+
+    @property
     def width(self) -> int:
         """H."""
         return self.hidden_columns // FIRST_READS

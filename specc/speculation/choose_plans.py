@@ -12,7 +12,7 @@ from specc.errors import ConfigError, TreeError
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 
-BEST = "best"
+BEST, MEASURED = "best", "measured"
 COMBINE = (MERGE, VOTE, BEST)
 DEFAULT_CHAIN, DEFAULT_LOOKUP = 4, 8
 Tree = Sequence[int] | TokenTree | DynamicTree
@@ -100,9 +100,11 @@ def choose_plans(
     return tuple(_plan(shape, drafters or FIRST, how) for shape in shapes)
 
 
-def policy_of(combine: str | None) -> str:
+def policy_of(combine: str | None, plans: Sequence[SpecPlan]) -> str:
     """The engine's policy; see `CompileConfig.policy`."""
-    return BEST if combine == BEST else "fixed"
+    if combine == BEST:
+        return BEST
+    return MEASURED if any(plan.speculates for plan in plans) else "fixed"
 
 
 def as_shape(tree: Tree) -> TokenTree | DynamicTree:

@@ -46,7 +46,7 @@ def time_pass(
 
 def _is_head(engine: Engine, model: Model) -> bool:
     entries = engine.manifest.models[1:] if engine.manifest else []
-    heads = [entry.head is not None for entry in entries]
+    heads = [entry.reads_hidden for entry in entries]
     return any(is_head and x is model for x, is_head in zip(engine.drafts, heads, strict=False))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specc.drafters.block import VANILLA, BlockDraft
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
 from tests.block_reference import BlockReference
 from tests.draft_kinds.rig import DraftRig, Said, opened
@@ -43,4 +44,8 @@ class SparkRig(BlockRig):
     )  # fmt: skip
 
 
-RIGS = (BlockRig("dflash", "z-lab"), SparkRig("dspark", "dspark-rnn"))
+_BIASED = BlockDraft(5, 0, is_biased=True, bias_kind=VANILLA, draft="draft_0")
+RIGS = (
+    BlockRig("dflash", "z-lab", BlockDraft(5, 0, draft="draft_0")),
+    SparkRig("dspark", "dspark-rnn", _BIASED),
+)

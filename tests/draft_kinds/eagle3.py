@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specc.drafters.feature_head import FeatureHead
 from tests.draft_kinds.rig import DraftRig, Said, opened
 from tests.head_reference import Reference
 from tests.heads import CASES, draw_tensors, write_head
@@ -40,4 +41,4 @@ class EagleRig(DraftRig):
         return oracle.num_nodes
 
 
-RIGS = (EagleRig("eagle3", "safeailab-narrow"),)
+RIGS = (EagleRig("eagle3", "safeailab-narrow", FeatureHead(0)),)

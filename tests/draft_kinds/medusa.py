@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specc.drafters.medusa import MedusaHeads
 from tests.draft_kinds.rig import DraftRig, Said, opened
 from tests.heads import LAYERS
 from tests.lossless import Zoo
@@ -32,4 +33,4 @@ class MedusaRig(DraftRig):
         return MedusaOracle(opened(write_target(zoo)), reference, number)
 
 
-RIGS = (MedusaRig("medusa", "vllm"),)
+RIGS = (MedusaRig("medusa", "vllm", MedusaHeads(4, draft="draft_0")),)

@@ -8,6 +8,7 @@ from typing import Any
 
 from specc.compiler.build import build
 from specc.config import CompileConfig
+from specc.drafters.feature_head import FeatureHead
 from tests import engines
 from tests.draft_kinds.rig import DraftRig, Said, opened
 from tests.lossless import Zoo
@@ -51,4 +52,7 @@ class MtpRig(DraftRig):
         return oracle.num_nodes
 
 
-RIGS = (MtpRig("mtp", "glm4_moe"), MtpRig("mtp", "qwen3_next", is_first=False))
+RIGS = (
+    MtpRig("mtp", "glm4_moe", FeatureHead(0)),
+    MtpRig("mtp", "qwen3_next", FeatureHead(0), is_first=False),
+)

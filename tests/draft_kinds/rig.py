@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specc.drafters.drafter import Drafter
 from tests import draft_kinds, engines
 from tests.lossless import Zoo
 from tests.runtime.draft_cases import open_target, write_target
@@ -50,6 +51,7 @@ class DraftRig:
         kind: in the registry.
         case: a name in `cases`.
         is_first: of those of its kind; the others run fewer clauses in the default tier.
+        sample: one as plans have it.
     """
 
     # name → what is written; and what names of directories begin with
@@ -57,8 +59,8 @@ class DraftRig:
     prefix: str
     said: Said
 
-    def __init__(self, kind: str, case: str, is_first: bool = True) -> None:
-        self.kind, self.case, self.is_first = kind, case, is_first
+    def __init__(self, kind: str, case: str, sample: Drafter, is_first: bool = True) -> None:
+        self.kind, self.case, self.sample, self.is_first = kind, case, sample, is_first
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.case}"

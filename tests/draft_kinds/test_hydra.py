@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
+from specc.drafters.hydra import HydraHeads, PrefixHydraHeads
 from specc.drafters.one_pass import OnePassEntry
 from specc.errors import HeadError
 from specc.passes.drafters.head_spec import TargetFacts
@@ -281,7 +282,9 @@ class HydraRig(DraftRig):
         return HydraOracle(target, HydraReference(found, draw_tensors(found), embedding), number)
 
 
-RIGS = (HydraRig("hydra_prefix", "prefix"), HydraRig("hydra", "mlp"))
+_PLAIN = HydraHeads(4, num_layers=2, hidden_columns=16, draft="draft_0")
+_WITH_PREFIX = PrefixHydraHeads(4, num_layers=4, is_tied=True, hidden_columns=16, draft="draft_0")
+RIGS = (HydraRig("hydra_prefix", "prefix", _WITH_PREFIX), HydraRig("hydra", "mlp", _PLAIN))
 
 
 def of_target(**changes: Any) -> TargetFacts:

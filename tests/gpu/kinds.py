@@ -96,6 +96,12 @@ def _medusa(path: Path) -> None:
     write_medusa(path, MEDUSA_CASES["vllm"])
 
 
+def _hydra(path: Path, name: str) -> None:
+    from tests.draft_kinds.test_hydra import HYDRA_CASES, write_hydra
+
+    write_hydra(path, HYDRA_CASES[name])
+
+
 _CHAIN = ((1, 1, 1),)
 _TREE = ((3, 2, 1),)
 _DYNAMIC = ("dynamic", 8, 3, 3)
@@ -134,6 +140,8 @@ KINDS = {
     "dspark": _of_one_pass(partial(_block, name="dspark-speculators")),
     "dspark-rnn": _of_one_pass(partial(_block, name="dspark-rnn")),
     "medusa": _of_one_pass(_medusa),
+    "hydra": _of_one_pass(partial(_hydra, name="mlp")),
+    "hydra-prefix": _of_one_pass(partial(_hydra, name="prefix")),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),
 }
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
+from specc.artifact.graph_io import graph_from_json
 from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.rounding import quantize
@@ -74,7 +75,9 @@ def reference_model(checkpoint: Path, engine: Path) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     held = load_file(engine / "target" / "weights.safetensors")
-    for entry in read_json(engine / "target" / "program.json")["inputs"]:
+    program = read_json(engine / "target" / "program.json")
+    looked_up = looked_up_inputs(program)
+    for entry in program["inputs"]:
         if "quantized_of" not in entry:
             continue
         names, _, layout = entry["key"].rpartition(":")
@@ -90,7 +93,20 @@ def reference_model(checkpoint: Path, engine: Path) -> Any:
             # a head that is tied to the embedding is a weight of its own
             own = torch.nn.Parameter(part.contiguous(), requires_grad=False)
             setattr(model.get_submodule(module), leaf, own)
+            if (
+                entry["name"] in looked_up
+                and own.shape == model.get_input_embeddings().weight.shape
+            ):
+                # unless both read the same integers
+                model.get_input_embeddings().weight = own
     return model
+
+
+def looked_up_inputs(program: dict[str, Any]) -> set[str]:
+    """Names of the inputs of a stored program whose integers are looked up."""
+    graph = graph_from_json(program["graph"]).graph
+    calls = graph.find_nodes(op="call_function", target=torch.ops.specc.embedding_q.default)
+    return {str(call.args[0].target) for call in calls}
 
 
 def generate(engine: Engine, plan: str, prompts: Sequence[Sequence[int]], **options: Any):
@@ -196,7 +212,7 @@ def test_compiled_engines(make, quantize, group, dtype) -> None:
     _, eager = make("llama", quantize, group, dtype=dtype)
     one, other = (load_file(path / "target" / "weights.safetensors") for path in (engine, eager))
     quantized = [key for key in one if ":int" in key]
-    assert len(quantized) == 9
+    assert len(quantized) == 10
     assert all(torch.equal(one[key], other[key]) for key in quantized)
 
 
@@ -251,11 +267,11 @@ def test_integers_are_rounded_from_the_checkpoint(make) -> None:
         load_file(engine / "target" / "weights.safetensors"),
     )
     q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
-    for names in (("model.layers.0.mlp.down_proj.weight",), (q, k, v)):
+    table = "model.embed_tokens.weight"
+    for names in (("model.layers.0.mlp.down_proj.weight",), (q, k, v), (table,)):
         want = quantize(torch.cat([whole[name] for name in names]), QuantizedLayout(8))
         assert torch.equal(held["+".join(names) + ":int8"], want)
-    assert "lm_head.weight" not in held
-    assert held["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert not held.keys() & {"lm_head.weight", table}
 
 
 def test_bytes_are_told(make) -> None:
@@ -264,11 +280,12 @@ def test_bytes_are_told(make) -> None:
 
     _, engine = make("llama", "int4", 32, dtype="float32")
     manifest = read_manifest(engine)
-    assert manifest.models[0].quantization == "int4-g32"
+    assert manifest.models[0].quantization == "int4-g32-zeros"
     held = load_file(engine / "target" / "weights.safetensors")
     assert manifest.memory_plan["target"].weights == sum(item.nbytes for item in held.values())
     (line, _) = weight_lines(manifest)
-    assert line.startswith("target has weights of projections in int4-g32, the rest in float32: ")
+    told = "weights of projections in int4-g32-zeros, the embedding in int8, the rest in float32: "
+    assert line.startswith(f"target has {told}")
 
 
 def test_kinds_that_a_backend_lacks_are_refused() -> None:

@@ -139,7 +139,7 @@ def test_medusa_heads(zoo: Zoo, target: Path, tmp_path: Path) -> None:
     name = next(iter(MEDUSA_CASES))
     write_medusa(tmp_path / "heads", MEDUSA_CASES[name])
     build(target, tmp_path / "heads", tmp_path / "engine", options(plans=(TREE,), **INT4))
-    assert layouts_of(tmp_path / "engine") == ["int4-g32", None]
+    assert layouts_of(tmp_path / "engine") == ["int4-g32-zeros", None]
     engine = Engine.load(tmp_path / "engine")
     found, plain = (outputs(EngineCore(engine, plan)) for plan in (TREE.name, "off"))
     assert found == plain

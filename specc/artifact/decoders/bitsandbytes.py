@@ -1,11 +1,13 @@
-"""Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, with scales as they are or quantized again.
+"""Checkpoints of bitsandbytes: nf4 and fp4, with scales as they are or quantized again; int8.
 
-A weight [N, K] is `weight`, uint8 [N · K / 2, 1], two codes a byte, the first in the high bits; of
-each block of them, a largest magnitude in `weight.absmax`; and the values of codes, at most 1, in
-`weight.quant_map`. Where magnitudes are quantized, too, they are bytes, and `weight.nested_absmax`,
-`weight.nested_quant_map` and an offset say what they stand for. Shape, sizes of blocks and offset
-are JSON, as bytes of a tensor `weight.quant_state.bitsandbytes__nf4`. No layout of an engine holds
-such values: they become numbers.
+A weight [N, K] of 4 bits is `weight`, uint8 [N · K / 2, 1], two codes a byte, the first in the high
+bits; of each block of them, a largest magnitude in `weight.absmax`; and the values of codes, at
+most 1, in `weight.quant_map`. Where magnitudes are quantized, too, they are bytes, and
+`weight.nested_absmax`, `weight.nested_quant_map` and an offset say what they stand for. Shape,
+sizes of blocks and offset are JSON, as bytes of a tensor `weight.quant_state.bitsandbytes__nf4`.
+No layout of an engine holds such values: they become numbers. A weight of 8 bits is `weight`, int8
+[N, K], and `SCB`, the largest magnitude of each row, which 127 stands for; its activations are
+rounded but for outliers.
 Source: https://github.com/bitsandbytes-foundation/bitsandbytes, bitsandbytes/functional.py,
 `QuantState.as_dict` and `dequantize_4bit`; Dettmers et al., arXiv:2305.14314, section 3.
 """
@@ -19,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.decoders.decoded_weight import DecodedWeight
-from specc.artifact.decoders.refusals import unknown_scheme
+from specc.artifact.decoders.decoded_weight import DecodedWeight, GroupedWeight
+from specc.artifact.decoders.refusals import check_activations, unknown_scheme
 from specc.artifact.decoders.stored_tensors import read_rows, read_tensor, require
+from specc.artifact.integers import Integers
 from specc.artifact.safetensors_io import TensorReader
 from specc.errors import WeightError
 from specc.system.json_file import JsonError, parse_json
 
 METHOD = "bitsandbytes"
 _KINDS = ("nf4", "fp4")
+_INT8 = f"{METHOD}, int8"
 _STATE = ".quant_state.bitsandbytes__"
 # a state is some 200 bytes
 _MOST_STATE = 1 << 16
@@ -67,21 +71,48 @@ class _BlockWeight(DecodedWeight):
         return read_tensor(reader, self.tensors[4])[stored.long()] * largest + self.offset
 
 
+@dataclass(frozen=True)
+class _RowWeight(GroupedWeight):
+    def rows(self, reader: TensorReader, start: int, stop: int) -> Integers:
+        levels = (read_rows(reader, self.tensors[0], start, stop).int() + 128).to(torch.uint8)
+        return Integers(levels, read_rows(reader, self.tensors[1], start, stop)[:, None] / 127)
+
+
 def decode(
     reader: TensorReader, config: Mapping[str, Any], is_weight_only: bool
 ) -> dict[str, DecodedWeight]:
     """Find the quantized weights of a checkpoint; see `compressed_tensors.decode`."""
-    where, found = reader.location(), {}
+    where, found = reader.location(), dict[str, DecodedWeight]()
     if config.get("load_in_8bit"):
-        raise unknown_scheme(f"{METHOD}, 8 bits, which rounds activations in parts", where)
+        check_activations("activations (int8, but for outliers)", _INT8, where, is_weight_only)
     for key in reader.keys():  # noqa: SIM118 - a reader is no mapping
+        module, _, last = key.rpartition(".")
+        if last == "SCB":
+            found[f"{module}.weight"] = _decode_int8(reader, module)
         name, state, kind = key.partition(_STATE)
         if not state:
             continue
         if kind not in _KINDS:
             raise unknown_scheme(f"{METHOD}, {kind}", where)
         found[name] = _decode_one(reader, name, key, f"{METHOD}, {kind}")
-    return dict(found)
+    return found
+
+
+def _decode_int8(reader: TensorReader, module: str) -> DecodedWeight:
+    name, scale, form = (f"{module}.{kind}" for kind in ("weight", "SCB", "weight_format"))
+    require(reader, scale, [reader.shape(scale)[:1]], (torch.float32,), _INT8)
+    outputs = reader.shape(scale)[0]
+    shape = reader.shape(name) if name in reader.keys() else ()  # noqa: SIM118 - no mapping
+    fits = len(shape) == 2 and shape[0] == outputs
+    require(reader, name, [shape] if fits else [(outputs, 0)], (torch.int8,), _INT8)
+    tensors = [name, scale]
+    if form in reader.keys():  # noqa: SIM118 - no mapping
+        require(reader, form, [()], (torch.uint8,), _INT8)
+        if int(read_tensor(reader, form)):
+            raise unknown_scheme(f"{_INT8}, in an order of its own ({form})", reader.location())
+        tensors.append(form)
+    columns = shape[1]
+    return _RowWeight(name, (outputs, columns), tuple(tensors), _INT8, 8, columns, False)
 
 
 def _decode_one(reader: TensorReader, name: str, state: str, scheme: str) -> DecodedWeight:

@@ -23,7 +23,7 @@ from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.gguf_checkpoint import find_gguf, open_gguf
 from specc.artifact.decoders.refusals import unknown_scheme
-from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
+from specc.artifact.safetensors_io import SINGLE_FILE, SafetensorsReader, TensorReader
 from specc.errors import WeightError
 from specc.system.json_file import read_json
 
@@ -78,7 +78,7 @@ def open_checkpoint(
         method = fields["quant_library"]
     if method not in _DECODERS:
         raise unknown_scheme(str(method), where)
-    reader = SafetensorsReader(directory, reads_float8=True)
+    reader = SafetensorsReader(_file_of(directory, fields), reads_float8=True)
     try:
         weights = _DECODERS[method](reader, fields, is_weight_only)
         if not weights:
@@ -91,6 +91,14 @@ def open_checkpoint(
     except BaseException:
         reader.close()
         raise
+
+
+def _file_of(directory: Path, fields: Mapping[str, Any]) -> Path:
+    """The directory, or a file of another name in it, as AutoGPTQ wrote them."""
+    name = str(fields.get("model_file_base_name"))
+    file = directory / f"{name}.safetensors"
+    is_own = name == Path(name).name and file.is_file()
+    return file if is_own and not (directory / SINGLE_FILE).is_file() else directory
 
 
 def _fields_beside(directory: Path) -> dict[str, Any] | None:

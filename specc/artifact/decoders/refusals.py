@@ -6,7 +6,7 @@ from specc.errors import WeightError
 
 SUPPORTED = (
     "compressed-tensors (pack-quantized, int-quantized, float-quantized, mxfp4, nvfp4), gptq, awq"
-    " (gemm), auto-round, fp8, fbgemm_fp8, modelopt (FP8, NVFP4), bitsandbytes (4 bits), quark"
+    " (gemm), auto-round, fp8, fbgemm_fp8, modelopt (FP8, NVFP4), bitsandbytes, quark"
     " (fp8, mxfp4) or mxfp4"
 )
 _FLOAT = "pass the unquantized checkpoint of this model, with --quantize int8 or int4"

@@ -60,7 +60,7 @@ def make_weights(model: BenchModel, device: torch.device, seed: int = _SEED) -> 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)
-        if model.entry.head is not None:
+        if model.entry.reads_hidden:
             _draw_head(module)
         for part in module.modules():
             # norms, rotary frequencies and scales of embeddings get their proper values, too

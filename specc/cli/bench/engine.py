@@ -194,7 +194,7 @@ def _prepare_peers(
     draft, why = options.draft_checkpoint, ""
     if draft is None and len(sources) > 1:
         draft = sources[1]
-        if manifest.models[1].head is not None:
+        if manifest.models[1].reads_hidden:
             draft, why = None, f"it has no draft like {sources[1]}, a head"
     if depth == 0:
         draft = None

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specc.artifact.mixes import MIXES
 from specc.bench.peers.names import TRANSFORMERS
 from specc.cli.bench.report import command_line
 from specc.cli.bench.shape_plans import choose_shape_plans, head_of
@@ -171,8 +172,14 @@ def layout_of(options: ShapesOptions) -> str | None:
     """Name of the layout of projections' weights; None where they are not quantized.
 
     Raises:
-        ConfigError: there is no such layout.
+        ConfigError: there is no such layout, or it is a mix of several.
     """
+    if options.quantize in MIXES:
+        raise ConfigError(
+            f"--quantize {options.quantize} with --synthetic",
+            "int8, int4 or fp8: random weights have one layout",
+            "choose one of them, or compile a checkpoint with it and measure that engine",
+        )
     given = {"quantize": options.quantize, "quantize_group": options.quantize_group}
     return CompileConfig(**given).quantization  # type: ignore[arg-type]
 
@@ -274,7 +281,7 @@ def _contenders(
     if not common.against:
         return contenders, []
     target, *drafts = programs.models
-    heads = [model for model in drafts if model.entry.head is not None]
+    heads = [model for model in drafts if model.entry.reads_hidden]
     with phases.phase("prepare transformers"):
         baselines, notes = make_contenders(
             target.module,

@@ -154,6 +154,19 @@ def _embedding_of_blocks(rng: random.Random) -> Arguments:
     }
 
 
+def _embedding_q(rng: random.Random) -> Arguments:
+    made = _linear_q(rng)
+    n, width = max(1, made["out_features"]), made["input"].shape[1]
+    layout = QuantizedLayout(*(made[key] for key in ("bits", "group", "has_zeros", "is_float")))
+    return {
+        "weight": torch.randint(0, 256, layout.stored_shape((n, width)), dtype=torch.uint8),
+        "tokens": torch.randint(0, n, (rng.choice((0, 1, 7)),)),
+        "num_embeddings": n,
+        "width": width,
+        "layout": layout.name,
+    }
+
+
 def _slab_rows(rng: random.Random) -> tuple[Arguments, int, int]:
     """Slab, tokens and tables; how many tokens there are, and how many rows a sequence has."""
     paged = Paged(rng, 8)
@@ -186,6 +199,7 @@ MODEL_BUILDERS: dict[str, Builder] = {
     "grouped_linear": _grouped_linear,
     "grouped_mm_q": _grouped_mm_q,
     "embedding_of_blocks": _embedding_of_blocks,
+    "embedding_q": _embedding_q,
     "write_rows": _write_rows,
     "take_rows": _take_rows,
 }

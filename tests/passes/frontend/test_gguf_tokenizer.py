@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from specc.errors import VocabMismatchError
 from specc.passes.frontend.gguf_splits import SPLITS
 from specc.passes.frontend.gguf_tokenizer import tokenizer_of
+from specc.runtime.outputs.detokenizer import Detokenizer
 
 # llama.cpp's own patterns by name, or those of tokenizer.json that its comments quote
 PATTERNS = json.loads((Path(__file__).parent / "gguf_patterns.json").read_text())
@@ -137,6 +139,28 @@ def test_splits(byte_fields, group) -> None:
         assert (tokenizer.encode("a").ids[0] == 0) == group["adds_bos"]
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "kind"),
+    [
+        ("gpt-2", "gpt2.tokenization_gpt2", "GPT2Tokenizer"),
+        ("mpt", "gpt_neox.tokenization_gpt_neox", "GPTNeoXTokenizer"),
+        ("command-r", "cohere.tokenization_cohere", "CohereTokenizer"),
+        ("qwen2", "qwen2.tokenization_qwen2", "Qwen2Tokenizer"),
+        ("qwen35", "qwen3_5.tokenization_qwen3_5", "Qwen3_5Tokenizer"),
+    ],
+)
+def test_tokenizers_of_transformers(byte_fields, name, module, kind) -> None:
+    """Splits and Unicode forms are those of the class that publishes them."""
+    numbers = {token: at for at, token in enumerate(byte_fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in byte_fields["tokenizer.ggml.merges"]]
+    cls = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    reference = cls(vocab=numbers, merges=merges).backend_tokenizer
+    found = built(byte_fields | {"tokenizer.ggml.pre": name})
+    for text in TEXTS:
+        want = reference.encode(text, add_special_tokens=False).ids
+        assert found.encode(text, add_special_tokens=False).ids == want, text
+
+
 def test_every_split_is_compared() -> None:
     names = [name for group in PATTERNS for name in group["names"]]
     assert sorted(names) == sorted(SPLITS)
@@ -250,7 +274,8 @@ def test_runs_of_spaces_that_users_defined() -> None:
     """Gemma 1's are tokens of U+2581, which merges make; later files have them as spaces."""
     old = score_fields(["\u2581\u2581", "\u2581", "a"], [4, 1, 1], add_space_prefix=False)
     new = score_fields(["  ", "\u2581", "a"], [4, 1, 1], add_space_prefix=False)
-    for fields in (old, new):
+    whole = old | {"tokenizer.ggml.scores": [0] * 259 + [0, -1, -2]}
+    for fields in (old, new, whole):
         # first and last numbers are llama.cpp's own where the file has none
         assert built(fields).encode("  a").ids == [1, 259, 261]
 
@@ -272,6 +297,43 @@ def test_tokens_without_text(byte_fields) -> None:
     more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     found = built(byte_fields | more | {"tokenizer.ggml.pre": "gpt-2"})
     assert found.id_to_token(len(tokens) - 1) == f"[EMPTY_{len(tokens) - 1}]"
+
+
+def test_streams(byte_fields) -> None:
+    """One token after the other is the text of all, for every kind of decoder."""
+    letters = {"tokenizer.ggml.token_type": [
+        4 if token in "öÀÿ" else 1 for token in byte_fields["tokenizer.ggml.tokens"]
+    ]}  # fmt: skip
+    pieces = ["\u2581", "\u2581a", "hello", "é", "l"]
+    some = [
+        byte_fields | {"tokenizer.ggml.pre": "llama-bpe"},
+        byte_fields | letters | {"tokenizer.ggml.pre": "deepseek-coder"},
+        character_fields(pieces, []),
+        score_fields(pieces, [1] * len(pieces)),
+        score_fields(pieces, [1] * len(pieces), model="t5", unknown_token_id=0),
+    ]
+    for fields in some:
+        tokenizer = built(fields)
+        for text in (*TEXTS, "schöne Àÿ 🙂🙂", " a hello é"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            stream, found = Detokenizer(tokenizer, []), ""
+            for number in ids:
+                stream.push(number)
+                found += stream.take_delta(is_final=False)
+            stream.flush()
+            found += stream.take_delta(is_final=True)
+            assert found == tokenizer.decode(ids, skip_special_tokens=False), text
+
+
+def test_letters_that_users_defined(byte_fields) -> None:
+    """They are tokens of texts, and stand for themselves, not for a byte of no text."""
+    tokens, types = byte_fields["tokenizer.ggml.tokens"], byte_fields["tokenizer.ggml.token_type"]
+    kinds = [4 if token in "öÀÿ" else kind for token, kind in zip(tokens, types, strict=True)]
+    more = {"tokenizer.ggml.pre": "deepseek-coder", "tokenizer.ggml.token_type": kinds}
+    found = built(byte_fields | more)
+    ids = found.encode("schöne Àÿ öö é").ids
+    assert tokens.index("ö") in ids
+    assert found.decode(ids) == "schöne Àÿ öö é"
 
 
 @pytest.mark.parametrize(

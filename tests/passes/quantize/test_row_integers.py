@@ -62,4 +62,4 @@ def test_rows_by_fp8_stay_floats() -> None:
 
 def test_nobody_asked() -> None:
     (_, passes) = quantize_phases("int8")[0]
-    assert len(passes) == 2
+    assert len(passes) == 3

@@ -42,7 +42,7 @@ def test_each_name_makes_its_policy():
         ("best", CHAINS, "a plan of a model and one of a lookup"),
         ("best", (LOOKUP,), "a plan of a model and one of a lookup"),
         ("profile", CHAINS, "a profile.json"),
-        ("fastest", CHAINS, "one of fixed, adaptive, best, profile, goodput"),
+        ("fastest", CHAINS, "one of fixed, measured, adaptive, best, profile, goodput"),
     ],
 )
 def test_engines_without_the_plans_of_a_policy(name, plans, needed):

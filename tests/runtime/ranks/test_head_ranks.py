@@ -16,6 +16,7 @@ from specc.artifact.directory import read_manifest
 from specc.compiler.build import build
 from specc.compiler.reshard import reshard_engine
 from specc.drafters.facts import Cache
+from specc.drafters.feature_head import FeatureHead
 from specc.drafters.registry import facts_of
 from specc.errors import ConfigError, SpeccError
 from specc.runtime.backends.program_files import read_json
@@ -45,7 +46,7 @@ from tests.traces import shared_traces
 # a rig of each kind, and one of a target that has latents in its caches
 RIGS = {rig.kind: rig for rig in all_rigs() if rig.is_first}
 KINDS = tuple(RIGS)
-RIGS["mla"] = MtpRig("mtp", "deepseek_v3")
+RIGS["mla"] = MtpRig("mtp", "deepseek_v3", FeatureHead(0))
 # a head and the target itself, and a head and what its text repeats
 BESIDE = (
     SpecPlan.from_widths((2, 1), ("draft_0", "self_w16_s4"), MERGE),

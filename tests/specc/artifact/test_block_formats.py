@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from specc.artifact.block_formats import FORMATS
+from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.integers import Integers
 from specc.artifact.packed_stream import packed_stream, zero_rows
-from specc.artifact.quantized_layout import QuantizedLayout, dequantize, round_weight, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize, unpack
 
 
 def draw(name: str, rows: int, columns: int) -> Integers:
@@ -67,8 +68,6 @@ def test_rows_come_back_from_blocks(name) -> None:
     (padding,) = packed_stream([zero_rows(5, 256, layout)], layout, 5)
     zeros = torch.frombuffer(bytearray(padding), dtype=torch.uint8)
     assert (dequantize(zeros.view(1, -1), (5, 256), layout) == 0).all()
-    with pytest.raises(ValueError, match=name):
-        round_weight(torch.ones(32, 256), layout)
 
 
 def test_layouts_of_names() -> None:
@@ -78,3 +77,21 @@ def test_layouts_of_names() -> None:
     for wrong in ({"bits": 4, "group": 32, "format": "q6_k"}, {"bits": 4, "format": "q9_k"}):
         with pytest.raises(ValueError, match="no blocks q"):
             QuantizedLayout(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "held"),
+    [
+        ("q4_0", ("int8", "int4"), "int4-g32"),
+        ("q4_0", ("int8",), None),
+        ("iq4_xs", ("int8", "int4"), "int8-g32"),
+        ("q4_k", ("int8", "int4"), None),
+        ("q6_k", ("int8", "int4"), None),
+        ("q6_k", ("int8", "ggml"), "q6_k"),
+        ("int4-g64", (), "int4-g64"),
+    ],
+)
+def test_what_backends_hold(name, kinds, held) -> None:
+    found = KeptIntegers(QuantizedLayout.named(name), b"order").held_as(kinds)
+    assert (None if found is None else found.layout.name) == held
+    assert found is None or found.order == b"order"

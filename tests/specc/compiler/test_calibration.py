@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specc.compiler.build import build
 from specc.compiler.calibration import calibration_windows
 from specc.config import CompileConfig
 from specc.errors import ConfigError, InputFileError
+from specc.passes.quantize import calibrate
 from specc.runtime.backends.program_files import read_json
 from tests.command_line import invoke
 from tests.models import save_tiny
@@ -111,6 +113,28 @@ def test_texts_of_the_same_kind_lose_less(made) -> None:
         result = invoke(*given, "--against", made / "float", "--json")
         found[name] = json.loads(result.stdout)["against"]["kl_mean"]
     assert found["calibrated"] < 0.8 * found["rounded"]
+
+
+def test_what_loses_too_much_has_more_bits(made, monkeypatch, tmp_path) -> None:
+    """A limit between what projections lose: those above it have 8 bits, and the user is told."""
+    monkeypatch.setattr(calibrate, "MOST_LOST", 0.0)
+    given = config(quantize="int4", quantize_group=32, calibration=made / "texts.txt")
+    told = build(made / "target", None, tmp_path / "all", given).warnings
+    layouts = {name: layout for name, (layout, _) in weights_of(tmp_path / "all").items()}
+    *projections, head = layouts.items()
+    assert {layout for _, layout in projections} == {"int8-g32"}
+    assert head[1] == "int8"
+    (line,) = (text for text in told if "rounded for the texts" in text)
+    losses = {name: float(value) for name, value in re.findall(r"(\S+) \(([\d.]+)% in 4\)", line)}
+    assert list(losses) == [name for name, _ in projections]
+    limit = sorted(losses.values())[len(losses) // 2]
+    monkeypatch.setattr(calibrate, "MOST_LOST", (limit + 0.05) / 100)
+    build(made / "target", None, tmp_path / "some", given)
+    found = {name: layout for name, (layout, _) in weights_of(tmp_path / "some").items()}
+    # what comes later sees other rows, and the first one does not
+    first = projections[0][0]
+    assert (found[first] == "int8-g32") == (losses[first] > limit + 0.05)
+    assert {"int8-g32", "int4-g32-zeros"} <= set(found.values())
 
 
 def test_windows_come_from_all_over_the_texts(made, tmp_path) -> None:

@@ -7,12 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from specc.drafters.block import VANILLA, BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import Cache, Passes
-from specc.drafters.feature_head import FeatureHead
-from specc.drafters.hydra import HydraHeads, PrefixHydraHeads
-from specc.drafters.medusa import MedusaHeads
 from specc.drafters.registry import ALL, FIRST, drafter_of, facts_of, kind_of_target, parse_draft
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.registry import compiler_drafter, drafters_of_files
@@ -24,24 +20,15 @@ from specc.sampling.rows import Rule
 from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
+from tests.draft_kinds.rig import all_rigs
 
 # of each kind one or more, as plans have them
-_BIASED = BlockDraft(5, 0, is_biased=True, bias_kind=VANILLA, draft="draft_0")
 SAMPLES: dict[str, tuple[Drafter, ...]] = {
     "draft_model": FIRST,
-    "eagle3": (FeatureHead(0),),
-    "mtp": (FeatureHead(0),),
-    "dflash": (BlockDraft(5, 0, draft="draft_0"),),
-    "dspark": (_BIASED,),
-    "medusa": (MedusaHeads(4, draft="draft_0"),),
-    "hydra": (HydraHeads(4, num_layers=2, hidden_columns=16, draft="draft_0"),),
-    "hydra_prefix": (
-        PrefixHydraHeads(4, num_layers=4, is_tied=True, hidden_columns=16, draft="draft_0"),
-    ),
     "lookup": (drafter_of("lookup-3"),),
     "suffix": (drafter_of("suffix"),),
     "self": tuple(map(drafter_of, ("self_w32_s4", "self_l0to3", "self_int8_w32_s4"))),
-}
+} | {rig.kind: (rig.sample,) for rig in all_rigs()}
 CASES = [(kind, drafter) for kind, drafters in SAMPLES.items() for drafter in drafters]
 TREE = TokenTree((-1, 0, 0, 1, 1, 2, 3))
 each = pytest.mark.parametrize(("kind", "drafter"), CASES, ids=lambda x: getattr(x, "name", x))

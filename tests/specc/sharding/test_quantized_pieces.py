@@ -161,8 +161,8 @@ def test_groups_are_not_cut(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         compiled(checkpoint, tmp_path / "cut", 2, quantize="int4", quantize_group=32)
     assert caught.value.found == (
-        "model.layers.0.mlp.down_proj.weight:int4-g32, 32 columns of which share a scale, and 2"
-        " ranks: rank 0 would have columns 0 … 47"
+        "model.layers.0.mlp.down_proj.weight:int4-g32-zeros, 32 columns of which share a scale, and"
+        " 2 ranks: rank 0 would have columns 0 … 47"
     )
     assert not (tmp_path / "cut").exists()
 

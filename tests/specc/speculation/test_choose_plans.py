@@ -9,7 +9,7 @@ import pytest
 from specc.drafters.registry import drafters_of
 from specc.errors import ConfigError, TreeError
 from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
-from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from specc.speculation.tree import TokenTree
 
 TWO = ("draft_0", "draft_1")
@@ -164,9 +164,11 @@ def test_dynamic_trees_that_cannot_be(numbers, found):
 
 
 def test_policy_follows_the_combination():
-    assert [policy_of(how) for how in (None, "merge", "vote", "best")] == [
-        "fixed",
-        "fixed",
-        "fixed",
+    drafts = (SpecPlan.from_widths((1, 1)),)
+    assert [policy_of(how, drafts) for how in (None, "merge", "vote", "best")] == [
+        "measured",
+        "measured",
+        "measured",
         "best",
     ]
+    assert policy_of(None, ()) == policy_of(None, (OFF,)) == "fixed"

@@ -19,6 +19,7 @@ from specc.cost.draft_levels import draft_levels
 from specc.cost.latency_table import LatencyTable, PassPart, PassSeconds
 from specc.cost.step_seconds import StepSeconds
 from specc.drafters.block import BlockDraft
+from specc.drafters.hydra import PrefixHydraHeads
 from specc.drafters.medusa import MedusaHeads
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
@@ -151,6 +152,21 @@ def test_one_pass_for_all_levels() -> None:
         seconds = StepSeconds(latency, block, 2, 30.0)
         found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
         assert found == pytest.approx(passes([PassPart(2, 2 * rows, 60.0)]))
+
+
+def test_heads_of_levels_count_as_passes() -> None:
+    heads = PrefixHydraHeads(6, num_layers=1, hidden_columns=8, draft="draft_0")
+    passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
+    latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
+    for widths, fed in (((1,), ()), ((3, 1), (3,)), ((2, 2, 1, 1), (2, 4, 4))):
+        plan = SpecPlan.from_widths(widths).with_drafters({"draft_0": heads})
+        # rows of what may have been accepted, then the nodes of each level
+        levels = (len(widths) + 1, *fed)
+        assert draft_levels(plan) == ((heads, levels),)
+        seconds = StepSeconds(latency, heads, 2, 30.0)
+        found = seconds.of(plan.tree) - seconds.verify(plan.num_nodes)
+        parts = [PassPart(2, 2 * rows, 60.0) for rows in levels]
+        assert found == pytest.approx(sum(passes([part]) for part in parts))
 
 
 def test_what_a_block_cannot_offer_is_left_out() -> None:

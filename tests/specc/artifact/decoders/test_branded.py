@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "quark-mxfp4": (branded.quark_mxfp4(), "mxfp4"),
     "nf4": (branded.bitsandbytes("nf4"), None),
     "nf4-nested": (branded.bitsandbytes("nf4", 64, 8), None),
+    "bitsandbytes-int8": (branded.bitsandbytes_int8(), "int8"),
     "fp4-nested": (branded.bitsandbytes("fp4", 128, 16), None),
 }
 GPTQ, NF4 = FORMATS["auto-round-gptq"][0], FORMATS["nf4"][0]
@@ -90,6 +91,19 @@ def test_configurations_beside(tmp_path, name) -> None:
         assert str(tmp_path) in caught.value.found
 
 
+def test_weights_of_another_name(tmp_path) -> None:
+    """AutoGPTQ's files, which its configuration names; a file of the usual name goes before."""
+    config, form = BESIDE["quantize_config.json"]
+    name = "gptq_model-4bit-32g"
+    _, exact = open_written(tmp_path, form, torch.randn(64, 96))
+    (tmp_path / FILE).rename(tmp_path / f"{name}.safetensors")
+    text = json.dumps(config | {"model_file_base_name": name})
+    (tmp_path / "quantize_config.json").write_text(text)
+    assert torch.equal(values_of(open_checkpoint(tmp_path, Config(None)), KEY), exact)
+    _, other = open_written(tmp_path, form, torch.randn(64, 96))
+    assert torch.equal(values_of(open_checkpoint(tmp_path, Config(None)), KEY), other)
+
+
 def test_layers_with_bits_of_their_own(tmp_path) -> None:
     """By their names, or by patterns of them."""
     wide = made.gptq(8, 32)
@@ -111,7 +125,6 @@ def with_config(form: Format, **changes) -> Format:
         (with_config(GPTQ, bits=2), "2 bits"),
         (with_config(GPTQ, extra_config={"(": {"bits": 4}}), "extra_config"),
         (with_config(GPTQ, data_type="mx_fp"), "in mx_fp"),
-        (with_config(NF4, load_in_8bit=True), "8 bits"),
         (with_config(NF4, quant_method="torchao"), "quantized (torchao)"),
         (with_config(MODELOPT, quant_algo="W4A8_AWQ"), "modelopt, W4A8_AWQ"),
         (with_config(MODELOPT, quant_algo="FP8"), "no weights that are quantized as modelopt"),
@@ -138,6 +151,7 @@ def test_schemes_that_are_refused(tmp_path, form, found) -> None:
         ("modelopt-fp8", "input activations"),
         ("modelopt-nvfp4", "input activations"),
         ("quark-fp8", "activations"),
+        ("bitsandbytes-int8", "activations (int8, but for outliers)"),
     ],
 )
 def test_activations_need_a_word(tmp_path, name, found) -> None:
@@ -169,6 +183,12 @@ def change_state(**changes):
         ("nf4-nested", change_state(nested_blocksize=7), "[8]"),
         ("nf4", lambda tensors: tensors.update({STATE: torch.zeros(3, dtype=torch.uint8)}),
          "not the state"),
+        ("bitsandbytes-int8", lambda tensors: tensors.pop(KEY), "holds no tensor"),
+        ("bitsandbytes-int8", lambda tensors: tensors.update({f"{NAME}.SCB": torch.ones(7)}),
+         "[40, 96]"),
+        ("bitsandbytes-int8",
+         lambda tensors: tensors.update({f"{KEY}_format": torch.tensor(2, dtype=torch.uint8)}),
+         "in an order of its own"),
         ("modelopt-nvfp4", lambda tensors: tensors.pop(f"{KEY}_scale_2"), "holds no tensor"),
         (
             "modelopt-nvfp4",
