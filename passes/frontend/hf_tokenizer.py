@@ -10,6 +10,8 @@ from specc.passes.frontend.hf_model import quiet_transformers
 
 # what tells transformers which class to load
 _NAMES = ("tokenizer_config.json", "config.json")
+# an option of transformers that its errors advise
+_ASKS_FOR_CODE = "trust_remote_code"
 
 
 class HfTokenizer:
@@ -69,4 +71,7 @@ class HfTokenizer:
 
 
 def _first_line(error: Exception) -> str:
+    if _ASKS_FOR_CODE in str(error):
+        # nobody can give it that here
+        return "its tokenizer is code of the checkpoint, which is not run"
     return (str(error).strip() or repr(error)).splitlines()[0]

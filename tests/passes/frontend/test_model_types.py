@@ -11,6 +11,7 @@ import torch
 
 from specc.errors import NotCausalLMError, UnsupportedAttentionError
 from specc.passes.frontend import hf_model
+from specc.passes.frontend.hf_tokenizer import HfTokenizer
 from tests import models
 
 SIZES = {
@@ -77,3 +78,17 @@ def test_layers_that_are_refused(tmp_path: Path, model_type: str, found: str) ->
 def test_architectures_that_are_compiled(tmp_path: Path, name: str) -> None:
     models.tiny_config(name).save_pretrained(tmp_path)
     assert hf_model.load_config(tmp_path).model_type
+
+
+def test_a_tokenizer_that_is_code(tmp_path: Path) -> None:
+    """What transformers advises is an option that runs it."""
+    own = {
+        "tokenizer_class": "MyTokenizer",
+        "auto_map": {"AutoTokenizer": ["my.MyTokenizer", None]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "my.py").write_text("raise SystemExit('this is not run')")
+    models.tiny_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="code of the checkpoint, which is not run") as caught:
+        HfTokenizer.load(tmp_path)
+    assert "trust_remote_code" not in str(caught.value)
