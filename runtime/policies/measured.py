@@ -149,10 +149,10 @@ class _State:
         self._constants = constants
         # seconds of steps, by whether they draft; tokens of steps that do
         self._seconds = {x: deque[float](maxlen=constants.seconds) for x in (False, True)}
-        self._tokens = deque[float](like._tokens if like else (), maxlen=constants.tokens)
+        self._tokens: deque[float] = deque(like._tokens if like else (), maxlen=constants.tokens)
         # of the plan's seconds to those of off, where one of them was not measured here
         self._ratio = like._share_of_seconds() if like else None
-        self._home = like._home if like else True
+        self._home: bool = like._home if like else True
         self.drafts = self._home
         # steps that are left of what is tried; 0 where nothing is
         self.left = constants.first if like is None else 0
