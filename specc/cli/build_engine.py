@@ -113,6 +113,8 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
     for plan in manifest.plans:
         default = ", the default" if plan.name == manifest.default_plan else ""
         console.print(f"plan {plan.name}{default}: {render_plans.describe_plan(plan.plan)}")
+    if manifest.policy == "measured" and manifest.default_plan != "off":
+        console.print("it runs where it is faster than off, unless --plan says otherwise")
     if manifest.policy == "best":
         console.print("every sequence takes the model or the lookup, whichever promises more")
     if manifest.probe:
