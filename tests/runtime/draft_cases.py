@@ -6,7 +6,6 @@ served while an oracle looks at every pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import torch
 
 from specc.runtime.core import EngineCore
 from specc.sampling.params import SamplingParams
-from tests import engines, models
+from tests import models
 from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
-from tests.runtime.head_rig import BLOCK, TREE, load, options, prompts_of, serve
+from tests.runtime.head_rig import BLOCK, TREE, load, prompts_of, serve
 
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -37,38 +36,6 @@ def open_target(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def compiler_of(
-    zoo: Zoo,
-    target: Path,
-    kind: str,
-    cases: Mapping[str, Any],
-    write: Callable[[Path, Any], object],
-    default: str,
-) -> Callable[..., Path]:
-    """Compiles engines with one draft.
-
-    Args:
-        zoo: that keeps them.
-        target: checkpoint.
-        kind: of the draft, in names of directories.
-        cases: name → what is written.
-        write: writes a checkpoint of a case into a directory.
-        default: a name in `cases`.
-    Returns:
-        name, label of the options, options that differ → the engine's directory.
-    """
-
-    def make(name: str = default, label: str = "eager", **changes: Any) -> Path:
-        draft = zoo.once(f"{kind}-{name}", lambda path: write(path, cases[name]))
-
-        def build(path: Path) -> None:
-            engines.build(target, draft, path, options(**changes))
-
-        return zoo.once(f"{kind}s-{name}-{label}", build)
-
-    return make
 
 
 def serve_in_little_room(path: Path, oracle: Any) -> None:

@@ -16,9 +16,10 @@ from specc.config import CompileConfig
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from tests import engines, quantized_checkpoints
-from tests.block_heads import BLOCK_CASES, write_block
+from tests.block_heads import BLOCK_CASES
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
+from tests.draft_kinds import block, eagle3
 from tests.draft_kinds.mtp import with_module
 from tests.head_reference import Reference
 from tests.heads import CASES, draw_tensors, write_head
@@ -27,7 +28,7 @@ from tests.medusa_heads import MEDUSA_CASES, write_medusa
 from tests.mtp import MtpReference
 from tests.mtp import write_target as write_mtp_target
 from tests.runtime.block_rig import BlockOracle
-from tests.runtime.draft_cases import compiler_of, open_target, outputs, write_target
+from tests.runtime.draft_cases import open_target, outputs, write_target
 from tests.runtime.head_rig import BLOCK, TREE, HeadOracle, load, options, prompts_of, serve
 from tests.runtime.test_quantized import reference_model
 from tests.tiers import only
@@ -42,10 +43,10 @@ def target(zoo: Zoo) -> Path:
     return write_target(zoo)
 
 
-def compile_head(zoo: Zoo, target: Path, layout: dict[str, Any], backend: str = "eager") -> Path:
-    compiled = compiler_of(zoo, target, "head", CASES, write_head, HEAD)
+def compile_head(zoo: Zoo, layout: dict[str, Any], backend: str = "eager") -> Path:
     label = f"{backend}-{CompileConfig(**layout).quantization}"
-    return compiled(label=label, plans=(TREE,), backend=backend, **layout)
+    (rig,) = eagle3.RIGS
+    return rig.engine(zoo, HEAD, label, plans=(TREE,), backend=backend, **layout)
 
 
 def layouts_of(path: Path) -> list[str | None]:
@@ -68,7 +69,7 @@ def oracle_of_head(model: Any) -> HeadOracle:
 
 @pytest.mark.parametrize("layout", only(["int4-g32"], LAYOUTS))
 def test_a_head(layout: dict[str, Any], zoo: Zoo, target: Path) -> None:
-    path = compile_head(zoo, target, layout)
+    path = compile_head(zoo, layout)
     assert layouts_of(path) == [CompileConfig(**layout).quantization, None]
     oracle = oracle_of_head(reference_model(target, path))
     serve_beside(path, oracle)
@@ -92,8 +93,7 @@ def test_a_head_beside_a_quantized_checkpoint(tmp_path: Path, target: Path) -> N
 @pytest.mark.slow
 def test_a_block_drafter(zoo: Zoo, target: Path) -> None:
     """It has the target's embedding and head, as numbers of the checkpoint, not as integers."""
-    compiled = compiler_of(zoo, target, "block", BLOCK_CASES, write_block, DRAFTER)
-    path = compiled(label="eager-int8", plans=(TREE,), quantize="int8")
+    path = block.RIGS[0].engine(zoo, DRAFTER, "eager-int8", plans=(TREE,), quantize="int8")
     assert layouts_of(path) == ["int8", None]
     ends = open_target(target)
     weights = [ends.get_input_embeddings().weight, ends.get_output_embeddings().weight]
@@ -126,9 +126,9 @@ def test_a_module_of_the_target(zoo: Zoo) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_compiled_outputs_are_those_without_drafts(
-    layout: dict[str, Any], temperature: float, zoo: Zoo, target: Path
+    layout: dict[str, Any], temperature: float, zoo: Zoo
 ) -> None:
-    engine = Engine.load(compile_head(zoo, target, layout, "cpu"))
+    engine = Engine.load(compile_head(zoo, layout, "cpu"))
     kind = {"temperature": temperature}
     found, plain = (outputs(EngineCore(engine, name), kind) for name in (TREE.name, "off"))
     assert found == plain
