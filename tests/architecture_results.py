@@ -45,9 +45,9 @@ starts. An empty field was not run by this command (`tests/runtime/test_lossless
 (`--quantize`) are compared with off only: [quantized weights](quantization.md). `GGUF` is the
 architecture (`general.architecture`) whose files are read: of each, what llama.cpp's converter
 writes was recorded, and such a file alone makes the same model, number by number
-(`tests/passes/frontend/test_gguf_architectures.py`). llama.cpp's own tokens on these files are those
-of transformers for 59 of 64 models, 80 of 80 each; the others are models that llama.cpp computes in
-another way, or does not load, see `docs/results/gguf_llama_cpp.json`.
+(`tests/passes/frontend/test_gguf_architectures.py`). llama.cpp's own tokens on these files are
+those of transformers for 59 of 64 models, 80 of 80 each; the others are models that llama.cpp
+computes in another way, or does not load, see `docs/results/gguf_llama_cpp.json`.
 
 """
 _TAIL = """

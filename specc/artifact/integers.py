@@ -70,3 +70,12 @@ class Integers:
             torch.cat([item.scales for item in items]),
             torch.cat(zeros) if zeros else None,
         )
+
+
+def widened(item: Integers, layout: QuantizedLayout) -> Integers:
+    """Rows of ggml's blocks as `QuantizedLayout.widened` has them: the same numbers."""
+    own, wide = layout.blocks, layout.widened
+    assert own is not None
+    assert wide is not None
+    scales, _ = own.factors(item.scales)
+    return Integers((own.steps(item.levels) + wide.middle).to(torch.uint8), scales)

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from specc.artifact.block_formats import FORMATS, BlockFormat
-from specc.artifact.integers import Integers
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
@@ -271,15 +270,6 @@ def unpack(
     middle = torch.full(all_scales.shape, layout.middle, dtype=torch.int16)
     all_zeros = torch.cat(zeros, 1)[:outputs] if zeros else middle
     return torch.cat(levels, 1), all_scales, all_zeros
-
-
-def widened(item: Integers, layout: QuantizedLayout) -> Integers:
-    """Rows of ggml's blocks as `QuantizedLayout.widened` has them: the same numbers."""
-    own, wide = layout.blocks, layout.widened
-    assert own is not None
-    assert wide is not None
-    scales, _ = own.factors(item.scales)
-    return Integers((own.steps(item.levels) + wide.middle).to(torch.uint8), scales)
 
 
 def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) -> Tensor:
