@@ -44,7 +44,8 @@ def main() -> int:
 
     if args.real:
         target, engine = real_model(), Path("out/real-engine")
-        options = ["--target", target, "--draft", "suffix"]
+        # rows of 8 bits, as llama.cpp multiplies them
+        options = ["--target", target, "--draft", "suffix", "--activation-bits", 8]
     else:
         # matrices this small gain nothing from a second thread, and lose where cores are shared
         os.environ.setdefault("OMP_NUM_THREADS", "1")
