@@ -33,7 +33,7 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
         return str(own)
     classes = raw.get("architectures") or [None]
     for model_type, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if kind == classes[0] and model_type in CONFIG_MAPPING:
+        if isinstance(own, str) and kind == classes[0] and model_type in CONFIG_MAPPING:
             return str(model_type)
     raise NotCausalLMError(
         f"{name}: config.json: the model type {own}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,7 @@ GIVEN = {
     "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft_tensor_parallel_size": 2,
     "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
     "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8", "weight_only": True,
-    "activation_bits": 8,
-    "mla_cache": "latent",
+    "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
 }  # fmt: skip
 # fields that take several values, and one alone
 LISTS = ("draft_dtype", "draft_kv", "draft_assume")
@@ -43,7 +43,8 @@ def test_type_checkers_know_every_option():
     """A TypedDict cannot be made of a dataclass, so it is compared."""
     fields = {field.name: field.type for field in dataclasses.fields(CompileConfig)}
     assert fields.keys() - FOUND_BY_OTHERS == GIVEN.keys()
-    wider = {"dtype": "str | torch.dtype", **dict.fromkeys(LISTS, "str | Sequence[str]")}
+    wider = {"dtype": "str | torch.dtype", "calibration": "str | Path | None"}
+    wider |= dict.fromkeys(LISTS, "str | Sequence[str]")
     types = {name: ref.__forward_arg__ for name, ref in CompileOptions.__annotations__.items()}
     assert types == {name: wider.get(name, fields[name]) for name in GIVEN}
 
@@ -54,6 +55,7 @@ def test_every_option_arrives(name, monkeypatch):
     # those that are refused alone
     needed = {
         "quantize_group": ("quantize",),
+        "calibration": ("quantize",),
         "draft_tensor_parallel_size": ("tensor_parallel_size",),
         "draft_ranks": ("tensor_parallel_size",),
     }.get(name, ())

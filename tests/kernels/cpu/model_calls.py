@@ -157,7 +157,8 @@ def _embedding_of_blocks(rng: random.Random) -> Arguments:
 def _embedding_q(rng: random.Random) -> Arguments:
     made = _linear_q(rng)
     n, width = max(1, made["out_features"]), made["input"].shape[1]
-    layout = QuantizedLayout(*(made[key] for key in ("bits", "group", "has_zeros", "is_float")))
+    facts = ("bits", "group", "has_zeros", "is_float", "format")
+    layout = QuantizedLayout(**{key: made[key] for key in facts if key in made})
     return {
         "weight": torch.randint(0, 256, layout.stored_shape((n, width)), dtype=torch.uint8),
         "tokens": torch.randint(0, n, (rng.choice((0, 1, 7)),)),

@@ -20,7 +20,7 @@ LOOKUP = SpecPlan.from_widths((1, 1, 1), ("lookup-2",))
 def manifest(*plans: SpecPlan, max_batch: int = 8, num_ranks: int = 1) -> Any:
     return SimpleNamespace(
         plans=[SimpleNamespace(plan=plan) for plan in (OFF, *plans)],
-        models=[SimpleNamespace(name=name, head=None) for name in ("target", "draft_0")],
+        models=[SimpleNamespace(name=x, reads_hidden=False) for x in ("target", "draft_0")],
         limits=SimpleNamespace(max_batch_size=max_batch),
         parallel=object() if num_ranks > 1 else None,
         num_ranks=num_ranks,

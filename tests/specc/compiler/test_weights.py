@@ -152,7 +152,7 @@ def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
         else:
             assert torch.equal(stored[f"{name}:int8"], quantize_rows(rows, QuantizedLayout(8)))
     heads = [key for key in stored if key.startswith(("lm_head", "transformer.wte"))]
-    assert len(heads) == (1 if quantize is None else 2)
+    assert len(heads) == 1
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
