@@ -113,7 +113,9 @@ bool viewed(const Tensor& x, Ints sizes, Tensor& made) {
     int64_t step = 1;
     for (int32_t d = made.dim - 1; d >= 0; --d) {
       made.strides[d] = step;
-      step *= std::max<int64_t>(made.sizes[d], 1);
+      // of a tensor without elements, sizes may be of any product
+      check(!__builtin_mul_overflow(step, std::max<int64_t>(made.sizes[d], 1), &step),
+            "a view has no such sizes");
     }
     return true;
   }
