@@ -33,6 +33,9 @@ RUNTIME_INPUTS = (
 MASS = "mass"
 # one more, after those, of a part of a model: the value that the part before it hands on
 HIDDEN = "hidden"
+# one more, directly after `RUNTIME_INPUTS`, of models whose layers keep states: [B, 2] int32, for
+# each sequence its place in the states, and how many region nodes are committed in any case
+STATES = "states"
 # one more cache, after those of the layers: rows that a target keeps for drafts
 FEATURES = "features"
 # of a head, caches after those of its layers are rows that it keeps for itself, and `FEATURES` of
@@ -134,6 +137,31 @@ class AttentionLayer:
         return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
 
 
+@dataclass(frozen=True)
+class StateLayer:
+    """One convolution or recurrence over tokens, in the order of execution: what it remembers of a
+    sequence is a state of one size, however long the sequence is.
+
+    Args:
+        name: of the module.
+        kind: `conv` or `recurrence`.
+        shape: of a sequence's state: [K - 1, C] inputs of a convolution, oldest first; [HV, DK, DV]
+            of a recurrence.
+        columns: of a replay row, the input of one region node: C; k, v, g, and beta in that order.
+        dtype: of state and rows.
+        key_heads: HK of a recurrence, which divides HV.
+        has_beta: of a recurrence: it corrects what its key finds (delta rule).
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    key_heads: int = 0
+    has_beta: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Slopes:
     """What a mask adds to scores besides hiding keys, see `tree_attention_reference`.
@@ -168,6 +196,8 @@ class Program:
         constants: placeholder name → small tensor (rotary frequencies, embedding scales).
         caches: placeholder name → (layer, "k" or "v").
         layers: filled by the tree-attention rewrite.
+        states: placeholder name → (layer of `state_layers`, "state" or "rows").
+        state_layers: filled by the rewrite of recurrences.
         windows: attention node name → window (0 = none); filled by mask classification.
         chunks: attention node name → chunk, where it has one; filled likewise.
         slopes: attention node name → what its mask adds to scores; filled likewise.
@@ -190,6 +220,8 @@ class Program:
     constants: dict[str, Tensor]
     caches: dict[str, tuple[int, str]] = field(default_factory=dict)
     layers: list[AttentionLayer] = field(default_factory=list)
+    states: dict[str, tuple[int, str]] = field(default_factory=dict)
+    state_layers: list[StateLayer] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)
     chunks: dict[str, int] = field(default_factory=dict)
     slopes: dict[str, Slopes] = field(default_factory=dict)
@@ -216,6 +248,8 @@ class Program:
             dict(self.constants),
             dict(self.caches),
             list(self.layers),
+            dict(self.states),
+            list(self.state_layers),
             dict(self.windows),
             dict(self.chunks),
             dict(self.slopes),
