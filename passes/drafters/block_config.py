@@ -7,8 +7,8 @@ Keys are at the top of config.json or in `dflash_config`, which counts first. Wh
 | layers | top | `transformer_layer_config` |
 | taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
 | tokens from the anchor on | DSpark alone | `sample_from_anchor`, `shift_label`; else likewise |
-| a block is causal | `is_causal`, `causal`; else in sliding layers | in sliding layers, unless |
-| | | `sliding_window_non_causal` |
+| a block is causal | `is_causal`, `causal`, `causal_head` | in sliding layers, unless |
+| | (JetSpec); else in sliding layers | `sliding_window_non_causal` |
 | a window ends at | each row | the anchor, for all rows of a block |
 
 DSpark's confidence head is there where `enable_confidence_head` says so. Where it says nothing, it
@@ -90,6 +90,18 @@ _PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dspark",),
     "dspark_backbone_conv_enabled": (False,),
 }
+# what else `dflash_config` may say; another key may change what the drafter computes
+_READ = frozenset(
+    (
+        "block_size", "mask_token_id", "target_layer_ids", "num_target_layers",
+        "target_hidden_size", "draft_vocab_size", "num_anchors", "sample_from_anchor",
+        "shift_label", "is_causal", "causal", "causal_head", "markov_rank", "markov_head_type",
+        "enable_confidence_head", "confidence_head_alpha", "confidence_head_with_markov",
+        # a window where `use_swa` says that there is one
+        "swa_window_size",
+    )
+)  # fmt: skip
+_CAUSAL = ("is_causal", "causal", "causal_head")
 _MASK_FILE = "mask_embedding.pt"
 
 
@@ -183,6 +195,13 @@ def read_block_config(
     nested = raw.get(_NESTED, {})
     if not isinstance(nested, Mapping):
         raise HeadError(f"{name}: config.json: {_NESTED} is {nested!r:.40}", "an object", _DO)
+    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys()
+    if unknown := [key for key in nested if key not in known and nested[key] is not None]:
+        raise HeadError(
+            f"{name}: config.json: {_NESTED}.{unknown[0]} is {nested[unknown[0]]!r:.40}",
+            f"keys that specc reads: {', '.join(sorted(known))}",
+            _OTHER_DRAFT,
+        )
     values = {**raw, **nested}
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
@@ -341,8 +360,12 @@ def _are_causal(
     if layout == SPECULATORS:
         both = _flag(values, ("sliding_window_non_causal",), name)
         return [bool(window) and not both for window in windows]
-    said = _flag({**own, **values}, ("is_causal", "causal"), name)
-    return [bool(window) if said is None else said for window in windows]
+    said = {key: _flag({**own, **values}, (key,), name) for key in _CAUSAL}
+    given = {key: value for key, value in said.items() if value is not None}
+    if len(set(given.values())) > 1:
+        both = ", ".join(f"{key} {str(value).lower()}" for key, value in given.items())
+        raise HeadError(f"{name}: config.json: {both}", "one answer to what a row sees", _DO)
+    return [next(iter(given.values()), bool(window)) for window in windows]
 
 
 def _flag(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> bool | None:

@@ -61,6 +61,10 @@ _OTHER_CLASSES = (
     (_MEDUSA, "Medusa"),
     ("hydra", "Hydra"),
     ("mlpspeculator", "an MLP speculator"),
+    ("gemma4assistant", "a Gemma 4 assistant"),
+    ("gemma4unifiedassistant", "a Gemma 4 assistant"),
+    ("lilicorr", "LiLiCorr"),
+    ("xpress", "XPress"),
     ("mtp", "MTP modules"),
 )
 # keys of a configuration that no other model has
@@ -70,8 +74,8 @@ _OTHER_KEYS = (
     ("selector_rank", "DFlash2"),
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
-    ("pard_token", "P-EAGLE"),
     ("ptd_token_id", "P-EAGLE"),
+    ("pard_token", "PARD"),
 )
 # names of tensors that no other model has
 _OTHER_TENSORS = (
@@ -171,6 +175,9 @@ def _other_kind(
         for item in classes:
             if kind != own and part in item.lower():
                 return f"{kind} (architectures: {item})"
+    # which has the key of PARD, too
+    if "pard_token" in config and any("eagle" in item.lower() for item in classes):
+        return "P-EAGLE (config.json has pard_token)"
     for key, kind in _OTHER_KEYS:
         if kind != own and key in config:
             return f"{kind} (config.json has {key})"

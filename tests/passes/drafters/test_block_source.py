@@ -66,6 +66,15 @@ def test_what_files_say(name, tmp_path):
     assert f"{case.size - (not case.from_anchor)} tokens a pass" in told
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_causal_block_as_jetspec_says_it(is_causal, tmp_path):
+    write_block(tmp_path, BLOCK_CASES["z-lab"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"] |= {"causal_head": is_causal, "unsaid": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert recognise(tmp_path, TARGET).block.is_causal == is_causal
+
+
 def test_where_ids_of_layers_may_mean_another_thing(tmp_path):
     write_block(tmp_path, BLOCK_CASES["z-lab"])
     spec = recognise(tmp_path, TARGET, HeadSwitches(tap_convention=ENTERING))
@@ -104,6 +113,10 @@ def top(**values):
         ("z-lab", nested(target_layer_ids=[1, 8]), "reads layer 8"),
         ("z-lab", nested(target_layer_ids=[1, 7]), "what the last layer returns"),
         ("z-lab", nested(causal=1), "causal is 1"),
+        ("z-lab", nested(causal_head=1), "causal_head is 1"),
+        ("z-lab", nested(causal=False, causal_head=True), "causal false, causal_head true"),
+        ("z-lab", nested(conv_kernel_size=2), "dflash_config.conv_kernel_size is 2"),
+        ("z-lab", nested(attention_value_scale=2.0), "dflash_config.attention_value_scale is 2.0"),
         ("z-lab", nested(use_swa=True), "use_swa is True"),
         ("z-lab", nested(attention_sink_bias=True), "attention_sink_bias is True"),
         ("z-lab", nested(projector_type="domino"), "projector_type is 'domino'"),

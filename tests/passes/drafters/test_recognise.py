@@ -144,7 +144,10 @@ KINDS = {
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
     "Medusa heads in files of speculators": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
-    "P-EAGLE": {"pard_token": 3},
+    "P-EAGLE": {"pard_token": 3, "architectures": ["Eagle3LlamaForCausalLM"]},
+    "PARD": {"pard_token": 3, "architectures": ["Qwen3ForCausalLM"]},
+    "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
+    "Gemma 4 assistant": {"architectures": ["Gemma4AssistantForCausalLM"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
     "'quantum'": {"speculators_model_type": "quantum"},
 }
