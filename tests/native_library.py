@@ -22,7 +22,7 @@ def load_native() -> None:
 
 def built_objects(sources: Sequence[str]) -> list[Path] | None:
     """Objects of the library that this machine uses; None where any is absent, or not of now."""
-    (folder, *_) = (*usable_sets(), "")
+    folder = next(iter(usable_sets()), "")
     objects = [
         ROOT / f"build/library/CMakeFiles/specc_cpu_{folder}.dir/kernels/cpu/{name}.o"
         for name in sources
