@@ -28,7 +28,8 @@ FULL_RESULTS = PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.full_results
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
+# modules are compiled when they are first imported: most of those of torch and transformers never are
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-compile
 # what one thread computes does not depend on the number of cores
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc

@@ -69,6 +69,20 @@ def pytest_collectstart() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Any:
+    """Cases of a function that its mark `default` does not name are slow."""
+    from tests.tiers import keep_default
+
+    made = yield
+    if isinstance(made, list):
+        try:
+            keep_default([item for item in made if isinstance(item, pytest.Function)])
+        except ValueError as error:
+            raise collector.CollectError(str(error)) from error
+    return made
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of one part; of workers, which take files in this order (`--no-loadscope-reorder`)."""
     from tests.longest_first import longest_first, read_table

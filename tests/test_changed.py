@@ -119,8 +119,9 @@ def run(checkout, monkeypatch) -> Callable[..., int]:
 
     def start(*words: str) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--rootdir", str(checkout), "--import-mode=importlib", *words]
-        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        command += ["--rootdir", str(checkout), "--import-mode=importlib", "-p", "xdist", *words]
+        more = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment = dict(os.environ) | more | {"PYTHONSAFEPATH": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         print(done.stdout, done.stderr)
         return done.returncode

@@ -198,6 +198,7 @@ def test_a_file_of_results_in_the_checkout_is_no_change(tmp_path: Path) -> None:
     assert commit(output, tmp_path)["is_changed"] is True
 
 
+@pytest.mark.slow
 def test_files_that_failed_run_again(report: Path, tmp_path: Path) -> None:
     """A later run of them stands beside the failures; what other files did stays."""
     output = tmp_path / "results.json"

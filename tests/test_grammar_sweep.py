@@ -10,7 +10,7 @@ from tests.grammar_sweep import PLANS, compare, compiled, table_engine
 @pytest.mark.parametrize(
     ("plans", "count"),
     [
-        pytest.param([PLANS[2].name], 9, id="tree"),
+        pytest.param([PLANS[2].name], 5, id="tree"),
         pytest.param([plan.name for plan in PLANS[1:]], 45, id="all", marks=pytest.mark.slow),
     ],
 )

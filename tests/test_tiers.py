@@ -1,8 +1,9 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers import checkered, every, only
+from tests.tiers import checkered, every, keep_default, only
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,3 +76,18 @@ def test_boards_that_are_too_small():
     for given in (([1], [2, 3]), ([1, 2], [3]), ([1, 2], [3, 4], 2)):
         with pytest.raises(ValueError, match="needed two or more"):
             checkered(*given)
+
+
+@pytest.mark.parametrize("row", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("column", ["a", "b"])
+@pytest.mark.default("a-1", "a-2")
+def test_cases_that_are_not_named_are_slow(request, row, column):
+    marks = [mark.name for mark in request.node.iter_markers()]
+    assert ("slow" in marks) == (column == "b" or row == 2)
+
+
+def test_a_case_that_is_not_there_cannot_be_default():
+    marks = [pytest.mark.default("a", "c").mark]
+    case = SimpleNamespace(callspec=SimpleNamespace(id="a"), iter_markers=lambda name: marks)
+    with pytest.raises(ValueError, match=r"default \['c'\]: needed cases of \['a'\]"):
+        keep_default([case])

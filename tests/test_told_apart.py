@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,14 +50,17 @@ def test_telling_backends_apart_is_found(code):
     assert list(told_apart(ast.parse(code)))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in sources() if not p.relative_to(ROOT).as_posix().startswith(BACKENDS)],
-    ids=module_of,
-)
-def test_backends_are_told_apart_by_their_facts_alone(path):
+def found(finds: Callable[[ast.AST], Iterator[str]], paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Module → what is found in it, of those in which anything is."""
+    trees = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    assert len(trees) > 100
+    return {name: lines for name, tree in trees.items() if (lines := list(finds(tree)))}
+
+
+def test_backends_are_told_apart_by_their_facts_alone():
     """Adding one takes its facts and a file on each side: nobody else knows names."""
-    assert list(told_apart(ast.parse(path.read_text(encoding="utf-8")))) == []
+    others = [p for p in sources() if not p.relative_to(ROOT).as_posix().startswith(BACKENDS)]
+    assert found(told_apart, others) == {}
 
 
 # what is for drafts of every kind; the other modules of these folders are one kind's
@@ -99,16 +103,12 @@ def test_naming_a_kind_of_draft_is_found(code):
     assert list(names_of_kinds(ast.parse(code)))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_drafts_are_told_apart_by_their_facts_alone():
+    """Adding a kind takes its facts and a file on each side: nobody else knows names."""
+    others = [
         path
         for path in sources()
         if "drafters" not in (*path.relative_to(ROOT).parts, path.stem)
         and not path.relative_to(ROOT).as_posix().startswith(_OTHER_WORDS)
-    ],
-    ids=module_of,
-)
-def test_drafts_are_told_apart_by_their_facts_alone(path):
-    """Adding a kind takes its facts and a file on each side: nobody else knows names."""
-    assert list(names_of_kinds(ast.parse(path.read_text(encoding="utf-8")))) == []
+    ]
+    assert found(names_of_kinds, others) == {}

@@ -51,6 +51,7 @@ def content(program: Program) -> list[Any]:
     ]
 
 
+@pytest.mark.default("gpt2-trace_padded")
 @pytest.mark.parametrize(("name", "how"), [("gemma3", trace), ("gpt2", trace_padded)])
 def test_what_was_kept_is_the_trace(name: str, how: Any) -> None:
     """Before passes, and after those of every engine."""

@@ -1,11 +1,34 @@
-"""Which cases of a product run every time, and which in the slow tier alone."""
+"""Which cases of a product run every time, and which in the slow tier alone.
+
+The functions below make parameters. `@pytest.mark.default("id", …)` names cases by their whole ids,
+of all parameters of a test together: the other ones are slow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def keep_default(tests: Sequence[Any]) -> None:
+    """Mark cases of one test function as slow that its mark `default` does not name.
+
+    Args:
+        tests: all cases of a function.
+    Raises:
+        ValueError: the mark names a case that there is not.
+    """
+    mark = next((mark for test in tests for mark in test.iter_markers("default")), None)
+    if mark is None:
+        return
+    cases = {test.callspec.id: test for test in tests if hasattr(test, "callspec")}
+    if absent := set(mark.args) - cases.keys():
+        raise ValueError(f"default {sorted(absent)}: needed cases of {sorted(cases)}")
+    for name, test in cases.items():
+        if name not in mark.args:
+            test.add_marker(pytest.mark.slow)
 
 
 def every(step: int, cases: Iterable[Any], first: int = 0) -> list[Any]:

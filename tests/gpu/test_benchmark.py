@@ -100,6 +100,7 @@ def tiny_shapes(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "ATTENTION_ROUNDS", 1)
 
 
+@pytest.mark.slow
 def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
     """Both benchmarks on the simulated device."""
     load = benchmark.load_script

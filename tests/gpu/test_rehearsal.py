@@ -149,6 +149,7 @@ def test_what_the_sanitizer_finds_fails_its_task(status, environment, tmp_path):
         assert line.startswith("1 --tool memcheck --error-exitcode 9 --report-api-errors no ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("probe", "reason"),
     [

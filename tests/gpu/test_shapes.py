@@ -27,6 +27,7 @@ def tiny(monkeypatch, tmp_path):
     return case
 
 
+@pytest.mark.slow
 def test_a_case_up_to_its_rounds(tiny, tmp_path):
     tiny["cuts"] = "chain-3"
     shapes.measure("tiny", tmp_path, tmp_path / "lock")
@@ -39,6 +40,7 @@ def test_a_case_up_to_its_rounds(tiny, tmp_path):
     assert all(ms > 0 for ms in found["cuts"].values())
 
 
+@pytest.mark.slow
 def test_a_case_to_its_end(tiny, tmp_path):
     tiny["stop"] = None
     shapes.measure("tiny", tmp_path, tmp_path / "lock")
@@ -62,6 +64,7 @@ def test_options_of_cases_are_known(name):
     assert (case["cuts"] or "off") in {*(plan.name for plan in plans), "off"}
 
 
+@pytest.mark.slow
 def test_memory_is_what_is_free_when_the_gpu_is(tiny, tmp_path, monkeypatch):
     """Another case may have held it until then."""
     simulated = SimulatedDevice()

@@ -101,6 +101,7 @@ def printed(tmp_path_factory) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_what_a_gpu_allows(printed):
     for line, (_, _, wanted) in zip(printed[: len(RIGHT)], RIGHT.values(), strict=True):
         assert line.startswith(wanted.rstrip("]"))

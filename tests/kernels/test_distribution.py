@@ -166,6 +166,11 @@ def check(outcome: Outcome, least_accepted: float = 0.1, num_draws: int = NUM_DR
     assert outcome.accepted_per_step > least_accepted, "hardly anything was speculated"
 
 
+@pytest.mark.default(
+    "mss-tree-3-2-two-T1.5-top-p",
+    "swor-irregular-one-and-lookup-T1.0-top-p",
+    "delta-dynamic-one-T1.0-top-p",
+)
 @pytest.mark.parametrize("case", only(covering(PAIRWISE, 1), PAIRWISE), ids=ids)
 def test_pairs_of_properties(operators, case):
     check(case.measure(operators, FEW_DRAWS), num_draws=FEW_DRAWS)
@@ -184,6 +189,7 @@ few_and_many = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.default("top-k-with-softmax-q-60000")
 @few_and_many
 @pytest.mark.parametrize(
     "name",
@@ -263,6 +269,7 @@ def test_levels_of_a_block_beside_a_lookup(operators, rule, num_draws):
     check(outcome, num_draws=num_draws)
 
 
+@pytest.mark.default("delta-beside-a-lookup-60000")
 @few_and_many
 @pytest.mark.parametrize("merges", only((True,), (False, True)), ids=["alone", "beside-a-lookup"])
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
@@ -317,6 +324,7 @@ def sharpened(*names: str, is_told: bool = True) -> Propose:
     return propose
 
 
+@pytest.mark.slow
 @few_and_many
 @pytest.mark.parametrize("rule", only((Rule.SWOR,), Rule), ids=lambda rule: rule.name.lower())
 def test_drafts_of_another_sharpness(operators, rule, num_draws):
@@ -327,6 +335,7 @@ def test_drafts_of_another_sharpness(operators, rule, num_draws):
     check(outcome, num_draws=num_draws)
 
 
+@pytest.mark.slow
 @few_and_many
 @pytest.mark.parametrize(
     "rule",
@@ -364,6 +373,7 @@ def test_rows_of_every_rule_in_the_same_calls(operators):
         assert outcome.num_draws == NUM_DRAWS // len(MIXED)
 
 
+@pytest.mark.slow
 @few_and_many
 @pytest.mark.parametrize(
     "rule",

@@ -20,6 +20,7 @@ from specc.kernels.library_files import (
     processor_flags,
     usable_sets,
 )
+from tests.tiers import every
 
 ROOT = Path(__file__).parents[2]
 V3 = "fpu avx avx2 bmi1 bmi2 f16c fma abm movbe"
@@ -168,7 +169,9 @@ print(*sorted({line.split()[-1] for line in lines if "libgomp" in line or "specc
 
 
 @pytest.mark.skipif(not built_libraries(), reason="no library is built here")
-@pytest.mark.parametrize("name", [name for name in usable_sets() if name in built_libraries()])
+@pytest.mark.parametrize(
+    "name", every(9, [name for name in usable_sets() if name in built_libraries()])
+)
 def test_one_openmp_in_the_process(name: str) -> None:
     """Two spin against each other: the library takes the one that torch has loaded."""
     environment = {**os.environ, "SPECC_ISA": name}

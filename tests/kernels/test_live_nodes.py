@@ -75,6 +75,7 @@ rules_and_temperatures = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.default("coupled-0.0", "mss-1.1", "swor-1.1")
 @rules_and_temperatures
 def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(rule, temperature):
     """A token below 0 is never entered and never tried."""
@@ -89,6 +90,7 @@ def test_trees_whose_last_nodes_are_dead_are_the_smaller_trees(rule, temperature
     assert int(whole.sum()) > int(cut.sum())
 
 
+@pytest.mark.default("coupled-0.0", "mss-1.1")
 @rules_and_temperatures
 def test_native_walks_end_before_dead_nodes(operators, rule, temperature):
     trees = Trees(rule, temperature)
@@ -113,6 +115,7 @@ def cut_at(shape: str, choose: Callable[[Part, State], Tensor]) -> Propose:
     return propose
 
 
+@pytest.mark.default("delta-chain-3-60000")
 @few_and_many
 @pytest.mark.parametrize(
     ("rule", "shape"),
@@ -132,6 +135,7 @@ def test_live_nodes_that_do_not_look_at_draws(operators, rule, shape, num_draws)
     check(outcome, num_draws=num_draws)
 
 
+@pytest.mark.default("swor-60000")
 @few_and_many
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name.lower())
 def test_live_nodes_that_look_at_draws(operators, rule, num_draws):

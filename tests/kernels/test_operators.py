@@ -38,7 +38,7 @@ from specc.kernels.reference.ranks import LockstepGroup, use_group, use_links
 from tests.kernels.more_calls import CALLS
 
 CUDA = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
-NUM_CALLS = 12
+NUM_CALLS = 6
 # a call of somebody else's shapes may be refused
 _REFUSED = (ValueError, IndexError, RuntimeError)
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)

@@ -55,6 +55,7 @@ def test_the_reference_is_attention_of_a_tree(script, index):
         torch.testing.assert_close(wanted[b, head, node], by_hand, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report(script, tmp_path, monkeypatch, capsys):
     """The command as it is called, with the cases that the interpreter computes in time."""
     out = tmp_path / "out.json"

@@ -153,6 +153,7 @@ def _results(root: Path) -> dict[str, Any]:
     return {entry["name"].partition("/")[2]: entry for entry in found["mutants"]}
 
 
+@pytest.mark.slow
 def test_what_becomes_of_mutants(toy, capfd):
     root = toy("".join(_entry(name, *rest) for name, rest in MUTANTS.items()))
     assert _run(root, "--limit-s", "30") == 1
@@ -165,6 +166,7 @@ def test_what_becomes_of_mutants(toy, capfd):
     assert "survived: toy/survivor (it)" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_known_results_are_taken_over(toy, capfd):
     entries = [_entry(name, *MUTANTS[name]) for name in ("caught", "survivor")]
     root = toy("".join(entries))

@@ -97,6 +97,7 @@ def _changes(name: str) -> dict[str, int]:
     return {"n_layer" if name == "gpt2" else "num_hidden_layers": NUM_LAYERS}
 
 
+@pytest.mark.default("gemma3", "opt")
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_of_skipped_layers_are_not_read(name: str) -> None:
     _, program = of(name)

@@ -64,6 +64,7 @@ def bits_of_rows(program: Path) -> list[int]:
     return [bind_args(node)["row_bits"] for node in graph.nodes if node.target in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_plans_and_logits(make, backend: str, bits: int) -> None:

@@ -18,6 +18,7 @@ NUM_TOKENS = 32
 CHOSEN = (PLANS[0], PLANS[2], PLANS[3])
 
 
+@pytest.mark.default("mpt")
 @pytest.mark.parametrize("name", every(6, more_models.COVERING))
 def test_trees_equal_generate(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, prefill_chunk=7)

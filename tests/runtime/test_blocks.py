@@ -68,6 +68,7 @@ def test_what_drafters_say_of_their_tokens(zoo: Zoo) -> None:
         cutting.requests.make([1, 2], SamplingParams(temperature=0.0, rule=rule))
 
 
+@pytest.mark.slow
 def test_a_drafter_and_a_policy_that_both_leave_nodes_out(zoo: Zoo) -> None:
     """The smaller number counts; what the drafter left out is no refusal."""
     engine = load(RIG.engine(zoo, "dspark-deepspec"))
@@ -87,6 +88,7 @@ def test_a_drafter_and_a_policy_that_both_leave_nodes_out(zoo: Zoo) -> None:
     assert 0.3 < policy._ends.going_on(CHAIN)[0] < 1.0
 
 
+@pytest.mark.slow
 def test_drawn_children(zoo: Zoo) -> None:
     """Rules that verify with what children were drawn from: the same rows, of other trees."""
     core, oracle = EngineCore(load(RIG.engine(zoo)), TREE.name), RIG.oracle(zoo)

@@ -54,6 +54,7 @@ def test_each_model_has_its_own(engine: Engine) -> None:
     assert memory["draft_0"].weights < 0.6 * memory["draft_1"].weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(4, [plan.name for plan in PLANS]))
 def test_greedy_and_seeded_output_is_the_targets(zoo: Zoo, engine: Engine, plan: str) -> None:
     prompts = [list(prompt) for prompt in models.prompts()][:4]

@@ -89,6 +89,7 @@ def found_rows(engine: Engine, request: Request, count: int) -> Tensor:
     return slab[:, :, blocks[rows // slab.shape[3]].long(), rows % slab.shape[3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(4, [plan.name for plan in PLANS]))
 def test_outputs_and_rows(zoo: Zoo, engine: Engine, plan: str) -> None:
     draft = zoo.reference_model("qwen3", draft="noisy", max_position_embeddings=TRAINED)

@@ -150,6 +150,7 @@ def test_it_is_said_once_at_load(path, caplog, monkeypatch) -> None:
     assert 'generation_config "vllm"' in line
 
 
+@pytest.mark.slow
 def test_the_commands(path, llm, wanted) -> None:
     text = llm.tokenizer.decode(wanted)
     assert invoke("run", path, PROMPT).stdout == text + "\n"

@@ -95,6 +95,7 @@ def test_mixed_types(tmp_path, name, kind, more, backend) -> None:
     assert sum(stored[key].numel() for key in layouts) == size
 
 
+@pytest.mark.slow
 def test_parts_alone(tmp_path) -> None:
     """Configuration, tokenizer and ends are the file's own, weights those of all of its parts."""
     changes = {"num_hidden_layers": 1}

@@ -35,6 +35,7 @@ def target(zoo: Zoo) -> Path:
     return write_target(zoo)
 
 
+@pytest.mark.slow
 def test_features_of_requests_whose_trees_have_dead_nodes(zoo: Zoo) -> None:
     """The target has no features of nodes that it does not verify, and nobody reads any."""
     policy = ScriptedNodes(TREE)

@@ -85,6 +85,7 @@ def draw_eos(dice: random.Random, references: list[tuple[list[int], str]]) -> fr
     return frozenset({references[dice.randrange(len(PROMPTS))][0][dice.randrange(3, 30)]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(3, PLANS, 1))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_generate_is_the_same_with_and_without(rig, references, plan, seeds) -> None:

@@ -40,6 +40,7 @@ def references(rig: Rig) -> list[tuple[list[int], str]]:
     return whole_outputs(rig)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_wait_loses_nothing_of_others(rig, references, monkeypatch) -> None:
     llm = rig.llm("chain-3")
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -176,6 +177,7 @@ def test_an_interrupt_anywhere_loses_nothing_of_others(
     assert rig.is_idle(llm)
 
 
+@pytest.mark.default("end-without-close")
 @pytest.mark.parametrize(
     ("name", "is_done"),
     [

@@ -105,6 +105,7 @@ SEEDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "share"), every(6, POLICIES))
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_interleavings(rig, alone, policy, share, seeds) -> None:
@@ -327,12 +328,14 @@ MASKED_PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "is_done"), every(9, PLACES))
 def test_an_interrupt_anywhere_loses_nothing(rig, alone, monkeypatch, owner, name, is_done) -> None:
     """Now and then a call ends early, with prompts and steps of several plans in flight."""
     interrupt_now_and_then(rig, alone, monkeypatch, owner, name, is_done, draw_params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "is_done"), every(4, MASKED_PLACES, 1))
 def test_an_interrupt_between_the_halves_of_a_step_loses_nothing(
     rig, alone, monkeypatch, owner, name, is_done

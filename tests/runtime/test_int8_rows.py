@@ -110,6 +110,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, 60, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(8, PLANS), ids=IDS)
 def test_tokens_and_rows(
     engine: Engine, oracle: CodeOracle, texts: list[list[int]], plan: SpecPlan
@@ -130,6 +131,7 @@ def test_tokens_and_rows(
     oracle.check_share()
 
 
+@pytest.mark.default("widths0-1.0")
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)])
 def test_a_view_of_all_rows_is_always_right(

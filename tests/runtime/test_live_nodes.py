@@ -58,6 +58,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], options: list[SamplingParams])
     return [output.outputs[0].token_ids for output in llm.generate(prompts, options)]
 
 
+@pytest.mark.default("coupled-tree-3-2-1", "delta-selfw4s4-chain-3")
 @pytest.mark.parametrize(
     ("rule", "plan"), checkered([None, "coupled", "delta"], [CHAINS[3], TREE, VIEW])
 )
@@ -77,6 +78,7 @@ def test_output_is_that_without_speculation(
     assert stats.num_spec_steps < stats.num_steps
 
 
+@pytest.mark.default("chain-None", "level-swor", "part-of-a-level-mss")
 @pytest.mark.parametrize(
     ("plan", "live", "smaller", "rule"),
     checkered(

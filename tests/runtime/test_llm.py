@@ -35,6 +35,7 @@ def is_idle(llm: LLM) -> bool:
     return not llm._scheduler.has_work and allocator.num_free == allocator.num_blocks
 
 
+@pytest.mark.default("tree-3-2-1")
 @pytest.mark.parametrize("plan", PLANS)
 def test_generate(llms, prompts, greedy, plan: str) -> None:
     llm = llms[plan]
@@ -154,7 +155,7 @@ def test_eos_ends_where_the_target_says_it(make_engine, prompts, greedy) -> None
         assert stats.num_output_tokens == 1 + stats.num_steps * stats.mean_acceptance_length
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.integers(0, 6),
     st.lists(st.tuples(st.integers(0, 22), st.integers(1, 4)), max_size=2),

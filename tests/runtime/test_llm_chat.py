@@ -35,30 +35,38 @@ def named(tiny_engine: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "prompt"),
-    [
-        ([USER], {"chat_template": TEXT}, "hi;"),
-        ([PARTS], {"chat_template": TEXT}, "a\nb;"),
-        ([PARTS], {"chat_template": EITHER}, "ab;"),
-        ([PARTS], {"chat_template": EITHER, "chat_template_content_format": "string"}, "a\nb;"),
-        ([USER], {"chat_template": EITHER, "chat_template_content_format": "openai"}, "hi;"),
-        ([USER, BEGUN], {"chat_template": TEXT, "continue_final_message": True}, "hi;it"),
-    ],
-)
-def test_a_template_in_text(tiny_engine: Path, messages: Any, options: Any, prompt: str) -> None:
-    options["add_generation_prompt"] = not options.get("continue_final_message")
+IN_TEXT: list[tuple[Any, dict[str, Any], str]] = [
+    ([USER], {"chat_template": TEXT}, "hi;"),
+    ([PARTS], {"chat_template": TEXT}, "a\nb;"),
+    ([PARTS], {"chat_template": EITHER}, "ab;"),
+    ([PARTS], {"chat_template": EITHER, "chat_template_content_format": "string"}, "a\nb;"),
+    ([USER], {"chat_template": EITHER, "chat_template_content_format": "openai"}, "hi;"),
+    ([USER, BEGUN], {"chat_template": TEXT, "continue_final_message": True}, "hi;it"),
+]
+
+
+def test_a_template_in_text(tiny_engine: Path) -> None:
+    def options_of(given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"add_generation_prompt": not given.get("continue_final_message")}
+
     with LLM(tiny_engine) as llm:
-        assert llm.chat(messages, TWO, **options)[0].prompt == prompt
-        if "chat_template_content_format" not in options:
-            text = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, **options)
-            assert text == prompt
+        for messages, given, prompt in IN_TEXT:
+            options = options_of(given)
+            assert llm.chat(messages, TWO, **options)[0].prompt == prompt
+            if "chat_template_content_format" not in options:
+                tokenizer = llm.get_tokenizer()
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+                assert text == prompt
 
-    async def run() -> Any:
+    async def run() -> list[str]:
         async with AsyncLLM(tiny_engine) as llm:
-            return [output async for output in llm.chat(messages, TWO, "a", **options)][-1]
+            return [
+                [output async for output in llm.chat(messages, TWO, "a", **options_of(given))][-1]
+                .prompt
+                for messages, given, _ in IN_TEXT
+            ]  # fmt: skip
 
-    assert asyncio.run(run()).prompt == prompt
+    assert asyncio.run(run()) == [prompt for *_, prompt in IN_TEXT]
 
 
 def test_templates_by_name(named: Path) -> None:

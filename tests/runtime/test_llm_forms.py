@@ -156,6 +156,7 @@ def test_no_limit_goes_on_to_the_end_of_the_context(llm, make_engine, greedy) ->
         short.generate([[1] * 85])
 
 
+@pytest.mark.default("off-1.0")
 @pytest.mark.parametrize(
     ("plan", "temperature"),
     [

@@ -58,6 +58,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.default("mistral-off", "mistral-chain-4", "mistral-tree-2-2-1", "gpt2-tree-3-2-1-1")
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
     num_tokens = models.NUM_TOKENS if name in EVERY_PLAN else FEWER_TOKENS
@@ -68,6 +69,7 @@ def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
         assert outcome.stats.accepted_at_depth[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(3, models.ROTARY_VARIANTS, 1))
 def test_rotary_scaling(zoo: Zoo, name: str) -> None:
     plan = PLANS[2 + models.ROTARY_VARIANTS.index(name)]

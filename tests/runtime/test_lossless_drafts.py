@@ -79,6 +79,7 @@ def check(
 
 
 # dynamic trees of the default tier are compiled, below
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), only(["qwen3", "gpt2"], every(4, EAGER, 2)), ids=str)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: str) -> None:
     check(zoo, name, PLANS[PLAN_IDS.index(plan)], "eager", FEWER_TOKENS)

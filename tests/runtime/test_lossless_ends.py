@@ -64,6 +64,7 @@ def feed_position(engine: Engine, position: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eos_inside_an_accepted_run(zoo: Zoo) -> None:
     """The EOS of generation_config.json goes through the compiler; `generate` stops there too."""
     prompt = models.prompts()[1]

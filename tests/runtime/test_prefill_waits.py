@@ -85,6 +85,7 @@ def assert_near(found: Any, wanted: Any) -> None:
             assert entry.logprob == pytest.approx(its[token].logprob, abs=1e-5)
 
 
+@pytest.mark.default("masked-tree-2-1")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

@@ -113,7 +113,7 @@ def test_plans_and_logits(make, name, form, dtype, layout) -> None:
     check_integers(written, engine)
     assert set(stored_layouts(engine).values()) == {f"blocks-{item}" for item in layout.split()}
     check_logits(engine, reference(written), dtype, TOLERANCE)
-    check_plans(engine)
+    check_plans(engine, num_prompts=3, max_tokens=16)
 
 
 @pytest.mark.slow
@@ -133,6 +133,7 @@ def test_compiled_engines(make, form, dtype) -> None:
     check_plans(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dtype", "backend"),
     [
@@ -151,6 +152,7 @@ def test_columns_in_another_order(make, form, dtype, backend) -> None:
         check_plans(engine)
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_quantized(make) -> None:
     """Ignored layers stay in the engine's type, or are rounded where --quantize says so."""
     form = made.packed(4, 32)
@@ -173,6 +175,7 @@ def test_layers_that_are_not_quantized(make) -> None:
     assert all(torch.equal(held[key], other[key]) for key in stored_layouts(engine))
 
 
+@pytest.mark.slow
 def test_projections_of_different_schemes(make) -> None:
     """q, k and v of different groups are not fused, and are the checkpoint's all the same."""
     small, large = made.packed(4, 32), made.packed(4, 64)

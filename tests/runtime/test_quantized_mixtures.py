@@ -63,6 +63,7 @@ def experts_of(engine: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "quantize", "group", "dtype"),
     [
@@ -109,6 +110,7 @@ def check_experts(written: Written, engine: Path, names: tuple[str, str, str]) -
 MIXTRAL, QWEN = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
 
 
+@pytest.mark.default("mixtral-names0-form0-float32-int4-g32-zeros")
 @pytest.mark.parametrize(
     ("name", "names", "form", "dtype", "layout"),
     [

@@ -103,6 +103,7 @@ def logits(program: Any) -> Tensor:
         )
 
 
+@pytest.mark.default("eager-int8")
 @pytest.mark.parametrize("quantize", ["int8", pytest.param("int4", marks=pytest.mark.slow), "fp8"])
 def test_a_draft_is_the_target_that_is_compiled_with_quantize(made: Made, quantize: str) -> None:
     plain = Engine.load(made.path, backend="eager")
@@ -168,6 +169,7 @@ def test_stages_and_segments_are_refused(options) -> None:
         config("eager", [INT4], **options)
 
 
+@pytest.mark.slow
 def test_such_engines_are_not_cut(made: Made, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"o_proj.weight:int4-g64, .* and 2 ranks"):
         reshard_engine(made.path, tmp_path / "cut", 2)

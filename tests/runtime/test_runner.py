@@ -147,6 +147,7 @@ def test_any_interleaving_yields_what_each_request_yields_alone(
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
+@pytest.mark.default("16-catch-up-of-one-token", "16-mixed")
 @pytest.mark.parametrize(
     "plans",
     [
@@ -178,6 +179,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(
         assert stats.num_output_tokens == len(prompts) * 20
 
 
+@pytest.mark.slow
 def test_a_useless_draft_changes_nothing(make_engine, prompts, greedy) -> None:
     engine = make_engine(draft_seed=99)
     requests = [make_request(engine, prompt) for prompt in prompts]
@@ -203,6 +205,7 @@ def test_prefill_passes_keep_to_the_chunk(make_engine, prompts) -> None:
     assert len(engine.target.num_tokens) == stats.num_prefill_passes == -(-num_tokens // 7)
 
 
+@pytest.mark.default("4-tree-3-2-1")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("block_size", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_context_limit(make_engine, greedy, prompts, plan: str, block_size: int) -> None:

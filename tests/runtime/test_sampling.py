@@ -63,6 +63,7 @@ def plainly(engine: Engine) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.default("tree-n10-d4-e3d3")
 @pytest.mark.parametrize("plan", every(4, PLAN_PARAMS))
 def test_a_seed_gives_the_same_tokens_with_any_plan(
     engine: Engine, plainly: list[list[int]], plan: str
@@ -70,6 +71,7 @@ def test_a_seed_gives_the_same_tokens_with_any_plan(
     assert generate(engine, plan, requests()) == plainly
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_alone_and_in_another_place(
     engine: Engine, plainly: list[list[int]]
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_another_place(
     assert [output.outputs[0].token_ids for output in turned[::-1]] == wanted
 
 
+@pytest.mark.slow
 def test_other_seeds_give_other_tokens(engine: Engine) -> None:
     def first(seed: int | None) -> list[int]:
         params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=seed)
@@ -92,6 +95,7 @@ def test_other_seeds_give_other_tokens(engine: Engine) -> None:
     assert first(None) != first(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [pytest.param("mss", marks=pytest.mark.slow), "swor"])
 def test_rules_that_draw_repeat_with_their_seed_and_plan(engine: Engine, rule: str) -> None:
     params = [
@@ -104,6 +108,7 @@ def test_rules_that_draw_repeat_with_their_seed_and_plan(engine: Engine, rule: s
     assert generate(engine, plan, params) != generate(engine, "off", params)
 
 
+@pytest.mark.slow
 def test_greedy_requests_are_greedy_among_sampled_ones(engine: Engine, zoo: Zoo) -> None:
     params = [
         SamplingParams(

@@ -118,6 +118,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=dice).tolist() for n in LENGTHS]
 
 
+@pytest.mark.default("llama-merge-selfx1+selfw8s4+lookup2-tree-2-1-5")
 @pytest.mark.parametrize(("name", "plan", "batch"), every(4, in_turn([1, 5]), 1))
 def test_greedy_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
@@ -137,6 +138,7 @@ def test_greedy_tokens_and_rows(
     assert own.oracle.num_rows - before > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan", "batch"), every(6, in_turn([5]), 5))
 def test_seeded_tokens_and_rows(
     made: Callable[[str], Made], texts: list[list[int]], name: str, plan: SpecPlan, batch: int
@@ -155,6 +157,7 @@ def test_seeded_tokens_and_rows(
     assert serve(core, chosen, params, lambda r: own.oracle.check(own.engine, r)) == wanted
 
 
+@pytest.mark.default("llama-selfl0to2w88s4-tree-3-2-1-swor", "gemma3-selfw88s0-chain-4-coupled")
 @pytest.mark.parametrize(
     ("name", "plan", "rule"),
     every(

@@ -174,6 +174,7 @@ def test_engines_that_keep_none(
         build(zoo.checkpoint(NAME), None, tmp_path / "e", options(plans=(), **changes), taps=TAPS)
 
 
+@pytest.mark.slow
 def test_boundaries_that_the_target_has_not(zoo: Zoo, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="taps at boundary 7 of a target of 2 layers"):
         build(zoo.checkpoint(NAME), None, tmp_path / "e", options(plans=()), taps=Taps((1, 7)))

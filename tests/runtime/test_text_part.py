@@ -114,6 +114,7 @@ def older_names(path: Path) -> None:
     save_file(renamed, file, {"format": "pt"})
 
 
+@pytest.mark.default("Qwen3VL-False")
 @pytest.mark.parametrize(
     ("kind", "is_older"),
     [

@@ -143,6 +143,14 @@ def serve(
     return [request.output_token_ids for request in requests]
 
 
+@pytest.mark.default(
+    "selfw8s4-chain-1-1",
+    "selfw8s4-chain-1-5",
+    "selfw8s4-chain-4-5",
+    "selfw8s4-tree-3-2-1-1",
+    "vote-selfw8s4+0+selfw4s0-chain-3-1",
+    "selfw4s0b4-dynamic-6-3-3-1",
+)
 @pytest.mark.parametrize(
     ("plan", "batch"),
     [
@@ -181,6 +189,7 @@ def test_greedy_tokens_and_rows(
     assert 1.05 < stats.mean_acceptance_length < plan.max_depth + 0.98 or plan.max_depth == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -229,6 +238,12 @@ ALWAYS_RIGHT = [
 ]  # fmt: skip
 
 
+@pytest.mark.default(
+    "selfw92s0-chain-4-swor-1.0",
+    "selfw92s0-tree-3-2-1-swor-1.0",
+    "selfw4s0b88-tree-2-1-1-coupled-0.0",
+    "merge-selfw4s0b4+selfw4s0b88-chain-2-coupled-0.0",
+)
 @pytest.mark.parametrize(("plan", "temperature", "rule"), every(2, ALWAYS_RIGHT))
 def test_a_view_of_all_rows_is_always_right(
     make_engine: Callable[..., Engine],

@@ -25,6 +25,27 @@ def operators() -> None:
     native.load()
 
 
+@pytest.mark.default(
+    "torch.float32-int8",
+    "torch.float32-int4-g32",
+    "torch.float32-int4-g64-zeros",
+    "torch.float32-int8-g32",
+    "torch.float32-int8-zeros",
+    "torch.float32-fp8",
+    "torch.float32-q4_0",
+    "torch.float32-q5_1",
+    "torch.float32-q3_k",
+    "torch.float32-q6_k",
+    "torch.bfloat16-int8",
+    "torch.bfloat16-int4-g64",
+    "torch.bfloat16-int4-g128-zeros",
+    "torch.bfloat16-int8-g128",
+    "torch.bfloat16-mxfp4",
+    "torch.bfloat16-fp8-g128",
+    "torch.bfloat16-q5_0",
+    "torch.bfloat16-q2_k",
+    "torch.bfloat16-q5_k",
+)
 @pytest.mark.parametrize("layout", **EVERY)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_projected_by_their_expert(dtype, layout) -> None:

@@ -236,6 +236,28 @@ def test_bits_of_the_oracle(
     assert same_bits(found, oracle(x, stored, bias, n, layout, row_bits))
 
 
+@pytest.mark.default(
+    "native-float32-24-int8",
+    "native-float32-24-int4-g32-zeros",
+    "native-float32-24-int4-g128-zeros",
+    "native-float32-24-mxfp4",
+    "native-float32-24-fp8-g32",
+    "native-float32-24-q4_0",
+    "native-float32-24-q3_k",
+    "native-bfloat16-16-int4-g32",
+    "native-bfloat16-16-int8-g32",
+    "native-bfloat16-16-q4_1",
+    "native-bfloat16-16-q4_k",
+    "native-float32-16-int8",
+    "native-float32-16-int8-g32",
+    "native-float32-16-q5_1",
+    "native-float32-8-int8",
+    "native-float32-8-int4-g32-zeros",
+    "native-float32-8-mxfp4",
+    "native-float32-8-q6_k",
+    "native-bfloat16-8-int8-g32",
+    "native-bfloat16-8-q5_1",
+)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     checkered(
@@ -281,6 +303,17 @@ def test_products_of_a_mixture_have_the_bits_of_each(library, dtype, layout):
             assert same_bits(result_of(around, n), own)
 
 
+@pytest.mark.default(
+    "native-1-float32-24-int8",
+    "native-1-float32-24-int4-g64",
+    "native-1-float32-24-int8-g128",
+    "native-1-float32-16-int4-g64",
+    "native-1-float32-8-int8",
+    "native-1-float32-8-int4-g128-zeros",
+    "native-1-bfloat16-16-int8",
+    "native-1-bfloat16-16-int8-g128",
+    "native-1-bfloat16-8-int4-g64",
+)
 @pytest.mark.parametrize("layout", every(3, INTEGERS), ids=lambda item: item.name)
 @pytest.mark.parametrize("kind", **EVERY_ROW)
 @pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
@@ -306,6 +339,19 @@ def test_sums_at_the_ends_of_their_range(library, sign, kind, layout):
         )
 
 
+@pytest.mark.default(
+    "native-float32-24-q4_0",
+    "native-float32-24-q5_0",
+    "native-float32-24-q8_0",
+    "native-float32-24-q3_k",
+    "native-float32-24-q4_k",
+    "native-float32-24-iq4_nl",
+    "native-bfloat16-16-q4_0",
+    "native-bfloat16-16-q5_0",
+    "native-bfloat16-16-q2_k",
+    "native-bfloat16-16-q4_k",
+    "native-bfloat16-16-q6_k",
+)
 @pytest.mark.parametrize("layout", OF_GGML, ids=lambda item: item.name)
 @pytest.mark.parametrize("kind", [ROWS[0], ROWS[3]], ids=EVERY_ROW["ids"])
 def test_sums_of_blocks_at_the_ends_of_their_range(library, kind, layout):
@@ -365,6 +411,14 @@ def test_what_is_below_any_step_is_zero(library, row_bits, least):
     assert (y[1] > 10).all()
 
 
+@pytest.mark.default(
+    "native-k3-int8",
+    "native-k3-int4-g128",
+    "native-k3-q5_0",
+    "native-k200-int8",
+    "native-k200-int4-g128",
+    "native-k200-q5_0",
+)
 @pytest.mark.parametrize(
     "layout", [LAYOUTS[i] for i in (0, 2, 5, 12, 14, 18, 23, 25)], ids=lambda i: i.name
 )

@@ -202,6 +202,7 @@ def wait_with_a_thread(group: SharedGroup) -> tuple[float, int, list[float]]:
     return seconds, count, total.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", only(("shared",), TRANSPORTS))
 def test_ranks_that_come_late(transport):
     answers = run_ranks(3, wait_with_a_thread, transport=transport)

@@ -14,10 +14,17 @@ from specc.artifact.weight_layout import to_blocks
 from specc.kernels import native, ops
 from specc.kernels.ranks import rank_error
 from specc.runtime.ranks.group import SharedGroup
+from tests.native_library import load_native
 from tests.rank_processes import rank_processes, run_ranks
 from tests.runtime.backends.cpu.plain_program import PlainProgram
 
 NUM_OUTPUTS, NUM_INPUTS = 96, 40
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    """Processes are forked with it."""
+    load_native()
 
 
 def layer(weight: Tensor) -> PlainProgram:
@@ -77,7 +84,7 @@ def lose_a_rank(group: SharedGroup) -> str:
 
 
 def test_what_a_program_says_when_a_rank_is_lost():
-    with rank_processes(2, lose_a_rank, time_limit=4.0) as ranks:
+    with rank_processes(2, lose_a_rank, time_limit=2.0) as ranks:
         error = rank_error(RuntimeError(ranks.result(0)))
     assert error is not None
     assert "rank 1 (pid" in error.found

@@ -170,12 +170,12 @@ def test_s_is_exact_to_the_last_bit(operators, seed, rule, temperature, vocab):
     assert torch.equal(got, want)
 
 
-# four seconds each, in the oracle; the cases above have both types
+# two seconds each, in the oracle; the cases above have both types
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
 )
 def test_large_vocabulary(operators, dtype):
-    """Every rule with every filter, each in a row of its own; some tokens stand out."""
+    """Every rule with two of the filters, each in a row of its own; some tokens stand out."""
     torch.manual_seed(3)
     filters = (
         {},
@@ -183,7 +183,9 @@ def test_large_vocabulary(operators, dtype):
         {"top_k": 50, "top_p": 0.95},
         {"min_p": 0.02, "temperature": 0.3},
     )
-    rows = [options(rule, seed=9, **changes) for rule in Rule for changes in filters]
+    rows = [
+        options(rule, seed=9, **filters[(i + j) % 4]) for i, rule in enumerate(Rule) for j in (0, 1)
+    ]
     values, words = map(torch.cat, zip(*rows, strict=True))
     logits = 2.5 * torch.randn(len(rows), 128_256)
     logits[:, 50_000:50_040] += 10

@@ -224,6 +224,7 @@ def test_what_tokens_see(options, dtype, int8):
         Pass(lengths, (bushy(70, 3), static(3, 2, 1)), **shapes).check(1, 3)
 
 
+@pytest.mark.default("sinks-float32", "slopes-int8")
 @pytest.mark.parametrize(("dtype", "int8"), DTYPES, ids=IDS)
 @pytest.mark.parametrize("kind", ["sinks", "slopes"])
 def test_heads_with_sinks_and_slopes(kind, dtype, int8):
@@ -231,6 +232,9 @@ def test_heads_with_sinks_and_slopes(kind, dtype, int8):
     Pass((61, 1200, 250), (bushy(70, 3), static(3, 2, 1), bushy(40, 4)), **shapes).check(1, 3)
 
 
+@pytest.mark.default(
+    "8-8-64-64-float32", "8-8-64-64-int8", "7-1-33-20-bfloat16", "6-2-128-96-float32"
+)
 @pytest.mark.parametrize(("dtype", "int8"), DTYPES, ids=IDS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim"), [(8, 8, 64, 64), (7, 1, 33, 20), (6, 2, 128, 96)]

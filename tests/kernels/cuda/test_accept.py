@@ -88,6 +88,7 @@ def test_a_bound_of_noise_passes_over_no_best(device):
 
 
 # blocks are larger, and a thread draws more noise at a time, where a vocabulary is large
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "num_blocks"), [pytest.param(3000, 8, marks=pytest.mark.slow), (6500, 4)]
 )

@@ -59,6 +59,25 @@ def test_add_norm_linear(case, device):
     check_linear(*case, device)
 
 
+@pytest.mark.default(
+    "1x1-1024-48-bfloat16-vector-n4-silu",
+    "1-1024-33-bfloat16-vector-n4-gelu_tanh",
+    "1x1-512-130-bfloat16-vector-n16-gelu",
+    "8-512-33-bfloat16-swap-n16-silu",
+    "2x4-512-7-bfloat16-swap-n16-gelu_tanh",
+    "1x1-256-48-bfloat16-swap-n64-silu",
+    "1x3-256-16-bfloat16-swap-n64-relu",
+    "2x4-384-7-bfloat16-joined-n64-silu",
+    "1x5-256-70-bfloat16-joined-n64-relu",
+    "2x4-264-7-bfloat16-n32-gelu_tanh",
+    "1x11-96-130-bfloat16-n32-relu",
+    "16-130-33-bfloat16-None-gelu_tanh",
+    "1x11-96-130-float16-n16-gelu",
+    "16-130-33-float16-None-silu",
+    "1x11-96-130-float16-None-relu",
+    "16-130-33-float32-n16-gelu_tanh",
+    "1x11-96-130-float32-None-gelu",
+)
 @pytest.mark.parametrize("case", GATED, ids=ids(GATED))
 def test_add_norm_gate_up(case, device):
     check_gate_up(*case, device)
@@ -79,6 +98,18 @@ def _check_pair(name, tile, device):
 
 
 # every tile and every case; the slow tier has all pairs of them
+@pytest.mark.default(
+    "decode-bfloat16-n32",
+    "decode-float32-None",
+    "one-token-float32-n16",
+    "tree-float16-None",
+    "odd-half-float16-n16",
+    "odd-pages-bfloat16-None",
+    "dense-float32-None",
+    "dead-tokens-float32-n16",
+    "many-sequences-bfloat16-swap-n64",
+    "wider-cache-bfloat16-swap-n16",
+)
 @pytest.mark.parametrize(("name", "tile"), PAIRS[::5], ids=PAIR_IDS[::5])
 def test_add_norm_rope_write(name, tile, device):
     _check_pair(name, tile, device)

@@ -57,6 +57,34 @@ def test_tiles_of_every_height_are_run() -> None:
 SLOW = {"many-sequences", *(f"pairs-{i}" for i in range(1, len(COVERING_CASES), 2))}
 
 
+@pytest.mark.default(
+    "plain-decode",
+    "two-tokens-catch-up",
+    "tree",
+    "tree-odd-pages",
+    "tree-dense",
+    "tree-of-64",
+    "tree-of-3-words",
+    "tree-of-1024",
+    "tree-aligned",
+    "tree-window",
+    "tree-window-sink",
+    "tree-window-of-1",
+    "tree-wide-window",
+    "level-beyond-window",
+    "prefill-window",
+    "prefill-window-of-2",
+    "dead-tokens",
+    "dead-batch",
+    "head-128",
+    "head-8",
+    "chosen-splits",
+    "pairs-2",
+    "pairs-6",
+    "pairs-10",
+    "pairs-14",
+    "pairs-20",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUN]
 )
@@ -64,12 +92,41 @@ def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
 
 
+@pytest.mark.default(
+    "tree",
+    "tree-of-64-half",
+    "tree-of-3-words",
+    "tree-of-4-words",
+    "tree-window-sink",
+    "prefill",
+    "wide",
+    "few",
+    "rounded",
+)
 @pytest.mark.parametrize("name", SLOPED_CASES)
 def test_slopes(name: str, device: torch.device) -> None:
     """Whatever kernel a call without slopes takes, and whichever nodes are in the pass."""
     check_attend(SLOPED_CASES[name], device)
 
 
+@pytest.mark.default(
+    "plain-decode",
+    "tree",
+    "tree-of-several-chunks",
+    "tree-of-64-half",
+    "tree-of-3-words",
+    "draft-level",
+    "tree-window-sink",
+    "prefill",
+    "prefill-within",
+    "prefill-crosses",
+    "prefill-window-sink",
+    "tree-sink-within",
+    "wider-window",
+    "dead-tokens",
+    "few",
+    "slopes-of-a-prefill",
+)
 @pytest.mark.parametrize("name", CHUNKED_CASES)
 def test_chunks(name: str, device: torch.device) -> None:
     """Rows before a chunk are NaN: they are neither seen nor read."""
@@ -212,6 +269,7 @@ CHOSEN_CASES = {
 SHORT = {"plain-decode", "tree-window", "prefill-window", "dead-batch", "no-prefix", "long-chain"}
 
 
+@pytest.mark.default("plain-decode", "tree-window", "prefill-window", "dead-batch", "no-prefix")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=() if x in SHORT else pytest.mark.slow) for x in CHOSEN_CASES],

@@ -56,6 +56,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.default(
+    "one",
+    "one-split",
+    "chain",
+    "chain-splits-of-2",
+    "ahead",
+    "ahead-of-one",
+    "heads-of-3",
+    "heads-of-8",
+    "dead-tokens",
+    "causal",
+    "region-of-blocks",
+    "empty",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_attend(name: str, launches: list[Any], device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:

@@ -31,6 +31,22 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 RUN = {**CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
 
 
+@pytest.mark.default(
+    "plain-decode",
+    "tree",
+    "tree-odd-pages",
+    "tree-whole-pages",
+    "tree-of-3-words",
+    "sink-beyond-window",
+    "prefill",
+    "prefill-of-70",
+    "dead-window",
+    "dead-batch",
+    "deepseek",
+    "two-halves",
+    "two-halves-fp32",
+    "empty-splits",
+)
 @pytest.mark.parametrize("name", RUN)
 def test_attend_latent(name: str, device: torch.device) -> None:
     check_attend_latent(RUN[name], device)
@@ -65,6 +81,7 @@ SPLIT_CASES = {
 }
 
 
+@pytest.mark.default("groups")
 @pytest.mark.parametrize("name", SPLIT_CASES)
 def test_a_replay_gives_the_same_bits_whichever_is_last(name: str, device: torch.device) -> None:
     """Programs run in another order each time, and find the counters as the first launch did."""

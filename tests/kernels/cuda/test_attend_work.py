@@ -198,6 +198,7 @@ def test_rows_are_divided_exactly(group: int, device: torch.device) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.default("1", "3", "9")
 @pytest.mark.parametrize("seed", every(2, range(10), first=1))
 def test_any_batch(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)

@@ -69,6 +69,7 @@ CASES: dict[str, Callable[[], Pass]] = {
 }
 
 
+@pytest.mark.default("trees", "pages-of-16", "dense", "words", "dead", "dead-between", "bf16")
 @pytest.mark.parametrize("name", CASES)
 def test_block_mass(name: str, device: torch.device) -> None:
     made = CASES[name]()

@@ -22,6 +22,7 @@ GREEDY = Row(temperature=0.0, top_k=2)
 SHARP = (Row(Rule.MSS, 0.2), Row(Rule.SWOR, top_k=2), Row(top_k=3), Row(Rule.DELTA, top_k=1))
 
 
+@pytest.mark.default("mixed-bf16-v37-ties", "bf16-v9-all", "v1", "swor-k20-sorted", "mss-k20")
 @pytest.mark.parametrize(
     ("rows", "columns", "vocab", "num_children", "dtype", "options"),
     [

@@ -31,6 +31,17 @@ SLOW = {
 }  # fmt: skip
 
 
+@pytest.mark.default(
+    "one-token",
+    "one-expert-a-token",
+    "all-to-one",
+    "unused-experts",
+    "no-expert",
+    "no-expert-at-all",
+    "sorted-no-expert",
+    "sorted-many-experts",
+    "sorted-many-pairs",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
 )

@@ -35,6 +35,37 @@ def _ids(items):
     ]
 
 
+@pytest.mark.default(
+    "int8-bfloat16-1x200x70-3",
+    "int8-zeros-bfloat16-3x1355x33-2",
+    "fp8-bfloat16-1x1024x40-3",
+    "fp8-g128-bfloat16-11x100x65-2",
+    "mxfp4-bfloat16-1x2459x33-3",
+    "int8-g32-bfloat16-16x512x40-2",
+    "int8-g64-bfloat16-1x200x70-0",
+    "int8-g64-zeros-bfloat16-40x300x64-0",
+    "int8-g128-zeros-bfloat16-1x2459x33-3",
+    "int8-g128-zeros-bfloat16-17x200x70-0",
+    "int4-g32-zeros-bfloat16-16x256x40-1",
+    "int4-g64-bfloat16-3x1355x33-2",
+    "int4-g64-zeros-bfloat16-1x200x70-1",
+    "int4-g128-zeros-bfloat16-1x2459x33-3",
+    "int4-g128-zeros-bfloat16-5x33x33-1",
+    "int8-zeros-float16-1x200x70-3",
+    "fp8-float16-3x1355x33-2",
+    "mxfp4-float16-5x33x33-0",
+    "int8-g32-float16-17x200x70-0",
+    "int8-g64-float16-16x256x40-1",
+    "int8-g128-float16-1x1024x40-3",
+    "int8-g128-zeros-float16-11x100x65-2",
+    "int4-g32-zeros-float16-16x256x40-0",
+    "int4-g64-float16-64x160x33-0",
+    "int4-g128-float16-1x200x70-1",
+    "int8-float32-1x2459x33-1",
+    "mxfp4-float32-1x1024x40-1",
+    "int8-g64-zeros-float32-1x200x70-1",
+    "int4-g32-zeros-float32-1x2459x33-1",
+)
 @pytest.mark.parametrize(
     "case",
     [x if i % 2 == 0 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(QUICK)],
@@ -50,6 +81,19 @@ def test_tiles_with_every_shape(case, device):
     cases.check_tile(*case, device)
 
 
+@pytest.mark.default(
+    "int8",
+    "int8-zeros",
+    "int8-g32",
+    "int8-g64-zeros",
+    "int8-g128",
+    "int4-g32",
+    "int4-g32-zeros",
+    "int4-g64",
+    "int4-g128",
+    "fp8-g32",
+    "mxfp4",
+)
 @pytest.mark.parametrize("name", cases.ALL)
 def test_decoded_weights(name, device):
     """Every layout, in one type each; short groups, and a last block that is."""

@@ -12,6 +12,24 @@ from tests.kernels.tree_cases import CONTEXTS, Lookup, int32
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+@pytest.mark.default(
+    "random-page0-seed0",
+    "random-page1-seed1",
+    "random-page16-seed0",
+    "periodic-page0-seed1",
+    "periodic-page3-seed0",
+    "periodic-page16-seed1",
+    "one-token-page1-seed0",
+    "one-token-page3-seed1",
+    "broken-page0-seed0",
+    "broken-page1-seed1",
+    "broken-page16-seed0",
+    "late-page0-seed1",
+    "late-page3-seed0",
+    "late-page16-seed1",
+    "distinct-page1-seed0",
+    "distinct-page3-seed1",
+)
 @pytest.mark.parametrize(
     "seed",
     [0, 1, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 3))],

@@ -20,6 +20,7 @@ slow = pytest.mark.slow
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
+@pytest.mark.default("one-tile", "bf16-roots-alone")
 @pytest.mark.parametrize(
     ("rows", "widths", "vocab", "dtype", "tile", "is_small", "options"),
     [
@@ -44,6 +45,7 @@ def test_node_winners(rows, widths, vocab, dtype, tile, is_small, options, devic
     assert vocab == 1 or len(winners.unique()) > 3
 
 
+@pytest.mark.default("masked-bf16")
 @pytest.mark.parametrize("dtype", [pytest.param(F32, marks=slow), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ties", "masked", "nan"])
 def test_greedy_rows_of_all_kinds(kind, dtype, device):
@@ -79,6 +81,7 @@ def test_penalties_of_the_path_decide(tile, device):
     assert (found != plain).float().mean() > 0.3
 
 
+@pytest.mark.default("4-blocks-inf")
 @pytest.mark.parametrize(
     ("max_programs", "value"),
     [

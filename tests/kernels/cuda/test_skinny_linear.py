@@ -31,6 +31,14 @@ def test_tiles_with_every_shape_and_number_of_rows(case, device):
     cases.check(*case, device)
 
 
+@pytest.mark.default(
+    "bfloat16-vector-n8",
+    "bfloat16-swap-n64x2",
+    "bfloat16-n32",
+    "bfloat16-swap-m16-n64x2",
+    "float16-n16",
+    "float16-n32x4",
+)
 @pytest.mark.parametrize(("dtype", "tile"), cases.TILES, ids=ids(cases.TILES))
 def test_rows_do_not_depend_on_others(dtype, tile, device):
     cases.check_rows_apart(dtype, tile, device)

@@ -81,6 +81,18 @@ def test_write_rows(counts, width, dtype, device: torch.device) -> None:
     assert torch.equal(given.memory, wanted)
 
 
+@pytest.mark.default(
+    "few-1-float32",
+    "few-1-bfloat16",
+    "few-3-float32",
+    "few-3-bfloat16",
+    "one-1-bfloat16",
+    "one-3-bfloat16",
+    "four-rows-of-a-program-1-bfloat16",
+    "four-rows-of-a-program-3-float32",
+    "two-pieces-of-a-row-1-float32",
+    "two-pieces-of-a-row-3-float32",
+)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("per_token", [1, 3])
 @pytest.mark.parametrize(("counts", "width"), CASES)

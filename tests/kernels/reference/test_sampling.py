@@ -77,6 +77,7 @@ def test_samples_follow_the_distribution(temperature):
     assert chi_square(counts[live], control[live]) > bound
 
 
+@pytest.mark.slow
 def test_samples_of_a_wide_vocabulary_reach_all_words():
     """Tokens of all four words of a counter, and of several counters, are equally likely."""
     vocab = 3000

@@ -114,6 +114,7 @@ def test_what_is_written_is_read_back(target, tmp_path):
     verify_graph(found, "reading", is_final=True)
 
 
+@pytest.mark.default("None-3", "70-2")
 @pytest.mark.parametrize(("pass_tokens", "count"), [(None, 3), (500, 3), (70, 2), (64, 1)])
 def test_a_word_for_every_token_on_a_gpu(pass_tokens, count, target, tmp_path):
     """What a program says itself of rows that layers see has as many words as a pass may need."""

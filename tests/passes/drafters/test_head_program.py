@@ -44,6 +44,7 @@ def test_trees_over_several_steps(name, load, target):
     check_trees(name, load(name), target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(("speculators-sliding",), CASES))
 def test_trees_over_slabs(name, load, target):
     """The same of programs that read features from slabs, and write there what they hand on."""

@@ -227,6 +227,9 @@ def test_pickled_heads(tmp_path):
     assert "convert" in raised.value.do
 
 
+@pytest.mark.default(
+    "flat-vllm", "flat-vllm-one", "flat-faster", "flat-faster-file", "cuda-vllm-one"
+)
 @pytest.mark.parametrize("name", MEDUSA_CASES)
 @pytest.mark.parametrize("more", [(), cuda_phases(130)], ids=["flat", "cuda"])
 def test_a_pass(name, more, tmp_path):

@@ -58,13 +58,12 @@ def test_what_is_written_is_read_and_cut_alike(name: str) -> None:
     assert list(found.constants) == list(whole.constants)
     sizes = [plan_memory(item, torch.float32, 64, [SHAPE]) for item in (found, whole)]
     assert sizes[0] == sizes[1]
-    for num_ranks in (2, 4):
-        cut = (("shard", (partial(Shard, num_ranks),)), *LAYOUT_PHASES)
-        again = read_back(whole, data)
-        Pipeline(cut).run(again)
-        fresh = traced(name, (*PHASES, *cut))
-        assert program_to_json(again) == program_to_json(fresh)
-        assert again.shard == fresh.shard
+    cut = (("shard", (partial(Shard, 2),)), *LAYOUT_PHASES)
+    again = read_back(whole, data)
+    Pipeline(cut).run(again)
+    fresh = traced(name, (*PHASES, *cut))
+    assert program_to_json(again) == program_to_json(fresh)
+    assert again.shard == fresh.shard
 
 
 def test_what_is_kept_for_drafts_is_read_back() -> None:

@@ -90,6 +90,7 @@ def assert_same(first: Program, second: Program) -> None:
     assert rewritten(first) == rewritten(second)
 
 
+@pytest.mark.default("llama")
 @pytest.mark.parametrize("name", only(FEW, ALL))
 def test_copies_are_what_a_trace_of_every_layer_has(name, monkeypatch):
     copied, full, counts = both_ways(on_meta(name), monkeypatch)
@@ -131,6 +132,7 @@ def other_bias(layers):
     layers[2].mlp.down_proj.bias = nn.Parameter(torch.empty(64, device="meta"))
 
 
+@pytest.mark.default("other_attribute", "other_shape", "other_tensors")
 @pytest.mark.parametrize(
     "change", [other_attribute, other_shape, other_tensors, other_class, other_bias]
 )
@@ -158,6 +160,7 @@ def shared_part(layers):
     layers[2].mlp = layers[1].mlp
 
 
+@pytest.mark.default("hooked", "shared_part")
 @pytest.mark.parametrize("change", [replaced_forward, hooked, shared, shared_part])
 def test_layers_that_may_do_more_are_all_traced(change, monkeypatch):
     model = llama(change)

@@ -129,6 +129,7 @@ def test_positions_keep_their_numbers() -> None:
     assert any("wpe" in key and layout == "rows" for key, layout in layouts(program).items())
 
 
+@pytest.mark.slow
 def test_ranks_look_their_rows_up() -> None:
     """Of a vocabulary that is cut: a rank's blocks are of its rows, rounded before the cut."""
     for name in ("llama", "gemma3-tied"):

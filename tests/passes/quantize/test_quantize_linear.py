@@ -91,6 +91,7 @@ def test_the_head_is_in_int8(layout: str, head: str) -> None:
     assert list(found.values()).count(f"blocks-{layout}") == 4 + (head == layout)
 
 
+@pytest.mark.slow
 def test_parameters_are_counted_once() -> None:
     plain = trace_once(build_model("gemma3-tied"), "target")
     program, _ = compiled("gemma3-tied")

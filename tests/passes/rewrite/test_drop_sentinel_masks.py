@@ -17,6 +17,7 @@ from tests.passes.rewrite.test_fuse_experts import lower
 EXPERTS = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_mixture_with_masks_is_that_without(name):
     """Version 5.17 of transformers has the masks in every mixture; later ones where this is set."""

@@ -91,6 +91,7 @@ def nodes():
     return attention_nodes(masks)[1]
 
 
+@pytest.mark.default("rounded", "with-a-window")
 @pytest.mark.parametrize("name", only(("distance", "rounded", "with-a-window"), FOUND))
 def test_slopes_are_found(nodes, name):
     _, factor, rounds, wanted = FOUND[name]
@@ -102,6 +103,7 @@ def test_slopes_are_found(nodes, name):
     torch.testing.assert_close(found.values, expected, rtol=3e-7, atol=0)
 
 
+@pytest.mark.default("square", "of-the-token")
 @pytest.mark.parametrize("name", only(("square", "bend", "of-the-token", "steep"), REFUSED))
 def test_other_biases_are_refused(nodes, name):
     with pytest.raises(UnsupportedAttentionError) as caught:
@@ -163,6 +165,7 @@ class ScaledWithItsScores(Slopes):
         return scores.softmax(-1) @ v
 
 
+@pytest.mark.default("ScaledWithItsScores")
 @pytest.mark.parametrize(
     "kind",
     [

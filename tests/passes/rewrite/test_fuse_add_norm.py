@@ -71,6 +71,7 @@ def test_a_norm_that_is_read_twice_stays():
     assert_runs_alike(before, after, VOCAB)
 
 
+@pytest.mark.slow
 def test_a_product_without_a_gate():
     model = build_model("llama")
     layer = model.model.layers[1]
@@ -80,6 +81,7 @@ def test_a_product_without_a_gate():
     assert_runs_alike(before, after, VOCAB)
 
 
+@pytest.mark.slow
 def test_heads_in_another_order_are_not_written():
     """Of shapes alone the projection could be one of q, k and v in their order."""
     model = build_model("llama")
@@ -93,6 +95,7 @@ def test_heads_in_another_order_are_not_written():
     assert_runs_alike(before, after, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_biases_and_dtypes_are_kept(name):
     model = build_model(name)

@@ -55,6 +55,7 @@ class Scaled(nn.Embedding):
         return super().forward(tokens) * 2.0
 
 
+@pytest.mark.slow
 def test_a_norm_that_the_head_does_not_read_alone_stays():
     model = build_model("llama", num_hidden_layers=1)
     model.model.norm = Doubled(model.model.norm)
@@ -74,6 +75,7 @@ def test_the_bias_of_a_head_is_kept():
     assert_runs_alike(before, after, VOCAB)
 
 
+@pytest.mark.slow
 def test_an_embedding_that_is_scaled_stays():
     model = build_model("llama", num_hidden_layers=1)
     scaled = Scaled(VOCAB, 64)
@@ -93,6 +95,7 @@ def test_a_tied_table_is_read_by_both():
     assert_runs_alike(before, after, VOCAB)
 
 
+@pytest.mark.default("qwen2")
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_dtypes_and_biases_are_kept(name):
     model = build_model(name)

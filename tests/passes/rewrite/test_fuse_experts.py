@@ -37,6 +37,7 @@ def lower(model):
     return before, Runner(program, model), program, pipeline
 
 
+@pytest.mark.default("qwen3_moe-dtype2")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -70,6 +71,7 @@ def test_experts_are_one_operator(name, dtype):
         assert_runs_alike(before, after, models.VOCAB)
 
 
+@pytest.mark.slow
 def test_shared_experts_stay_products():
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
@@ -155,6 +157,7 @@ class WeightsFirst(Mixture):
         return weights.reshape(-1)[permutation].unsqueeze(-1) * rows
 
 
+@pytest.mark.default("OneOfFour")
 @pytest.mark.parametrize(
     "kind",
     only(
@@ -276,6 +279,7 @@ DECLINED = {
 }
 
 
+@pytest.mark.default("OwnInverse", "Fewer")
 @pytest.mark.parametrize("kind", every(3, DECLINED), ids=lambda kind: kind.__name__)
 def test_others_stay(kind):
     """With the same numbers, and a reason."""
@@ -358,6 +362,7 @@ OUT_OF_ORDER = {
 }
 
 
+@pytest.mark.default("OtherCounts")
 @pytest.mark.parametrize("kind", every(3, OUT_OF_ORDER), ids=lambda kind: kind.__name__)
 def test_what_is_out_of_order_stays(kind):
     """Most are refused before, as they mix tokens: the pass does not rely on that."""

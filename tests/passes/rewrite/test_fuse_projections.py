@@ -293,6 +293,7 @@ def test_one_linear_times_itself_is_left_alone():
     assert (result.rewrites, result.declined) == (0, [])
 
 
+@pytest.mark.default("qwen2-1-1-")
 @pytest.mark.parametrize(
     ("name", "qkv", "gate_up", "reason"),
     [

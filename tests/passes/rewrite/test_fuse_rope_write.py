@@ -183,6 +183,7 @@ QUICK = {
 }
 
 
+@pytest.mark.default("Rotary-torch.float32", "Scaled-torch.float32", "InFloat-torch.bfloat16")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -340,6 +341,13 @@ class Narrowed(Rotary):
 FORM = "rotary embedding in a form other than"
 
 
+@pytest.mark.default(
+    "Interleaved-rotary embedding of interleaved pairs",
+    "NotNegated-rotary embedding in a form other than",
+    "UnequalHalves-rotary embedding in a form other than",
+    "PassedTwice-q is not rotated in its first columns",
+    "TableForAllTokens-q is multiplied with a table of [1, 1, 1, 8]",
+)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     only(

@@ -107,6 +107,7 @@ def run():
     return run
 
 
+@pytest.mark.default("UpTimesGate-silu", "GeluTanh-gelu_tanh")
 @pytest.mark.parametrize(
     ("kind", "name"),
     only(

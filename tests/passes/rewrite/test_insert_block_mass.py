@@ -20,6 +20,7 @@ LAYOUT = (Normalize, ClassifyMasks, RewriteTreeAttention, SelectLogits)
 SPLIT = (FuseRopeWrite, SplitTreeAttention)
 
 
+@pytest.mark.default("split-Rotary")
 @pytest.mark.parametrize("model", [Tiny, Rotary])
 @pytest.mark.parametrize("lowering", [(), SPLIT], ids=["whole", "split"])
 def test_after_each_attention(model, lowering):

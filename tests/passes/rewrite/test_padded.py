@@ -66,6 +66,7 @@ def windowed() -> Lowered:
     return once("gemma3")
 
 
+@pytest.mark.default("gemma3")
 def test_passes_equal_those_of_the_flat_program(pair: Lowered) -> None:
     both = BothPrograms(pair, None, 4)
     for inputs in PASSES:
@@ -126,6 +127,7 @@ def test_each_window_has_a_mask_of_its_own(windowed: Lowered) -> None:
     assert masks == [f"mask_window_{models.WINDOW}", "mask", f"mask_window_{models.WINDOW}"]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_cut_to_the_targets_is_cut_here_too() -> None:
     model = models.build_model("qwen3")
     flat = trace_once(model, "draft_0")

@@ -53,6 +53,7 @@ def test_passes_equal_those_of_the_flat_program(
             both.compare(inputs, 1e-5)
 
 
+@pytest.mark.slow
 def test_layers_with_chunks_have_a_mask_of_their_own() -> None:
     pair = lowered("llama4_text", ROWS)
     assert pair.reaches == [Reach(), Reach(chunk=CHUNK)]

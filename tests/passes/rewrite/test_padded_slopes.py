@@ -73,6 +73,7 @@ def test_a_bias_counts_keys_in_rows_and_not_rows() -> None:
         assert torch.equal(found[0, head, 0], expected)
 
 
+@pytest.mark.slow
 def test_who_refuses_slopes() -> None:
     program = trace_once(models.build_model("mpt"), "target")
     Pipeline(PHASES).run(program)

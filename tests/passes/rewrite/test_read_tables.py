@@ -43,6 +43,7 @@ class GatheredByExpand(Indexed):
         return self.table[None].expand(positions.shape[0], -1, -1).gather(1, wide)
 
 
+@pytest.mark.default("GatheredByExpand")
 @pytest.mark.parametrize("kind", [Indexed, Gathered, GatheredByExpand])
 def test_rows_are_looked_up_and_the_same(kind):
     torch.manual_seed(0)

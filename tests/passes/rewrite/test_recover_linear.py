@@ -61,6 +61,16 @@ def turned_keys(program) -> set[str]:
     return {weight.key for weight in program.weights.values() if weight.is_turned}
 
 
+@pytest.mark.default(
+    "T-matmul",
+    "T-addmm",
+    "t-mm",
+    "mT-mm",
+    "transpose-matmul",
+    "transpose-addmm",
+    "permute-addmm",
+    "turned-matmul",
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("way", WAYS)
 def test_projections_are_found(way: str, form: str) -> None:
@@ -74,6 +84,13 @@ def test_projections_are_found(way: str, form: str) -> None:
     assert_same_numbers(program, model)
 
 
+@pytest.mark.default(
+    "transposed-to-itself-matmul",
+    "transposed-to-itself-addmm",
+    "permuted-to-itself-matmul",
+    "computed-matmul",
+    "computed-addmm",
+)
 @pytest.mark.parametrize("form", ["matmul", "addmm"])
 @pytest.mark.parametrize("way", NOT)
 def test_other_products_stay(way: str, form: str) -> None:
@@ -121,6 +138,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.default("scaled", "rows", "summed", "both-ways", "squared")
 @pytest.mark.parametrize("form", OTHERWISE)
 def test_a_weight_that_is_read_otherwise_stays(form: str) -> None:
     compute, reason = OTHERWISE[form]

@@ -13,6 +13,7 @@ from tests.models import build_model
 from tests.passes.modules import Tiny, assert_same_numbers, aten, compiled, rewrites
 
 
+@pytest.mark.default("mixtral-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_fires_and_computes_the_same(name, dtype):

@@ -157,6 +157,7 @@ def test_other_mixtures_are_declined(kind, reason):
     assert reason in " ".join(reasons(pipeline, RouteExperts.__name__))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_llama_4(dtype):
     model = build_model("llama4_text").to(dtype)

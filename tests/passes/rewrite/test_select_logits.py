@@ -110,6 +110,7 @@ def run():
     return of
 
 
+@pytest.mark.default("Softcap", "Converted")
 @pytest.mark.parametrize("kind", only((Tiny, Softcap, Biased, Converted), SELECTED))
 def test_fires(run, kind):
     _, program, result, was_selected = run(kind)

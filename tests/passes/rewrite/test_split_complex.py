@@ -109,6 +109,7 @@ class InDouble(Rotated):
         return super().turns(positions).to(torch.complex128)
 
 
+@pytest.mark.default("Summed-aten.add.Tensor", "ByAConstant-complex constant")
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

@@ -128,6 +128,7 @@ FOLDED = [
 ]
 
 
+@pytest.mark.default("Tiny-4-2-0", "MultiQuery-4-1-0")
 @pytest.mark.parametrize(
     ("kind", "heads", "kv_heads", "window"), only((Tiny, Windowed, MultiQuery, NotGrouped), FOLDED)
 )
@@ -240,6 +241,9 @@ def test_sinks_and_softcap_are_handed_on():
     assert_same_numbers_flat(program, model)
 
 
+@pytest.mark.default(
+    "SinksAndCap-attention sinks-cuda", "WideValues-keys of 4 columns and values of 8-cuda"
+)
 @pytest.mark.parametrize("name", ["cuda", pytest.param("onnx", marks=pytest.mark.slow), "tensorrt"])
 @pytest.mark.parametrize(
     ("kind", "found"),

@@ -87,6 +87,13 @@ CASES = [
 ]
 
 
+@pytest.mark.default(
+    "Masked-rows0-5-0",
+    "Masked-rows1-5-2",
+    "Masked-rows3-5-7",
+    "Windowed-rows4-4-0",
+    "Windowed-rows6-6-0",
+)
 @pytest.mark.parametrize(("kind", "rows", "window", "sink"), CASES)
 def test_what_a_layer_sees(kind, rows, window, sink):
     model, program, result = rewritten(kind, rows)

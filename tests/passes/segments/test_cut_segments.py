@@ -61,6 +61,7 @@ def passes() -> Sequence[Inputs]:
     return made
 
 
+@pytest.mark.default("qwen3")
 @pytest.mark.parametrize("name", only(("qwen3", "gemma3", "gpt2"), ARCHITECTURES))
 def test_layers_one_after_another_are_the_model(name: str) -> None:
     cut = by_layers(name)
@@ -74,6 +75,7 @@ def test_layers_one_after_another_are_the_model(name: str) -> None:
     assert len(keys) - len(set(keys)) == (name in TIED)
 
 
+@pytest.mark.default("qwen3")
 @pytest.mark.parametrize("name", only(("qwen3", "gpt_neox"), ARCHITECTURES))
 def test_everywhere_that_it_can_be_cut(name: str) -> None:
     """Some segments have no attention, and some are one operator."""
@@ -101,6 +103,7 @@ def test_layers_of_another_window_are_another_kind() -> None:
     assert [segment.kind for segment in cut.segments] == [0, 1, 2, 1, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_stages",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
@@ -197,6 +200,7 @@ class _Around(nn.Module):
         return self.inner.lm_head(out + embedded)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_cut_by_layers_is_refused() -> None:
     program = trace_once(_Around(), "target")
     Pipeline(PHASES).run(program)
@@ -205,6 +209,7 @@ def test_a_model_that_cannot_be_cut_by_layers_is_refused() -> None:
         layer_places(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -44,6 +44,7 @@ def cases(*names: str) -> list[ParameterSet]:
 
 
 # sinks and slopes are cut with their heads; softcaps and narrow values are not cut
+@pytest.mark.default("llama-2", "phi-2", "phi3-2", "opt-2", "mpt-2")
 @pytest.mark.parametrize(
     ("name", "num_ranks"), cases(*ARCHITECTURES, "gpt_oss", "gemma2", "deepseek_v3", "mpt")
 )
@@ -158,6 +159,7 @@ def test_a_vocabulary_is_padded_and_its_padding_never_wins() -> None:
     assert logits[:, 129:].max() == -torch.inf
 
 
+@pytest.mark.default("llama-4-changes3-5")
 @pytest.mark.parametrize(
     ("name", "num_ranks", "changes", "num_sums"),
     [

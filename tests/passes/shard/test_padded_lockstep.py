@@ -58,6 +58,7 @@ def check(found: PaddedRanks, run: Ranks, inputs: Values) -> Values:
     return written
 
 
+@pytest.mark.default("gpt2-2")
 @pytest.mark.parametrize(("name", "num_ranks"), cases(USUAL))
 def test_graphs_of_all_ranks_are_the_whole_one(name: str, num_ranks: int) -> None:
     """Prompts, then a tree over the rows that they left."""

@@ -261,6 +261,9 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafters=drafters_of("suffix"))
 
 
+@pytest.mark.default(
+    "lookup1-chain-4", "merge-0+1-tree-2-2-1", "tree-3-2-1-sharp-cefa", "dynamic-6-2-3-sharp-259f"
+)
 @pytest.mark.parametrize(
     "plan",
     only(QUICK, [*STEPPED, *(pytest.param(x, id=name_of(x)) for x in SHARP)]),
@@ -355,6 +358,7 @@ def events_of(plan: SpecPlan) -> Counter[str]:
     return found
 
 
+@pytest.mark.default("lookup2-chain-3-", "merge-lookup3+1+suffix+0-tree-2-1-")
 @pytest.mark.parametrize(
     ("plan", "events"),
     [

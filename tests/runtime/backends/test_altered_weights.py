@@ -35,6 +35,7 @@ def flip(file: Path, place: float) -> None:
         data.write(bytes([byte ^ 0x10]))
 
 
+@pytest.mark.default("0.3-target/weights.safetensors", "1.0-draft-0/weights.safetensors")
 @pytest.mark.parametrize("name", ["target/weights.safetensors", "draft-0/weights.safetensors"])
 @pytest.mark.parametrize("place", [0.3, 0.7, 1.0])
 def test_it_is_refused(engine, name, place):
@@ -81,6 +82,7 @@ def test_sums_that_cannot_be(engine, crc32):
         LLM(engine)
 
 
+@pytest.mark.slow
 def test_weights_of_a_rank(tmp_path):
     """The rank finds it, and rank 0 says so."""
     engine = engines.build_cut(tmp_path, positions=128)

@@ -49,6 +49,7 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.default("tree-2-1")
 @pytest.mark.parametrize("plan", ["tree-2-1", "chain-3", "off"])
 def test_an_engine_of_another_backend_says_what_eager_says(
     counted: CountedBackend, tiny_engine: Path, engine_of_it: Path, plan: str

@@ -111,6 +111,7 @@ def test_an_eager_engine_runs_its_segments(eager: Path, tmp_path: Path) -> None:
     assert tokens(engine, PLAN.name, **sampled) == tokens(whole, PLAN.name, **sampled)
 
 
+@pytest.mark.slow
 def test_passes_of_one_row_before_passes_of_many(eager: Path) -> None:
     """What a segment hands on from one row of logits has the shape of logits, and is none."""
     engine, (prompt, *_) = Engine.load(eager), PROMPTS

@@ -128,6 +128,7 @@ def spoil(rng: random.Random, values: list) -> list:
     return values
 
 
+@pytest.mark.default("off", "lookup", "block")
 @pytest.mark.parametrize("plan", [*every(6, PLANS), *every(4, BLOCKS)], ids=lambda plan: plan.name)
 def test_others_are_refused(plan):
     rng = random.Random(plan.name)

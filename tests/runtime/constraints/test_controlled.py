@@ -118,6 +118,7 @@ def generate(
     return [output.outputs[0] for output in outputs]
 
 
+@pytest.mark.default("off", "vote-0+1-chain-4")
 @pytest.mark.parametrize("plan", every(2, ["off", *PLAN_PARAMS]))
 def test_greedy_outputs_are_those_of_plain_decoding(engine, prompts, requests, plan) -> None:
     outputs = generate(engine, plan, prompts, [params for params, _ in requests])
@@ -146,12 +147,14 @@ def seeded(engine, prompts, requests) -> tuple[list[SamplingParams], list[Comple
     return sampled, wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(3, PLAN_PARAMS, 2))
 def test_a_seed_gives_the_same_tokens_with_any_plan(engine, prompts, seeded, plan) -> None:
     sampled, wanted = seeded
     assert generate(engine, plan, prompts, sampled) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", every(3, ["delta", "mss", "swor"], 1))
 def test_every_rule_keeps_to_the_controls(engine, prompts, requests, rule) -> None:
     for seed in range(2):
@@ -166,6 +169,7 @@ def test_every_rule_keeps_to_the_controls(engine, prompts, requests, rule) -> No
             assert not ends & set(output.token_ids[: params.min_tokens])
 
 
+@pytest.mark.slow
 def test_others_in_the_batch_are_left_alone(engine, prompts, requests, greedy) -> None:
     free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     params = [free, requests[1][0], free, free, requests[4][0]]
@@ -177,6 +181,7 @@ def test_others_in_the_batch_are_left_alone(engine, prompts, requests, greedy) -
         assert outputs[4].token_ids == requests[4][1]
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_under_its_controls(engine, prompts, requests) -> None:
     """Its rows are computed again; what its output is does not change."""
     crowded = build_engine(plans=[OFF, *PLANS], max_num_seqs=5, eos=(EOS,))
@@ -212,6 +217,7 @@ def test_logprobs_are_the_models_own(engine, prompts, requests, plan) -> None:
                 assert entry.logprob == pytest.approx(float(own[token]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_nothing_before_the_least_length(engine, prompts, requests) -> None:
     """One that begins before and ends after it does."""
     free = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -231,6 +237,7 @@ def test_a_stop_string_ends_nothing_before_the_least_length(engine, prompts, req
                 assert (output.text, output.finish_reason) == (text, "length")
 
 
+@pytest.mark.default("1.0-off", "1.0-tree-n10-d4-e3d3")
 @pytest.mark.parametrize("plan", ["off", PLAN_IDS[0], PLAN_IDS[2], PLAN_IDS[9]])
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_an_output_that_nothing_can_follow_ends_with_an_error(
@@ -276,6 +283,7 @@ def test_grammars_and_controls_go_together(tiny_engine) -> None:
             assert "ff" not in output.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_grammar_that_ends_before_the_least_length_is_an_error(tiny_engine, temperature) -> None:
     for plan in ("off", "tree-2-1"):

@@ -82,6 +82,7 @@ def generate(engine: Engine, plan: str, seeds: Sequence[int], **options: Any) ->
     return [one for output in outputs for one in output.outputs]
 
 
+@pytest.mark.default("tree-2-1-{'rule': 'delta'}")
 @pytest.mark.parametrize(
     ("plan", "options"),
     every(
@@ -109,6 +110,7 @@ def test_every_plan_ends_where_plain_decoding_does(engine, plan, options) -> Non
     assert all(output.text[-1] == "," for output in plain if "dead end" in str(output.stop_reason))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", every(2, ["mss", "swor"], 1))
 def test_other_rules_put_out_nothing_else(engine, rule) -> None:
     ends = generate(engine, "tree-2-1", range(6), rule=rule)
@@ -135,6 +137,7 @@ def test_a_stream_says_why_it_ends(engine) -> None:
     assert [event.token_id for event in events] == output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_preempted_request_ends_where_it_would(tiny_engine: Path, engine: Engine) -> None:
     """Its rows are computed again, after its grammar has seen what its drafts looked at."""
     params = [
@@ -206,6 +209,7 @@ def test_branches_with_the_same_lexeme_have_masks_of_their_own() -> None:
     own.close()
 
 
+@pytest.mark.default("items", "fuel")
 @pytest.mark.parametrize(
     "limits",
     [

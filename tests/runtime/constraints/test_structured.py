@@ -135,6 +135,7 @@ def test_drafts_are_accepted_under_a_grammar(data_engine) -> None:
         assert llm.get_metrics().accepted_at_depth[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"], 1))
 def test_others_in_the_batch_are_left_alone(engine, plan) -> None:
     free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -170,6 +171,7 @@ def test_logprobs_are_those_of_the_model(engine, plan) -> None:
     assert num_other
 
 
+@pytest.mark.default("tree-2-1")
 @pytest.mark.parametrize("plan", ["off", "tree-2-1"])
 def test_other_ends_go_before_that_of_the_grammar(engine, plan) -> None:
     def run(**options: Any) -> Any:
@@ -195,6 +197,7 @@ def test_other_ends_go_before_that_of_the_grammar(engine, plan) -> None:
     assert (exact.finish_reason, exact.text) == ("length", whole.text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, ["off", "tree-2-1"], 1))
 def test_a_model_without_eos(tiny_engine, plan) -> None:
     engine = Engine.load(tiny_engine)

@@ -89,6 +89,17 @@ def in_turn() -> list[Any]:
     return found
 
 
+@pytest.mark.default(
+    "dflash-z-lab-tree-2-2-1",
+    "dspark-dspark-rnn-tree-2-2-1",
+    "eagle3-safeailab-narrow-tree-2-2-1",
+    "eagle3-safeailab-narrow-dynamic-6-3-3",
+    "medusa-vllm-tree-2-2-1",
+    "mtp-glm4_moe-tree-2-2-1",
+    "mtp-qwen3_next-tree-2-2-1",
+    "hydra_prefix-prefix-tree-2-2-1",
+    "hydra-mlp-tree-2-2-1",
+)
 @pytest.mark.parametrize(("rig", "plan"), in_turn())
 def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
     """Chunks, requests that join, prefixes that are shared, acceptances and rejections."""
@@ -109,6 +120,7 @@ def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
     assert stats.mean_acceptance_length > 1.0
 
 
+@pytest.mark.default("dflash-z-lab")
 @rigs("hydra_prefix", "dflash")
 def test_requests_that_had_to_give_way(rig: DraftRig, zoo: Zoo) -> None:
     oracle = rig.oracle(zoo)
@@ -116,6 +128,7 @@ def test_requests_that_had_to_give_way(rig: DraftRig, zoo: Zoo) -> None:
     assert rig.num_looked(oracle) > 30
 
 
+@pytest.mark.default("eagle3-safeailab-narrow")
 @rigs("eagle3", "dflash", "hydra_prefix", "hydra", "medusa")
 def test_drafts_that_did_not_draft_for_a_while(rig: DraftRig, zoo: Zoo) -> None:
     """They read what they have missed, where they read any of it."""
@@ -137,6 +150,7 @@ def cases_of_all() -> list[Any]:
     ]
 
 
+@pytest.mark.default("medusa-vllm-one")
 @pytest.mark.parametrize(("rig", "case"), cases_of_all())
 def test_every_layout(rig: DraftRig, case: str, zoo: Zoo) -> None:
     """Files of all trainers, and what their switches mean."""
@@ -151,6 +165,7 @@ def test_every_layout(rig: DraftRig, case: str, zoo: Zoo) -> None:
     assert rig.num_looked(oracle) > 5
 
 
+@pytest.mark.default("medusa-vllm-dynamic-6-3-3")
 @pytest.mark.parametrize(
     ("rig", "plan"),
     [
@@ -172,6 +187,7 @@ def test_outputs_are_those_without_drafts(rig: DraftRig, plan: SpecPlan, zoo: Zo
     assert outputs(EngineCore(engine, plan.name)) == outputs(EngineCore(engine, "off"))
 
 
+@pytest.mark.default("hydra_prefix-prefix-4")
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
 @rigs("hydra_prefix", "hydra")
 def test_compiled_programs(rig: DraftRig, block_size: int, zoo: Zoo) -> None:
@@ -187,6 +203,7 @@ def test_compiled_programs(rig: DraftRig, block_size: int, zoo: Zoo) -> None:
     assert oracle.num_rows > (500 if has_rows(rig) else 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [MERGED, VOTED], ids=lambda plan: plan.name)
 @rigs("hydra_prefix", cases=lambda rig: rig.kind != "mtp")
 def test_beside_other_drafts(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
@@ -227,6 +244,7 @@ def test_trees_in_tiles(rig: DraftRig, zoo: Zoo) -> None:
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in plain]
 
 
+@pytest.mark.default("medusa-vllm", "mtp-glm4_moe")
 @FIRST
 def test_what_the_engine_says(rig: DraftRig, zoo: Zoo) -> None:
     engine, said = Engine.load(rig.engine(zoo)), rig.said
@@ -315,6 +333,7 @@ def test_trees_deeper_than_a_pass_proposes(rig: DraftRig, zoo: Zoo, tmp_path: Pa
         build(rig.target(zoo, rig.case), rig.draft(zoo, rig.case), tmp_path / "e", changes)
 
 
+@pytest.mark.default("eagle3-safeailab-narrow", "medusa-vllm")
 @FIRST
 def test_what_has_no_place_for_drafts_of_hidden_states(
     rig: DraftRig, zoo: Zoo, monkeypatch: pytest.MonkeyPatch

@@ -116,6 +116,7 @@ def test_a_pass_has_no_more_logits_than_a_step(make_engine, prompts, monkeypatch
     assert sum(rows) == sum(map(len, some))
 
 
+@pytest.mark.slow
 def test_preempted_in_the_prompt_and_after_it(make_engine, prompts, greedy, logprobs_of) -> None:
     """A cache for one of them at a time: whoever gives way reads its prompt again."""
     seen = []

@@ -63,6 +63,7 @@ class Engine:
         return plan
 
 
+@pytest.mark.default("1-0.05-1", "1-0.5-3")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9])
 @pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 1])

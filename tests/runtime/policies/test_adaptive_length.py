@@ -36,6 +36,7 @@ CHOICES = st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=8, unique=True
 )
 
 
+@pytest.mark.slow
 @given(LOADS, CHOICES, st.sampled_from([1, 1, 2, 8]), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=15, derandomize=True)
 def test_converges(load, lengths, batch, seed):
@@ -61,6 +62,7 @@ def follow(before: Load, after: Load, batch: int, seed: int) -> int:
     return most
 
 
+@pytest.mark.default("0-cheap-1", "0-dear-8")
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("costs", [(0.05, 0.02, 0.1), (0.3, 0.05, 0.2)], ids=["cheap", "dear"])
 @pytest.mark.parametrize("seed", every(3, range(3)))
@@ -72,6 +74,7 @@ def test_follows_acceptance(batch, costs, seed):
     assert follow(fair, good, batch, seed) <= RISE
 
 
+@pytest.mark.default("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_follows_latency(seed):
     """Drafts become dear: another process takes the device."""

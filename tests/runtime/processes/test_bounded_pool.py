@@ -184,6 +184,7 @@ def test_what_takes_long_begins_again_where_small_jobs_do_not_wait_for_it(pool):
         assert [type(error) for error in ended] == [JobCancelled]
 
 
+@pytest.mark.slow
 def test_a_job_of_medium_length_ends_among_large_ones(pool):
     taken = pool.run(["work", 0.3])
     assert taken["niceness"] == min(19, niceness_of(0) + 10)

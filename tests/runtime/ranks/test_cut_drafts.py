@@ -118,6 +118,12 @@ def cases() -> list[Any]:
     return made
 
 
+@pytest.mark.default(
+    "eager-chain-3-mss",
+    "eager-tree-3-2-1-greedy",
+    "eager-dynamic-10-3-3-coupled",
+    "eager-selfw16s4-chain-3-mss",
+)
 @pytest.mark.parametrize(("plan", "options"), cases())
 def test_two_ranks_draft_what_one_does(pair: Pair, plan: str, options: dict[str, Any]) -> None:
     is_lossy = "dynamic" in plan or plan.startswith(("tiles", "vote"))
@@ -180,6 +186,7 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
         assert found["warnings"] == 0
 
 
+@pytest.mark.default("sizes0-add --tensor-parallel-size 2")
 @pytest.mark.parametrize(
     ("sizes", "do"),
     [((1, 2), "add --tensor-parallel-size 2"), ((4, 2), "pass --draft-tensor-parallel-size 4")],

@@ -227,6 +227,7 @@ def test_votes_are_those_of_all_heads(
         assert mass.sum() > 0.9 * count
 
 
+@pytest.mark.slow
 def test_second_programs_are_cut_as_the_target_is(zoo: Zoo) -> None:
     manifest = read_manifest(path_of(zoo, "layers", "eager", 2))
     own = [entry.name for entry in manifest.self_drafts]

@@ -138,6 +138,11 @@ def cases() -> list[Any]:
     return made
 
 
+@pytest.mark.default(
+    "eager-merge-0+1-tree-2-1-mss",
+    "eager-draft1-tree-3-2-1-coupled",
+    "eager-merge-1+selfw16s4-tree-2-1-coupled",
+)
 @pytest.mark.parametrize(("plan", "options"), cases())
 def test_ranks_draft_what_one_does(pair: Pair, plan: str, options: dict[str, Any]) -> None:
     """As many tokens are accepted, too: a rank that keeps other rows spoils drafts alone."""
@@ -369,6 +374,7 @@ def test_ranks_that_cannot_draft(options: dict[str, int], found: str) -> None:
     assert caught.value.found == found
 
 
+@pytest.mark.slow
 def test_a_rank_for_each_draft() -> None:
     with pytest.raises(ConfigError) as caught:
         CompileConfig(tensor_parallel_size=2, draft_ranks=2).check_draft_ranks(1)

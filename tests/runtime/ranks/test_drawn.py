@@ -64,6 +64,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.default("off-greedy", "off-coupled", "chain-3-coupled")
 @pytest.mark.parametrize(("plan", "options"), cases())
 def test_no_logits_leave_their_rank(
     load: Engines, plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

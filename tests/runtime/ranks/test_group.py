@@ -146,6 +146,7 @@ def disagree(group: SharedGroup, kind: str) -> tuple[str, float]:
     return timed_error(operators.all_reduce, x)
 
 
+@pytest.mark.default("shape-shared", "shape-sockets", "kind-shared")
 @pytest.mark.parametrize(
     ("kind", "transport"),
     [
@@ -374,6 +375,7 @@ def test_hosts_meet_at_an_address():
     assert [process.communicate(timeout=60)[0] for process in processes] == ["[5.0]\n"] * 2
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_is():
     said = join(f"tcp://127.0.0.1:{free_port()}", 1, 1.0).communicate(timeout=60)[0]
     assert "found:  rank 1 of 2 did not meet the others at tcp://127.0.0.1:" in said

@@ -133,6 +133,7 @@ def said_by(engine: Engine, plan: str) -> tuple[list[list[int]], float]:
     return found, core.scheduler.stats.mean_acceptance_length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

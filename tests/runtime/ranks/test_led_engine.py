@@ -106,6 +106,7 @@ def cases(usual: Collection[str] = USUAL) -> list[Any]:
     ]
 
 
+@pytest.mark.default("2-off-greedy", "2-tree-3-2-1-greedy", "2-dynamic-10-3-3-greedy")
 @pytest.mark.parametrize(("plan", "options"), cases())
 def test_tokens_and_caches(alone: Engine, led: Engine, plan: str, options: dict[str, Any]) -> None:
     given = params(4, **rule_of(plan, options))
@@ -119,6 +120,7 @@ def test_tokens_and_caches(alone: Engine, led: Engine, plan: str, options: dict[
     check_caches(led)
 
 
+@pytest.mark.slow
 def test_plans_that_share_a_pass(alone: Engine, led: Engine) -> None:
     """Requests without speculation, trees and chunks of prompts, all in one pass."""
     given = [
@@ -254,6 +256,7 @@ def test_a_child_that_is_forked_ends_no_ranks(led: Engine) -> None:
     check_caches(led)
 
 
+@pytest.mark.slow
 def test_drafts_and_history_are_of_rank_0(led: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that is ordered is of the target."""
     ordered: list[int] = []

@@ -232,6 +232,7 @@ def test_a_rank_that_cannot_load_the_engine(
         Engine.load(engine_path, ranks=OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_engine(
     engine_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_interleavings(load: Engines, alone: Alone, shape: tuple[int, int], seed
         assert figures.num_cancelled > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "is_done"),
     [
@@ -249,6 +250,7 @@ def test_an_interrupt_anywhere_loses_nothing(
     assert interrupts.count > 3
 
 
+@pytest.mark.slow
 def test_micro_batches_of_an_engine_without_stages_are_refused(load: Engines) -> None:
     with pytest.raises(ConfigError, match="--micro-batches 2, and an engine without stages"):
         LLM(load.whole(**FEW), micro_batches=2)

@@ -93,6 +93,7 @@ def test_a_launch_of_another_size(engine_path: Path, monkeypatch: pytest.MonkeyP
         Engine.load(engine_path, ranks=OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_store_that_cannot_be_reached(
     engine_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
@@ -169,6 +170,7 @@ def launched(engine_path: Path) -> Iterator[tuple[LedProcess, subprocess.Popen[b
         follower.stderr.close()
 
 
+@pytest.mark.slow
 def test_launched_ranks_follow_over_tcp(launched) -> None:
     led, follower = launched
     led.expect("at")

@@ -113,6 +113,7 @@ def assert_same(whole: Engine, cut: Engine, plan: str, given: list[SamplingParam
             assert row == pytest.approx(expected, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "options"), cases({"off-greedy", "chain-3-logprobs", "tree-3-2-1-mss"})
 )
@@ -174,6 +175,7 @@ def test_four_ranks_share_two_heads(load: Engines, name: str) -> None:
             assert_same(whole, cut, plan, params(3, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_ranks", "step"),
     [

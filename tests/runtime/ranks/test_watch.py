@@ -124,6 +124,7 @@ def test_all_get_the_same_orders_after_what_they_have_to_load(play) -> None:
         assert second.tensors[1] is None
 
 
+@pytest.mark.slow
 def test_nobody_is_lost_who_beats_and_has_nothing_to_do(play) -> None:
     game = play()
     game.start()
@@ -132,6 +133,7 @@ def test_nobody_is_lost_who_beats_and_has_nothing_to_do(play) -> None:
     assert game.watch.is_alive()
 
 
+@pytest.mark.slow
 def test_who_gets_on_slowly_is_not_lost(play) -> None:
     game = play()
     game.start()
@@ -225,6 +227,7 @@ def test_a_rank_that_does_not_get_on_is_named(play, late: int) -> None:
     assert found.startswith(f"rank {late} (pid {4700 + late}, h) does not get on with order 3 of 3")
 
 
+@pytest.mark.slow
 def test_a_rank_that_gives_orders_no_end_is_named(play) -> None:
     """It beats, but reads nothing: whoever writes to it is woken with the cause."""
     game = play(2)

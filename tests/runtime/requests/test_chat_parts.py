@@ -73,6 +73,7 @@ def by_transformers(source: str, messages: Any) -> Any:
     )
 
 
+@pytest.mark.default("loop", "item", "either", "set twice", "macro", "filter", "condition")
 @pytest.mark.parametrize("name", BY_PART)
 def test_templates_that_read_parts(name: str) -> None:
     """Lists are handed as they are; a text is as transformers has it, where it is shown at all."""
@@ -88,6 +89,7 @@ def test_templates_that_read_parts(name: str) -> None:
     assert by_specc(source, user(TEXT)) == want
 
 
+@pytest.mark.default("sum", "trim", "lines")
 @pytest.mark.parametrize("name", BY_TEXT)
 def test_templates_that_read_text(name: str) -> None:
     source = BY_TEXT[name]

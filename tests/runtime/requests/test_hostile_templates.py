@@ -140,6 +140,7 @@ def test_the_next_messages_are_rendered_again() -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_long_template_is_no_large_job_each_time() -> None:
     """60 KB take longer to compile than small jobs may; rendering them takes a millisecond."""
     part = "{% if message.x %}{{ 'a' + message.role + message.content }}{% endif %}\n"

@@ -51,8 +51,17 @@ def make_environment(root: Path) -> None:
     venv = root / "venv"
     _run(sys.executable, "-m", "venv", "--without-pip", str(venv))
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    _run(*pip, "--python", str(venv), "install", "-qq", "--no-deps", SERVER, NUMPY)
-    _run(*pip, "install", "-qq", "--no-deps", "--target", str(root / "client"), *CLIENT)
+    _run(*pip, "--python", str(venv), "install", "-qq", "--no-compile", "--no-deps", SERVER, NUMPY)
+    _run(
+        *pip,
+        "install",
+        "-qq",
+        "--no-compile",
+        "--no-deps",
+        "--target",
+        str(root / "client"),
+        *CLIENT,
+    )
     packages = site_packages(venv)
     for name in linked_distributions():
         _link_distribution(name, packages)

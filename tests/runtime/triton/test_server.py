@@ -32,7 +32,11 @@ from tests.runtime.triton.environment import environment, unsupported
 from tests.runtime.triton.grpc_client import GrpcClient
 from tests.runtime.triton.server import ROOT, TritonServer
 
-pytestmark = pytest.mark.skipif(unsupported() is not None, reason=str(unsupported()))
+# a server takes a quarter of a minute to start; what it calls is tested in test_model.py
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(unsupported() is not None, reason=str(unsupported())),
+]
 
 # positions of the models: room for requests that are still running when they are cancelled
 POSITIONS = 4096
@@ -131,6 +135,7 @@ def test_the_environment_has_neither_transformers_nor_the_command_line():
     assert done.stdout.startswith("[] 1."), done.stdout + done.stderr
 
 
+@pytest.mark.default("specc-None")
 @pytest.mark.parametrize(
     ("model", "seed"),
     [("specc", None), pytest.param("specc", 7, marks=pytest.mark.slow), ("short", 7)],

@@ -131,6 +131,7 @@ class TestWriter:
             assert signal.getsignal(signal.SIGTERM) is not before
         assert signal.getsignal(signal.SIGTERM) is before
 
+    @pytest.mark.slow
     def test_a_signal_leaves_nothing(self, tmp_path):
         script = """
             import os, signal, sys, time

@@ -45,6 +45,7 @@ def _cases(data: Any, name: str, part: int) -> list[tuple[Place, Any]]:
     return [(rng.choice(places), rng.choice(HOSTILE)) for _ in range(NUM_CASES)]
 
 
+@pytest.mark.default("0-manifest.json")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("part", every(8, range(8)))
 def test_any_number_is_refused_or_harmless(tiny_engine, tmp_path, name, part):

@@ -67,6 +67,7 @@ def talk(engine, turns, template=None):
     return found
 
 
+@pytest.mark.default("1-False-off", "1-False-chain-4")
 @pytest.mark.parametrize("plan", ["off", "chain-4"])
 @pytest.mark.parametrize("has_template", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -83,6 +84,7 @@ def test_answers_are_the_model_s_own(engine, template, plan, has_template, batch
     assert found.num_left_out == 0
 
 
+@pytest.mark.slow
 def test_a_category_has_what_happened_in_it(engine):
     found = contender(engine, "chain-4").run()
     assert list(found.parts) == ["letters", "words"]
@@ -103,6 +105,7 @@ def test_a_category_has_what_happened_in_it(engine):
     assert lengths[0] != lengths[1]
 
 
+@pytest.mark.slow
 def test_a_group_is_no_category_of_its_own(engine):
     names = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"]
     names += ["humanities", "rag"]

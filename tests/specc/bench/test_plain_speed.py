@@ -64,6 +64,7 @@ def test_a_plan_that_saves_passes_and_time_is_lost_is_told(path: Path) -> None:
     assert again == sequences
 
 
+@pytest.mark.slow
 def test_the_ratio_is_that_of_whole_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of off that take 30 ms, in whatever batch, and a run of 100 tokens a second."""
     engine = Engine.load(path)
@@ -105,6 +106,7 @@ def test_it_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= short.context < whole
 
 
+@pytest.mark.slow
 def test_there_is_nothing_to_compare_with(path: Path) -> None:
     engine = Engine.load(path)
     sequences, stats = run(engine, "off")
@@ -119,6 +121,7 @@ def test_there_is_nothing_to_compare_with(path: Path) -> None:
     assert found.context <= 96 - found.num_steps
 
 
+@pytest.mark.slow
 def test_run_and_its_stats(path: Path, tmp_path: Path) -> None:
     for number, prompts in enumerate((PROMPTS[:1], PROMPTS)):
         file = tmp_path / f"{number}.jsonl"

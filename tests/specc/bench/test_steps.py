@@ -74,6 +74,7 @@ def make_bench(device: Any, acceptance: Any = (0.5, 0.2)) -> tuple[Any, TimedGra
     return engine, graphs, StepBench(engine, graphs, CONTEXT, TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [RepeatingDevice, SimulatedDevice])
 @pytest.mark.parametrize("plan", [pytest.param("off", marks=pytest.mark.slow), "tree-2-1"])
 def test_figures_of_a_step(kind, plan):
@@ -128,6 +129,7 @@ def test_drawn_tokens_give_the_lengths_of_greedy_ones(monkeypatch):
     assert len(sampled[0]) == 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_certain_draws_are_certain_for_drawn_tokens_too(share):
     _, _, bench = make_bench(RepeatingDevice(), (share,))
@@ -209,6 +211,7 @@ def test_captured_steps_need_no_words():
     assert bench.capture("tree-2-1") is None
 
 
+@pytest.mark.slow
 def test_operators_of_a_step_are_counted():
     """Against the tape of the simulated device: what it recorded, without views."""
     device = SimulatedDevice()

@@ -61,6 +61,7 @@ def test_every_turn_sees_the_whole_conversation(engine):
     assert "".join(talk.answer("hello")) == first
 
 
+@pytest.mark.slow
 def test_the_oldest_turns_go_where_there_is_no_room(engine):
     talk = conversation(engine, system="be kind")
     first = "".join(talk.answer("x" * 30))
@@ -86,6 +87,7 @@ def test_a_message_that_never_fits_is_refused_and_forgotten(engine):
     assert "".join(talk.answer("hello")) == first
 
 
+@pytest.mark.slow
 def test_without_a_limit_an_answer_takes_the_room_that_is_left(engine):
     talk = conversation(engine, max_tokens=None)
     said = "".join(talk.answer("hello"))
@@ -94,6 +96,7 @@ def test_without_a_limit_an_answer_takes_the_room_that_is_left(engine):
     assert said == plain(engine, "[u]hello[a]", 1000)
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_stopped_stays_as_far_as_it_came(engine):
     talk = conversation(engine)
     pieces = talk.answer("hello")

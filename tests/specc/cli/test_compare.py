@@ -108,6 +108,7 @@ def test_figures_are_those_of_other_paths(made) -> None:
     assert beside["top_10_overlap"] == pytest.approx(common / (10 * len(after)), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_an_engine_is_no_way_from_itself(made) -> None:
     found = compare(made / "float32", "--texts", made / "text.txt", "--against", made / "float32")
     beside = found["against"]
@@ -123,6 +124,7 @@ def test_an_engine_is_no_way_from_itself(made) -> None:
     assert (one["windows"], one["tokens"], "against" in one) == (2, 30, False)
 
 
+@pytest.mark.slow
 def test_what_people_read(made) -> None:
     given = ("compare", made / "int4", "--texts", made / "texts.jsonl")
     text = invoke(*given).stdout

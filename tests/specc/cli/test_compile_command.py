@@ -80,6 +80,7 @@ def test_target_is_no_causal_model(compile_into, tiny_models, tmp_path):
     assert_nothing_left(compile_into)
 
 
+@pytest.mark.slow
 def test_tokenizers_differ(compile_into, tiny_models, tmp_path):
     path = variant(tiny_models, tmp_path / "draft")
     file = path / "tokenizer.json"

@@ -81,6 +81,11 @@ def test_log_probabilities_need_a_place(tiny_engine, tmp_path):
     assert_refused(invoke("run", tiny_engine, "--prompts", file), "--logprobs", "--json")
 
 
+@pytest.mark.default(
+    "options0---seed has no effect at temperature 0",
+    "options2---top-p has no effect",
+    "options4-None",
+)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -127,6 +132,7 @@ def test_an_output_that_was_cut_is_announced_where_nobody_asked_for_its_length(
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_more_tokens_than_any_output_can_have_are_refused(tiny_engine, tmp_path):
     most = read_manifest(tiny_engine).limits.max_seq_len
     words = (f"--max-tokens {most}", f"at most {most - 1}", "--max-seq-len")
@@ -172,6 +178,7 @@ def test_bench_has_prompts_for_an_engine_without_a_tokenizer(no_tokenizer, tmp_p
     assert_refused(invoke("bench", no_tokenizer, *options, "--prompts", text), "prompt_token_ids")
 
 
+@pytest.mark.slow
 def test_loads_of_token_ids(no_tokenizer, tmp_path):
     file = write(tmp_path / "p.jsonl", {"prompt_token_ids": IDS}, {"prompt_token_ids": [7, 8]})
     options = ("--num-requests", 4, "--output-tokens", 3, "--warmup", 0)
@@ -181,6 +188,7 @@ def test_loads_of_token_ids(no_tokenizer, tmp_path):
         assert "Successful requests:                    4" in result.stdout
 
 
+@pytest.mark.slow
 def test_several_outputs_of_a_prompt(tiny_engine, tmp_path):
     options = ("--max-tokens", 4, "--ignore-eos", "--temperature", 3.0, "--seed", 5)
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=3.0, seed=5, n=3)

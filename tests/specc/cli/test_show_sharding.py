@@ -56,6 +56,7 @@ def test_a_picture_of_nothing_is_refused(tiny_engine: Path) -> None:
     assert "--svg a.svg without --sharding" in result.stderr
 
 
+@pytest.mark.slow
 def test_reshard_says_what_it_makes(tiny_engine: Path, tmp_path: Path) -> None:
     """As a compilation does: phases, models, memory, and what comes next."""
     two = tmp_path / "two"

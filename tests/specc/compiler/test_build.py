@@ -63,6 +63,7 @@ def wanted(models):
     return [greedy(logits_of, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.default("tree-2-2-1")
 @pytest.mark.parametrize("plan", ["off", "chain-1", "tree-2-2-1"])
 def test_generates_the_targets_own_tokens(built, wanted, plan):
     outputs, stats = generate(built[0], plan)
@@ -123,6 +124,7 @@ def test_weights_are_the_checkpoints(built, models):
     assert torch.equal(stored["model.norm.weight"], source["model.norm.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [pytest.param((128, 136), marks=pytest.mark.slow), (136, 128)], ids=str
 )
@@ -154,6 +156,7 @@ def test_module_of_another_dtype_is_refused(tmp_path):
     assert found == "Custom has parameters of float32; dtype is bfloat16"
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path):
     from safetensors.torch import load_file
 
@@ -193,6 +196,7 @@ def test_modules_with_their_own_weights(tmp_path):
     assert stats.mean_acceptance_length > 1.5
 
 
+@pytest.mark.slow
 def test_directory_with_a_draft_in_memory(models, tmp_path, wanted):
     """The draft is a loaded Hugging Face module, equal to the target: all is accepted."""
     draft = build_model("llama", num_hidden_layers=1)
@@ -244,6 +248,7 @@ def test_plan_without_draft(models, tmp_path):
     assert found == "plan tree-2-2-1 without a draft"
 
 
+@pytest.mark.slow
 def test_other_tokens(models, tmp_path):
     """A draft that has two of the target's tokens the other way round is told, and mapped."""
     other = tmp_path / "other"

@@ -105,6 +105,7 @@ def test_weights_are_rounded_for_the_rows_that_come_to_them(made) -> None:
     assert checked == len(held) - 2 > 4
 
 
+@pytest.mark.slow
 def test_texts_of_the_same_kind_lose_less(made) -> None:
     build(made / "target", None, made / "rounded", config(quantize="int4", quantize_group=32))
     build(made / "target", None, made / "float", config())

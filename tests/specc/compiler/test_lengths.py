@@ -56,6 +56,7 @@ def test_dynamic_rotary_of_a_module(models, tmp_path):
     assert "LlamaForCausalLM: rotary scaling dynamic" in found
 
 
+@pytest.mark.slow
 def test_one_rotary_length_for_every_position(tmp_path):
     """Beyond a model's own length: said aloud, in the manifest, and the same with a draft."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

@@ -124,6 +124,7 @@ def test_networks_give_what_expanded_keys_do(
     assert generate(load(path, backend="eager"), PLANS[0].name) == wanted
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_share_rows(built: Path, wanted: list[list[int]]) -> None:
     llm = LLM(load(built), plan=PLANS[0].name)
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)

@@ -63,6 +63,7 @@ def tensorrt_engine(models: tuple[Path, Path], tmp_path_factory: pytest.TempPath
     return engines.build(models[0], [], path, CompileConfig(**TENSORRT | {"plans": ()}))
 
 
+@pytest.mark.slow
 def test_each_rank_of_a_cut_model_has_its_own_onnx_file(onnx_engine: Path) -> None:
     import onnx
 

@@ -161,6 +161,9 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
     return engine
 
 
+@pytest.mark.default(
+    "mixtral-1-to-2", "turned-1-to-2", "padded-4-to-2", "self-drafts-2-to-1", "self-drafts-1-to-2"
+)
 @pytest.mark.parametrize(("name", "way"), ROUTES)
 def test_engines_are_those_that_the_checkpoint_makes(
     fresh: Callable[[str, int], Path], tmp_path: Path, name: str, way: tuple[int, int]
@@ -173,6 +176,7 @@ def test_engines_are_those_that_the_checkpoint_makes(
     open_engine(fresh(name, before), verify=True, backend="eager")
 
 
+@pytest.mark.slow
 def test_a_whole_engine_for_gpus_cannot_be_cut(tmp_path: Path) -> None:
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", num_hidden_layers=1)
     build(checkpoint, None, tmp_path / "whole", config_for(1, backend="cuda", dtype="bfloat16"))
@@ -295,6 +299,7 @@ def test_tiles_are_those_of_the_new_number_of_ranks(tmp_path: Path) -> None:
         compare(tmp_path / f"for-{after}", tmp_path / f"fresh-{after}")
 
 
+@pytest.mark.slow
 def test_an_engine_can_take_its_own_place(engine: Path, pair: Pair) -> None:
     with pytest.raises(OutputError, match="exists"):
         reshard_engine(engine, engine, 1)
@@ -302,6 +307,7 @@ def test_an_engine_can_take_its_own_place(engine: Path, pair: Pair) -> None:
     compare(engine, pair.one)
 
 
+@pytest.mark.slow
 def test_nonfinite_weights_that_were_allowed_stay(tmp_path: Path) -> None:
     """Those of a part that two ranks share are counted once."""
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", num_hidden_layers=1)
@@ -318,6 +324,7 @@ def test_nonfinite_weights_that_were_allowed_stay(tmp_path: Path) -> None:
     assert made.manifest.models[0].nonfinite_weights == 3
 
 
+@pytest.mark.slow
 def test_a_profile_is_left_out(engine: Path, tmp_path: Path) -> None:
     with EngineWriter(engine, force=True) as writer:
         manifest = read_manifest(engine)

@@ -164,6 +164,7 @@ def test_an_older_order_of_columns() -> None:
         integers_of(program, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_anew(tmp_path) -> None:
     checkpoint = models.save_tiny("llama", tmp_path / "checkpoint", **WIDE)
     engine = compiled(tmp_path, checkpoint, (1, 1), **INT4)

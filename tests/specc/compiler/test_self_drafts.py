@@ -115,6 +115,7 @@ def test_an_engine_that_chooses_blocks(models, tmp_path):
     assert found["cpu", BLOCKS.name] == found["eager", BLOCKS.name]
 
 
+@pytest.mark.slow
 def test_a_view_of_a_sliding_window(tmp_path):
     """A second program, unless no sequence outgrows the window."""
     config = options(VIEW, max_seq_len=64, block_size=16, backend="eager")

@@ -137,6 +137,7 @@ def pair(root: Path, **options: Any) -> tuple[Path, Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_stages_of_quantized_weights(tmp_path: Path) -> None:
     """A stage has its weights whole, so they are the integers of one rank."""
     paths = pair(tmp_path, quantize="int8")

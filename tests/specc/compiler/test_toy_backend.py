@@ -117,6 +117,7 @@ def test_its_engines_get_other_plans(tiny_models: Any, tmp_path: Path) -> None:
     assert [plan.name for plan in open_engine(path).plans] == ["chain-4", "off"]
 
 
+@pytest.mark.slow
 def test_with_a_file_on_the_other_side_its_engines_run(
     tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_of_a_draft_too(model, tmp_path):
         build(model, path, tmp_path / "engine", options())
 
 
+@pytest.mark.slow
 def test_what_overflows_in_the_type_of_the_engine(model, tmp_path):
     path = changed(model, tmp_path / "large", put(UP, 1e6, -1e6))
     build(path, None, tmp_path / "engine", options())
@@ -133,6 +134,7 @@ def test_checkpoints_without_surprises_give_no_warning(tmp_path):
         assert compilation.manifest.models[0].unread_tensors == (), kind
 
 
+@pytest.mark.default("checkpoint-None", "module-int8")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("is_module", [False, True], ids=["checkpoint", "module"])
 def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
@@ -155,6 +157,7 @@ def test_weights_of_columns_are_stored_in_rows(tmp_path, is_module, quantize):
     assert len(heads) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_in_blocks_are_read_in_rows_too(tmp_path, kind):
     path = save_tiny(kind, tmp_path / kind)

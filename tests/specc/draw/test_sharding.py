@@ -56,6 +56,7 @@ def test_weights_and_sums_stand_in_the_order_of_execution() -> None:
     assert names(after) == ["norm", "lm_head"]
 
 
+@pytest.mark.default("mixtral-4")
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [("gpt2", 2), pytest.param("phi", 2, marks=pytest.mark.slow), ("mixtral", 4)],
@@ -80,6 +81,7 @@ def test_all_bytes_and_all_sums_are_there(name: str, num_ranks: int) -> None:
     assert sum(count * size for count, size in sums) == plan.bytes_per_token
 
 
+@pytest.mark.slow
 def test_layers_of_another_kind_and_tied_heads() -> None:
     """The only sum of a layer of Phi is its last; a tied head is its embedding again."""
     _, layers, _ = sections_of("phi", 2)
@@ -159,6 +161,7 @@ def test_words_say_the_same(picture: Svg) -> None:
             assert x + 3.3 * len("".join(picture.groups[name].itertext()).strip()) < 500
 
 
+@pytest.mark.slow
 def test_a_rank_that_alone_has_a_bias_and_many_ranks(tmp_path: Path) -> None:
     path = tmp_path / "picture.svg"
     sharding_svg(cut("gpt2", 4)[1], sections_of("gpt2", 4), "gpt2", path)

@@ -85,6 +85,7 @@ def drawn_nodes(stage: dict) -> dict[str, str]:
     return labels
 
 
+@pytest.mark.default("dynamic")
 def test_every_stage_node_and_buffer_is_there(program, picture):
     assert picture.texts("title") == {"": "step of a plan"}
     names = [stage["name"] for stage in program["stages"]]

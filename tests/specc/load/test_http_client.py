@@ -275,6 +275,7 @@ def test_what_is_no_http(answer):
     assert found.stats is None
 
 
+@pytest.mark.slow
 def test_any_number_of_requests_is_open_at_a_time():
     """More than a pool of connections usually holds; each has one of its own."""
     count = 150

@@ -221,6 +221,7 @@ def small_load(count: int = 6, rate: float = 200.0) -> list[LoadRequest]:
     return workload.requests(Arrivals(rate))
 
 
+@pytest.mark.default("goodput")
 @pytest.mark.parametrize("policy", ["off", "chain-4", "goodput"])
 def test_an_engine_serves_a_load(idle, policy):
     requests = small_load()

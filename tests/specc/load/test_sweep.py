@@ -277,6 +277,7 @@ def test_the_command_serves_an_engine(tiny_engine, tmp_path):
     assert (tmp_path / "t.jsonl").read_text().count("\n") > 0
 
 
+@pytest.mark.slow
 def test_the_command_asks_a_server(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serve(api_keys=("secret",)) as server:

@@ -42,6 +42,7 @@ def test_what_vllms_clients_read_is_there(server, stream: bool) -> None:
         assert unused == (None,) * 6
 
 
+@pytest.mark.default("/v1/chat/completions")
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_requests_have_ids(server, path: str) -> None:
     prefix = "cmpl-" if path == COMPLETIONS else "chatcmpl-"
@@ -74,6 +75,7 @@ def test_requests_have_ids(server, path: str) -> None:
     assert server.post(path, body | {"n": 3}, headers=headers).status_code == 200
 
 
+@pytest.mark.default("True")
 @pytest.mark.parametrize("is_on", [False, True])
 def test_ids_of_other_responses(is_on: bool) -> None:
     with serve(enable_request_id_headers=is_on) as server:

@@ -95,6 +95,7 @@ def test_whatever_the_model_would_rather_say(rig) -> None:
     jsonschema.validate(json.loads(call.function.arguments), schemas["pick"])
 
 
+@pytest.mark.slow
 def test_an_output_that_is_cut(rig) -> None:
     server, script = rig
     text = '[{"name": "pick", "parameters": {"one": "b"}}, {"name": "now", "parameters": {}}]'
@@ -135,6 +136,9 @@ def test_a_model_that_repeats_its_call_ends(rig, parallel: bool | None, count: i
 OPEN = {"type": "object", "properties": {"one": {"enum": ["a", "b"]}}, "required": ["one"]}
 
 
+@pytest.mark.default(
+    '{}-{"one": "b"}', "{'structured_outputs': {'whitespace_pattern': ' *'}}-{  \"one\": \"b\"}"
+)
 @pytest.mark.parametrize(
     ("options", "content"),
     [

@@ -24,6 +24,7 @@ def rig() -> Iterator[tuple[Server, Script]]:
 FUNCTIONS = [ADD["function"], NOW["function"]]
 
 
+@pytest.mark.slow
 def test_functions_are_what_tools_were(rig) -> None:
     """One call, as `function_call`, whole and in a stream; a plain answer is as ever."""
     server, script = rig

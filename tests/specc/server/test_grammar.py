@@ -55,6 +55,7 @@ def is_compiling(server: Any) -> bool:
     return bool(pool_of(server).num_open[0] and pool_of(server).pids)
 
 
+@pytest.mark.slow
 def test_chained_rules_end_no_server() -> None:
     """Each of these bodies was a segmentation fault."""
     with serve() as server:
@@ -82,6 +83,7 @@ def test_a_choice_of_thousands() -> None:
         assert answer.json()["choices"][0]["text"] in many_items(3_000)
 
 
+@pytest.mark.slow
 def test_too_many_at_once_are_refused_and_small_ones_go_on() -> None:
     """Of the two places, one is for what is small: the other takes a large one after another."""
     with serve() as server:
@@ -95,6 +97,7 @@ def test_too_many_at_once_are_refused_and_small_ones_go_on() -> None:
         assert not any(future.done() for future in large[1:])
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_ends_its_compilation(monkeypatch) -> None:
     monkeypatch.setattr(grammars, "LIMITS", dataclasses.replace(LIMITS, cpu_seconds=60.0))
     with serve() as server:

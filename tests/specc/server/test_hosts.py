@@ -134,6 +134,28 @@ VALUES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 REFUSES = "{{ raise_exception('no ' + (messages[0].content or messages[0].role) * 10) }}"
 
 
+@pytest.mark.default(
+    "0",
+    "2",
+    "5",
+    "7",
+    "10",
+    "13",
+    "16",
+    "19",
+    "22",
+    "24",
+    "27",
+    "30",
+    "32",
+    "35",
+    "38",
+    "40",
+    "43",
+    "46",
+    "48",
+    "51",
+)
 @pytest.mark.parametrize("index", range(len(VALUES)))
 def test_no_error_quotes_much(server, index: int, caplog) -> None:
     base, change = VALUES[index]

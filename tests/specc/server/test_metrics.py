@@ -206,6 +206,7 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert window.look(state(850), 140.0).output_tokens == 0
 
 
+@pytest.mark.slow
 def test_latencies_and_prefix_hits_of_the_last_seconds() -> None:
     with serve() as server:
         nothing = server.get("/stats").json()

@@ -84,6 +84,7 @@ def serving(engine: Path) -> Iterator[Serving]:
         running.close()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_ranks(serving: Serving) -> None:
     """A request that is under way ends as it would have, and leaves no process."""
     assert len(serving.pids) == 2

@@ -72,6 +72,7 @@ def say(script: Script, text: str, whole: bool, tools: Any = TOOLS) -> None:
     script.set(text, prompt, whole)
 
 
+@pytest.mark.default("openai-True", "gemma4-True")
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_message_and_its_stream(rig, whole: bool) -> None:
     """Marks that are special tokens, and marks of many tokens, which steps cut anywhere."""
@@ -113,6 +114,7 @@ def test_an_id_that_the_conversation_has(name: str) -> None:
             assert call.id.startswith("call_")
 
 
+@pytest.mark.default("gemma4")
 def test_without_tools_a_call_is_content(rig) -> None:
     """Of marks, those that are special tokens and that nothing looks for stay out of it."""
     server, script, name = rig
@@ -136,6 +138,7 @@ def test_without_tools_a_call_is_content(rig) -> None:
         assert choice.message.content == f"I add.{call}"
 
 
+@pytest.mark.default("kimi_k3-choice1", "gemma4-required")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_call_that_is_required(rig, choice: Any) -> None:
     """JSON of the tools' schemas, as with any format: no marks, whatever the model says."""

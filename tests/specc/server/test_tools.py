@@ -153,6 +153,7 @@ def test_a_call_alone_has_null_for_content(rig) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_no_call_is_content(rig) -> None:
     server, script = rig
     for text in (
@@ -190,6 +191,7 @@ def test_a_call_that_is_cut(rig) -> None:
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", '"y"')
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_beside_it(rig) -> None:
     server, script = rig
     say(script, TEXT)
@@ -342,6 +344,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", only(("llama3_json",), FORMS))
 def test_other_formats(form: str) -> None:
     engine, script = scripted_engine()

@@ -114,6 +114,7 @@ def fill(head: str, unit: str, tail: str, size: int = 7 << 20) -> bytes:
     return (head + ",".join([unit] * (size // (len(unit) + 1))) + tail).encode()
 
 
+@pytest.mark.default("texts", "messages")
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -139,6 +140,7 @@ def test_too_many_parts_are_not_parsed(
     assert_error(server.post(path, content=body, headers=headers), 400, words)
 
 
+@pytest.mark.default("texts", "text")
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
@@ -177,6 +179,7 @@ def longest_pause(server, work) -> float:
     return longest / (time.perf_counter() - begin_s)
 
 
+@pytest.mark.slow
 def test_six_large_prompts_freeze_nobody(server) -> None:
     """7 MB each; a tokenizer takes a second for each of them, and holds the interpreter's lock."""
     body = json.dumps({"prompt": "hello world " * (7 << 20 >> 4), **GREEDY}).encode()
@@ -196,6 +199,7 @@ def test_six_large_prompts_freeze_nobody(server) -> None:
     assert longest_pause(server, attack) < 0.12
 
 
+@pytest.mark.slow
 def test_an_endless_template_costs_its_chats_only() -> None:
     """The event loop goes on, and so do prompts that are no chats, small and long ones."""
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -103,6 +103,7 @@ def parts(seed: int, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         yield TensorPart(ranges(chance, vectors), ((0, columns),))
 
 
+@pytest.mark.default("rows-1048576", "blocks-1", "pairs-1048576")
 @pytest.mark.parametrize("chunk_bytes", [1, pytest.param(300, marks=pytest.mark.slow), 1 << 20])
 def test_parts_are_slices_of_the_whole(files: Files, chunk_bytes: int) -> None:
     reader = files.open()

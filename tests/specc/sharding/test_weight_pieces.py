@@ -139,6 +139,7 @@ def test_sizes_that_do_not_divide_are_told_before_anything_is_traced(
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_absent_is_told(tmp_path: Path) -> None:
     checkpoint = models.save_tiny("qwen3", tmp_path / "checkpoint")
     cut = compiled(checkpoint, tmp_path / "cut", 2)

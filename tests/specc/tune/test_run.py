@@ -89,6 +89,7 @@ def test_no_outputs_accept_nothing():
     assert acceptance_of([], 2, 2) == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.default("7-0.8")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("chunk", [pytest.param(512, marks=pytest.mark.slow), 7])
 def test_the_target_as_its_own_draft_is_right_at_first(
@@ -106,6 +107,7 @@ def test_the_target_as_its_own_draft_is_right_at_first(
     assert all(0.1 < row[0] < 1 and row[0] > row[1] and sum(row) <= 1 for row in noisy)
 
 
+@pytest.mark.slow
 def test_tables_predict_what_steps_accept(compiled: Path):
     engine = Engine.load(compiled)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

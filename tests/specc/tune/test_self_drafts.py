@@ -51,6 +51,7 @@ def viewing(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engines.build(zoo.checkpoint("llama"), [], path, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_acceptance_of_views(viewing: Path, temperature: float):
     """All rows are the target; fewer are right less often; and the cache is left as it was."""
@@ -65,6 +66,7 @@ def test_acceptance_of_views(viewing: Path, temperature: float):
     assert engine.cache.allocator.num_free == engine.cache.allocator.num_blocks
 
 
+@pytest.mark.slow
 def test_tuning_of_a_view(viewing: Path, tmp_path: Path):
     directory = Path(shutil.copytree(viewing, tmp_path / "engine"))
     options = TuneOptions(

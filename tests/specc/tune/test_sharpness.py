@@ -116,6 +116,7 @@ def test_steps_in_cpp(make: Callable[..., Path], rule: str) -> None:
             assert outputs == accepted_a_step(path, "off", **given)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -32,6 +32,7 @@ FUSED: dict[str, tuple[tuple[int, ...], set[str]]] = {
 EXTRAS = ("window", "softcap", "sink_logits", "slopes", "chunk", "most_rows")
 
 
+@pytest.mark.default("gemma2", "gpt_oss")
 @pytest.mark.parametrize("name", FUSED)
 def test_lowered_program_runs_alike(name: str) -> None:
     model = build_model(name)

@@ -57,6 +57,7 @@ def lowered(name: str, num_ranks: int) -> Program:
     return program
 
 
+@pytest.mark.default("qwen3_moe-2")
 @pytest.mark.parametrize(("name", "num_ranks"), only(("phi", "qwen3_moe"), every(3, CASES)))
 def test_fused_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
     """A prompt, then a token, a chain and a tree over the rows that it left."""
@@ -73,6 +74,7 @@ def test_fused_ranks_together_are_the_model(name: str, num_ranks: int) -> None:
         assert_alike(found.logits(inputs), wanted)
 
 
+@pytest.mark.default("phi")
 @pytest.mark.parametrize("name", only(("llama", "phi"), FUSED))
 def test_a_sum_is_one_launch_more_and_fusions_stay(name: str) -> None:
     program = lowered(name, 2)
@@ -86,6 +88,7 @@ def test_a_sum_is_one_launch_more_and_fusions_stay(name: str) -> None:
     assert not program.calls(ops.embed_norm_rope_write), "the embedding is a part of a sum"
 
 
+@pytest.mark.slow
 def test_a_head_of_a_padded_vocabulary_keeps_its_padding_from_winning() -> None:
     """129 tokens on 4 ranks: 33 columns each, the last 3 of which are of no token."""
     model = models.build_model("llama", vocab_size=129)

@@ -146,6 +146,7 @@ def build(folder: Path, capability: str = "8.9", shape: TinyShape = SHAPE, **opt
     return build_engine(path, path.with_name("plan"), [DECODE, TREE], BuildOptions(capability))
 
 
+@pytest.mark.default("INT4-64-fp16", "FLOAT8E4M3FN-0-fp16")
 @pytest.mark.parametrize(
     ("levels", "group", "dtype"),
     [

@@ -34,6 +34,7 @@ def build(folder, shape=None, options=STANDARD, profiles=(DECODE, TREE), **featu
     return build_engine(model, model.with_name("engine.plan"), profiles, options)
 
 
+@pytest.mark.default("fast-fp16")
 @pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lane", ["standard", "fast"])
 def test_both_lanes_build_and_attention_stays_one_kernel(tmp_path, dtype, lane):

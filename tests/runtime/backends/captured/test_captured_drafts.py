@@ -184,6 +184,7 @@ def following(inputs: StepInputs, result: StepResult) -> StepInputs:
     return inputs._replace(rows=made)
 
 
+@pytest.mark.default("4-vote-0+lookup2+1+suffix-chain-2", "1-selfw4s2b4-tree-2-1")
 @pytest.mark.parametrize(("plan", "batch"), every(4, BATCHES))
 def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     inputs = rig.state(plan, batch)
@@ -197,6 +198,7 @@ def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     assert len(rig.device.tapes) == 1
 
 
+@pytest.mark.default("vote-0+lookup2+1+suffix-chain-2", "selfw4s2b4-tree-2-1")
 @pytest.mark.parametrize("plan", every(4, PLANS), ids=IDS)
 def test_the_device_goes_on_before_the_host_has_read(rig, plan) -> None:
     """Two steps are in flight; weights and proposals stay those of the first one."""
@@ -209,6 +211,7 @@ def test_the_device_goes_on_before_the_host_has_read(rig, plan) -> None:
         inputs, pending = following(inputs, wanted), ahead
 
 
+@pytest.mark.slow
 def test_plans_take_turns_in_the_same_buffers(rig) -> None:
     """What one plan reads of the host is as wide as it likes; another's is not in its way."""
     inputs = rig.state(PLANS[0], 2)
@@ -254,6 +257,9 @@ def watched(forward, alive, most):
     return run
 
 
+@pytest.mark.default(
+    "off", "suffix-chain-3", "vote-0+lookup2+1+suffix-chain-2", "selfw4s2b4-tree-2-1"
+)
 @pytest.mark.parametrize("plan", every(2, PLANS), ids=IDS)
 def test_a_capture_writes_nothing(rig, plan) -> None:
     """Padding alone: all rows and the history stay, wherever a tree's shape is data."""

@@ -94,6 +94,7 @@ def check_captured(path: Path, plan: str, wanted: list[list[int]], device: Simul
     assert device.tapes
 
 
+@pytest.mark.slow
 def test_graphs_say_the_same(dense: Path, wanted: list[list[int]]) -> None:
     """Operator by operator, with the oracle."""
     for plan in ("off", *(plan.name for plan in PLANS)):

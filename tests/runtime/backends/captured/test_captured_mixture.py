@@ -95,6 +95,7 @@ def check_captured(path: Path, plan: str, wanted: list[list[int]], device: Simul
     return device.tapes[-1].operators.count("specc.experts.default")
 
 
+@pytest.mark.slow
 def test_captured_steps_say_the_same(alone, wanted, device, triton_kernels) -> None:
     assert check_captured(alone, "off", wanted, device) == 1
     # for any batch, and for those without filters

@@ -31,6 +31,7 @@ def all_is_captured():
         yield
 
 
+@pytest.mark.default("at once-tree-2-1", "late-tree-2-1")
 @pytest.mark.parametrize("plan", ["off", "tree-2-1"])
 def test_each_stage_reads_what_the_graph_before_it_computes(rig, plan) -> None:
     step, seen = rig.steps[plan], []

@@ -114,6 +114,7 @@ def select(inputs: StepInputs, order: list[int]) -> StepInputs:
     return StepInputs(rows, *(tensor[order] for tensor in inputs[1:4]))
 
 
+@pytest.mark.default("3-tree-2-1")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "batch",
@@ -141,6 +142,7 @@ def test_a_graph_serves_other_sequences_and_smaller_batches(rig, plan) -> None:
     assert len(rig.device.tapes) == len(BUCKETS)
 
 
+@pytest.mark.default("3-tree-2-1")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_device_goes_on_before_the_host_has_read(rig, plan, batch) -> None:
@@ -241,6 +243,7 @@ def test_a_hook_stands_between_verification_and_acceptance(rig, plan, batch) -> 
     assert len(rig.device.tapes) == 4
 
 
+@pytest.mark.slow
 def test_hooks_come_and_go(rig) -> None:
     """A hook sees the values of its own graphs, also after the whole step was captured."""
     inputs = rig.state(2)
@@ -282,6 +285,7 @@ def call_before(graph: fx.Graph, target: Any, function: Any, *args: Any) -> fx.N
         return graph.call_function(function, (node.args[0], *args))
 
 
+@pytest.mark.slow
 def test_an_operator_inside_of_a_model_is_named(rig) -> None:
     """One that cannot be captured: by its own name, and that of the model."""
     module = rig.other.target._graph
@@ -331,6 +335,7 @@ def test_a_whole_capture_keeps_no_values_of_its_stages(rig) -> None:
     assert {"logits", "tokens", "path"} <= step._bound[2, True].environment.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True])
 def test_results_outlive_further_steps(tiny_engine, is_late) -> None:
     """A late read gives the step's own results: another LLM may run its steps in between."""
@@ -345,6 +350,7 @@ def test_results_outlive_further_steps(tiny_engine, is_late) -> None:
         same(queued[b].result(), rig.advance_eager(plans[b], select(inputs, [b])))
 
 
+@pytest.mark.slow
 def test_the_device_runs_behind_the_host(late_rig) -> None:
     """Nothing waits but a read of a result, and that for no more than its step."""
     inputs = late_rig.state(2)
@@ -415,6 +421,7 @@ def test_no_step_goes_on_from_the_inputs_of_one_that_was_interrupted(rig, monkey
     assert not pending.can_go_on
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_captured_does_not_go_on(rig, monkeypatch) -> None:
     """It could run and wait, while the results of the last one are ready to be read."""
 

@@ -159,6 +159,7 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
             assert {t: e.logprob for t, e in mine.items()} == pytest.approx(values, abs=1e-5)
 
 
+@pytest.mark.default("all-off")
 @pytest.mark.parametrize(("case", "plan"), every(4, CASES_OF_PLANS))
 def test_outputs_are_those_of_an_eager_engine(rig, case, plan) -> None:
     wanted = rig.run(rig.eager, plan, CASES[case])
@@ -174,6 +175,7 @@ def test_outputs_are_those_of_an_eager_engine(rig, case, plan) -> None:
     assert (rig.num_halves > 0) == is_late
 
 
+@pytest.mark.slow
 def test_kinds_are_captured_when_they_are_asked_for(tiny_engine, monkeypatch) -> None:
     """Nothing of them before, and once for each batch size after."""
     rig = make_rig(tiny_engine, SimulatedDevice(), monkeypatch)
@@ -190,6 +192,7 @@ def test_kinds_are_captured_when_they_are_asked_for(tiny_engine, monkeypatch) ->
     assert len(rig.device.tapes) == more
 
 
+@pytest.mark.default("True")
 @pytest.mark.parametrize("masks_drafts", [True, False])
 def test_the_device_computes_while_the_host_makes_masks(
     tiny_engine, monkeypatch, masks_drafts
@@ -244,6 +247,7 @@ def test_a_draft_that_has_not_come_is_no_draft(tiny_engine, monkeypatch) -> None
     assert next(calls) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(4, PLAN_PARAMS, 1))
 def test_scored_steps_are_queued_ahead(tiny_engine, monkeypatch, plan) -> None:
     """Log probabilities do not make the device wait for the host."""

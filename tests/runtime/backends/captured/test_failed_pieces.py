@@ -42,6 +42,7 @@ def test_pieces_that_cannot_run_say_what_to_do(tiny_engine, monkeypatch, method,
         rig.steps[PLAN].capture(BATCH, PIECES)
 
 
+@pytest.mark.default("leave-reading what a draft is fed")
 @pytest.mark.parametrize(("method", "name"), FAILURES)
 def test_pieces_that_cannot_be_captured_run_all_the_same(
     tiny_engine, monkeypatch, method, name

@@ -97,6 +97,7 @@ def captured_cut(rig: Rig, plan: SpecPlan, inputs: StepInputs, live: Sequence[in
     return step.submit(inputs._replace(extra=extra), extras=extras).result()
 
 
+@pytest.mark.default("3-chain-2", "3-selfw4s2b4-tree-2-1")
 @pytest.mark.parametrize("plan", CUT, ids=lambda plan: plan.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_replays_equal_the_eager_pass_over_live_nodes(rig: Rig, plan: SpecPlan, batch: int) -> None:

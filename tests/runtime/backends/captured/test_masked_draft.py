@@ -184,6 +184,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default("chain-at once", "tree-late", "merge-at once")
 @pytest.mark.parametrize(("plan", "device"), CASES)
 def test_pieces_draft_what_a_whole_stage_does(grammars, plan, device) -> None:
     """Of three sequences, who have grammars or none in turn; of a smaller batch; and of nobody."""

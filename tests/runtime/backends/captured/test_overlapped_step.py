@@ -190,6 +190,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default("tree-2-1-11", "dynamic-6-2-3-5")
 @pytest.mark.parametrize(("plan", "batch"), CASES)
 def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     """Tokens, lengths and all rows, with each way of drawing tokens, whatever order branches have.
@@ -209,6 +210,7 @@ def test_replays_equal_the_eager_step(rig, plan, batch) -> None:
     assert branch.calls
 
 
+@pytest.mark.default("chain-2")
 @pytest.mark.parametrize("plan", every(2, NAMES))
 def test_branches_share_nothing_that_one_writes(rig, plan) -> None:
     """Neither rows of a cache or of the history, nor bytes of anything else.
@@ -240,6 +242,7 @@ def test_branches_share_nothing_that_one_writes(rig, plan) -> None:
     assert conflicts(tape_of(step, 8), slabs.values()) == []
 
 
+@pytest.mark.default("last")
 @pytest.mark.parametrize(
     "rows", [((0, 5), (4, 8)), ((0, 4), (3, 8)), ((0, 8), (0, 8))], ids=["last", "first", "all"]
 )
@@ -316,6 +319,7 @@ def test_both_halves_know_that_nobody_has_filters(rig) -> None:
         assert [bound._first._is_filtered, bound._second._is_filtered] == [is_filtered] * 2
 
 
+@pytest.mark.slow
 def test_the_device_goes_on_before_the_host_has_read(rig) -> None:
     """Two steps are in flight; both halves go on from what they have left."""
     rig.device.order, step = BETWEEN, rig.steps["tree-2-1"]

@@ -110,6 +110,7 @@ CASES = [
 FAST = ("chain-3-coupled", f"{MORE[0].name}-mss", f"{MORE[1].name}-greedy")
 
 
+@pytest.mark.default("chain-3-coupled")
 @pytest.mark.parametrize(("plan", "options"), only(FAST, CASES))
 def test_tokens_a_step_are_those_of_an_eager_engine(rig, plan, options) -> None:
     """Token for token, and step for step; and coupled ones are those of plain decoding."""
@@ -122,6 +123,7 @@ def test_tokens_a_step_are_those_of_an_eager_engine(rig, plan, options) -> None:
         assert found == rig.run(rig.captured, "off", **options)[0]
 
 
+@pytest.mark.slow
 def test_drafts_that_obey_have_more_tokens_a_step(rig) -> None:
     """Outputs stay."""
     found, counters = rig.run(rig.captured, "tree-2-1")
@@ -145,6 +147,7 @@ def test_what_alone_may_follow_is_proposed(rig) -> None:
     assert llm.get_metrics().num_spec_steps == -(-(num_tokens - 1) // 4)
 
 
+@pytest.mark.slow
 def test_batches_without_grammars_stay_one_graph(rig, monkeypatch) -> None:
     """Before one with a grammar, and after it; and a grammar masks none of the others' drafts."""
     step = rig.captured.steps["chain-3"]

@@ -55,6 +55,7 @@ class Replays:
         monkeypatch.setattr(device, "capture", noted)
 
 
+@pytest.mark.default("off")
 @pytest.mark.parametrize("plan", PLANS)
 def test_batches_without_filters_have_a_graph_of_their_own(rig, plan, monkeypatch) -> None:
     """Chosen by what is in the batch, for steps ahead too; never while a hook looks in."""

@@ -63,6 +63,7 @@ def found(result: StepResult) -> tuple[object, ...]:
     return result._replace(stage_s={})
 
 
+@pytest.mark.default("tree-2-2-1", "tree-3-2-1-1")
 @pytest.mark.parametrize("plan", PLAN_IDS)
 def test_results_equal_those_of_the_eager_step(pair: Pair, plan: str) -> None:
     for seed, batch in enumerate((1, 3, 2, 5, 1)):

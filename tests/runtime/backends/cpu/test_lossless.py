@@ -83,6 +83,12 @@ def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
         assert outcome.stats.accepted_at_depth[1] > 0
 
 
+@pytest.mark.default(
+    "gemma3-tied-chain-1",
+    "gemma3-tied-chain-4",
+    "gemma3-tied-tree-2-2-1",
+    "gemma3-tied-tree-3-2-1-1",
+)
 @pytest.mark.parametrize("plan", PLANS[1:], ids=PLAN_IDS[1:])
 @BY_NAME
 def test_a_draft_equal_to_the_target_is_always_accepted(
@@ -197,6 +203,7 @@ def threads_of(engine: Engine, num_threads: int) -> Iterator[None]:
             program.set_num_threads(number)
 
 
+@pytest.mark.default("gemma3-tied-tree-3-2-1-1")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

@@ -97,6 +97,7 @@ def test_batch_sizes_that_change_between_steps(pair: Pair, plan: str) -> None:
         run_both(pair, plan, batch, seed)
 
 
+@pytest.mark.default("opt")
 def test_plans_take_turns(pair: Pair) -> None:
     for seed, plan in enumerate(PLAN_IDS * 4):
         run_both(pair, plan, 1 + seed % 3, seed)
@@ -182,6 +183,12 @@ BROKEN = {
 
 
 # with two threads: tests/kernels/cpu/test_threads.py; here they would stall beside other work
+@pytest.mark.default(
+    "gemma3-tied-block-table-of-fewer-sequences-off-1-thread",
+    "gemma3-tied-slab-of-another-rank-tree-2-2-1-1-thread",
+    "opt-block-table-of-fewer-sequences-off-1-thread",
+    "opt-slab-of-another-rank-tree-2-2-1-1-thread",
+)
 @pytest.mark.parametrize("threads", [1], indirect=True, ids=["1-thread"])
 @pytest.mark.parametrize(
     ("broken", "plan"),
@@ -207,6 +214,13 @@ def test_a_good_step_after_one_that_failed(
 
 
 # two threads stall beside other work: of each model, every other plan runs on them
+@pytest.mark.default(
+    "gemma3-tied-1-threads-off",
+    "gemma3-tied-1-threads-tree-2-2-1",
+    "gemma3-tied-2-threads-chain-4",
+    "opt-1-threads-chain-1",
+    "opt-1-threads-tree-3-2-1-1",
+)
 @pytest.mark.parametrize(
     ("pair", "threads", "plan"),
     [
@@ -278,6 +292,12 @@ def check_pass(pair: Pair, inputs: Sequence[Tensor | None]) -> Tensor:
     return found
 
 
+@pytest.mark.default(
+    "gemma3-tied-1-thread-causal",
+    "gemma3-tied-2-threads-causal",
+    "opt-1-thread-causal",
+    "opt-2-threads-causal",
+)
 @pytest.mark.parametrize(
     "words", every(2, [None, 1, 2, 3]), ids=["causal", "1-word", "2-words", "3-words"]
 )
@@ -367,6 +387,7 @@ def bound_program(pair: Pair, kind: type, weights: dict[str, Tensor]) -> ModelPr
     return kind(program, weights, caches)
 
 
+@pytest.mark.default("opt")
 def test_weights_are_used_where_they_lie(pair: Pair) -> None:
     """Each one: what is written to its memory is what the next pass reads."""
     mapped = MappedWeights(pair.path / "target/weights.safetensors")

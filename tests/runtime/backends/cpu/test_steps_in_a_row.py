@@ -152,6 +152,9 @@ def facts(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.default(
+    "greedy-off", "greedy-chain-4", "sampled-off", "sampled-chain-4", "stops-off", "stops-chain-4"
+)
 @pytest.mark.parametrize("plan", PLAN_IDS)
 @pytest.mark.parametrize(
     "sampling",

@@ -52,12 +52,14 @@ def generate(llm: LLM, params: SamplingParams = PARAMS) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.default("tree-2-1")
 @pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
 def test_fused_graphs_say_the_same(cuda_engine, wanted, plan) -> None:
     """The graphs with the oracles of the fused operators, operator by operator, on the CPU."""
     assert generate(LLM(cuda_engine, plan=plan, backend="eager")) == wanted
 
 
+@pytest.mark.default("tree-2-1")
 @pytest.mark.parametrize("plan", ["off", "chain-3", "tree-2-1"])
 def test_replayed_steps_say_the_same(cuda_engine, wanted, plan, device) -> None:
     """Requests come and go; graphs are captured while the engine loads, and none later."""
@@ -138,6 +140,7 @@ class Launches:
         return guarded
 
 
+@pytest.mark.slow
 def test_launches_do_not_depend_on_the_data(cuda_engine, device, triton_kernels) -> None:
     """The same kernels with the same numbers, whatever lengths and tokens are, and no host read."""
     loaded = Engine.load(cuda_engine, capture=CaptureLimits.lazy())
@@ -260,6 +263,7 @@ def test_launches_go_to_the_device_of_the_engine(cuda_engine, device) -> None:
     assert not device.is_active
 
 
+@pytest.mark.default("1")
 @pytest.mark.parametrize("max_num_seqs", [None, 1])
 def test_memory_is_checked_before_it_is_taken(cuda_engine, device, max_num_seqs) -> None:
     """One byte less than weights, caches and passes need is an error that says what they are."""
@@ -322,6 +326,7 @@ def test_weights_are_checked_and_moved(cuda_engine, device) -> None:
     assert not device.tapes
 
 
+@pytest.mark.slow
 def test_a_probe_captures_what_it_runs(cuda_engine, device) -> None:
     """Off and plans that are tried, of two batch sizes; graphs serve until the engine goes.
 

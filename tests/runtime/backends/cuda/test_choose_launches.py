@@ -111,6 +111,9 @@ def two_plans(tiny_engine: Path) -> Rig:
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "measured", [])
+    # a replay of the simulated device takes as long as a step in Python
+    monkeypatch.setattr(chosen, "_ROUNDS", 2)
+    monkeypatch.setattr(chosen, "_CHECKS", 3)
 
 
 def choose(rig: Rig, seconds: dict[str, float] = FASTER, **options: Any) -> list[dict[str, Any]]:
@@ -151,6 +154,7 @@ def test_what_is_no_faster_is_not_chosen(rig: Rig, seconds: dict[str, float]) ->
     assert rig.device.ways == [ORDINARY]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_decides_too(rig: Rig) -> None:
     timer = FakeTimer(rig.device, FASTER)
     step = rig.steps[next(iter(rig.steps))]

@@ -77,6 +77,7 @@ def eager(engine_of: Any) -> Callable[[SpecPlan, str | None], Served]:
     return run
 
 
+@pytest.mark.default("chain-3-coupled")
 @pytest.mark.parametrize(("plan", "rule"), checkered([CHAIN, TREE], RULES, first=1))
 def test_outputs_steps_and_counters_are_those_of_eager(
     engine_of: Any, eager: Any, device: SimulatedDevice, plan: SpecPlan, rule: str | None
@@ -91,6 +92,7 @@ def test_outputs_steps_and_counters_are_those_of_eager(
     assert 0 < sum(accepted for _, accepted in steps) < sum(live - 1 for live, _ in steps)
 
 
+@pytest.mark.default("tree")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("dspark-deepspec", TREE), ("dspark-specforge", CHAIN)],
@@ -118,6 +120,7 @@ def test_no_more_is_verified_than_the_policy_says(
 
 
 # other rules and plans: test_outputs_steps_and_counters_are_those_of_eager, test_both_options
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "rule"), only([f"{TREE.name}-coupled"], checkered([CHAIN, TREE], RULES))
 )
@@ -149,6 +152,7 @@ def test_goodput_learns_as_on_eager(
     assert found.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_both_options(engine_of: Any, device: SimulatedDevice) -> None:
     """As an engine is opened with them: goodput decides while results are on their way."""
     path, own = engine_of(), [replace(one, max_tokens=24) for one in params("coupled")]
@@ -202,6 +206,7 @@ def test_steps_are_drafted_ahead_of_results(
     assert num_half > len(queued) / 2
 
 
+@pytest.mark.default("thresholds0-False")
 @pytest.mark.parametrize(
     ("thresholds", "late"), [((THRESHOLD, 0.0, 0.6), False), ((THRESHOLD, THRESHOLD), True)]
 )
@@ -335,6 +340,7 @@ def test_steps_that_ask_no_drafter_do_not_compute_it(
     assert torch.ops.aten.searchsorted.Tensor not in functions
 
 
+@pytest.mark.slow
 def test_a_step_with_a_hook_verifies_whole_trees(engine_of: Any, device: SimulatedDevice) -> None:
     path, own = engine_of(), params("coupled")
     engine = load(path, capture=CaptureLimits.lazy())

@@ -86,6 +86,7 @@ def test_other_conditions_measure_anew(program, cache, new_process, field):
     assert Choice.of(None) not in few_rows.choices.values()
 
 
+@pytest.mark.slow
 def test_shapes_that_are_not_kept_are_measured(program, cache, new_process):
     load(program, cache)
     new_process()

@@ -68,6 +68,7 @@ def cuda_engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> P
     return engines.build(tiny_models.target, tiny_models.target, path, config)
 
 
+@pytest.mark.default("chain-3-None")
 @pytest.mark.parametrize(
     ("plan", "rule"), checkered(TREES, [None, "coupled", "delta", "mss", "swor"], first=1)
 )
@@ -120,6 +121,7 @@ def test_steps_ahead_verify_what_was_decided_for_them(
     assert len({tuple(levels) for levels, _ in policy.seen}) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, pytest.param("coupled", marks=pytest.mark.slow)])
 def test_steps_are_queued_ahead(
     cuda_engine: Path, device: SimulatedDevice, rule: str | None
@@ -151,6 +153,7 @@ def test_steps_are_queued_ahead(
     assert llm.get_metrics().num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_masks_and_log_probabilities_beside_dead_nodes(
     cuda_engine: Path, device: SimulatedDevice
 ) -> None:

@@ -44,6 +44,7 @@ def engine_of(zoo: Zoo) -> Make:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

@@ -113,6 +113,7 @@ def test_kernels_are_launched_in_the_ordinary_way(engine_dir, device, monkeypatc
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_the_check_with_a_gpu_compares_and_times_both_ways(engine_dir, device, monkeypatch) -> None:
     for name, value in (("REPLAYS", 2), ("QUEUED", 2), ("ROUNDS", 1)):
         monkeypatch.setattr(replay, name, value)

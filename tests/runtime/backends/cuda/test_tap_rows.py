@@ -35,6 +35,7 @@ def path(zoo: Zoo) -> Path:
     return zoo.once("taps-cuda", write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [pytest.param(p.name, marks=() if p is PLANS[1] else SLOW) for p in PLANS]
 )

@@ -85,6 +85,7 @@ def poison(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_runs_onnx(zoo: Zoo, name: str) -> None:
     """Else the tests below would say nothing."""
@@ -103,6 +104,7 @@ def test_the_engine_runs_onnx(zoo: Zoo, name: str) -> None:
         assert sum(slab.nbytes for slab in slabs) == planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(3, PLANS), ids=PLAN_IDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_equals_generate(zoo: Zoo, name: str, plan: SpecPlan) -> None:
@@ -123,6 +125,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     check_full_acceptance(zoo, name, plan, **layout_of(name), **ONNX)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(5, PLAN_IDS, 2))
 def test_requests_join_and_leave_while_others_run(
     zoo: Zoo, plan: str, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +145,7 @@ def test_requests_join_and_leave_while_others_run(
     assert min(runs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, [OFF.name, "tree-3-2-1-1"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_graphs_of_an_onnx_engine_give_the_same_tokens(zoo: Zoo, name: str, plan: str) -> None:
@@ -159,6 +163,7 @@ def test_the_graphs_of_an_onnx_engine_give_the_same_tokens(zoo: Zoo, name: str, 
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS[2:4], ids=PLAN_IDS[2:4])
 def test_coupled_sampling_gives_the_tokens_of_plain_decoding(zoo: Zoo, plan: SpecPlan) -> None:
     engine = make_engine(zoo, "gemma3")
@@ -233,11 +238,13 @@ def mixed_path(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixed(mixed_path: Path) -> Engine:
     loaded = poison(Engine.load(mixed_path))
+    assert {type(model) for model in (loaded.target, *loaded.drafts)} == {OnnxProgram}
     # nor may anybody look up what no sequence ever held
     loaded.cache.history.random_(0, models.VOCAB)
     return loaded
 
 
+@pytest.mark.default("tree-n10-d4-e3d3", "merge-0+1-tree-n10-d4-e3d3")
 @pytest.mark.parametrize("plan", every(3, drafts.PLAN_IDS))
 def test_trees_and_combinations_of_every_kind(zoo: Zoo, mixed: Engine, plan: str) -> None:
     prompts = models.prompts()
@@ -255,6 +262,7 @@ def test_trees_and_combinations_under_a_window(zoo: Zoo) -> None:
             run_case(zoo, "mistral", engine, plan.name, batch, NUM_TOKENS)
 
 
+@pytest.mark.slow
 def test_every_kind_of_plan_has_proposals_accepted(mixed: Engine) -> None:
     """Else a wrong commit could hide: of drafts, not of lookups in random text."""
     accepted = {}
@@ -368,12 +376,12 @@ def test_bfloat16_is_refused_at_load(zoo: Zoo) -> None:
     assert len(eager.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 4
 
 
-def test_no_onnxruntime(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_onnxruntime(mixed_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(EngineError, match="no onnxruntime") as caught:
-        Engine.load(engine_path(zoo, "gemma3"))
+        Engine.load(mixed_path)
     assert 'pip install "onnx' in caught.value.do
-    assert Engine.load(engine_path(zoo, "gemma3"), backend="eager").backend == "eager"
+    assert Engine.load(mixed_path, backend="eager").backend == "eager"
 
 
 def test_engines_without_onnx_files_are_refused(saved_engine: Any) -> None:
@@ -382,9 +390,9 @@ def test_engines_without_onnx_files_are_refused(saved_engine: Any) -> None:
 
 
 @pytest.mark.parametrize("file", ["target/model.onnx", "draft-0/model.onnx"])
-def test_altered_files_are_refused(zoo: Zoo, tmp_path: Path, file: str) -> None:
+def test_altered_files_are_refused(mixed_path: Path, tmp_path: Path, file: str) -> None:
     path = tmp_path / "engine"
-    shutil.copytree(engine_path(zoo, "gemma3"), path)
+    shutil.copytree(mixed_path, path)
     assert Engine.load(path).backend == "onnx"
     data = bytearray((path / file).read_bytes())
     data[len(data) // 2] ^= 1
@@ -396,8 +404,8 @@ def test_altered_files_are_refused(zoo: Zoo, tmp_path: Path, file: str) -> None:
         Engine.load(path)
 
 
-def test_manifests_of_other_cache_rows_are_refused(zoo: Zoo) -> None:
-    manifest = make_engine(zoo, "gemma3").manifest
+def test_manifests_of_other_cache_rows_are_refused(mixed: Engine) -> None:
+    manifest = mixed.manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     rectangle = manifest.rectangle
     changes: tuple[tuple[dict[str, Any], str], ...] = (

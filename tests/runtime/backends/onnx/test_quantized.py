@@ -51,6 +51,7 @@ def generate(engine: Engine, plan: str, prompts: Any) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "group"),
     [

@@ -99,6 +99,7 @@ def generate(llm: LLM, params: Any = None) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(models.prompts(), params)]
 
 
+@pytest.mark.default("tree-3-2-1")
 @pytest.mark.parametrize("plan", every(5, PLAN_IDS, 2))
 def test_greedy_equals_generate(zoo: Zoo, path: Path, recorder: Recorder, plan: str) -> None:
     """All prompts together, of which four are longer than a chunk, then one of them alone."""
@@ -112,6 +113,7 @@ def test_greedy_equals_generate(zoo: Zoo, path: Path, recorder: Recorder, plan: 
         assert outcome.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(2, EQUAL), ids=lambda plan: plan.name)
 def test_a_draft_equal_to_the_target_is_always_accepted(
     zoo: Zoo, path: Path, recorder: Recorder, plan: SpecPlan
@@ -124,6 +126,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     assert found == {key: len(models.prompts()) * count for key, count in wanted.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -144,6 +147,7 @@ def test_drafts_catch_up(zoo: Zoo, path: Path, recorder: Recorder, script: tuple
         assert num_cut <= (stats.num_trimmed_tokens > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", every(3, [CHAIN.name, TREE.name, PLANS[4].name], 1))
 def test_requests_join_and_leave_while_others_run(
     zoo: Zoo, path: Path, recorder: Recorder, plan: str, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +271,7 @@ def test_steps_are_replayed_without_a_word_of_python(
     assert len(recorder.device.tapes) == len(PLAN_IDS) * 2
 
 
+@pytest.mark.default("tree-3-2-1-wanted2")
 @pytest.mark.parametrize(
     ("plan", "wanted"),
     every(

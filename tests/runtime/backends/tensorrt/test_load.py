@@ -241,6 +241,7 @@ def rtx(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pytest.importorskip("tensorrt_rtx")
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_built_for_real(path: Path, rtx: Any, tmp_path: Path) -> None:
     """The recorded builder says what the real one does; without a driver, that does not load."""
     directory = tmp_path / "engine"

@@ -29,6 +29,7 @@ def job(mode: str, target: object, draft: object = None, batches: object = None)
     return Job(mode, str(target), path, "float32", 1, batches or [[ids] for ids in PROMPTS], 20, 3)
 
 
+@pytest.mark.slow
 def test_all_modes_emit_what_the_engine_does(tiny_models, off_outputs):
     for mode, draft, settings in (
         (PLAIN, None, {"default": {}}),

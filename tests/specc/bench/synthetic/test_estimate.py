@@ -79,6 +79,7 @@ def of_model(nodes: list[Node], model: str) -> list[Node]:
     return [node for node in nodes if node.model == model]
 
 
+@pytest.mark.default("chain-1", "tree-16")
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize("plan", [OFF, CHAIN, TREE], ids=["off", "chain", "tree"])
 def test_rows_that_steps_have_are_measured(
@@ -215,6 +216,7 @@ def test_launches_are_noted_while_recorded_only() -> None:
     assert names == ["_act_and_mul_kernel"]
 
 
+@pytest.mark.slow
 def test_an_estimate_is_the_sum_of_its_nodes() -> None:
     costs = GraphCosts(
         bytes_per_s=2e9,
@@ -271,6 +273,7 @@ def test_gaps_that_dependent_launches_may_close() -> None:
     assert found["gaps"] == 3 * layers + 4
 
 
+@pytest.mark.slow
 def test_the_report_names_what_is_asked_of_it() -> None:
     report = make_estimate(compiled(), CONTEXT, {"batch_size": 1})
     assert report["target"]["nodes_per_layer"] == report["draft"]["nodes_per_layer"] == 5
@@ -281,6 +284,7 @@ def test_the_report_names_what_is_asked_of_it() -> None:
     assert all(item["source"] for item in report["assumptions"])
 
 
+@pytest.mark.slow
 def test_sampling_is_a_part_of_what_lies_between_passes() -> None:
     report = make_estimate(compiled(), CONTEXT, {})
     found = {name: plan["sampling"] for name, plan in report["plans"].items()}
@@ -338,6 +342,7 @@ def test_values_that_are_alive_at_once() -> None:
     assert live.most == 2 * 4096 + 512
 
 
+@pytest.mark.slow
 def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
     """Its values take no more, so that in a pool with those of the first it needs nothing."""
     for batch_size in (1, 16):
@@ -351,6 +356,7 @@ def test_the_second_graph_fits_into_the_memory_of_the_first() -> None:
     assert more > 16 * 4 * row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", every(3, ["int8", "int4-g64", "fp8"], first=1))
 def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
     """Levels, scales and zero points once, in the nodes of products and in the floor."""

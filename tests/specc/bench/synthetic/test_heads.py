@@ -180,6 +180,7 @@ CAPTURED = only(
 )
 
 
+@pytest.mark.default("dflash-qwen3-chain-3")
 @pytest.mark.parametrize(("head", "target", "plan"), CAPTURED)
 def test_a_device_that_captures_says_the_same(head, target, plan):
     """Lowered for CUDA and replayed: tokens of off, in as many steps, one graph a step."""
@@ -195,6 +196,7 @@ def test_a_device_that_captures_says_the_same(head, target, plan):
     assert engine.steps[plan.name].is_captured(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", only(["medusa"], HEADS))
 def test_a_head_of_a_quantized_target_stays_as_it_is(head):
     programs = compile_tiny(head, backend="cuda", quantization="int8")
@@ -216,6 +218,7 @@ def test_a_head_of_a_quantized_target_stays_as_it_is(head):
     assert own["bytes"] < plain["bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", only(("llama",), ["llama", "qwen3"]))
 def test_an_eagle_head_proposes_what_its_module_finds(target):
     """Hidden states, weights and the map of ids, from prompt to proposal, against the modules."""
@@ -244,6 +247,7 @@ def test_an_eagle_head_proposes_what_its_module_finds(target):
         assert own[1] == int(logits[0, -1].argmax())
 
 
+@pytest.mark.default("eagle3", "medusa")
 @pytest.mark.parametrize("head", HEADS)
 def test_weights_are_there_once_and_say_something(head):
     """A module's parameters are the tensors of its program; norms are 1, matrices are drawn."""
@@ -345,6 +349,7 @@ def test_bytes_of_a_drafter_whose_logits_depend_on_tokens():
     assert chain.features == 2 * 2 * 8 * 5 * 4096
 
 
+@pytest.mark.slow
 def test_bytes_of_medusa_heads():
     """Three heads of Llama 3.1 8B, each of which has a matrix for all ids."""
     chain = published_bytes("medusa", "llama-3.1-8b", SpecPlan.from_widths((1,) * 3), 1024)
@@ -354,6 +359,7 @@ def test_bytes_of_medusa_heads():
     assert chain.kv_cache == 2 * 8 * 2 * 2 * 8 * 128 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "passes"), [("eagle3", 3), ("dflash", 1), ("dspark", 1), ("medusa", 1)]
 )

@@ -81,6 +81,7 @@ def operators(programs: BenchPrograms) -> list[str]:
     return [node["target"] for node in graph["nodes"] if node["op"] == "call_function"]
 
 
+@pytest.mark.default("deepseek-v2-lite")
 @pytest.mark.parametrize("name", SMALL)
 def test_what_layers_are_made_of(name: str) -> None:
     """All that a mixture does with its experts is one operator, and caches hold latents."""
@@ -160,6 +161,7 @@ def test_the_module_computes_what_the_programs_do(name: str) -> None:
     assert len(set(output)) > 3, "an output that says something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", every(3, ["int8", "int4-g64", "fp8"], first=1))
 @pytest.mark.parametrize("name", only(("deepseek-v2-lite",), SMALL))
 def test_experts_stay_in_floats(name: str, layout: str) -> None:
@@ -188,6 +190,7 @@ def bytes_of(programs: BenchPrograms, plan: SpecPlan, sequences: int) -> StepByt
     return count_step_bytes(programs.steps[plan.name], models, plan, 20, sequences)
 
 
+@pytest.mark.default("deepseek-v2-lite-cuda")
 @pytest.mark.parametrize("backend", every(3, ["cuda", "eager", "cpu"]))
 @pytest.mark.parametrize("name", SMALL)
 def test_a_pass_reads_the_experts_that_its_tokens_choose(name: str, backend: str) -> None:
@@ -244,6 +247,7 @@ def test_a_device_that_captures_says_the_same(name: str) -> None:
     assert engine.steps["tree-2-1"].is_captured(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "more"),
     [

@@ -121,6 +121,7 @@ def logits_of(programs: BenchPrograms) -> Tensor:
         )
 
 
+@pytest.mark.default("int8-bfloat16")
 @pytest.mark.parametrize("dtype", every(2, ["float32", "bfloat16"], first=1))
 @pytest.mark.parametrize("layout", ASKED)
 def test_logits_have_the_spread_of_those_of_floats(layout: str, dtype: str) -> None:
@@ -139,6 +140,7 @@ def float_names(model: BenchModel) -> set[str]:
 
 # a table that is also the head; a mixture, whose experts backend eager multiplies by integers; and
 # matrices [inputs, outputs]
+@pytest.mark.default("llama-cuda-int4-g64")
 @pytest.mark.parametrize("layout", every(3, ASKED, first=1))
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -199,6 +201,7 @@ def test_the_same_seed_draws_the_same_integers() -> None:
     assert not any(torch.equal(first[key], other[key]) for key in levels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ASKED)
 def test_memory_and_floors_count_the_bytes_that_are_read(layout: str) -> None:
     """Of target and draft: the plan, and what a pass reads, are the bytes of the tensors."""

@@ -198,6 +198,7 @@ def test_weights_are_there_once(name):
         assert not any(tensor.is_meta for tensor in left)
 
 
+@pytest.mark.default("llama-eager")
 @pytest.mark.parametrize(
     ("name", "backend"),
     only(
@@ -255,6 +256,7 @@ def test_drawing_leaves_the_random_state_alone():
     assert torch.equal(torch.rand(3), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -72,6 +72,7 @@ def test_the_report_and_its_tables(tiny_engine, file, tmp_path):
     assert ["rag", "off", "3", "of", "4"] in [row[:5] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_template_of_the_engine_and_few_questions(tiny_engine, file, tmp_path):
     engine = tmp_path / "engine"
     shutil.copytree(tiny_engine, engine)
@@ -89,6 +90,7 @@ def test_a_template_of_the_engine_and_few_questions(tiny_engine, file, tmp_path)
     assert report["settings"]["num_prompt_tokens"] > sum(first) + first[0]
 
 
+@pytest.mark.slow
 def test_a_mismatch_names_question_and_turn(tiny_engine, file, monkeypatch):
     run = ConversationContender.run
 

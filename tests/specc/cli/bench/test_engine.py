@@ -191,6 +191,7 @@ def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
     assert_refused(result, "--against llama.cpp", "llama-cpp-python", "pip install")
 
 
+@pytest.mark.slow
 def test_several_plans(tiny_engine, prompts):
     plans = ("--plan", "chain-3", "--plan", "tree-2-1", "--plan", "off", "--plan", "chain-3")
     report = report_of(tiny_engine, *QUICK, *plans, "--prompts", prompts, "--num-prompts", 1)
@@ -221,6 +222,7 @@ def test_synthetic_acceptance(tiny_engine):
     assert report["settings"]["prompts"] == "built-in"
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_not_hidden(tiny_engine, prompts, monkeypatch):
     """A wrong token in one round of one prompt: report and table say so."""
     run = EngineContender.run

@@ -98,6 +98,7 @@ def check_fields(item: dict[str, Any], fields: dict[str, Any]) -> None:
         assert isinstance(item[key], kind), (key, item[key])
 
 
+@pytest.mark.slow
 def test_the_whole_report(pair, device, tmp_path):
     """Both devices: every field, the bars that are read off it, the table and the picture."""
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
@@ -163,6 +164,7 @@ def test_the_whole_report(pair, device, tmp_path):
     assert "speculative tree-2-1" in plot.read_text()
 
 
+@pytest.mark.slow
 def test_one_graph_a_step(pair, monkeypatch):
     """With dice: a plan's step is one graph, and one each of its stages for their times."""
     simulated = SimulatedDevice()
@@ -201,6 +203,7 @@ def test_both_measures_draw_the_even_walk(pair):
     assert run["mean_acceptance_length"] == pytest.approx((tokens - 1) / steps)
 
 
+@pytest.mark.slow
 def test_a_target_alone(pair):
     report = report_of("--synthetic", "target", *QUICK, "--batch-size", 2)
     (off,) = report["runs"]
@@ -356,6 +359,7 @@ def test_a_self_draft_in_place_of_a_draft(pair, device):
     assert whole < step["bytes_parts"]["kv_cache"] < 2.1 * whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "layout"),
     [

@@ -79,6 +79,7 @@ def test_the_whole_report(head, monkeypatch):
     assert head in result.stdout
 
 
+@pytest.mark.slow
 def test_too_little_memory_names_target_and_head(monkeypatch):
     monkeypatch.setattr(bench_device.RepeatingDevice, "free_bytes", lambda self: 1000)
     result = invoke("--synthetic", "target", "--draft", "eagle3", *QUICK)
@@ -95,6 +96,7 @@ def test_plans_without_a_tree(acceptance, plan):
     assert [item.name for item in plans] == [plan, "off"]
 
 
+@pytest.mark.slow
 def test_an_estimate():
     pytest.importorskip("triton")
     args = ("--synthetic", "target", "--draft", "eagle3", "--tree", "dynamic:8,3,3", *QUICK)

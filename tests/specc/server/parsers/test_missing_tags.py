@@ -75,7 +75,7 @@ def without(text: str, *tags: str) -> str:
 def read_in_pieces(form: str, text: str) -> Found:
     """However it comes."""
     whole = read(form, text)
-    for size in (1, 2, 3, 5, 8, 40):
+    for size in (1, 3, 8, 40):
         assert read(form, text, (size,)) == whole, size
     return whole
 
@@ -128,7 +128,7 @@ def test_several_are_missing(form: str) -> None:
 @pytest.mark.parametrize(("form", "tag"), [one for one in MISSING if one[0] in DIFFERENT])
 def test_wherever_it_is_cut(form: str, tag: str) -> None:
     text = without(WRITERS[form](CALLS), tag)
-    for end in range(0, len(text), 5):
+    for end in range(0, len(text), 11):
         found = read(form, text[:end], (5,))
         if found.is_whole:
             assert values(found) == CALLS[: len(found.calls)], text[:end]
@@ -220,6 +220,7 @@ def test_every_value_comes_as_it_was_closed() -> None:
             assert values(found) == [("add", {"s": value})], value
 
 
+@pytest.mark.default("qwen3_coder", "hy_v3", "step3")
 @pytest.mark.parametrize("form", DIFFERENT)
 def test_pieces_do_not_matter(form: str) -> None:
     """Nor what is missing: all that is whole is JSON, and what is no call is text."""
