@@ -374,20 +374,22 @@ class _Proof:
 
     def _attention(self, node: fx.Node, rule: OfHeads) -> Any:
         bound = bind_args(node)
-        for names, place, what in (
-            (rule.heads, (1, 3), "[heads, tokens, head_dim]"),
-            (rule.tables, (0, 2), "[tokens, columns]"),
+        for names, dim, ndim, what in (
+            (rule.heads, 1, 3, "[heads, tokens, head_dim]"),
+            (rule.tables, 0, 2, "[tokens, columns]"),
+            (rule.of_tokens, 0, None, "[tokens, …]"),
         ):
-            for item in (bound[name] for name in names):
+            for item in (bound[name] for name in names if bound[name] is not None):
                 state = self._states[item]
-                if not is_in_order(state) or (state.dim, state.ndim) != place:
+                is_there = is_in_order(state) and state.dim == dim
+                if not is_there or ndim not in (None, state.ndim):
                     raise self._refuse(node, f"{item.name} is not {what}")
         for item in (bound[name] for name in rule.parameters):
             if item is not None and self._states[item] is not None:
                 raise self._mixes(node)
         if node.meta["val"] is None:
             return None
-        first = bound[(rule.heads or rule.tables)[0]]
+        first = bound[(rule.heads or rule.tables or rule.of_tokens)[0]]
         return replace(self._result(node, self._states[first]), is_position=False)
 
     def _rows(self, node: fx.Node, rule: OfRows) -> Any:
