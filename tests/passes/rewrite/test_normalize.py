@@ -106,7 +106,6 @@ def test_slices_of_all_tokens_go():
     (part,) = program.calls(aten.slice.Tensor)
     assert part.meta["val"].shape[-1] == 15
     assert_same_numbers(program, model)
-    assert len(compiled(model)[0].calls(aten.slice.Tensor)) == 1
 
 
 def test_meta_device_goes():
