@@ -137,8 +137,7 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                sizes = (*of_cache, is_cut, old.windowed, states)
-                steps = write_steps(writer, plans, slabs, *sizes)
+                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:
