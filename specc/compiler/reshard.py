@@ -95,7 +95,9 @@ def reshard_engine(
         config = _config_of(old, backend, num_ranks, num_stages)
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
-        refuse(Asked(config, None, facts, options, reads_hidden=keeps_hidden))
+        states = old.models[0].state_slabs
+        asked_for = Asked(config, None, facts, options, reads_hidden=keeps_hidden)
+        refuse(dataclasses.replace(asked_for, keeps_states=bool(states)))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -135,7 +137,7 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed)
+                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:
