@@ -28,6 +28,7 @@ TREE_CONV = Operator(
     fake=_tree_conv_fake,
     tokens=OfHeads(tables=("x",), parameters=("weight", "bias")),
     cut=_WHOLE,
+    cpu=True,
 )
 
 
@@ -60,6 +61,7 @@ TREE_RECURRENCE = Operator(
     tokens=OfHeads(of_tokens=("q", "k", "v", "g", "beta")),
     cut=_WHOLE,
     scratch=_tree_recurrence_scratch,
+    cpu=True,
 )
 
 FOLD_CONV = Operator(
@@ -69,6 +71,7 @@ FOLD_CONV = Operator(
     fake=nothing,
     tokens=OF_STEPS,
     cut=OF_STEPS,
+    cpu=True,
 )
 
 FOLD_RECURRENCE = Operator(
@@ -78,4 +81,5 @@ FOLD_RECURRENCE = Operator(
     fake=nothing,
     tokens=OF_STEPS,
     cut=OF_STEPS,
+    cpu=True,
 )

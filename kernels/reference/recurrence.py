@@ -36,11 +36,11 @@ def tree_conv_reference(
     Args:
         x: [Nt, C] inputs of the in-flight tokens of all B sequences, flat.
         weight: [C, K] in the dtype of x; the last column is that of the token itself.
-        bias: [C] likewise, or None.
-        state: [num_states, K - 1, C] likewise, the inputs before the next token, oldest first;
-            mutated.
-        rows: [num_states, R, C] likewise, replay rows: inputs of nodes that are not certain;
-            mutated.
+        bias: [C] in the dtype of x, or None.
+        state: [num_states, K - 1, C] in the dtype of x, the inputs before the next token, oldest
+            first; mutated.
+        rows: [num_states, R, C] in the dtype of x, replay rows: inputs of nodes that are not
+            certain; mutated.
         q_start: [B + 1] int32; sequence b owns tokens q_start[b] … q_start[b + 1] - 1.
         slot: [Nt] int32; that of region node j of sequence b is cache_len[b] + j. -1 is a dead
             token, which writes nothing and whose output is zero, as one that no sequence owns.
@@ -68,8 +68,8 @@ def tree_conv_reference(
     width = weight.shape[1]
     factors = weight.float().t()  # [K, C]
 
-    def convolve(before: Tensor, own: Tensor) -> Tensor:
-        window = torch.cat([before, own[None]])[-width:].float()
+    def convolve(before: Tensor, newest: Tensor) -> Tensor:
+        window = torch.cat([before, newest[None]])[-width:].float()
         total = (window * factors).sum(dim=0)
         if bias is not None:
             total = total + bias.float()
@@ -78,19 +78,21 @@ def tree_conv_reference(
     for b, (first, last) in enumerate(itertools.pairwise(q_start.tolist())):
         place, certain = states[b].tolist()
         nodes = _live_nodes(slot, first, last, int(cache_len[b]))
+        if not nodes:
+            continue  # its place may be anything
         _begin(state[place], int(cache_len[b]), nodes)
-        own_state = state[place].clone()
+        current = state[place].clone()
         for token, node in nodes:
             if node < certain:
-                out[token] = convolve(own_state, x[token]).to(x.dtype)
-                own_state = torch.cat([own_state, x[token, None]])[1:]
+                out[token] = convolve(current, x[token]).to(x.dtype)
+                current = torch.cat([current, x[token, None]])[1:]
             else:
                 rows[place, node] = x[token]
-        state[place] = own_state
+        state[place] = current
         for token, node in nodes:
             if node >= certain:
                 path = _path(node, certain, ancestors, token)
-                before = torch.cat([own_state, rows[place, path]])
+                before = torch.cat([current, rows[place, path]])
                 out[token] = convolve(before, x[token]).to(x.dtype)
     return out
 
@@ -121,8 +123,8 @@ def tree_recurrence_reference(
 
     Args:
         q: [Nt, HK, DK] queries, scaled and normalized as the model has it.
-        k: [Nt, HK, DK] keys, normalized likewise; HK divides HV, and value head h has key head
-            h // (HV // HK).
+        k: [Nt, HK, DK] keys, normalized as the model has it; HK divides HV, and value head h has
+            key head h // (HV // HK).
         v: [Nt, HV, DV] values; of Mamba-2, inputs times their step.
         g: [Nt, HV] decay of a head, its natural logarithm, or [Nt, HV, DK] of each row of its state
             (KDA).
@@ -130,11 +132,12 @@ def tree_recurrence_reference(
         state: [num_states, HV, DK, DV] float32, mutated.
         rows: [num_states, R, W] float32 replay rows, mutated: k, v, g and beta of a node, in that
             order, each flat.
-        q_start: [B + 1] int32, as of `tree_conv_reference`.
-        slot: [Nt] int32, likewise.
-        cache_len: [B] int32, likewise.
-        ancestors: [Nt, W] int64 or None, likewise.
-        states: [B, 2] int32, likewise, and so is what nodes do to `state` and `rows`.
+        q_start: [B + 1] int32, this and the rest as of `tree_conv_reference`, and so is what nodes
+            do to `state` and `rows`.
+        slot: [Nt] int32.
+        cache_len: [B] int32.
+        ancestors: [Nt, W] int64, or None.
+        states: [B, 2] int32.
     Returns:
         [Nt, HV, DV] in the dtype of v.
     Source: gated delta rule, arXiv:2412.06464; Mamba-2, arXiv:2405.21060; decay of each row of Kimi
@@ -143,9 +146,9 @@ def tree_recurrence_reference(
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     group = v.shape[1] // k.shape[1]
 
-    def read(own_state: Tensor, token: int) -> Tensor:
+    def read(current: Tensor, token: int) -> Tensor:
         queries = q[token].float().repeat_interleave(group, dim=0)  # [HV, DK]
-        return (own_state * queries[:, :, None]).sum(dim=1).to(v.dtype)
+        return (current * queries[:, :, None]).sum(dim=1).to(v.dtype)
 
     def row_of(token: int) -> Tensor:
         parts = [k, v, g] if beta is None else [k, v, g, beta]
@@ -154,18 +157,20 @@ def tree_recurrence_reference(
     for b, (first, last) in enumerate(itertools.pairwise(q_start.tolist())):
         place, certain = states[b].tolist()
         nodes = _live_nodes(slot, first, last, int(cache_len[b]))
+        if not nodes:
+            continue  # its place may be anything
         _begin(state[place], int(cache_len[b]), nodes)
-        own_state = state[place].clone()
+        current = state[place].clone()
         for token, node in nodes:
             if node < certain:
-                own_state = _advance(own_state, row_of(token), k.shape[1], beta is not None)
-                out[token] = read(own_state, token)
+                current = _advance(current, row_of(token), k.shape[1], beta is not None)
+                out[token] = read(current, token)
             else:
                 rows[place, node] = row_of(token)
-        state[place] = own_state
+        state[place] = current
         for token, node in nodes:
             if node >= certain:
-                of_node = own_state
+                of_node = current
                 for each in [*_path(node, certain, ancestors, token), node]:
                     of_node = _advance(of_node, rows[place, each], k.shape[1], beta is not None)
                 out[token] = read(of_node, token)
@@ -207,9 +212,9 @@ def fold_recurrence_reference(
     Args:
         state: [L, num_states, HV, DK, DV] float32, mutated; see `tree_recurrence_reference`.
         rows: [L, num_states, R, W] float32 that the step's passes have written.
-        source: [B, P] int32, as of `fold_conv_reference`.
-        cache_len: [B] int32, likewise.
-        states: [B, 2] int32, likewise.
+        source: [B, P] int32, this and the rest as of `fold_conv_reference`.
+        cache_len: [B] int32.
+        states: [B, 2] int32.
         key_heads: HK.
         has_beta: whether rows end with beta.
     """
@@ -264,12 +269,12 @@ def _path(node: int, certain: int, ancestors: Tensor | None, token: int) -> list
 
 def _accepted(source: Tensor, cache_len: Tensor, states: Tensor) -> list[tuple[int, list[int]]]:
     """Of each sequence, its place and the accepted nodes that its state has not seen."""
-    found = []
+    accepted = []
     for b, slots in enumerate(source.tolist()):
         place, certain = states[b].tolist()
         length = int(cache_len[b])
         path = [s - length for s in itertools.takewhile(lambda s: s >= 0, slots)]
         nodes = [node for node in path if node >= certain]
         if length >= 0 and nodes:
-            found.append((place, nodes))
-    return found
+            accepted.append((place, nodes))
+    return accepted
