@@ -65,6 +65,10 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, Two(T, T, T)>;
   if (name == "specc::dense_attention")
     return std::is_same_v<Function, One(T, T, T, O, O, double, double)>;
+  if (name == "specc::dense_conv")
+    return std::is_same_v<Function, One(T, T, O, Text)>;
+  if (name == "specc::dense_recurrence")
+    return std::is_same_v<Function, One(T, T, T, T, O)>;
   if (name == "specc::distance_bias")
     return std::is_same_v<Function, One(T, T, T, double, double)>;
   if (name == "specc::draft_children")
@@ -355,6 +359,9 @@ constexpr const char* kSchemas[] = {
         "Tensor length)",
     "specc::dense_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
         "Tensor? sink_logits, *, float scale, float softcap=0.) -> Tensor",
+    "specc::dense_conv(Tensor x, Tensor weight, Tensor? bias, *, str activation=\"\") -> "
+        "Tensor",
+    "specc::dense_recurrence(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta) -> Tensor",
     "specc::distance_bias(Tensor mask, Tensor positions, Tensor slopes, *, float hidden, "
         "float rounded_scale=0.) -> Tensor",
     "specc::draft_children(Tensor logits, int num_children, Tensor cache_len, Tensor columns, "
