@@ -61,7 +61,7 @@ class StateCheckpoints:
         else:
             self._place_of[key] = place
             self._key_of[place] = key
-        if before in self._place_of and before not in self._used:
+        if before is not None and before in self._place_of and before not in self._used:
             self._place_of.move_to_end(before, last=False)
         if len(self._place_of) > self.count:
             self._forget(next(iter(self._place_of)))
