@@ -225,7 +225,10 @@ class ModelSource:
         sources_of, checkpoint = self._sources()
         specs = []
         cuts = program.shard.by_key if program.shard else {}
-        for weight in (*program.weights.values(), *copies):
+        own = [x for name, x in program.weights.items() if name not in program.of_target]
+        # last, so that they come and go without the others
+        shared = [] if program.is_lent else [program.weights[x] for x in program.of_target]
+        for weight in (*own, *copies, *shared):
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
             is_turned = weight.is_turned
             if is_turned and len(weight.shape) == 2:
@@ -239,6 +242,8 @@ class ModelSource:
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         specs += [WeightSpec.from_tensor(key, value) for key, value in tables.items()]
+        first = len(own) + len(tuple(copies))
+        specs += [specs.pop(first) for _ in shared]
         if checkpoint is not None:
             unread = checkpoint.unread()
             self.unread_tensors = tuple(x for x in unread if x not in self.read_by_drafts)
