@@ -138,7 +138,9 @@ def logit_row_bytes(program: Program) -> int:
 
 def _stored_bytes(program: Program, dtype: torch.dtype) -> int:
     """Bytes of the weight file, padding of blocks included; tied weights count once."""
-    unique = {weight.key: weight for weight in program.weights.values()}.values()
+    lent = program.of_target if program.is_lent else ()
+    own = (weight for name, weight in program.weights.items() if name not in lent)
+    unique = {weight.key: weight for weight in own}.values()
     items = [1 if weight.quantized is not None else dtype.itemsize for weight in unique]
     return sum(
         math.prod(weight.stored_shape) * item for weight, item in zip(unique, items, strict=True)

@@ -213,6 +213,8 @@ class Program:
         taps: what it writes to its input `features`; None: it has no such input.
         most_positions: positions that its sequences have at most; None: any number.
         hidden_columns: of its output, hidden states that come after the logits of each row.
+        of_target: of a draft, placeholder name → key of the weight of its target that it is.
+        is_lent: these are in the target's file alone.
     """
 
     name: str
@@ -235,6 +237,8 @@ class Program:
     taps: Taps | None = None
     hidden_columns: int = 0
     most_positions: int | None = None
+    of_target: dict[str, str] = field(default_factory=dict)
+    is_lent: bool = False
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""

@@ -38,6 +38,9 @@ def program_to_json(program: Program) -> dict[str, Any]:
                 entry["blocks_of"] = list(weight.shape)
             if weight.is_turned:
                 entry["is_turned"] = True
+            if name in program.of_target:
+                entry["of_target"] = program.of_target[name]
+                entry |= {"is_lent": True} if program.is_lent else {}
         elif name in program.constants:
             value = program.constants[name]
             key = program.constant_keys.get(name, constant_key(name))

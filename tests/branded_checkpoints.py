@@ -73,6 +73,13 @@ def modelopt_fp8() -> Format:
     return float8_tensor(config)
 
 
+def of_a_producer(form: Format) -> Format:
+    """The same, as configurations have it that name no method."""
+    config = {key: value for key, value in form.config.items() if key != "quant_method"}
+    producer = {"name": form.config["quant_method"], "version": "0.31.0"}
+    return Format(config | {"producer": producer}, form.writer)
+
+
 def quark_config(weight: dict, **more) -> dict:
     general = {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None}
     return {

@@ -116,9 +116,12 @@ class MtpReference:
         name: of `FORMS`.
         has_own_ends: the module has an embedding and a head of its own, which transformers, that
             takes the target's, does not read.
+        ends: model whose embedding and head it has; None is the target.
     """
 
-    def __init__(self, target: Any, name: str, has_own_ends: bool = False) -> None:
+    def __init__(
+        self, target: Any, name: str, has_own_ends: bool = False, ends: Any = None
+    ) -> None:
         from transformers.modeling_layers import MtpModel
 
         self.case = TapsOfLast()
@@ -129,6 +132,9 @@ class MtpReference:
         self._module: Any = MtpModel.from_pretrained(target).eval()
         self._embedding = self._module.embed_tokens.weight
         self._head = self._module.shared_head.weight
+        if ends is not None:
+            self._embedding = ends.get_input_embeddings().weight.detach()
+            self._head = ends.get_output_embeddings().weight.detach()
         if has_own_ends:
             own = load_file(Path(target.config.name_or_path) / "model.safetensors")
             first = f"model.layers.{LAYERS}."

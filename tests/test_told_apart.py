@@ -67,7 +67,8 @@ def test_backends_are_told_apart_by_their_facts_alone():
 ALL_DRAFTERS = {
     "specc.drafters": {"drafter", "facts", "one_pass", "registry", "views"},
     "specc.passes.drafters": {
-        "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "tap_ids",
+        "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "shared_weights",
+        "tap_ids",
     },
     "specc.runtime.drafters": {"block_choice", "host_drafter", "host_drafts", "suffix_index"},
 }  # fmt: skip

@@ -59,7 +59,7 @@ from specc.passes.drafters.head_spec import (
 )
 from specc.passes.drafters.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.config_numbers import check_numbers
-from specc.passes.frontend.rotary import check_former
+from specc.passes.frontend.rotary import by_its_name
 
 _DO = "correct config.json, or download the drafter again"
 _OTHER_DRAFT = "pass another draft"
@@ -180,7 +180,6 @@ def read_block_config(
     Raises:
         HeadError: something is missing, or is not computed here.
         NotCausalLMError: numbers that no model has.
-        UnsupportedRotaryError: see `rotary.check_former`.
     """
     name = str(directory)
     check_numbers(raw, name)
@@ -208,7 +207,7 @@ def read_block_config(
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
     more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
     _check_plain({**own, **values}, {**_PLAIN, **more}, name)
-    check_former(dict(own), name)
+    own = by_its_name(dict(own))
     found = own.get("model_type")
     if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
         raise HeadError(f"{name}: layers of model type {found!r:.40}", _QWEN3, _OTHER_DRAFT)

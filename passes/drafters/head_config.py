@@ -18,7 +18,7 @@ from specc.passes.drafters.head_spec import (
 from specc.passes.drafters.tap_ids import AFTER, convention_of
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.hf_model import quiet_transformers
-from specc.passes.frontend.rotary import check_former
+from specc.passes.frontend.rotary import by_its_name
 
 _DO = "correct config.json, or download the head again"
 # of a layer, as transformers' configurations call them
@@ -82,7 +82,6 @@ def read_head_config(
     Raises:
         HeadError: something is missing, or is not read.
         NotCausalLMError: numbers that no model has.
-        UnsupportedRotaryError: see `rotary.check_former`.
     """
     check_numbers(raw, name)
     if "quantization_config" in raw or "compression_config" in raw:
@@ -90,7 +89,7 @@ def read_head_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    check_former(dict(own), name)
+    own = by_its_name(dict(own))
     # of speculators, versions differ in what none means
     model_type = own.get("model_type", None if layout == SPECULATORS else "llama")
     if model_type not in _MODEL_TYPES.get(layout, _OWN_TYPES):

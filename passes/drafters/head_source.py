@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -142,6 +144,40 @@ def shared_parameters(spec: HeadSpec, target: nn.Module) -> dict[str, str]:
             )
         found[parameter] = names[0]
     return found
+
+
+def share_equal(draft: ModelSource, target: ModelSource) -> None:
+    """Take for the target's what the files of a head have a copy of.
+
+    Args:
+        draft: a head; its `shared` become more.
+        target: that it fits.
+    """
+    spec = draft.head
+    assert spec is not None
+    for parameter in (EMBEDDING, HEAD):
+        if parameter in spec.shared or parameter not in spec.tensors or draft.places is None:
+            continue
+        try:
+            theirs = _tensor_of(target, parameter, replace(spec, shared=(parameter,)))
+        except HeadError:  # the target has none that is plain
+            continue
+        (own,) = draft.places(parameter)
+        if _are_equal(draft.reader, own.name, target.reader, theirs):
+            spec = replace(spec, shared=(*spec.shared, parameter))
+    draft.head = spec
+
+
+def _are_equal(reader: TensorReader, name: str, other: TensorReader, theirs: str) -> bool:
+    """Two tensors, bit for bit; the first chunk that differs is the last that is read."""
+    if name not in set(reader.keys()) or theirs not in set(other.keys()):
+        return False  # sizes of a model without weights
+    if (reader.shape(name), reader.dtype(name)) != (other.shape(theirs), other.dtype(theirs)):
+        return False
+    # chunks of readers that cut them elsewhere count as different
+    chunks = reader.read_chunks(name), other.read_chunks(theirs)
+    pairs = itertools.zip_longest(*chunks, fillvalue=b"")
+    return all(memoryview(one) == memoryview(two) for one, two in pairs)
 
 
 def _tensor_of(target: ModelSource, parameter: str, spec: HeadSpec) -> str:

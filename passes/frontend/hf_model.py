@@ -17,7 +17,7 @@ from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.gguf_ends import end_token_ids
 from specc.passes.frontend.model_types import check_layers_of, known_type
-from specc.passes.frontend.rotary import check_former, constant_length
+from specc.passes.frontend.rotary import by_its_name, constant_length
 from specc.passes.frontend.text_part import is_wrapper, text_config, whole_config
 from specc.system.json_file import read_json
 
@@ -106,7 +106,6 @@ def load_config(path: Path) -> Any:
     raw = read_json(path / "config.json", NotCausalLMError, needed, do)
     if not isinstance(raw, dict):
         raise NotCausalLMError(f"{path}: config.json: not an object", needed, do)
-    check_former(raw, str(path))
     check_numbers(raw, str(path))
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -117,7 +116,10 @@ def load_config(path: Path) -> Any:
             kind: Any = AutoConfig
             if model_type != raw.get("model_type"):
                 kind = CONFIG_MAPPING[model_type]
-            config = kind.from_pretrained(path)
+            if (renamed := by_its_name(raw)) is raw:
+                config = kind.from_pretrained(path)
+            else:
+                config = CONFIG_MAPPING[model_type].from_dict(renamed)
             config.model_type = model_type
     except Exception as error:  # whatever the class of this model makes of what it says
         raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error

@@ -111,12 +111,12 @@ class ModelSource:
         reader, warnings = open_checkpoint(directory, config, is_weight_only), []
         config = without_quantization(config)
         holds_more = hf_model.holds_more_than_text(directory)
-        if holds_more:
-            reader = _plain(reader, str(model))
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
         if holds_more:
-            reader = text = TextReader(reader, _text_names(config, module, reader))
+            text = TextReader(reader, _text_names(config, module, reader))
+            is_decoded = isinstance(reader, DecodedReader)
+            reader = reader.renamed(text.names) if is_decoded else text
             warnings = [
                 f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
                 f" taken, and {text.num_others} tensors are not read"
@@ -225,7 +225,10 @@ class ModelSource:
         sources_of, checkpoint = self._sources()
         specs = []
         cuts = program.shard.by_key if program.shard else {}
-        for weight in (*program.weights.values(), *copies):
+        own = [x for name, x in program.weights.items() if name not in program.of_target]
+        # last, so that they come and go without the others
+        shared = [] if program.is_lent else [program.weights[x] for x in program.of_target]
+        for weight in (*own, *copies, *shared):
             sources = tuple(s for name in weight.parameters for s in sources_of(name))
             is_turned = weight.is_turned
             if is_turned and len(weight.shape) == 2:
@@ -239,6 +242,8 @@ class ModelSource:
         for name, value in program.constants.items():
             specs.append(WeightSpec.from_tensor(constant_key(name), value))
         specs += [WeightSpec.from_tensor(key, value) for key, value in tables.items()]
+        first = len(own) + len(tuple(copies))
+        specs += [specs.pop(first) for _ in shared]
         if checkpoint is not None:
             unread = checkpoint.unread()
             self.unread_tensors = tuple(x for x in unread if x not in self.read_by_drafts)
@@ -280,21 +285,6 @@ def _text_names(config: Any, module: Any, reader: TensorReader) -> dict[str, str
         return None
     own = CheckpointMap(module, reader).tensors_of(language_parameters(module))
     return dict(zip(own, own, strict=True))
-
-
-def _plain(reader: TensorReader, label: str) -> TensorReader:
-    """The checkpoint of a model that holds more than text, which is not read quantized.
-
-    Raises:
-        WeightError: it is quantized.
-    """
-    if isinstance(reader, DecodedReader):
-        raise WeightError(
-            f"{label}: a quantized checkpoint ({reader.scheme}) of a model that takes images, too",
-            "a quantized checkpoint of a language model alone, or a plain one of this model",
-            "pass the checkpoint that is not quantized, and --quantize to have its weights rounded",
-        )
-    return reader
 
 
 def own_source(name: str) -> tuple[Source, ...]:

@@ -101,23 +101,20 @@ def frozen_length(config: Any, rope_length: int | None) -> int | None:
     return rope_length if changes else None
 
 
-def check_former(config: dict[str, Any], name: str) -> None:
-    """Refuse a name of longrope that transformers has dropped.
+def by_its_name(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose longrope is called that; the same one where it is.
+
+    First revisions of Phi-3 call it `su`, a name that transformers has dropped.
 
     Args:
         config: the contents of config.json.
-        name: what the user called the model.
-    Raises:
-        UnsupportedRotaryError: it is there.
     """
+    renamed = dict(config)
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key)
         if isinstance(value, dict) and _FORMER in (value.get("rope_type"), value.get("type")):
-            raise UnsupportedRotaryError(
-                f"{name}: rotary scaling {_FORMER}",
-                f"{LONGROPE}, which transformers calls it by now",
-                f'write "{LONGROPE}" for "{_FORMER}" in {key} of config.json',
-            )
+            renamed[key] = {name: LONGROPE if x == _FORMER else x for name, x in value.items()}
+    return config if renamed == config else renamed
 
 
 def check_rotary(config: Any, name: str, max_seq_len: int | None, rope_length: int | None) -> None:

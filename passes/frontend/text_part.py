@@ -100,24 +100,24 @@ class TextReader(ForwardingReader):
 
     def __init__(self, reader: TensorReader, names: Mapping[str, str] | None = None) -> None:
         self._reader = reader
-        self._names: dict[str, str] = dict(names or {})
+        self.names: dict[str, str] = dict(names or {})
         for name in reader.keys() if names is None else ():
             for prefix, own in _PREFIXES:
                 if name.startswith(prefix):
-                    self._names.setdefault(own + name.removeprefix(prefix), name)
+                    self.names.setdefault(own + name.removeprefix(prefix), name)
                     break
 
     @property
     def num_others(self) -> int:
         """Tensors of the checkpoint that are not the language model's."""
-        return len(list(self._reader.keys())) - len(self._names)
+        return len(list(self._reader.keys())) - len(self.names)
 
     def keys(self) -> Iterable[str]:
-        return self._names.keys()
+        return self.names.keys()
 
     def location(self, key: str | None = None) -> str:
-        return self._reader.location(None if key is None else self._names.get(key, key))
+        return self._reader.location(None if key is None else self.names.get(key, key))
 
     def source_of(self, key: str) -> tuple[TensorReader, str]:
         # of a tensor that is not there, the whole reader says so
-        return self._reader, self._names.get(key, key)
+        return self._reader, self.names.get(key, key)

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, fx
 
 from specc.artifact.block_sums import read_in_blocks
+from specc.artifact.lent_keys import bound_key, with_lent
 from specc.artifact.manifest import Manifest
-from specc.artifact.model_entry import SelfDraftEntry
+from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.bounds import MOST_LAYERS
 from specc.errors import EngineError
 from specc.kernels import native
@@ -154,6 +155,20 @@ def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int])
         raise EngineError(f"{name} of schema {version}", f"schema {needed}", _DO)
 
 
+def readable_weights(
+    model: ModelEntry, target: ModelEntry, weights: Mapping[str, Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """What the program of a model may read: its own weights, and of a draft the target's, too.
+
+    Args:
+        model: of the engine.
+        target: of the engine.
+        weights: name of a model → tensors of its file.
+    """
+    own = weights[model.name]
+    return own if model is target else with_lent(own, weights[target.name])
+
+
 def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Tensor]:
     """Tensors of a program's weight and constant inputs, in their order.
 
@@ -168,7 +183,7 @@ def bind_weights(program: Mapping[str, Any], weights: Mapping[str, Tensor]) -> l
 
 
 def _bound_weight(model: str, entry: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor:
-    key, needed = entry["key"], f"{entry['dtype']}{list(entry['shape'])}"
+    key, needed = bound_key(entry), f"{entry['dtype']}{list(entry['shape'])}"
     if key not in weights:
         raise EngineError(f"{model} has no weight {key}", needed, _DO)
     weight = weights[key]

@@ -49,6 +49,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.heads import trained_lengths
+from specc.compiler.lent_weights import lend_weights
 from specc.compiler.self_drafts import self_draft_programs
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -203,6 +204,7 @@ def _compile(
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
         model.entry = describe_quantization(model, context.quantization)
+    lend_weights(context, models)
     if config.pipeline_parallel_size > 1:
         records += make_stages(context, models[0])
     if config.segments:

@@ -21,7 +21,9 @@ from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
 from specc.compiler.stateful import check_states
 from specc.config import CompileConfig
 from specc.errors import ConfigError
+from specc.passes.drafters.head_source import share_equal
 from specc.passes.drafters.registry import drafter_of_files
+from specc.passes.drafters.shared_weights import integers_of_target
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.frontend.position_limit import position_limit
 from specc.passes.frontend.trace import trace
@@ -89,6 +91,8 @@ def compile_models(
     models: list[CompiledModel] = []
     records: list[PassRecord] = []
     for source in sources:
+        if source.head is not None:
+            share_equal(source, sources[0])
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
             program = _trace(source, context)
@@ -102,8 +106,15 @@ def compile_models(
                 kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)
             else:
                 # an uncut draft stays as it is, whatever the target becomes
-                make = draft_phases if source.head is None else head_phases
-                layout = make(context, source, models[0].entry.vocab_size)
+                num_ids = models[0].entry.vocab_size
+                if source.head is None:
+                    layout = draft_phases(context, source, num_ids)
+                else:
+                    first = models[0]
+                    program.integers |= integers_of_target(
+                        source.head, first.source.module, first.program
+                    )
+                    layout = head_phases(context, source, num_ids, bool(program.integers))
                 kept = KeptGraphs(program, layout, (CUT, CPU))
             records += Pipeline(layout, context.dump, kept.before).run(program)
         entry = describe_model(source, program, context.limits.max_seq_len)

@@ -93,9 +93,11 @@ def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> P
     )
 
 
-def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Phases:
+def head_phases(
+    context: CompileContext, draft: ModelSource, num_ids: int, keeps_integers: bool
+) -> Phases:
     """Of a draft that reads hidden states: rank 0 has all of it, and its weights keep their type
-    unless the checkpoint has integers.
+    unless the checkpoint has integers, or the target of those that it shares.
     """
     head = draft.head
     assert head is not None
@@ -113,7 +115,7 @@ def head_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> Ph
         # from here on columns of the output are not all ids
         *(((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()),
         *_prompts(context),
-        *_rounded(context, None),
+        *_rounded(context, None, keeps_integers),
         *_required(context),
         *context.lowering(),
     )

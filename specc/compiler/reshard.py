@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from specc.artifact.backends import backend_names, facts_of
 from specc.artifact.directory import check_hashes, open_engine, read_manifest, torch_version
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
+from specc.artifact.model_entry import ModelEntry
 from specc.asked import Asked
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
@@ -39,6 +40,7 @@ from specc.compiler.engine_files import (
     write_report,
     write_steps,
 )
+from specc.compiler.lent_weights import is_lending, move_shared
 from specc.compiler.model_entries import cache_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower
@@ -128,11 +130,20 @@ def reshard_engine(
                 # its file is taken over, with what steps alone read of it
                 weights = old.memory_plan[name].weights
                 memory[name] = dataclasses.replace(memory[name], weights=weights)
+            lends, moved = is_lending(config, facts), []
+            for model in models:
+                shares = model.name in kept and model.program.of_target
+                if shares and model.program.is_lent != lends:
+                    moved.append(model.entry)
             with phases.phase("check files") as advance:
                 # altered graphs have been met by now, what is left is long
                 check_hashes(engine, {x: old.files[x] for x in old.weights_files}, advance)
             with phases.phase("write programs"):
-                _take_over(engine, old, writer)
+                _take_over(engine, old, writer, moved)
+                for entry in moved:
+                    grown = move_shared(engine, old, entry, writer, lends)
+                    before = memory[entry.name]
+                    memory[entry.name] = dataclasses.replace(before, weights=before.weights + grown)
                 write_programs(writer, cut, own)
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
@@ -324,9 +335,15 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     return records
 
 
-def _take_over(engine: Path, manifest: Manifest, writer: EngineWriter) -> None:
-    """Link what is the same for any number of ranks; nothing of it is written to afterwards."""
+def _take_over(
+    engine: Path, manifest: Manifest, writer: EngineWriter, moved: Sequence[ModelEntry]
+) -> None:
+    """Link what is the same for any number of ranks; nothing of it is written to afterwards.
+
+    `moved` are models that are written anew, though they are not cut.
+    """
     made = {MANIFEST_FILE, PROFILE_FILE, _REPORT}
+    made |= {name for x in moved for name in (x.program_file, manifest.weights_file(x, 0))}
     for model in (m for i, m in enumerate(manifest.models) if i == 0 or manifest.is_cut(m)):
         made |= {model.program_file, model.shard_file, model.whole_file}
         made |= {manifest.weights_file(model, rank) for rank in range(manifest.num_ranks)}

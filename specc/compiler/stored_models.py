@@ -107,12 +107,12 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
         EngineError: a file that cannot be read.
     """
     program_json = read_stored(engine / entry.program_file)
+    # what its target lends it is in no file of a draft
+    own = {"inputs": [item for item in program_json["inputs"] if not item.get("is_lent")]}
     blocks = {
-        item["key"]: tuple(item["blocks_of"])
-        for item in program_json["inputs"]
-        if "blocks_of" in item
+        item["key"]: tuple(item["blocks_of"]) for item in own["inputs"] if "blocks_of" in item
     }
-    plan, whole_json, held = None, program_json, quantized_inputs(program_json)
+    plan, whole_json, held = None, program_json, quantized_inputs(own)
     if entry is manifest.models[0]:
         # what drafts read of the target's files, copies that are rounded for them among it
         for draft in manifest.self_drafts:
@@ -126,7 +126,8 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     reader = _open_weights(engine, manifest, entry, plan, blocks, held)
     constants = _constants(whole_json, reader)
     order = whole_json.get("keys", program_json.get("keys", ()))
-    keys = [*order, *(plan.by_key if plan else ()), *reader.keys(), *constants]
+    lent = (item["key"] for item in program_json["inputs"] if item.get("is_lent"))
+    keys = [*order, *(plan.by_key if plan else ()), *reader.keys(), *lent, *constants]
     # a whole draft, which is taken over: kernels for a GPU have the place of its attention
     is_lowered = whole_json is program_json and facts_of(manifest.backend).is_on_gpu
     layers = [] if is_lowered else [(layer.name, layer.window) for layer in entry.layers]
@@ -134,6 +135,9 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     if is_lowered:
         program.layers += map(_layer_of, entry.layers)
     program.integers = integers_of(program_json, reader)
+    shared = [item for item in program_json["inputs"] if "of_target" in item]
+    program.of_target = {item["name"]: item["of_target"] for item in shared}
+    program.is_lent = any(item.get("is_lent") for item in shared)
     dtype = getattr(torch, entry.dtype)
     source = _StoredSource(entry.name, entry.source, dtype, nn.Module(), None, None, reader)
     return CompiledModel(source, program, entry)

@@ -1,7 +1,8 @@
 """Drafts that read the hidden states of a target whose weights are integers.
 
-They stay in the engine's floating-point type. Every logit of theirs is compared with that of the
-draft beside a model of transformers, whose weights are those that the target's integers stand for.
+They stay in the engine's floating-point type, but for an embedding and a head that are the
+target's. Every logit of theirs is compared with that of the draft beside a model of transformers,
+whose weights are those that the target's integers stand for.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ def test_a_head_beside_a_quantized_checkpoint(tmp_path: Path, target: Path) -> N
 
 @pytest.mark.slow
 def test_a_block_drafter(zoo: Zoo, target: Path) -> None:
-    """It has the target's embedding and head, as numbers of the checkpoint, not as integers."""
+    """It has the target's embedding and head, in the target's integers."""
     path = block.RIGS[0].engine(zoo, DRAFTER, "eager-int8", plans=(TREE,), quantize="int8")
-    assert layouts_of(path) == ["int8", None]
-    ends = open_target(target)
+    assert layouts_of(path) == ["int8", "int8"]
+    ends = reference_model(target, path)
     weights = [ends.get_input_embeddings().weight, ends.get_output_embeddings().weight]
     case = BLOCK_CASES[DRAFTER]
     reference = BlockReference(case, draw_block(case), *(end.detach() for end in weights))
@@ -107,7 +108,7 @@ def test_a_block_drafter(zoo: Zoo, target: Path) -> None:
 
 @pytest.mark.slow
 def test_a_module_of_the_target(zoo: Zoo) -> None:
-    """Mixtures, too: the target's experts are integers, the module's are not."""
+    """Mixtures, too: the target's experts are integers, the module's are not; its ends are."""
     from transformers import AutoModelForCausalLM
 
     target = zoo.once(f"mtp-{MODULE}", lambda path: write_mtp_target(MODULE, path))
@@ -116,9 +117,10 @@ def test_a_module_of_the_target(zoo: Zoo) -> None:
         f"mtp-{MODULE}-int8",
         lambda made: engines.build(target, (), made, config, builder=with_module, key=("mtp",)),
     )
-    assert layouts_of(path) == ["int8", None]
+    assert layouts_of(path) == ["int8", "int8"]
     given = AutoModelForCausalLM.from_pretrained(target, dtype="float32").eval()
-    oracle = HeadOracle(reference_model(target, path), MtpReference(given, MODULE))
+    rounded = reference_model(target, path)
+    oracle = HeadOracle(rounded, MtpReference(given, MODULE, ends=rounded))
     serve_beside(path, oracle)
     assert oracle.num_nodes > 60
 

@@ -22,6 +22,7 @@ from specc.runtime.backends.program_files import (
     load_operators,
     read_json,
     read_self_draft,
+    readable_weights,
 )
 from specc.runtime.execution.shared_runner import RepeatedRunner
 from specc.system.allocator import keep_freed_memory
@@ -45,7 +46,7 @@ class CpuBackend(RuntimeBackend):
         target = manifest.models[0]
         models: dict[str, CpuProgram | CpuSegments] = {}
         for model in manifest.models:
-            bound = weights[model.name], caches_of(model, cache)
+            bound = readable_weights(model, target, weights), caches_of(model, cache)
             if manifest.segments is not None and model is target:
                 models[model.name] = _load_segments(path, manifest, limits, *bound, pool, reserve)
             else:

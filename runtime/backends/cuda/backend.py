@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from specc.artifact.lent_keys import with_lent
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.runtime.backends.captured.backend import CapturedBackend
@@ -60,6 +62,7 @@ class CudaBackend(CapturedBackend):
                     map_weights(path, manifest, manifest.weights_file(model, rank)),
                     cache,
                     graphs.device,
+                    {} if model is target else models[target.name].weights,
                 )
         self_drafts = {
             entry.name: ModelProgram(
@@ -167,7 +170,8 @@ def _load_model(
     mapped: MappedWeights,
     cache: KVCache,
     device: torch.device,
+    lent: Mapping[str, Tensor],
 ) -> ModelProgram:
-    weights = {key: weight.to(device) for key, weight in mapped.items()}
+    own = {key: weight.to(device) for key, weight in mapped.items()}
     program = read_json(path / model.dir / "program.json")
-    return ModelProgram(program, weights, caches_of(model, cache), device)
+    return ModelProgram(program, with_lent(own, lent), caches_of(model, cache), device)

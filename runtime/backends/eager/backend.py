@@ -9,7 +9,12 @@ from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBacke
 from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.engine_cache import caches_of, make_cache, states_of
-from specc.runtime.backends.program_files import map_weights, read_json, read_self_draft
+from specc.runtime.backends.program_files import (
+    map_weights,
+    read_json,
+    read_self_draft,
+    readable_weights,
+)
 from specc.runtime.execution.shared_runner import SharedRunner
 
 
@@ -26,7 +31,7 @@ class EagerBackend(RuntimeBackend):
         target = manifest.models[0]
         models: dict[str, ModelProgram | SegmentedProgram] = {}
         for model in manifest.models:
-            bound = weights[model.name], caches_of(model, cache)
+            bound = readable_weights(model, target, weights), caches_of(model, cache)
             if manifest.segments is not None and model is target:
                 models[model.name] = SegmentedProgram.load(
                     path / model.segments_file, *bound, rehearses=True

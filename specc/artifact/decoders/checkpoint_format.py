@@ -73,11 +73,9 @@ def open_checkpoint(
     if fields is None:
         return SafetensorsReader(directory)
     where = str(directory)
-    method = fields.get("quant_method")
-    if fields.get("quant_library"):
-        method = fields["quant_library"]
+    method = _method_of(fields)
     if method not in _DECODERS:
-        raise unknown_scheme(str(method), where)
+        raise unknown_scheme(str(method or "by no method that config.json names"), where)
     reader = SafetensorsReader(_file_of(directory, fields), reads_float8=True)
     try:
         weights = _DECODERS[method](reader, fields, is_weight_only)
@@ -91,6 +89,16 @@ def open_checkpoint(
     except BaseException:
         reader.close()
         raise
+
+
+def _method_of(fields: Mapping[str, Any]) -> Any:
+    """What has quantized a checkpoint; None: nothing is named.
+
+    A producer alone is named by some configurations of ModelOpt.
+    """
+    producer = fields.get("producer")
+    named = producer.get("name") if isinstance(producer, Mapping) else None
+    return fields.get("quant_library") or fields.get("quant_method") or named
 
 
 def _file_of(directory: Path, fields: Mapping[str, Any]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +50,8 @@ class DecodedReader:
         names = [name for key in reader.keys() for name in owners.get(key, [key])]  # noqa: SIM118
         # and a weight may have none, where a field of the file says it
         self._names = tuple(dict.fromkeys([*names, *self._weights]))
+        # of plain tensors, those that the checkpoint has under another name
+        self._plain: dict[str, str] = {}
         for key in self._names:
             if key not in self._weights:
                 _check_plain(reader, key)
@@ -63,6 +66,19 @@ class DecodedReader:
         traceback: TracebackType | None,
     ) -> None:
         self.stored.close()
+
+    def renamed(self, names: Mapping[str, str]) -> DecodedReader:
+        """Some of the tensors, by other names.
+
+        Args:
+            names: other name → name here.
+        """
+        found = copy.copy(self)
+        weights = {name: self._weights.get(own) for name, own in names.items()}
+        found._weights = {name: item for name, item in weights.items() if item is not None}
+        found._plain = {name: self._plain.get(own, own) for name, own in names.items()}
+        found._names = tuple(names)
+        return found
 
     def plain_keys(self) -> Iterable[str]:
         """Names of tensors that are not quantized."""
@@ -92,16 +108,23 @@ class DecodedReader:
         return self._names
 
     def dtype(self, key: str) -> torch.dtype:
-        return torch.float32 if key in self._weights else self.stored.dtype(key)
+        return torch.float32 if key in self._weights else self.stored.dtype(self._of(key))
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return self._weights[key].shape if key in self._weights else self.stored.shape(key)
+        weight = self._weights.get(key)
+        return self.stored.shape(self._of(key)) if weight is None else weight.shape
 
     def location(self, key: str | None = None) -> str:
         weight = self._weights.get(key) if key is not None else None
         if weight is not None and not weight.tensors:
             return self.stored.location()
-        return self.stored.location(key if weight is None else weight.tensors[0])
+        if key is not None:
+            key = self._of(key) if weight is None else weight.tensors[0]
+        return self.stored.location(key)
+
+    def _of(self, key: str) -> str:
+        """What the checkpoint calls a plain tensor."""
+        return self._plain.get(key, key)
 
     def read_chunks(
         self,
@@ -112,7 +135,7 @@ class DecodedReader:
     ) -> Iterator[Buffer]:
         weight = self._weights.get(key)
         if weight is None:
-            yield from self.stored.read_chunks(key, chunk_bytes, rows, transpose)
+            yield from self.stored.read_chunks(self._of(key), chunk_bytes, rows, transpose)
             return
         if not weight.shape:
             yield tensor_bytes(weight.values(self.stored, 0, 1))
@@ -134,7 +157,7 @@ class DecodedReader:
     ) -> Iterator[Buffer]:
         weight = self._weights.get(key)
         if weight is None:
-            yield from self.stored.read_part(key, part, transpose, chunk_bytes)
+            yield from self.stored.read_part(self._of(key), part, transpose, chunk_bytes)
             return
         values = weight.values(self.stored, 0, weight.shape[0])
         values = values.reshape(-1, values.shape[-1])  # one vector is a row

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from specc.artifact.weights import write_weights
 from specc.errors import HeadError, WeightError
 from specc.passes.drafters.feature_head import FeatureHead
-from specc.passes.drafters.head_source import head_source
+from specc.passes.drafters.head_source import head_source, share_equal
 from specc.passes.drafters.head_spec import EMBEDDING, HEAD, TargetFacts
 from specc.passes.drafters.recognise import recognise
 from specc.passes.drafters.registry import drafter_of_files
@@ -61,6 +61,26 @@ def test_weights_are_those_of_both_checkpoints(is_tied, tmp_path):
         if parts:
             assert torch.equal(stored[weight.key], torch.cat([tensors[name] for name in parts]))
     assert source.unread_tensors == ()
+
+
+@pytest.mark.parametrize("changed", [None, EMBEDDING, HEAD])
+def test_copies_of_the_targets_weights(changed, tmp_path):
+    """What a head's files have of their own is the target's if it is so bit for bit."""
+    models.save_tiny("llama", tmp_path / "target", **SIZES)
+    own = load_file(tmp_path / "target" / "model.safetensors")
+    case = dataclasses.replace(CASES["safeailab"], rows=VOCAB)
+    tensors = write_head(tmp_path / "head", case)
+    ends = {EMBEDDING: own["model.embed_tokens.weight"], HEAD: own["lm_head.weight"]}
+    tensors |= {name: value.clone() for name, value in ends.items()}
+    if changed is not None:
+        # of the last number the last bit
+        tensors[changed].view(torch.int32)[-1, -1] ^= 1
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    target = ModelSource.load("target", tmp_path / "target", torch.float32)
+    source = head_source(recognise(tmp_path / "head", TARGET), target, torch.float32)
+    assert source.head.shared == ()
+    share_equal(source, target)
+    assert set(source.head.shared) == ends.keys() - {changed}
 
 
 def test_rounded_heads_of_dynamic_scaling(tmp_path):

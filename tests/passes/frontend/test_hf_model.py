@@ -12,7 +12,6 @@ from specc.errors import (
     ModelNotFoundError,
     NotCausalLMError,
     UnsupportedAttentionError,
-    UnsupportedRotaryError,
 )
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.trace import trace
@@ -115,14 +114,18 @@ def test_gpt2_names_its_class_in_the_old_way(tmp_path):
     assert hf_model.load_config(path).model_type == "gpt2"
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_a_former_name_of_longrope_is_refused(tmp_path, kind):
-    scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_a_former_name_of_longrope(tmp_path, key):
+    """`su` of the first revisions of Phi-3 is longrope, number by number."""
+    scaling = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     fields = _SMALL | {"pad_token_id": 0, "original_max_position_embeddings": 64}
-    path = write(tmp_path / "m", model_type=kind, rope_scaling=scaling, **fields)
-    with pytest.raises(UnsupportedRotaryError, match="rotary scaling su") as caught:
-        hf_model.load_config(path)
-    assert 'write "longrope"' in caught.value.do
+    for name in ("su", "longrope"):
+        value = scaling | {key: name}
+        write(tmp_path / name, model_type="phi3", rope_scaling=value, **fields)
+    found, wanted = (hf_model.load_config(tmp_path / name) for name in ("su", "longrope"))
+    assert found.rope_parameters["rope_type"] == "longrope"
+    assert found.rope_parameters == wanted.rope_parameters
+    assert hf_model.max_position(found) == 64
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -26,6 +26,7 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "awq-w_bit": (branded.awq_by_its_own_names(32), "int4-g32-zeros"),
     "fbgemm_fp8": (branded.fbgemm(), "fp8"),
     "modelopt-fp8": (branded.modelopt_fp8(), "fp8"),
+    "modelopt-by-its-producer": (branded.of_a_producer(branded.modelopt_fp8()), "fp8"),
     "modelopt-nvfp4": (branded.modelopt_nvfp4(), None),
     "packed-nvfp4": (branded.packed_nvfp4(), None),
     "quark-fp8": (branded.quark_fp8(), "fp8"),

@@ -420,9 +420,9 @@ def test_self_drafts_that_cannot_be(pair, shapes, draft, words):
 
 def test_directories_keep_their_own_rotary_frequencies(tmp_path, monkeypatch):
     """A directory with a scaling that specc does not compile is refused as specc compile does."""
-    fields = {"rope_type": "su", "rope_theta": 1e4, "factor": 2.0}
+    fields = {"rope_type": "odd", "rope_theta": 1e4, "factor": 2.0}
     tiny_config("llama").save_pretrained(tmp_path / "odd")
     path = Path(tmp_path / "odd" / "config.json")
     config = json.loads(path.read_text()) | {"rope_parameters": fields}
     path.write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    assert_refused(invoke("--synthetic", tmp_path / "odd", *QUICK), "rotary scaling su")
+    assert_refused(invoke("--synthetic", tmp_path / "odd", *QUICK), "odd")
