@@ -187,6 +187,14 @@ def _patience_with_children() -> Iterator[None]:
     defaults["max_wait_s"] = before[1]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _servers_are_lent() -> Iterator[None]:
+    from tests.lent_servers import lent_servers
+
+    with lent_servers():
+        yield
+
+
 @pytest.fixture
 def poisoned_memory():
     """Fill what `torch.empty` and its relatives return: NaN for floats, the maximum for integers.
