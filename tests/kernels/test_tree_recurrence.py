@@ -244,7 +244,7 @@ def test_nodes_and_folds_have_the_bits_of_plain_decoding(run, heads):
         # a slot after the last one counts for nothing
         source[0, len(path) + 1 :] = tree.length + 1
         run.fold(
-            layers, torch.stack([rows.nan_to_num(), rows]), source, of_pass.cache_len,
+            layers, torch.stack([torch.full_like(rows, -0.5), rows]), source, of_pass.cache_len,
             of_pass.states, key_heads=heads.key_heads, has_beta=heads.has_beta,
         )  # fmt: skip
         assert torch.equal(layers[1, 1], expected), f"path to node {node}"
