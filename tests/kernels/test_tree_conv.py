@@ -159,7 +159,7 @@ def test_nodes_and_folds_have_the_bits_of_plain_decoding(run, kind):
         source[0, : len(path)] = torch.tensor(path) + tree.length
         # a slot after the last one counts for nothing
         source[0, len(path) + 1 :] = tree.length + 1
-        of_layers = torch.stack([rows.nan_to_num(), rows])
+        of_layers = torch.stack([torch.full_like(rows, -0.5), rows])
         run.fold(layers, of_layers, source, of_pass.cache_len, of_pass.states)
         assert torch.equal(layers[1], expected), f"path to node {node}"
 

@@ -167,6 +167,13 @@ def test_chains_without_words(run):
     check(run, Pass(batch, causal=True), DELTA)
 
 
+def test_trees_of_several_words(run):
+    """Parents in an earlier word than their children."""
+    tree = random_tree(random.Random(1), 140, 3)
+    assert any(node // 64 - max(parent, 0) // 64 == 2 for node, parent in enumerate(tree.parents))
+    check(run, Pass([tree]), Heads(1, 1, 4, 4))
+
+
 def test_nodes_of_earlier_passes(run):
     """Ancestors that are not in the pass are rows; certain nodes are in the state already."""
     rng = random.Random(3)
@@ -237,7 +244,7 @@ def test_nodes_and_folds_have_the_bits_of_plain_decoding(run, heads):
         # a slot after the last one counts for nothing
         source[0, len(path) + 1 :] = tree.length + 1
         run.fold(
-            layers, torch.stack([rows.nan_to_num(), rows]), source, of_pass.cache_len,
+            layers, torch.stack([torch.full_like(rows, -0.5), rows]), source, of_pass.cache_len,
             of_pass.states, key_heads=heads.key_heads, has_beta=heads.has_beta,
         )  # fmt: skip
         assert torch.equal(layers[1, 1], expected), f"path to node {node}"
