@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?=
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
+# of `make test-all`: notes what passes for `make test`; empty where nobody comes back
+RECORD ?= --record
 # of pytest: as many as there are cores, of 2 to 8, with 3 GiB of memory each
 WORKERS ?= $(shell $(BIN)/python -P tests/workers.py)
 # with byte code, wherever that is switched off: hundreds of processes import specc
@@ -84,7 +86,7 @@ test: $(VENV)/.dev $(VENV)/.library
 # checks of one thread each, side by side
 test-all: $(VENV)/.dev $(VENV)/.library
 	@$(MAKE) -s --no-print-directory -j3 lint build/triton-server/.installed build/.rewritten
-	@$(PYTEST) -m "not slow" --record $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(RECORD) $(PYTEST_ARGS)
 
 test-full: lint $(VENV)/.library build/triton-$(OLDEST_TRITON)/.installed build/triton-server/.installed
 	@rm -f $(REPORT); files=; if [ -n "$(AGAIN)" ]; then \

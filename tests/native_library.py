@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,12 @@ def load_native() -> None:
 
 
 def built_objects(sources: Sequence[str]) -> list[Path] | None:
-    """Objects of the library that this machine uses; None where any is absent, or not of now."""
+    """Objects of the library that this machine uses; None where any is absent, or not of now.
+
+    Nor where a compiler is asked for, as `make sanitize` does with flags of its own.
+    """
+    if "CXX" in os.environ:
+        return None
     folder = next(iter(usable_sets()), "")
     objects = [
         ROOT / f"build/library/CMakeFiles/specc_cpu_{folder}.dir/kernels/cpu/{name}.o"

@@ -166,11 +166,7 @@ def check(outcome: Outcome, least_accepted: float = 0.1, num_draws: int = NUM_DR
     assert outcome.accepted_per_step > least_accepted, "hardly anything was speculated"
 
 
-@pytest.mark.default(
-    "mss-tree-3-2-two-T1.5-top-p",
-    "swor-irregular-one-and-lookup-T1.0-top-p",
-    "delta-dynamic-one-T1.0-top-p",
-)
+@pytest.mark.default("swor-irregular-one-and-lookup-T1.0-top-p", "delta-dynamic-one-T1.0-top-p")
 @pytest.mark.parametrize("case", only(covering(PAIRWISE, 1), PAIRWISE), ids=ids)
 def test_pairs_of_properties(operators, case):
     check(case.measure(operators, FEW_DRAWS), num_draws=FEW_DRAWS)

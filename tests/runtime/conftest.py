@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,19 @@ from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.speculation.plans import SpecPlan
 from specc.version import __version__
 from tests.lossless import Zoo, shared_zoo
+from tests.rehearsed_once import rehearsed_once
 
 aten = torch.ops.aten
 
 VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM, LAYERS, POSITIONS = 61, 32, 4, 2, 8, 2, 96
 EOS = 60
 PLANS = ((), (1, 1, 1, 1), (3, 2, 1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rehearsed() -> Iterator[None]:
+    with rehearsed_once():
+        yield
 
 
 @pytest.fixture(scope="session")

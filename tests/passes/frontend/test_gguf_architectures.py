@@ -35,6 +35,30 @@ def build(name: str) -> Any:
     return models.build_model(base, **changes)
 
 
+@pytest.mark.default(
+    "llama",
+    "llama-tied",
+    "llama-llama3",
+    "mistral",
+    "qwen3-yarn",
+    "gemma",
+    "gemma3",
+    "gemma4",
+    "phimoe",
+    "starcoder2",
+    "bloom",
+    "falcon",
+    "stablelm-heads",
+    "olmo2",
+    "cohere-norms",
+    "granitemoeshared",
+    "glm4",
+    "seed_oss",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 @pytest.mark.parametrize("name", recordings())
 def test_a_file_alone_is_the_model(tmp_path: Path, name: str) -> None:
     """Numbers and logits: of names, of what the converter changed, and of the configuration."""

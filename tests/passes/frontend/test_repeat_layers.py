@@ -163,7 +163,7 @@ def shared_part(layers):
     layers[2].mlp = layers[1].mlp
 
 
-@pytest.mark.default("hooked", "shared_part")
+@pytest.mark.default("hooked")
 @pytest.mark.parametrize("change", [replaced_forward, hooked, shared, shared_part])
 def test_layers_that_may_do_more_are_all_traced(change, monkeypatch):
     model = llama(change)

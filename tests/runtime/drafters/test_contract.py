@@ -229,6 +229,7 @@ def test_beside_other_drafts(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
         serve(core, oracle, texts, num_tokens=8, temperature=1.5, rule="mss")
 
 
+@pytest.mark.slow
 @rigs("hydra")
 def test_trees_in_tiles(rig: DraftRig, zoo: Zoo) -> None:
     """The target passes over parts of a tree, and drafts that are asked level by level, too."""

@@ -369,6 +369,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_hosts_meet_at_an_address():
     address = f"tcp://127.0.0.1:{free_port()}"
     processes = [join(address, rank, 30) for rank in (0, 1)]

@@ -70,6 +70,12 @@ def test_parts_are_joined() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
 
 
+@pytest.mark.default(
+    "hello-type str",
+    "messages2-no messages",
+    "messages5-message 0 with a content of type int",
+    "messages7-messages.0.content=",
+)
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

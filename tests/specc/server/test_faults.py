@@ -360,6 +360,7 @@ def test_a_huge_prompt_holds_up_nobody(server, monkeypatch) -> None:
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_requests_that_take_too_long_end_with_what_they_have() -> None:
     with serve(request_timeout_s=1.5) as server:
         # a pass gives five tokens at most: 18 of them take twice as long

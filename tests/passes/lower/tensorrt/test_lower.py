@@ -78,6 +78,7 @@ def test_lengths_beside_a_mask_are_dropped_by_rtx_and_reported(tmp_path):
     assert any("no kernel reads kv_lengths" in line for line in report.warnings)
 
 
+@pytest.mark.slow
 def test_readers_of_the_whole_cache_are_reported(tmp_path):
     """Grouped queries with several nodes: keys and values are repeated for each query head."""
     grouped = build(tmp_path / "grouped").layers.attentions
@@ -290,6 +291,7 @@ def test_another_dynamic_dimension_is_refused(tmp_path):
         build_engine(path, path.with_name("engine.plan"), [DECODE], STANDARD)
 
 
+@pytest.mark.slow
 def test_progress_counts_up_to_its_total(tmp_path):
     seen = []
     options = dataclasses.replace(STANDARD, progress=lambda *event: seen.append(event))
@@ -310,6 +312,7 @@ def test_the_workspace_is_limited(tmp_path):
     assert build(tmp_path, options=dataclasses.replace(STANDARD, workspace_bytes=1 << 28))
 
 
+@pytest.mark.slow
 def test_the_timing_cache_is_kept(tmp_path):
     """RTX measures nothing, and says so; the file functions work with its empty cache."""
     path = tmp_path / "cache/timing.cache"
@@ -351,6 +354,7 @@ def test_weights_that_cannot_be_read(tmp_path):
         build_engine(path, plan, [DECODE], STANDARD)
 
 
+@pytest.mark.slow
 def test_external_weights_are_built_in(tmp_path):
     """Other weights, another plan: the file beside the ONNX file is what the engine holds."""
     path = write_tiny(tmp_path / "model")

@@ -11,6 +11,7 @@ from torch import fx, nn
 from specc.errors import EngineError
 from specc.runtime.backends.eager import rehearsal as module
 from specc.runtime.backends.eager.rehearsal import Rehearsal
+from tests.rehearsed_once import CHECK
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ def graph_of(*calls: tuple[Any, ...]) -> fx.Graph:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LEAST_BYTES", 1000)
     monkeypatch.setattr(module, "_TIMES", 0)
+    monkeypatch.setattr(Rehearsal, "check", CHECK)
 
 
 def test_shapes_are_those_of_a_run():

@@ -172,6 +172,14 @@ def change_state(**changes):
     return edit
 
 
+@pytest.mark.default(
+    "nf4-<lambda>-holds no tensor",
+    "nf4-edit-[1920, 1]",
+    "nf4-edit-blocks of x",
+    "nf4-nested-edit-[8]",
+    "bitsandbytes-int8-<lambda>-holds no tensor",
+    "bitsandbytes-int8-<lambda>-in an order of its own",
+)
 @pytest.mark.parametrize(
     ("name", "edit", "found"),
     [
