@@ -6,6 +6,7 @@ Target and drafts share block ids: block 3 of a sequence names block 3 of every 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.block_pool import BlockPool
-from specc.system.huge_pages import ask_for_huge_pages
+from specc.system.huge_pages import huge_zeros
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
@@ -29,11 +30,13 @@ def zeroed_slab(
     """Zeros [*shape]; on a CPU in huge pages, where Linux gives them to those that ask.
 
     Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
-    page, which has to be looked up. No error where there are none.
+    page, which has to be looked up. No error where there are none. Rows that no sequence has
+    written take no memory there.
     """
-    slab = ask_for_huge_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
     # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
-    return slab.zero_()
+    if torch.device(device).type != "cpu" or not (count := math.prod(shape)):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return huge_zeros(count * dtype.itemsize).view(dtype).view(tuple(shape))
 
 
 @dataclass(frozen=True)

@@ -50,3 +50,15 @@ def huge_buffer(num_bytes: int) -> Tensor:
     whole = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
     first = -whole.data_ptr() % HUGE_PAGE
     return ask_for_huge_pages(whole[first : first + num_bytes])
+
+
+def huge_zeros(num_bytes: int) -> Tensor:
+    """Zeros, uint8 [num_bytes], that begin with a huge page, where Linux gives them.
+
+    The system clears a page when it is first touched: before that it takes no memory.
+    """
+    # malloc may hand out again what was written before
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    whole = torch.frombuffer(mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags), dtype=torch.uint8)
+    first = -whole.data_ptr() % HUGE_PAGE
+    return ask_for_huge_pages(whole[first : first + num_bytes])
