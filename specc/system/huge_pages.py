@@ -48,8 +48,7 @@ def ask_for_huge_pages(tensor: Tensor) -> Tensor:
 def huge_buffer(num_bytes: int) -> Tensor:
     """Unwritten uint8 [num_bytes] that begins with a huge page, where Linux gives them."""
     whole = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
-    first = -whole.data_ptr() % HUGE_PAGE
-    return ask_for_huge_pages(whole[first : first + num_bytes])
+    return _from_a_page(whole, num_bytes)
 
 
 def huge_zeros(num_bytes: int) -> Tensor:
@@ -60,5 +59,9 @@ def huge_zeros(num_bytes: int) -> Tensor:
     # malloc may hand out again what was written before
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     whole = torch.frombuffer(mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags), dtype=torch.uint8)
+    return _from_a_page(whole, num_bytes)
+
+
+def _from_a_page(whole: Tensor, num_bytes: int) -> Tensor:
     first = -whole.data_ptr() % HUGE_PAGE
     return ask_for_huge_pages(whole[first : first + num_bytes])
