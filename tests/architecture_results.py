@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, backend_names, facts_of
-from tests import hybrids, models, more_models
+from tests import hybrids, models, more_models, real_configurations
 from tests.passes.frontend.gguf_recordings import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         cells = [_cell(backend, own.get(backend), first) for backend in backends]
         cells.append(files.get(name, ""))
         lines.append(f"| {name} | {first['attention']} | " + " | ".join(cells) + " |")
-    return _HEAD + "\n".join(lines) + "\n" + _TAIL
+    published = real_configurations.table(real_configurations.read_results())
+    return _HEAD + "\n".join(lines) + "\n" + published + _TAIL
 
 
 def _gguf_architectures() -> dict[str, str]:

@@ -109,7 +109,7 @@ class Zoo:
         key = (name, tuple(prompt), *changes.items())
         asked, known = self._references.get(key, (0, None))
         if known is None or asked < num_tokens:
-            known = _generate(self.reference_model(name, **changes), prompt, num_tokens)
+            known = generate(self.reference_model(name, **changes), prompt, num_tokens)
             self._references[key] = num_tokens, known
         return Reference(known.tokens[:num_tokens], known.logits[:num_tokens])
 
@@ -355,7 +355,7 @@ def full_acceptance(plan: SpecPlan, num_tokens: int) -> dict[str, int]:
     return counters
 
 
-def _generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:
+def generate(model: Any, prompt: Sequence[int], num_tokens: int, **options: Any) -> Reference:
     ids = torch.tensor([list(prompt)])
     result = model.generate(
         ids,

@@ -115,8 +115,7 @@ class ModelSource:
         module = hf_model.build_on_meta(config, dtype)
         if holds_more:
             text = TextReader(reader, _text_names(config, module, reader))
-            is_decoded = isinstance(reader, DecodedReader)
-            reader = reader.renamed(text.names) if is_decoded else text
+            reader = reader.renamed(text.names) if isinstance(reader, DecodedReader) else text
             warnings = [
                 f"{name.replace('_', ' ')}: the language model of {model}; images and sound are not"
                 f" taken, and {text.num_others} tensors are not read"

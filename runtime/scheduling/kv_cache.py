@@ -16,25 +16,12 @@ from torch import Tensor
 from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.block_pool import BlockPool
 from specc.runtime.scheduling.state_slabs import StateSlabs
-from specc.system.huge_pages import ask_for_huge_pages
+from specc.system.huge_pages import zeroed_slab
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
 GROWTH = 128
 # in the mass of blocks: a sequence that does not vote
 NOBODY = -1.0
-
-
-def zeroed_slab(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Zeros [*shape]; on a CPU in huge pages, where Linux gives them to those that ask.
-
-    Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
-    page, which has to be looked up. No error where there are none.
-    """
-    slab = ask_for_huge_pages(torch.empty(tuple(shape), dtype=dtype, device=device))
-    # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
-    return slab.zero_()
 
 
 @dataclass(frozen=True)

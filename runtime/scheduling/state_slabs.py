@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specc.artifact.state_entry import kept_states
 from specc.runtime.scheduling.state_checkpoints import StateCheckpoints
-from specc.system.huge_pages import ask_for_huge_pages
+from specc.system.huge_pages import zeroed_slab
 
 # of a request without a place
 NOWHERE = -1
@@ -182,6 +182,5 @@ def num_bytes(shapes: Sequence[StateShape], sizes: StateSizes) -> int:
 
 
 def _zeros(shape: StateShape, sizes: Sequence[int], device: torch.device | str) -> Tensor:
-    """[layers, *sizes], as `zeroed_slab` has them."""
-    slab = torch.empty((shape.layers, *sizes), dtype=shape.dtype, device=device)
-    return ask_for_huge_pages(slab).zero_()
+    """[layers, *sizes]."""
+    return zeroed_slab((shape.layers, *sizes), shape.dtype, device)

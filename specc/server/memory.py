@@ -10,6 +10,8 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from specc.system.allocator import give_back
+
 # bytes more than there were after the last time, and seconds between two looks
 _GROWTH_BYTES, _EVERY_S = 8 << 20, 5.0
 # M_ARENA_MAX of glibc's malloc.h
@@ -47,20 +49,6 @@ def share_heaps() -> bool:
         return bool(ctypes.CDLL(None).mallopt(_ARENA_MAX, 2))
     except (AttributeError, OSError):
         return False
-
-
-def give_back() -> bool:
-    """Return free pages to the system; False where the C library has no way to.
-
-    A body of megabytes, or a grammar, leaves pieces free in each thread's share of the heap, which
-    glibc returns at the end of a share alone. Takes milliseconds, without the interpreter's lock.
-    """
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return False
-    trim(0)
-    return True
 
 
 async def keep_memory_low(

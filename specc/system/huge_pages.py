@@ -7,7 +7,9 @@ of two tables. What that costs: docs/design/cpu.md.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,5 +50,35 @@ def ask_for_huge_pages(tensor: Tensor) -> Tensor:
 def huge_buffer(num_bytes: int) -> Tensor:
     """Unwritten uint8 [num_bytes] that begins with a huge page, where Linux gives them."""
     whole = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
+    return _from_a_page(whole, num_bytes)
+
+
+def huge_zeros(num_bytes: int) -> Tensor:
+    """Zeros, uint8 [num_bytes], that begin with a huge page, where Linux gives them.
+
+    The system clears a page when it is first touched: before that it takes no memory.
+    """
+    # malloc may hand out again what was written before
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    whole = torch.frombuffer(mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=flags), dtype=torch.uint8)
+    return _from_a_page(whole, num_bytes)
+
+
+def _from_a_page(whole: Tensor, num_bytes: int) -> Tensor:
     first = -whole.data_ptr() % HUGE_PAGE
     return ask_for_huge_pages(whole[first : first + num_bytes])
+
+
+def zeroed_slab(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Zeros [*shape]; on a CPU in huge pages, where Linux gives them to those that ask.
+
+    Attention reads blocks from all over a slab: with pages of 4 KB each row or two are another
+    page, which has to be looked up. No error where there are none. Rows that no sequence has
+    written take no memory there.
+    """
+    # zeros: a masked row is multiplied by a probability of 0, and 0 * NaN is NaN
+    if torch.device(device).type != "cpu" or not (count := math.prod(shape)):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    return huge_zeros(count * dtype.itemsize).view(dtype).view(tuple(shape))

@@ -48,6 +48,8 @@ def quantize(source: Path, mix: str, output: Path) -> None:
 
     options = llama_cpp.llama_model_quantize_default_params()
     options.nthread = 1
+    # from a file of blocks, too
+    options.allow_requantize = True
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{mix}")
     paths = (str(source).encode(), str(output).encode())
     if llama_cpp.llama_model_quantize(*paths, options):

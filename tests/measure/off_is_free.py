@@ -35,6 +35,7 @@ from specc.runtime.service.update import Update
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import OFF
 from specc.system.machine import describe_machine
+from specc.tune.latency import measure_latency
 
 # tokens of a request after which speed counts
 SETTLED = 64
@@ -147,6 +148,10 @@ def main(
         # of policies, too: where others use the machine, the clock's say little
         time.perf_counter = time.process_time
     loaded = Engine.load(engine, num_threads=1 if cpu_seconds else None)
+    if served and "latency" not in with_kept_latency(loaded):
+        # as `specc serve` does before it listens
+        table = measure_latency(loaded).to_json()
+        loaded.profile = {**loaded.profile, "latency": table}
     texts = plain_prompts(prompts)
     report: dict[str, Any] = {"machine": describe_machine(), "batch": batch, "cases": []}
     report |= {"tokens": tokens, "rounds": rounds, "served": served, "cpu_seconds": cpu_seconds}

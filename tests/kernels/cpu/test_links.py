@@ -14,7 +14,7 @@ from specc.errors import RankError
 from specc.kernels import ranks
 from specc.runtime.ranks.group import SLOT_BYTES
 from specc.runtime.ranks.links import Link
-from specc.runtime.scheduling.kv_cache import zeroed_slab
+from specc.system.huge_pages import zeroed_slab
 
 pytestmark = pytest.mark.usefixtures("native_operators")
 

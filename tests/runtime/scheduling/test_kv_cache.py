@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specc.artifact.cache_rows import CacheRows
-from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache, zeroed_slab
+from specc.runtime.scheduling.kv_cache import GROWTH, CacheShape, KVCache
+from specc.system.huge_pages import zeroed_slab
 from tests.mapping_flags import mapping_flags
 
 

@@ -13,7 +13,8 @@ from specc.server.memory import keep_memory_low
 MIB = 1 << 20
 # blocks that glibc does not map by themselves, all free but the last: nothing at the end is free
 FREED = """
-from specc.server.memory import give_back, resident_bytes
+from specc.server.memory import resident_bytes
+from specc.system.allocator import give_back
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

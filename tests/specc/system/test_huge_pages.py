@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from specc.server.memory import resident_bytes
 from specc.system.huge_pages import (
     HUGE_PAGE,
     are_huge_pages_given,
     ask_for_huge_pages,
     huge_buffer,
+    huge_zeros,
 )
 from tests.mapping_flags import mapping_flags
 
@@ -27,6 +29,21 @@ def test_a_buffer_begins_with_a_huge_page_and_asks_for_all_of_them() -> None:
     assert buffer.data_ptr() % HUGE_PAGE == 0
     for place in (0, 3 * HUGE_PAGE - 1):
         assert "hg" in mapping_flags(buffer.data_ptr() + place)
+
+
+@needs_huge_pages
+def test_zeros_take_memory_when_they_are_touched() -> None:
+    before = resident_bytes()
+    zeros = huge_zeros(64 * HUGE_PAGE + 5)
+    assert (zeros.shape, zeros.data_ptr() % HUGE_PAGE) == ((64 * HUGE_PAGE + 5,), 0)
+    assert "hg" in mapping_flags(zeros.data_ptr())
+    assert resident_bytes() - before < 8 * HUGE_PAGE
+    assert not zeros.any()
+    zeros[3 * HUGE_PAGE] = 7
+    assert zeros.sum() == 7
+    assert resident_bytes() - before < 8 * HUGE_PAGE
+    zeros.fill_(1)
+    assert resident_bytes() - before > 60 * HUGE_PAGE
 
 
 @needs_huge_pages
