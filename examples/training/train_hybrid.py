@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,13 @@ class CorpusStage:
         return sums[0].item(), sums[1].item()
 
 
+def save_hybrid(hybrid: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    """Save a bf16 copy, with the files of the pair's tokenizer as they are."""
+    save_pair({"target": hybrid}, tokenizer, out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(PAIR / "target" / name, out / "target" / name)
+
+
 def train(args: argparse.Namespace) -> None:
     """Train the hybrid and write everything but the evaluation."""
     args.out.mkdir(parents=True, exist_ok=True)
@@ -164,9 +172,9 @@ def train(args: argparse.Namespace) -> None:
         if time.monotonic() > saved + 60 * args.save_minutes:
             saved = time.monotonic()
             stage.keep()
-            save_pair({"target": hybrid}, tokenizer, args.out)
+            save_hybrid(hybrid, tokenizer, args.out)
     stage.keep()
-    save_pair({"target": hybrid}, tokenizer, args.out)
+    save_hybrid(hybrid, tokenizer, args.out)
     value = held_out_loss(hybrid, held_out)
     log.add("corpus", stage.step, stage.step * BATCH_TOKENS, held_out_loss=value)
 
@@ -183,7 +191,7 @@ def train(args: argparse.Namespace) -> None:
     )
     value = held_out_loss(hybrid, held_out)
     log.add("policy", steps, steps * 32 * pool.tokens.shape[1], held_out_loss=value)
-    save_pair({"target": hybrid}, tokenizer, args.out)
+    save_hybrid(hybrid, tokenizer, args.out)
     write_json(args.out / "training.json", facts(args, stream, held_out, pool.tokens))
     plot_hybrid_loss(args.out)
 
