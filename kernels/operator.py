@@ -18,16 +18,19 @@ import torch
 
 @dataclass(frozen=True)
 class OfHeads:
-    """It may mix tokens: attention, and what reads or writes rows by token beside it.
+    """It may mix tokens: attention, recurrences, and what reads or writes rows by token beside
+    them.
 
     Args:
         heads: operands [heads, tokens, head_dim].
         tables: operands [tokens, columns].
+        of_tokens: operands [tokens, …], None among them.
         parameters: operands that have no tokens.
     """
 
     heads: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    of_tokens: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
 
 

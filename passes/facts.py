@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from specc.kernels import ops
-from specc.passes.program import FEATURES, HANDED_ON, Program
+from specc.passes.program import FEATURES, HANDED_ON, STATES, Program
 
 aten = torch.ops.aten
 # attention as models call it
 DENSE_ATTENTION = (aten.scaled_dot_product_attention.default, ops.dense_attention)
+# convolutions and recurrences over tokens, as models call them
+DENSE_RECURRENCE = (ops.dense_conv, ops.dense_recurrence)
 
 
 def has_runtime_inputs(program: Program) -> bool:
@@ -44,9 +46,24 @@ def has_no_dense_attention(program: Program) -> bool:
 
 
 def has_no_layers(program: Program) -> bool:
-    """It is a draft that reads rows of its target, and attends to nothing (Medusa heads)."""
+    """It attends to nothing: it keeps states (Mamba), or reads rows of a target (Medusa heads)."""
     is_empty = not program.layers and not program.caches
-    return is_empty and bool(program.row_inputs) and has_no_dense_attention(program)
+    has_others = bool(program.row_inputs or program.state_layers)
+    return is_empty and has_others and has_no_dense_attention(program)
+
+
+def has_no_dense_recurrence(program: Program) -> bool:
+    """No convolution or recurrence of a model is left."""
+    return not list(program.calls(*DENSE_RECURRENCE))
+
+
+def recurrences_are_trees(program: Program) -> bool:
+    """Every convolution and recurrence over tokens has a state and replay rows of its own."""
+    calls = program.calls(ops.tree_conv, ops.tree_recurrence)
+    count, held = len(program.state_layers), sorted(program.states.values())
+    wanted = [(number, part) for number in range(count) for part in ("rows", "state")]
+    has_input = (STATES in program.runtime_inputs) == bool(count)
+    return has_input and len(calls) == count and held == wanted
 
 
 def attention_is_a_tree(program: Program) -> bool:

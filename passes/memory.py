@@ -36,17 +36,35 @@ class PassShape:
 
 
 @dataclass(frozen=True)
+class StateCounts:
+    """States of layers that keep some.
+
+    Args:
+        num_seqs: sequences that have one, and replay rows.
+        num_nodes: replay rows of each.
+        num_checkpoints: states of prefixes that are kept besides.
+    """
+
+    num_seqs: int = 0
+    num_nodes: int = 0
+    num_checkpoints: int = 0
+
+
+@dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of one model."""
+    """Bytes of one model; see `specc.artifact.manifest_entries.MemoryEntry`."""
 
     weights: int
     cache: int
     logits: int
     workspace: int
+    states: int = 0
+    checkpoints: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.logits + self.workspace
+        beside = self.states + self.checkpoints
+        return self.weights + self.cache + self.logits + self.workspace + beside
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
@@ -60,6 +78,7 @@ def plan_memory(
     num_kept: int = 0,
     attention: str = WHOLE,
     decoded: int = 0,
+    states: StateCounts | None = None,
 ) -> ModelMemory:
     """Memory of one model, from its final graph.
 
@@ -71,7 +90,23 @@ def plan_memory(
         num_kept: rows of logits that several passes leave alive, where one makes fewer.
         attention: see `specc.artifact.backends.BackendFacts`.
         decoded: `decoded_bytes` of these facts.
+        states: how many there are, where layers keep some.
     """
+    states = states or StateCounts()
+    constants = sum(value.nbytes for value in program.constants.values())
+    num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
+    return ModelMemory(
+        weights=_stored_bytes(program, dtype) + constants,
+        cache=cache_bytes(program, dtype, cache_rows),
+        logits=num_rows * logit_row_bytes(program),
+        workspace=max(peak_bytes(program, shape, attention, decoded) for shape in shapes),
+        states=states.num_seqs * (state_bytes(program) + states.num_nodes * replay_bytes(program)),
+        checkpoints=states.num_checkpoints * state_bytes(program),
+    )
+
+
+def cache_bytes(program: Program, dtype: torch.dtype, cache_rows: int) -> int:
+    """Bytes of so many rows of a model's caches; see `plan_memory`."""
     rows = (program.placeholder(name).meta["val"].dtype for name in program.caches)
     kind = INT8 if torch.int8 in rows else AUTO
     row = sum(
@@ -79,15 +114,17 @@ def plan_memory(
         for x in program.layers
         for columns in x.cached_columns
     )
-    row += program.feature_width * dtype.itemsize
-    constants = sum(value.nbytes for value in program.constants.values())
-    num_rows = max(num_kept, *(shape.num_rows for shape in shapes))
-    return ModelMemory(
-        weights=_stored_bytes(program, dtype) + constants,
-        cache=row * cache_rows,
-        logits=num_rows * logit_row_bytes(program),
-        workspace=max(peak_bytes(program, shape, attention, decoded) for shape in shapes),
-    )
+    return (row + program.feature_width * dtype.itemsize) * cache_rows
+
+
+def state_bytes(program: Program) -> int:
+    """Bytes of the states of one sequence."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in program.state_layers)
+
+
+def replay_bytes(program: Program) -> int:
+    """Bytes of the replay rows of one node."""
+    return sum(x.columns * x.dtype.itemsize for x in program.state_layers)
 
 
 def logit_row_bytes(program: Program) -> int:

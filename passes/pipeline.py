@@ -26,6 +26,7 @@ from specc.passes.rewrite.replace_grouped_mm import ReplaceGroupedMM
 from specc.passes.rewrite.route_experts import RouteExperts
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
+from specc.passes.rewrite.tree_recurrence import RewriteTreeRecurrence
 
 # phases by name, each a list of passes (classes, or functions that make one)
 Phases = tuple[tuple[str, tuple[Callable[[], Pass], ...]], ...]
@@ -38,7 +39,10 @@ TRACED_PHASES: Phases = (
         "normalize",
         (Normalize, RecoverLinear, ReadTables, ReplaceGroupedMM, RouteExperts, DropSentinelMasks),
     ),
-    ("attention", (RecoverAttention, ClassifyMasks, RewriteTreeAttention, ReadPlaces)),
+    (
+        "attention",
+        (RecoverAttention, ClassifyMasks, RewriteTreeRecurrence, RewriteTreeAttention, ReadPlaces),
+    ),
     ("logits", (SelectLogits,)),
 )
 FUSE_PHASES: Phases = ((FUSE, (FuseQKV, FuseGateUp)),)

@@ -43,7 +43,8 @@ FEATURES = "features"
 HANDED_ON, FEATURE_ROWS = "handed_on", "feature_rows"
 # the layout of a weight as checkpoints have it
 ROWS = "rows"
-# lends caches their symbolic sizes, until they are there
+# lends caches and states their symbolic sizes, until they are there: [blocks, rows of a block,
+# states, replay rows of a state]
 GEOMETRY = "geometry"
 # those of programs that take padded batches; masks follow, one for each window
 PADDED_INPUTS = ("tokens", "positions", "write_index", "logit_rows")

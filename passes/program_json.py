@@ -13,6 +13,7 @@ from specc.passes.program import (
     HIDDEN,
     MASS,
     RUNTIME_INPUTS,
+    STATES,
     Program,
     Weight,
     constant_key,
@@ -48,6 +49,13 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry |= {"kind": "cache", "layer": layer, "part": part}
             # the number of blocks and their size are the runtime's choice
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
+        elif name in program.states:
+            layer, part = program.states[name]
+            entry |= {"kind": "state", "layer": layer, "part": part}
+            # how many there are, and replay rows of each, are the runtime's choice
+            value = node.meta["val"]
+            sizes = [int(x) for x in value.shape[1 if part == "state" else 2 :]]
+            entry |= {"dtype": _dtype(value.dtype), "shape": sizes}
         elif program.reads_features and name in (HANDED_ON, FEATURES):
             value = node.meta["val"]
             # the target's slab is the last
@@ -63,7 +71,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
             entry["boundaries"] = list(program.taps.boundaries)
             entry["is_last_normed"] = program.taps.is_last_normed
         else:
-            assert name in (*RUNTIME_INPUTS, MASS, HIDDEN, *program.row_inputs), name
+            assert name in (*RUNTIME_INPUTS, STATES, MASS, HIDDEN, *program.row_inputs), name
             entry["kind"] = "input"
             if name == HIDDEN or name in program.row_inputs:
                 value = node.meta["val"]

@@ -20,6 +20,7 @@ from specc.runtime.constraints.grammar_masks import hooked
 from specc.runtime.execution.batch_rows import BatchRows, last_tokens_of
 from specc.runtime.execution.block_votes import BlockVotes, read_votes
 from specc.runtime.execution.draws import BegunModel, DrawnPrograms, drawn_step
+from specc.runtime.execution.kept_states import KeptStates
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.execution.prompts import Prompts
 from specc.runtime.outputs.step_logprobs import logprobs_after
@@ -72,6 +73,7 @@ class Runner:
         self._threshold = threshold
         self._rows = BatchRows(cache, last_tokens_of(step.plan for step in steps.values()))
         self._votes = BlockVotes(cache, self._link)
+        self._kept = KeptStates(cache, operators, self._link)
         drafters = models_of(step.plan for step in steps.values())
         self._prompts = Prompts(
             target, drafts, cache, prefill_chunk, operators, self._link, self._votes, drawn, staged,
@@ -117,8 +119,9 @@ class Runner:
         return result
 
     def inputs(self, group: StepGroup) -> StepInputs:
-        """What a group brings to its step."""
+        """What a group brings to its step, which comes next."""
         inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
+        inputs = self._kept.begin(group, inputs)
         masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)
 
@@ -141,4 +144,9 @@ class Runner:
             if drawn is not None:
                 return drawn.advance(inputs, slabs)
         step = self._steps[group.plan.name]
-        return hooked(step, group.requests, lambda reads: step.advance(inputs, slabs, reads))
+        wanted = self._kept.wanted(group)
+        result = hooked(
+            step, group.requests, lambda reads: step.advance(inputs, slabs, reads), wanted
+        )
+        self._kept.end(group, result)
+        return result

@@ -35,6 +35,7 @@ class Asked:
         mapped: draft models whose tokens are other ones than the target's.
         schemes: model → how its checkpoint is quantized, where it is.
         dtypes: of the models.
+        keeps_states: layers of the target keep states, which is known once it is traced.
     """
 
     config: Any
@@ -47,6 +48,7 @@ class Asked:
     mapped: Collection[str] = ()
     schemes: Mapping[str, str] = field(default_factory=dict)
     dtypes: Sequence[str] = ()
+    keeps_states: bool = False
 
     @property
     def self_drafts(self) -> list[Any]:

@@ -161,6 +161,21 @@ class CompileConfig:
         " keys and values have two widths. On cuda layers of one width stay expanded where a"
         " self-draft chooses blocks and latents are too wide to vote on them.",
     )
+    state_checkpoints: int | None = option(
+        None,
+        "Of models whose layers keep states (hybrids): how many prefixes of prompts have theirs"
+        " kept for later requests, each as large as that of a request; 0 shares no prefixes. The"
+        " default is what a quarter of the KV cache's bytes hold, and one for each sequence.",
+        least=0,
+        most=1 << 20,
+    )
+    state_grid: int | None = option(
+        None,
+        "At which multiples of tokens prefixes end whose states are kept: a multiple of"
+        " --block-size. A pass over a prompt ends at each. The default is 256.",
+        least=1,
+        most=1 << 30,
+    )
     prefill_chunk: int | None = option(
         None,
         "How many tokens of prompts one pass takes at most. The default is 2048 for cuda, where the"
@@ -382,6 +397,8 @@ class CompileOptions(TypedDict, total=False):
     kv_cache_tokens: int | None
     kv_cache_dtype: str
     mla_cache: str
+    state_checkpoints: int | None
+    state_grid: int | None
     prefill_chunk: int | None
     max_logits_mb: int
     backend: str | None

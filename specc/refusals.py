@@ -130,6 +130,7 @@ HEAD_IN_WINDOW = Feature(
 SEGMENTS = _option("segments", with_value=False)
 STAGES = _option("pipeline_parallel_size")
 DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel_size")
+RANKS = _option("tensor_parallel_size")
 GROUP, BITS = _option("quantize_group"), _option("activation_bits")
 CALIBRATION = _option("calibration")
 A_MIX = Feature(
@@ -150,6 +151,10 @@ TARGET_SCHEME = Feature(
 MAPPED = Feature(
     "a draft with other tokens than the target's",
     lambda x: f"{next(iter(x.mapped))}, whose tokens are other ones" if x.mapped else None,
+)
+STATES = Feature(
+    "a target whose layers keep states (hybrids)",
+    lambda x: "a target whose layers keep states" if x.keeps_states else None,
 )
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 
@@ -385,5 +390,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights in int8 or int4",
         _NO_BITS,
         "{a} {b}",
+    ),
+    Refusal(
+        STATES,
+        Backends(lambda facts, options: facts.keeps_states),
+        "a backend whose programs have them: {backends}",
+        "pass --backend {taker}",
+        "{a}, and the backend {b}",
+    ),
+    *(
+        Refusal(STATES, other, needed, do, "{a}, and {b}")
+        for other, needed, do in (
+            (SELF_DRAFT, "a draft that does not pass through these layers", "pass another draft"),
+            (RANKS, "one rank: states are not cut by heads yet", "leave out {other}"),
+            (STAGES, "one rank: no stage has states of its own yet", "leave out {other}"),
+            (SEGMENTS, "one program: no segment has states of its own yet", "leave out {other}"),
+            (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
+        )
     ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from tests import more_models
+from tests import hybrids, more_models
 
 VOCAB = 128
 WINDOW = 16
@@ -91,6 +92,8 @@ _CONFIGS["gemma3-tied"] = (
 ARCHITECTURES = tuple(name for name in _CONFIGS if "-" not in name)
 MORE_ARCHITECTURES = tuple(more_models.CONFIGS)
 _CONFIGS |= more_models.CONFIGS
+HYBRIDS = tuple(hybrids.CONFIGS)
+_CONFIGS |= hybrids.CONFIGS
 ROTARY_VARIANTS = ("llama-llama3", "llama-linear", "llama-yarn")
 
 # noise on the weights of a draft, relative to each weight's own spread, with which the target
@@ -137,14 +140,19 @@ def build_model(name: str, seed: int = 0, noise: float = 0.0, **changes: Any) ->
     other = torch.Generator().manual_seed(2000 + seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            is_known = name in DRAFT_NOISE
-            spread, center = (_spread if is_known else more_models.spread)(name, key, parameter)
+            spread, center = _spread_of(name)(name, key, parameter)
             parameter.fill_(center)
             parameter += spread * torch.randn(parameter.shape, generator=generator)
             parameter += noise * spread * torch.randn(parameter.shape, generator=other)
-        if name in more_models.CONFIGS:
+        if name in more_models.CONFIGS or name in HYBRIDS:
             more_models.draw_buffers(model, generator)
     return model.eval()
+
+
+def _spread_of(name: str) -> Callable[[str, str, Tensor], tuple[float, float]]:
+    if name in HYBRIDS:
+        return hybrids.spread
+    return _spread if name in DRAFT_NOISE else more_models.spread
 
 
 def _spread(name: str, key: str, parameter: Tensor) -> tuple[float, float]:

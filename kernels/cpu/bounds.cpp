@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "fused.h"
 #include "kernels.h"
+#include "recurrence.h"
 #include "refusal.h"
 
 namespace specc {
@@ -88,7 +90,72 @@ void check_slots(const Rows& a, int64_t per_token) {
   }
 }
 
+// Sequences have places of their own.
+class Places {
+ public:
+  explicit Places(int64_t count) : count_(count) {}
+
+  void take(int64_t sequence, int64_t place, int64_t certain) {
+    const std::string name = "states[" + std::to_string(sequence) + "]";
+    if (place < 0 || place >= count_)
+      refuse(indexed(name, 0, place),
+             up_to(count_ - 1) + ": there are " + std::to_string(count_) + " states");
+    if (certain < 0) refuse(indexed(name, 1, certain), "0 or more nodes that are certain");
+    if (std::find(taken_.begin(), taken_.end(), place) != taken_.end())
+      refuse(indexed(name, 0, place), "a place that no other sequence has");
+    taken_.push_back(place);
+  }
+
+ private:
+  const int64_t count_;
+  std::vector<int64_t> taken_;
+};
+
 }  // namespace
+
+void check_bounds(const StateTokens& a) {
+  check_begin(a.q_start);
+  Places places(a.num_states);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const auto [begin, end] = tokens_of(a.q_start, b, a.num_tokens);
+    int64_t next = 0;
+    for (int64_t t = begin, live = 0; t < end; ++t) {
+      if (a.slot[t] < 0) continue;
+      if (live++ == 0) {
+        places.take(b, a.place(b), a.certain(b));
+        if (a.cache_len[b] < 0) refuse(indexed("cache_len", b, a.cache_len[b]), "0 or more");
+      }
+      const int64_t node = a.node(b, t);
+      const auto found = [&] {
+        return indexed("slot", t, a.slot[t]) + ", which is node " + std::to_string(node);
+      };
+      if (node < a.certain(b) && node != next++)
+        refuse(found(), "certain nodes in order, from node 0 on");
+      if (node >= a.num_rows && node >= a.certain(b))
+        refuse(found(), "nodes " + up_to(a.num_rows - 1) + ": a state has " +
+                            std::to_string(a.num_rows) + " replay rows");
+    }
+  }
+}
+
+void check_bounds(const AcceptedPaths& a) {
+  Places places(a.num_states);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    if (a.cache_len[b] < 0) continue;
+    const int32_t* source = a.source + b * a.length;
+    int64_t last = a.states[2 * b + 1] - 1;
+    for (int64_t i = 0; i < a.length && source[i] >= 0; ++i) {
+      if (i == 0) places.take(b, a.states[2 * b], a.states[2 * b + 1]);
+      const int64_t node = int64_t{source[i]} - a.cache_len[b];
+      if (node < a.states[2 * b + 1]) continue;
+      if (node <= last || node >= a.num_rows)
+        refuse(indexed("source[" + std::to_string(b) + "]", i, source[i]) + ", which is node " +
+                   std::to_string(node),
+               "nodes that ascend up to " + std::to_string(a.num_rows - 1));
+      last = node;
+    }
+  }
+}
 
 void check_bounds(const TreeAttention& a) {
   constexpr int64_t kMaxPosition = std::numeric_limits<int32_t>::max();

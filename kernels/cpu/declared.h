@@ -77,6 +77,10 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, One(T, T, int64_t, int64_t, Text)>;
   if (name == "specc::experts")
     return std::is_same_v<Function, One(T, T, T, T, T, Text)>;
+  if (name == "specc::fold_conv")
+    return std::is_same_v<Function, void(T, T, T, T, T)>;
+  if (name == "specc::fold_recurrence")
+    return std::is_same_v<Function, void(T, T, T, T, T, int64_t, bool)>;
   if (name == "specc::from_first")
     return std::is_same_v<Function, One(T)>;
   if (name == "specc::gather_rows")
@@ -124,8 +128,12 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::tree_attention")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, O, T, O, O, double, int64_t,
         int64_t, double, bool, int64_t, int64_t)>;
+  if (name == "specc::tree_conv")
+    return std::is_same_v<Function, One(T, T, O, T, T, T, T, T, O, T, Text)>;
   if (name == "specc::tree_expand")
     return std::is_same_v<Function, One(T, int64_t)>;
+  if (name == "specc::tree_recurrence")
+    return std::is_same_v<Function, One(T, T, T, T, O, T, T, T, T, T, O, T)>;
   if (name == "specc::tree_rows")
     return std::is_same_v<Function, Two(T, T, T)>;
   if (name == "specc::vote_chain")
@@ -362,6 +370,10 @@ constexpr const char* kSchemas[] = {
         "layout) -> Tensor",
     "specc::experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str "
         "activation) -> Tensor",
+    "specc::fold_conv(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, Tensor "
+        "states) -> ()",
+    "specc::fold_recurrence(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, "
+        "Tensor states, *, int key_heads, bool has_beta) -> ()",
     "specc::from_first(Tensor x) -> Tensor",
     "specc::gather_rows(Tensor x) -> Tensor",
     "specc::grouped_linear(Tensor x, Tensor weight, Tensor ends, int out_features) -> Tensor",
@@ -403,7 +415,13 @@ constexpr const char* kSchemas[] = {
         "ancestors, Tensor block_table, Tensor? sink_logits=None, Tensor? slopes=None, *, float "
         "scale, int window=0, int sink=0, float softcap=0., bool rounds_bias=False, int "
         "most_rows=0, int chunk=0) -> Tensor",
+    "specc::tree_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor(b!) "
+        "rows, Tensor q_start, Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor states, "
+        "*, str activation=\"\") -> Tensor",
     "specc::tree_expand(Tensor logits, int num_children) -> Tensor",
+    "specc::tree_recurrence(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor(a!) "
+        "state, Tensor(b!) rows, Tensor q_start, Tensor slot, Tensor cache_len, Tensor? "
+        "ancestors, Tensor states) -> Tensor",
     "specc::tree_rows(Tensor cache_len, Tensor nodes, Tensor depths) -> (Tensor slot, Tensor "
         "position)",
     "specc::vote_chain(Tensor tokens, Tensor weights) -> Tensor",

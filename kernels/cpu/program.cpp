@@ -113,7 +113,7 @@ void Program::check_flat(std::span<const Tensor> inputs) const {
                                                         {"block_table", Element::kInt32, 2},
                                                         {"logit_rows", Element::kInt64, 1}}};
   const bool takes_hidden = !hidden_sizes_.empty();
-  const size_t count = kNumFlat + takes_mass_ + takes_hidden;
+  const size_t count = num_known() + takes_mass_ + takes_hidden;
   if (inputs.size() != count)
     fail("a program takes " + std::to_string(count) + " inputs, not " +
          std::to_string(inputs.size()));
@@ -126,10 +126,16 @@ void Program::check_flat(std::span<const Tensor> inputs) const {
             inputs[5].sizes[0] == tokens && inputs[2].sizes[0] == batch + 1 &&
             inputs[6].sizes[0] == batch,
         "a program's tokens and their metadata have different sizes");
+  if (takes_states_) {
+    const Tensor& states = inputs[kNumFlat];
+    check(states.dtype == Element::kInt32 && states.dim == 2 && states.sizes[0] == batch &&
+              states.sizes[1] == 2,
+          "a program's places of states have another dtype or other sizes");
+  }
   if (takes_hidden) check_hidden(inputs.back(), tokens);
   if (!takes_mass_) return;
   // it is written to: what is no float32 in one piece would be a copy of it
-  const Tensor& mass = inputs[kNumFlat];
+  const Tensor& mass = inputs[num_known()];
   check(mass.dtype == Element::kFloat32 && mass.dim == 2 && mass.is_contiguous(),
         "a program's mass has another dtype, number of dimensions or layout");
 }
@@ -152,7 +158,7 @@ Tensor Program::call(std::span<const Tensor> given, Arena& arena, void*& block) 
   std::vector<Tensor> inputs(given.begin(), given.end());
   check(!inputs.empty(), "the tokens of a pass");
   for (const Tensor& input : inputs) check_tensor(input);
-  if (takes_mass_ && inputs.size() == kNumFlat)
+  if (takes_mass_ && inputs.size() == num_known())
     inputs.push_back(shaped(std::array<int64_t, 2>{1, 0}, Element::kFloat32));
   if (is_flat_) check_flat(inputs);
   if (inputs.size() != inputs_.size())

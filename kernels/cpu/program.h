@@ -12,7 +12,7 @@
 
 namespace specc {
 
-// Inputs of every program; the mass of blocks and a hidden value may follow.
+// Inputs of every program; places of states, the mass of blocks and a hidden value may follow.
 constexpr size_t kNumFlat = 8;
 
 // Instructions whose weights and caches are bound from outside.
@@ -37,6 +37,9 @@ class Program : public Callee {
   // graphs of an engine that somebody has edited. A program that takes the mass of blocks, too, is
   // given one of no columns where there is none.
   void expect_flat_inputs(bool takes_mass) { is_flat_ = true, takes_mass_ = takes_mass; }
+  // It takes one more input, after those of every program: [B, 2] places of states, and nodes that
+  // are certain.
+  void expect_states() { takes_states_ = true; }
   // Of a segment: it takes one more input, last, of these sizes (-1: one for each token).
   void expect_hidden(std::vector<int64_t> sizes, Element dtype);
   // Values take at most so many bytes at a time, or four times what weights and inputs take.
@@ -50,6 +53,8 @@ class Program : public Callee {
   void run_loops_on(int loops, Frame& frame, Arena& arena);
   void check_hidden(const Tensor& hidden, int64_t tokens) const;
   void check_flat(std::span<const Tensor> inputs) const;
+  // Inputs without the mass of blocks and a hidden value.
+  size_t num_known() const { return kNumFlat + takes_states_; }
 
   const std::shared_ptr<const Code> code_;
   const std::vector<int64_t> inputs_;
@@ -59,7 +64,7 @@ class Program : public Callee {
   WatchedMemory watched_;
   int num_threads_;
   int64_t narrow_rows_ = 64;
-  bool is_flat_ = false, takes_mass_ = false;
+  bool is_flat_ = false, takes_states_ = false, takes_mass_ = false;
   std::vector<int64_t> hidden_sizes_;
   Element hidden_dtype_ = Element::kFloat32;
   WeightOrder order_;

@@ -216,6 +216,9 @@ int specc_program_watch(SpeccProgram* program, const void* data, size_t bytes) {
 int specc_program_flat(SpeccProgram* program, int takes_mass) {
   return call_guarded([&] { own_program(program).expect_flat_inputs(takes_mass != 0); });
 }
+int specc_program_states(SpeccProgram* program) {
+  return call_guarded([&] { own_program(program).expect_states(); });
+}
 int specc_program_hidden(SpeccProgram* program, const int64_t* sizes, int64_t dim, int32_t dtype) {
   return call_guarded([&] {
     const auto given = items(sizes, dim);

@@ -82,6 +82,9 @@ SPECC_EXPORT void specc_program_free(SpeccProgram* program);
 SPECC_EXPORT int specc_program_bind(SpeccProgram* program, int64_t slot, const SpeccTensor* value);
 SPECC_EXPORT int specc_program_watch(SpeccProgram* program, const void* data, size_t bytes);
 SPECC_EXPORT int specc_program_flat(SpeccProgram* program, int takes_mass);
+/* It takes one more input after the first eight: int32 [B, 2], the place of each sequence in the
+ * states that it keeps, and how many of its nodes are committed in any case. */
+SPECC_EXPORT int specc_program_states(SpeccProgram* program);
 SPECC_EXPORT int specc_program_hidden(SpeccProgram* program, const int64_t* sizes, int64_t dim,
                                       int32_t dtype);
 /* Threads of a pass; rows up to which it is narrow (program.h); bytes that its values may take. */

@@ -3,3 +3,5 @@
 #include "gates.cpp"
 #include "norms.cpp"
 #include "rotary.cpp"
+#include "tree_conv.cpp"
+#include "tree_recurrence.cpp"

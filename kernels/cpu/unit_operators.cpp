@@ -6,6 +6,7 @@
 #include "linear_operators.cpp"
 #include "quantized_operators.cpp"
 #include "ranks_operators.cpp"
+#include "recurrence_operators.cpp"
 #include "sampling_operators.cpp"
 #include "step_operators.cpp"
 #include "tree_operators.cpp"

@@ -21,7 +21,7 @@ from specc.kernels import ops
 # one with "sdpa" in it would count as that
 NAME = "specc"
 # what says nothing that the mask and the other arguments do not say
-_SAID_ELSEWHERE = frozenset(
+SAID_ELSEWHERE = frozenset(
     (
         "sliding_window", "position_ids", "cache_position", "use_cache", "return_dict",
         "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
@@ -92,14 +92,14 @@ def attention_forward(
         softcap: of the scores, or None.
         s_aux: [H] sinks, or None.
         is_causal: where there is no mask; None is what the layer says.
-        others: see `_SAID_ELSEWHERE`.
+        others: see `SAID_ELSEWHERE`.
     Returns:
         [B, T, H, DV], and no weights.
     Raises:
         UnsupportedAttentionError: an argument that this does not express.
     """
     for name, argument in others.items():
-        if argument is not None and name not in _SAID_ELSEWHERE:
+        if argument is not None and name not in SAID_ELSEWHERE:
             raise _error(module, f"its attention takes an argument {name}")
     if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,9 +1,9 @@
 """Model types of configurations: what transformers knows by another name, and what it cannot trace.
 
 A checkpoint whose model type only its own code knows may name a class of transformers
-(`kimi_k2`: `DeepseekV3ForCausalLM`), and is a model of that class. Layers that keep a state, and
-attention to keys that the model chooses, are told from the configuration: to trace such a model
-takes minutes.
+(`kimi_k2`: `DeepseekV3ForCausalLM`), and is a model of that class. Layers whose state no operator
+of specc computes, and attention to keys that the model chooses, are told from the configuration: to
+trace such a model takes minutes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,25 @@ from typing import Any
 from specc.errors import NotCausalLMError, UnsupportedAttentionError
 
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+# kinds of layers that keep a state, or go token by token, in models whose convolutions and
+# recurrences `recurrence_functions` knows
+_STATES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
+_WITH_STATES = frozenset(
+    (
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid",
+        "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "bamba", "falcon_h1", "granitemoehybrid",
+        "nemotron_h", "zamba2",
+    )
+)  # fmt: skip
+# what there is no operator for
+_MAMBA1 = "the selective scan of Mamba-1, where each column of a state has its own decay"
+_MISSING = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba", "zamba"), _MAMBA1),
+    "recurrent_gemma": "RG-LRU, whose state transformers keeps in the module",
+    "minimax": "lightning attention",
+    "rwkv": "WKV, the recurrence of RWKV",
+    "xlstm": "the mLSTM of xLSTM",
+}
 
 
 def known_type(raw: Mapping[str, Any], name: str) -> str:
@@ -45,24 +64,27 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
 
 
 def check_layers_of(config: Any, name: str) -> None:
-    """Refuse what is no attention to all keys, a window or chunks, before anything is traced.
+    """Refuse what is neither attention to all keys, a window or chunks, nor a known recurrence.
 
     Args:
         config: of transformers, whose classes say of which kind each layer is.
         name: what the user called the model.
     Raises:
-        UnsupportedAttentionError: layers with a state, or attention to keys that are chosen.
+        UnsupportedAttentionError: layers with another state, or attention to keys that are chosen.
     """
     kinds = _field(config, "layer_types") or ()
-    others = [kind for kind in kinds if isinstance(kind, str) and kind not in _ATTENTION]
+    known = _ATTENTION | (_STATES if config.model_type in _WITH_STATES else frozenset())
+    others = [kind for kind in kinds if isinstance(kind, str) and kind not in known]
     # a model without layers of attention may not say of which kind they are
     if not kinds and _field(config, "num_attention_heads") is None:
         others = ["no attention"]
     if others:
+        missing = _MISSING.get(config.model_type)
         raise UnsupportedAttentionError(
-            f"{name}: config.json: {config.model_type} has layers of the kind {others[0]}",
-            "layers that attend to all keys, to a window or to chunks; what others remember of a"
-            " tree cannot be taken back",
+            f"{name}: config.json: {config.model_type} has layers of the kind {others[0]}"
+            + (f": {missing}" if missing else ""),
+            "layers that attend to all keys, to a window or to chunks, short convolutions, gated"
+            " delta rules (KDA, too), and scans of Mamba-2",
             "pass a model of such layers",
         )
 

@@ -25,6 +25,7 @@ from specc.passes.program import (
     FEATURES,
     HANDED_ON,
     RUNTIME_INPUTS,
+    STATES,
     AttentionLayer,
     Program,
     Weight,
@@ -33,6 +34,7 @@ from specc.passes.program import (
 )
 from specc.passes.rewrite.absorb_latent import values_in_keys
 from specc.passes.rewrite.insert_block_mass import erase_block_mass
+from specc.passes.rewrite.tree_recurrence import state_layer, with_states
 from specc.speculation.taps import Taps
 
 _GEOMETRY = "geometry"
@@ -44,6 +46,7 @@ def read_program(
     constants: Mapping[str, Tensor],
     layers: Sequence[tuple[str, int]],
     keys: Sequence[str],
+    state_layers: Sequence[str] = (),
 ) -> Program:
     """The program that `program_to_json` was given.
 
@@ -53,6 +56,7 @@ def read_program(
         layers: name and window of each attention layer, in the order of execution.
         keys: of weights and constants in the order in which the program had them, and in which
             its weight file has them; the graph has its inputs in another one.
+        state_layers: name of each layer that keeps a state, in the order of execution.
     Raises:
         EngineError: it is no such program, or one of another torch.
     """
@@ -62,6 +66,9 @@ def read_program(
         program = Program(data["name"], graph_module, {}, {})
         _Values(program, data["inputs"], constants).compute()
         _add_layers(program, layers)
+        calls = program.calls(ops.tree_conv, ops.tree_recurrence)
+        named = zip(calls, state_layers, strict=True)
+        program.state_layers += [state_layer(node, name) for node, name in named]
         _put_in_order(program, keys)
     except _MALFORMED as error:
         raise EngineError(
@@ -120,6 +127,10 @@ class _Values:
                 program.runtime_inputs += (FEATURE_ROWS,)
                 program.row_inputs = (FEATURE_ROWS,)
                 return self._like.new_empty((self._like.shape[0], 2), dtype=torch.int32)
+            if name == STATES:
+                program.runtime_inputs = with_states(program.runtime_inputs)
+                lengths = self._traced["cache_len"]
+                return lengths.new_empty((lengths.shape[0], 2))
             if name not in RUNTIME_INPUTS:
                 raise ValueError(f"an input {name}")
             return self._traced[name]
@@ -142,7 +153,11 @@ class _Values:
                 program.taps = Taps(tuple(entry["boundaries"]), entry["is_last_normed"])
             else:
                 program.caches[name] = (entry["layer"], entry["part"])
-            shape = (*self._traced[_GEOMETRY].shape, *shape)
+            shape = (*self._traced[_GEOMETRY].shape[:2], *shape)
+        elif kind == "state":
+            program.states[name] = (entry["layer"], entry["part"])
+            sizes = self._traced[_GEOMETRY].shape[2:]
+            shape = (*sizes[: 1 if entry["part"] == "state" else 2], *shape)
         else:
             raise ValueError(f"{name} is a {kind}")
         return self._like.new_empty(shape, dtype=dtype)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from specc.errors import NotCausalLMError, SpeccError, UnsupportedGraphError
 from specc.passes.frontend.attention_function import registered_attention
 from specc.passes.frontend.buffer_values import buffer_values
+from specc.passes.frontend.recurrence_functions import registered_recurrences
 from specc.passes.frontend.repeat_layers import equal_layers_once
 from specc.passes.frontend.rotary import constant_frequencies
 from specc.passes.program import RUNTIME_INPUTS, Program, RowInput, Weight
@@ -89,7 +90,7 @@ class _FlatTokens(ModelCall):
     """Present a model of [1, T] tokens as one of flat tokens, with all runtime inputs.
 
     The inputs that the model does not know stay unused placeholders, so that later passes find
-    them with symbolic shapes. `geometry` lends the caches their symbolic sizes.
+    them with symbolic shapes. `geometry` lends caches and states their symbolic sizes.
     """
 
     def forward(
@@ -156,7 +157,7 @@ def export_flat(model: nn.Module, rows: Sequence[RowInput] = ()) -> ExportedProg
         "ancestors": torch.zeros(8, 2, **i64),
         "block_table": torch.zeros(3, 5, **i32),
         "logit_rows": torch.zeros(6, **i64),
-        "geometry": torch.zeros(7, 9, **i32),
+        "geometry": torch.zeros(7, 9, 5, 6, **i32),
     }
     batch, tokens = Dim("batch", min=1, max=4096), Dim("tokens", min=1, max=1 << 20)
     dynamic = {
@@ -172,7 +173,12 @@ def export_flat(model: nn.Module, rows: Sequence[RowInput] = ()) -> ExportedProg
             1: Dim("row_blocks", min=1, max=1 << 20),
         },
         "logit_rows": {0: Dim("rows", min=1, max=1 << 20)},
-        "geometry": {0: Dim("blocks", min=1), 1: Dim("block_size", min=1)},
+        "geometry": {
+            0: Dim("blocks", min=1),
+            1: Dim("block_size", min=1),
+            2: Dim("states", min=1),
+            3: Dim("state_rows", min=1),
+        },
     }
     if not rows:
         exported = export(_FlatTokens(model), model, inputs, dynamic)
@@ -303,7 +309,11 @@ def trace(
         hands_on: it returns (row that each token hands on [1, T, D], logits [1, T, V]), and the
             program has both outputs, see `Program.handed_on`.
     """
-    with registered_attention(model), constant_frequencies(model, rope_length) as frequencies:
+    with (
+        registered_attention(model),
+        registered_recurrences(model),
+        constant_frequencies(model, rope_length) as frequencies,
+    ):
         exported = export_flat(model, rows)
         names = tuple(row.name for row in rows)
         inputs = RUNTIME_INPUTS + names

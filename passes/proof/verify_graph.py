@@ -31,7 +31,7 @@ def verify_graph(program: Program, phase: str, is_final: bool) -> None:
         UnsupportedRotaryError: frequencies that depend on the longest position of a pass.
     """
     program.graph.lint()
-    known = set(program.weights) | set(program.constants) | set(program.caches)
+    known = {*program.weights, *program.constants, *program.caches, *program.states}
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.target in program.weights:
             weight, value = program.weights[node.target], node.meta["val"]

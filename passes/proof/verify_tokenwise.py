@@ -1,8 +1,9 @@
-"""Proof that outside attention every number depends on one token alone.
+"""Proof that outside attention and recurrences every number depends on one token alone.
 
 The tokens of a pass may be branches of a tree or several sequences: whatever mixes them outside
-`specc::tree_attention` computes wrong numbers without failing. The proof follows the dimension of
-tokens through the graph, operator by operator; what no rule covers is refused.
+`specc::tree_attention`, `specc::tree_conv` and `specc::tree_recurrence` computes wrong numbers
+without failing. The proof follows the dimension of tokens through the graph, operator by operator;
+what no rule covers is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specc.kernels.operator import (
     TokenRule,
 )
 from specc.kernels.ops import operator_of
-from specc.passes.program import HIDDEN, Program, bind_args, module_path, refusal
+from specc.passes.program import HIDDEN, STATES, Program, bind_args, module_path, refusal
 from specc.passes.proof import token_routing as routing
 from specc.passes.proof.token_routing import (
     Counts,
@@ -41,6 +42,7 @@ from specc.passes.proof.token_routing import (
     outputs_of,
 )
 from specc.passes.proof.token_sizes import TokenSizes
+from specc.passes.proof.token_states import why_not_its_own
 
 # what a node can be besides plain (None), Tokens or Counts
 _SIZE = "the number of tokens"
@@ -374,20 +376,24 @@ class _Proof:
 
     def _attention(self, node: fx.Node, rule: OfHeads) -> Any:
         bound = bind_args(node)
-        for names, place, what in (
-            (rule.heads, (1, 3), "[heads, tokens, head_dim]"),
-            (rule.tables, (0, 2), "[tokens, columns]"),
+        for names, dim, ndim, what in (
+            (rule.heads, 1, 3, "[heads, tokens, head_dim]"),
+            (rule.tables, 0, 2, "[tokens, columns]"),
+            (rule.of_tokens, 0, None, "[tokens, …]"),
         ):
-            for item in (bound[name] for name in names):
+            for item in (bound[name] for name in names if bound[name] is not None):
                 state = self._states[item]
-                if not is_in_order(state) or (state.dim, state.ndim) != place:
+                is_there = is_in_order(state) and state.dim == dim
+                if not is_there or ndim not in (None, state.ndim):
                     raise self._refuse(node, f"{item.name} is not {what}")
         for item in (bound[name] for name in rule.parameters):
             if item is not None and self._states[item] is not None:
                 raise self._mixes(node)
+        if STATES in bound and (reason := why_not_its_own(self._program, node)):
+            raise self._refuse(node, f"{target_name(node.target)}: {reason}")
         if node.meta["val"] is None:
             return None
-        first = bound[(rule.heads or rule.tables)[0]]
+        first = bound[(rule.heads or rule.tables or rule.of_tokens)[0]]
         return replace(self._result(node, self._states[first]), is_position=False)
 
     def _rows(self, node: fx.Node, rule: OfRows) -> Any:

@@ -14,7 +14,12 @@ from torch import Tensor, fx
 
 from specc.errors import UnsupportedAttentionError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import DENSE_ATTENTION, is_flat_call_graph, masks_are_classified
+from specc.passes.facts import (
+    DENSE_ATTENTION,
+    DENSE_RECURRENCE,
+    is_flat_call_graph,
+    masks_are_classified,
+)
 from specc.passes.program import Program, Slopes, bind_args, module_path
 from specc.passes.rewrite.find_chunks import find_chunk
 from specc.passes.rewrite.find_slopes import find_slopes, widest
@@ -41,7 +46,7 @@ class ClassifyMasks(Pass):
         known: dict[tuple, tuple[int, Slopes | None]] = {}
         chunks: dict[fx.Node, int] = {}
         nodes = list(program.calls(*DENSE_ATTENTION))
-        if not nodes:
+        if not nodes and not program.calls(*DENSE_RECURRENCE):
             raise UnsupportedAttentionError(*describe_foreign_attention(program))
         for node in nodes:
             result.rewrites += 1

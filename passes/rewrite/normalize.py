@@ -97,7 +97,7 @@ class Normalize(Pass):
                 continue
             if node.target in _CHECKS:
                 graph.erase_node(node)
-            elif node.target in _IDENTITIES or _is_inactive_dropout(node):
+            elif node.target in _IDENTITIES or _is_inactive_dropout(node) or _takes_all(node):
                 replace(node, node.args[0])
             elif node.target in _CONVERSIONS:
                 _simplify_conversion(node)
@@ -241,6 +241,15 @@ def _is_read_later(node: fx.Node) -> bool:
         stack += views
     readers = {user for alias in aliases for user in alias.users}
     return any(reader is not node and reader > node for reader in readers)
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a slice from a place that sizes say takes everything: `x[:, -x.shape[1] :]`."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    bound = bind_args(node)
+    sizes = [str(item.meta["val"].shape) for item in (node, node.args[0])]
+    return isinstance(bound["start"], fx.Node) and bound["step"] == 1 and sizes[0] == sizes[1]
 
 
 def _make_functional(node: fx.Node) -> None:

@@ -25,7 +25,6 @@ from specc.passes.program import (
     add_placeholder,
     bind_args,
     emit_call,
-    last_placeholder,
     module_path,
     replace,
 )
@@ -64,7 +63,12 @@ class RewriteTreeAttention(Pass):
             program.placeholder(name)
             for name in ("q_start", "positions", "slot", "cache_len", "ancestors", "block_table")
         ]
-        last = last_placeholder(graph)
+        # before states, where there are some
+        last = next(
+            node
+            for node in reversed(list(graph.find_nodes(op="placeholder")))
+            if node.target not in program.states
+        )
         for layer, node in enumerate(program.calls(*DENSE_ATTENTION)):
             q, k, v, scale = attention_operands(node)
             bound = bind_args(node)
@@ -230,6 +234,6 @@ def _cache_value(
     geometry: fx.Node, layer: AttentionLayer, like: fx.Node, columns: int
 ) -> torch.Tensor:
     """Fake [blocks, block_size, HK, columns] with the symbolic sizes that `geometry` lends."""
-    blocks, block_size = geometry.meta["val"].shape
+    blocks, block_size = geometry.meta["val"].shape[:2]
     value = like.meta["val"]
     return value.new_empty(blocks, block_size, layer.num_kv_heads, columns)

@@ -9,7 +9,7 @@ STEP_OUTPUTS.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,19 @@ import torch
 from torch import fx
 
 from specc.artifact.graph_io import store_graph
+from specc.artifact.state_entry import CONV, StateGeometry
 from specc.passes.step.draft_stage import draft_stage, num_levels
 from specc.passes.step.step_graph import (
     BLOCK_MASS,
     HISTORY,
+    STATES,
     STEP_INPUTS,
     TARGET,
     StepGraph,
     int32,
     slab_name,
     slots_name,
+    state_names,
 )
 from specc.speculation.plan_json import plan_to_json
 from specc.speculation.plans import MERGE, SpecPlan
@@ -77,6 +80,7 @@ def fuse_step(
     block_size: int = 0,
     reads_winners: bool = False,
     windowed: Collection[str] = (),
+    states: Sequence[StateGeometry] = (),
 ) -> StepProgram:
     """Compose the step of a plan.
 
@@ -91,19 +95,20 @@ def fuse_step(
             token.
         windowed: self-drafts whose programs see a part of the cache by themselves; others get
             another block table.
+        states: of each slab of states that the target's layers keep.
     """
     reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
         stages["draft"] = draft_stage(plan, constants, is_padded, block_size, windowed)
-    stages["verify"] = _verify_stage(plan, constants, reads_winners)
-    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners)
+    stages["verify"] = _verify_stage(plan, constants, reads_winners, bool(states))
+    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, states)
     return StepProgram(plan, constants, stages)
 
 
 def _verify_stage(
-    plan: SpecPlan, constants: dict[str, torch.Tensor], reads_winners: bool
+    plan: SpecPlan, constants: dict[str, torch.Tensor], reads_winners: bool, has_states: bool
 ) -> fx.Graph:
     """Passes of the target over all nodes of all sequences, and what it wants after each.
 
@@ -111,7 +116,8 @@ def _verify_stage(
     prefix, earlier tiles, and its own nodes. Dead nodes of a tree that is data are fed, too:
     nothing attends to their rows, and the walk never reaches them.
     """
-    g = StepGraph(constants, *STEP_INPUTS)
+    # where layers keep states, the host says whose are where
+    g = StepGraph(constants, *STEP_INPUTS, *([STATES] if has_states else []))
     if not plan.speculates:
         tokens = g.last(g["last_tokens"], 1)
         nodes = g.arange(0, 1, 1, torch.int32)
@@ -177,6 +183,7 @@ def _target(
     Its nodes vote on the blocks that the plan's views are to see, as the host says.
     """
     batch = g.batch
+    states = [g[STATES]] if STATES in g else []
     mass = [g[BLOCK_MASS]] if plan.chooses_blocks else []
     return g.model(
         TARGET,
@@ -188,6 +195,7 @@ def _target(
         ancestors,
         g["block_table"],
         g.arange(0, g.multiple(batch, count), 1, torch.int64),
+        *states,
         *mass,
     )
 
@@ -204,6 +212,7 @@ def _accept_commit_stage(
     slabs: dict[str, int],
     constants: dict[str, torch.Tensor],
     reads_winners: bool,
+    states: Sequence[StateGeometry],
 ) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
     num_nodes, max_depth = plan.num_nodes, plan.max_depth
@@ -229,10 +238,25 @@ def _accept_commit_stage(
         for i in range(slabs[model] if moves_rows else 0):
             slab = g[slab_name(model, i)]
             g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
+        if model == TARGET and plan.speculates:
+            # without a tree, the only node is in the states: the pass has folded it
+            _fold_states(g, states, source)
     run = (g["last_tokens"], output_tokens, num_accepted)
     g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
     outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
+
+
+def _fold_states(g: StepGraph, states: Sequence[StateGeometry], source: fx.Node) -> None:
+    """Fold what accepted nodes have brought into the states, after that of the root."""
+    for index, slab in enumerate(states):
+        state, rows = (g[name] for name in state_names(index))
+        given = state, rows, source, g["cache_len"], g[STATES]
+        if slab.kind == CONV:
+            g.call(specc.fold_conv.default, *given)
+        else:
+            sizes = {"key_heads": slab.key_heads, "has_beta": slab.has_beta}
+            g.call(specc.fold_recurrence.default, *given, **sizes)
 
 
 def _walk(g: StepGraph, plan: SpecPlan, reads_winners: bool) -> list[fx.Node]:

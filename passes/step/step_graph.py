@@ -25,6 +25,8 @@ VOTE_WEIGHTS, PROPOSALS = "vote_weights", "proposals"
 CHOSEN_BLOCKS = "chosen_blocks"
 # [M, n] f32 attention that blocks get, see `block_mass_reference`
 BLOCK_MASS = "block_mass"
+# [B, 2] i32 of targets whose layers keep states: places in these, and how many nodes are certain
+STATES = "states"
 
 
 class StepGraph:
@@ -60,6 +62,10 @@ class StepGraph:
             with self.graph.inserting_after(self._last):
                 self._last = self._inputs[name] = self.graph.placeholder(name)
         return self._inputs[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a value of the environment is an input already."""
+        return name in self._inputs
 
     def constant(self, name: str, value: Tensor) -> fx.Node:
         """A tensor that the step carries; one name is one value."""
@@ -159,6 +165,11 @@ def int32(values: Any) -> Tensor:
 def slab_name(model: str, index: int) -> str:
     """Environment name of a model's cache slab."""
     return f"{model}_slab_{index}"
+
+
+def state_names(index: int) -> tuple[str, str]:
+    """Environment names of a slab of the target's states, and of that of their replay rows."""
+    return f"{TARGET}_states_{index}", f"{TARGET}_replay_{index}"
 
 
 def slots_name(model: str) -> str:

@@ -12,10 +12,19 @@ from specc.artifact.cache_rows import CacheRows
 from specc.artifact.kv_rows import AUTO, SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
+from specc.artifact.state_entry import CONV
 from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.backends.offload_budget import free_bytes
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache, SlabShape
+from specc.runtime.scheduling.state_slabs import (
+    FoldOptions,
+    StateShape,
+    StateSizes,
+    StateSlabs,
+    num_bytes,
+)
+from specc.speculation.plans import replay_rows
 from specc.system.files import format_bytes
 
 DTYPES = {
@@ -67,9 +76,12 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
+    states, sizes = state_shapes(manifest.models[0]), state_sizes(manifest, max_num_seqs)
     if torch.device(device).type == "cpu":
-        _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total)
-    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass)
+        beside = num_bytes(states, sizes)
+        _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
+    slabs = StateSlabs(states, sizes, device) if states else None
+    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass, slabs)
 
 
 def _check_room(
@@ -77,15 +89,22 @@ def _check_room(
     specs: Mapping[str, Sequence[SlabShape]],
     dtypes: Mapping[str, torch.dtype],
     rows: int,
+    beside: int = 0,
 ) -> None:
     """Compare the caches with the memory that there is: what a manifest plans, its author says.
 
+    Args:
+        shape: of the caches.
+        specs: of each model's slabs.
+        dtypes: of each model's rows.
+        rows: of a sequence, where heads come before rows; else 1.
+        beside: bytes that do not depend on rows.
     Raises:
         EngineError: they take more.
     """
     # tokens of the rows, and what is noted of a block
     of_rows, needed = shape.num_blocks * max(rows, shape.rows_per_block), shape.num_blocks * 64
-    needed += of_rows * 4
+    needed += of_rows * 4 + beside
     for model, slabs in specs.items():
         for slab in slabs:
             columns = slab.layers * slab.parts * slab.heads * slab.columns
@@ -120,6 +139,35 @@ def slab_shapes(model: ModelEntry, kv_cache_dtype: str = AUTO) -> list[SlabShape
     if model.num_handed_on:
         found.append(SlabShape(1, 1, model.num_handed_on, 1, dtype))
     return found
+
+
+def state_shapes(model: ModelEntry) -> list[StateShape]:
+    """Slabs of the states that a model's layers keep, of those that keep some."""
+    return [
+        StateShape(
+            slab.num_layers,
+            slab.shape,
+            slab.columns,
+            DTYPES[slab.dtype],
+            None if slab.kind == CONV else FoldOptions(slab.key_heads, slab.has_beta),
+        )
+        for slab in model.state_slabs
+    ]
+
+
+def state_sizes(manifest: Manifest, num_places: int) -> StateSizes:
+    """How many states an engine has, of so many requests."""
+    limits = manifest.limits
+    kept = limits.state_checkpoints, limits.state_grid
+    return StateSizes(num_places, replay_rows([x.plan for x in manifest.plans]), *kept)
+
+
+def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
+    """States [places, …] and replay rows [places, R, W] of each layer that keeps some."""
+    if cache.states is None:
+        return []
+    states, replay = cache.states.states, cache.states.replay
+    return [(states[x.slab][x.index], replay[x.slab][x.index]) for x in model.state_layers]
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:

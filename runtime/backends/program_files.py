@@ -18,6 +18,7 @@ from specc.artifact.model_entry import SelfDraftEntry
 from specc.bounds import MOST_LAYERS
 from specc.errors import EngineError
 from specc.kernels import native
+from specc.runtime.backends.step_io import STATES
 from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
@@ -70,12 +71,13 @@ def plan_of(program: Mapping[str, Any]) -> SpecPlan:
     return plan
 
 
-def check_program(program: Mapping[str, Any], num_layers: int) -> None:
+def check_program(program: Mapping[str, Any], num_layers: int, num_states: int = 0) -> None:
     """Look at the name and the inputs of a model's program.
 
     Args:
         program: content of `program.json`.
         num_layers: of the model, each with two caches; and one more of what it keeps for drafts.
+        num_states: layers of the model that keep states.
     Raises:
         EngineError: another schema, or an input that is none.
     """
@@ -85,10 +87,10 @@ def check_program(program: Mapping[str, Any], num_layers: int) -> None:
     if not (is_named and isinstance(inputs, list) and isinstance(graph, Mapping)):
         raise EngineError("a program.json without name, inputs or graph", "all three", _DO)
     for place_, entry in enumerate(inputs):
-        if not (isinstance(entry, Mapping) and _is_input(entry, num_layers)):
+        if not (isinstance(entry, Mapping) and _is_input(entry, num_layers, num_states)):
             raise EngineError(
                 f"input {place_} of {program['name']} is {entry!r:.100}",
-                "a weight, a constant, a cache of one of the layers, or an input of the runtime",
+                "a weight, a constant, a cache or state of a layer, or an input of the runtime",
                 _DO,
             )
 
@@ -98,23 +100,50 @@ def _is_stage(stage: Any) -> bool:
     return is_object and isinstance(stage.get("name"), str)
 
 
-def _is_input(entry: Mapping[str, Any], num_layers: int) -> bool:
+def _is_input(entry: Mapping[str, Any], num_layers: int, num_states: int) -> bool:
     kind = entry.get("kind")
     if kind == "input":
         return True
-    if kind == "cache":
-        layer = entry.get("layer")
-        is_known = entry.get("part") in ("k", "v", "rows")
-        return type(layer) is int and 0 <= layer < num_layers and is_known
+    if kind in ("cache", "state"):
+        layer, is_state = entry.get("layer"), kind == "state"
+        is_known = entry.get("part") in (("state", "rows") if is_state else ("k", "v", "rows"))
+        count = num_states if is_state else num_layers
+        return type(layer) is int and 0 <= layer < count and is_known
     shapes = (entry.get("shape"), entry.get("blocks_of", []))
     has_shapes = all(isinstance(s, list) and all(type(n) is int for n in s) for s in shapes)
     is_named = all(isinstance(entry.get(name), str) for name in ("key", "dtype"))
     return kind in ("weight", "constant") and has_shapes and is_named
 
 
+def slab_of(
+    entry: Mapping[str, Any],
+    caches: Sequence[tuple[Tensor, Tensor]],
+    states: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor | None:
+    """The cache, states or replay rows that an input of a program is bound to; None of others.
+
+    Args:
+        entry: of `program.json`, after `check_program`.
+        caches: per layer, see `ModelProgram`.
+        states: per layer that keeps some, states and replay rows.
+    """
+    if entry["kind"] == "cache":
+        return caches[entry["layer"]][entry["part"] == "v"]
+    if entry["kind"] == "state":
+        return states[entry["layer"]][entry["part"] == "rows"]
+    return None
+
+
 def takes_mass(program: Mapping[str, Any]) -> bool:
     """Whether a model's program is given the mass of blocks, see `ModelProgram.forward`."""
     return any(entry.get("name") == "mass" for entry in program["inputs"])
+
+
+def takes_states(program: Mapping[str, Any]) -> bool:
+    """Whether a model's program is given places of states, see `ModelProgram.forward`."""
+    return any(
+        entry.get("name") == STATES and entry.get("kind") == "input" for entry in program["inputs"]
+    )
 
 
 def check_schema(program: Mapping[str, Any], name: str, versions: Sequence[int]) -> None:

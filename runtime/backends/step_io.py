@@ -42,7 +42,7 @@ class StepInputs(NamedTuple):
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
             `chosen_blocks` [B, C] int64 columns of the block table; and of a step that a device
             replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are,
-            or at most may be.
+            or at most may be. Where layers keep states, `states` [B, 2] int32 of all plans.
         mask_drafts: changes what drafts find likely; steps that a device replays take it
             from `StepExtras` instead.
     """
@@ -76,6 +76,8 @@ class StepValues(Protocol):
     def __setitem__(self, name: str, value: Tensor, /) -> None: ...
 
 
+# in what the host brings: the places of sequences in the states, and how many nodes are certain
+STATES = "states"
 # called after each pass of a draft with its inputs, as of `ModelProgram.forward`, and its logits
 # [R, V]; returns the logits that children are drawn from, and that acceptance takes for q
 MaskDrafts = Callable[[Sequence[Tensor | None], Tensor], Tensor]

@@ -68,7 +68,10 @@ class TreeMasks:
 
 
 def hooked(
-    step: Step, requests: Sequence[Request], run: Callable[[Sequence[str]], StepResult]
+    step: Step,
+    requests: Sequence[Request],
+    run: Callable[[Sequence[str]], StepResult],
+    wanted: Sequence[str] = (),
 ) -> StepResult:
     """Run a step; grammars and controls change the logits that acceptance looks at.
 
@@ -76,12 +79,13 @@ def hooked(
         step: of a plan.
         requests: whose step it is.
         run: the step, given the names of values that are wanted.
+        wanted: by the caller.
     """
-    reads = ("logits", "path") if wants_logprobs(requests) else ()
+    reads = ("logits", "path") if wants_logprobs(requests) else tuple(wanted)
     if not has_masks(requests):
         return run(reads)
     before = step.before_accept
-    masks = TreeMasks(requests, step.plan, before, keeps=bool(reads))
+    masks = TreeMasks(requests, step.plan, before, keeps="logits" in reads)
     step.before_accept = masks
     try:
         result = run(reads)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import StepInputs
+from specc.runtime.backends.step_io import STATES, StepInputs
+from specc.runtime.execution.state_rows import state_rows
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
@@ -85,6 +86,9 @@ class BatchRows:
         self._blocks = BlockRows(cache.shape)
         self._table = self._blocks.select([])
         self._sampling = sampling_rows([])
+        self._has_states = cache.states is not None
+        self._places: list[int] = []
+        self._states = state_rows([])
 
     def inputs(
         self,
@@ -110,6 +114,12 @@ class BatchRows:
             self._requests = list(requests)
             self._sampling = sampling_rows(requests)
         rows = self.committed(requests, ahead)
+        if self._has_states:
+            # a request that was preempted comes back to another place
+            places = [request.state_place for request in requests]
+            if places != self._places:
+                self._places, self._states = places, state_rows(places)
+            extra = {**extra, STATES: self._states}
         return StepInputs(rows, self._table, *self._sampling, extra)
 
     def committed(

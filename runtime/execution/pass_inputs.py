@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from specc.drafters.drafter import Drafter
+from specc.runtime.execution.state_rows import states_of_spans
 from specc.runtime.scheduling.batch import Span
 from specc.runtime.scheduling.kv_cache import KVCache
+
+_NO_STATES = torch.zeros(0, dtype=torch.int32)
 
 
 class PassInputs(NamedTuple):
@@ -25,6 +28,8 @@ class PassInputs(NamedTuple):
         slots: [Nt] int32 cache rows.
         cache_len: [B] int32 rows that are there.
         block_table: [B, n] int32.
+        states: [B, 2] int32, see `specc.runtime.execution.state_rows`; [0] where no layer keeps
+            states.
     """
 
     tokens: Tensor
@@ -35,6 +40,7 @@ class PassInputs(NamedTuple):
     slots: Tensor
     cache_len: Tensor
     block_table: Tensor
+    states: Tensor = _NO_STATES
 
     def of_draft(self, reader: Drafter | None) -> tuple[Tensor | None, ...]:
         """For a draft; None is one that reads tokens alone."""
@@ -43,8 +49,13 @@ class PassInputs(NamedTuple):
         return self.of_head if reader.facts.hands_on else self.of_block
 
     @property
-    def of_model(self) -> tuple[Tensor | None, ...]:
+    def of_target(self) -> tuple[Tensor | None, ...]:
         """In the order of `ModelProgram.forward`."""
+        return (*self.of_model, self.states) if self.states.numel() else self.of_model
+
+    @property
+    def of_model(self) -> tuple[Tensor | None, ...]:
+        """The same of a model whose layers keep no states."""
         return (
             self.tokens, self.positions, self.q_start, self.slots, self.cache_len,
             None, self.block_table, self.logit_rows,
@@ -96,6 +107,7 @@ def causal_inputs(
         starts.append(starts[-1] + span.end - span.start)
     none = torch.zeros(0, dtype=torch.int64)
     rows = [cache.history_rows(s.request.blocks, s.start, s.end) for s in spans if records]
+    states = states_of_spans(spans)
     return PassInputs(
         tokens,
         positions,
@@ -105,6 +117,7 @@ def causal_inputs(
         positions.int(),
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         cache.block_table([s.request.blocks for s in spans]),
+        _NO_STATES if states is None else states,
     )
 
 

@@ -76,7 +76,7 @@ class Prompts:
         returns waits for it.
         """
         with self._link.active():
-            inputs = self.before_pass(spans).of_model
+            inputs = self.before_pass(spans).of_target
             voters = self._votes.of_spans(spans)
             mass = self._votes.mass(voters, len(spans))
             given = (*inputs, *([] if mass is None else [mass]))
@@ -117,7 +117,15 @@ class Prompts:
         return inputs
 
     def after_pass(self, spans: list[Span]) -> None:
-        """Have drafts that read hidden states read prompts: what the target's pass has left."""
+        """What follows the target's pass over prompts, of what it has left.
+
+        Drafts read its hidden states, and states are kept for later requests.
+        """
+        if self._cache.states is not None:
+            with self._link.active():
+                for span in spans:
+                    if span.checkpoint is not None:
+                        self._cache.states.keep(span.request.state_place, span.checkpoint)
         for i in self._readers:
             if mine := [span for span in spans if i in span.drafts]:
                 with self._link.active():

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import Drafted, StepInputs
+from specc.runtime.backends.step_io import STATES, Drafted, StepInputs
+from specc.runtime.execution.state_rows import states_of_spans
 from specc.runtime.scheduling.batch import Span
 from specc.speculation.live_nodes import DEAD
 from specc.speculation.plans import SpecPlan
@@ -39,6 +40,7 @@ class FlatTokens(NamedTuple):
         cache_len: [B] int32 committed rows.
         block_table: [B, n] int32.
         logit_rows: [R] int64 tokens of these that get logits.
+        states: [B, 2] int32, see `state_rows`; None where no layer keeps states.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class FlatTokens(NamedTuple):
     cache_len: Tensor
     block_table: Tensor
     logit_rows: Tensor
+    states: Tensor | None = None
 
 
 def tree_tokens(
@@ -86,6 +89,7 @@ def tree_tokens(
         cache_len,
         inputs.block_table,
         torch.arange(batch * count),
+        inputs.extra.get(STATES),
     )
     if not live:
         return nodes
@@ -117,6 +121,7 @@ def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         block_table,
         logit_rows(spans),
+        states_of_spans(spans),
     )
 
 
@@ -186,6 +191,9 @@ def begin_together(
         torch.cat([part.block_table for part in parts]),
         torch.cat([part.logit_rows + offset for part, offset in zip(parts, offsets, strict=False)]),
     )
+    states = [part.states for part in parts if part.states is not None]
+    if states:
+        inputs = *inputs, torch.cat(states)
     votes = [] if mass is None else [mass]
     taken = begin(*(value.to(device) for value in inputs), *votes)
     rows = [len(part.logit_rows) for part in parts]

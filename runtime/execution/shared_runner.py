@@ -143,9 +143,10 @@ class SharedRunner(Runner):
                 begin_s = time.perf_counter()
                 group = one.group
                 values = accepted_values(group.plan, rows, one.inputs, one.drafted, group.live)
-                found = hooked(
-                    one.step, one.group.requests, functools.partial(one.drafted.accept, values)
-                )
+                accept = functools.partial(one.drafted.accept, values)
+                wanted = self._kept.wanted(group)
+                found = hooked(one.step, group.requests, accept, wanted)
+                self._kept.end(group, found)
                 verify_s = pass_s * len(rows) / num_tokens
                 accept_s = time.perf_counter() - begin_s
                 stage_s = {"draft": one.draft_s, "verify": verify_s, "accept_commit": accept_s}

@@ -24,7 +24,7 @@ def logprobs_after(
     requests: list[Request], step: StepResult
 ) -> list[list[TokenLogprobs] | None] | None:
     """Those of the tokens that a step emits; None where nobody asks for any."""
-    if not step.values:
+    if not step.values.keys() & {"scores", "logits"}:
         return None
     counts = zip(step.output_tokens, step.num_accepted, strict=True)
     outputs = [tokens[: accepted + 1] for tokens, accepted in counts]

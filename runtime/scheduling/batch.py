@@ -22,12 +22,14 @@ class Span:
 
     Args:
         drafts: drafts that take the same tokens in the same iteration.
+        checkpoint: where the states after them are kept for later requests; None: nowhere.
     """
 
     request: Request
     start: int
     end: int
     drafts: tuple[int, ...] = ()
+    checkpoint: int | None = None
 
     @property
     def is_last(self) -> bool:
@@ -48,6 +50,18 @@ class Span:
         return [*range(self.num_scored), *last]
 
 
+class Kept(NamedTuple):
+    """What is kept of a step that may reach a place where states are kept.
+
+    Args:
+        checkpoint: that is reserved for it.
+        length: rows of the request that they are the states after.
+    """
+
+    checkpoint: int
+    length: int
+
+
 @dataclass(frozen=True)
 class StepGroup:
     """Requests that run one plan's step together.
@@ -61,6 +75,8 @@ class StepGroup:
             () is all of them. See `specc.speculation.live_nodes`.
         allowed: of each request, the nodes that could have been live, where its drafter has said
             how much of its tree is verified; () where drafters had no say.
+        kept: of each request, which states are kept for later requests, if the step commits so
+            many rows; () where none of any are.
     """
 
     plan: SpecPlan
@@ -70,6 +86,7 @@ class StepGroup:
     catches_up: bool = False
     live: tuple[int, ...] = ()
     allowed: tuple[int, ...] = ()
+    kept: tuple[Kept | None, ...] = ()
 
     @property
     def num_nodes(self) -> int:

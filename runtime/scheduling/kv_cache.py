@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
 from specc.runtime.scheduling.block_pool import BlockPool
+from specc.runtime.scheduling.state_slabs import StateSlabs
 from specc.system.huge_pages import ask_for_huge_pages
 
 # a cache that grows does so by this many rows: what attends to all of them reads no more in vain
@@ -102,6 +103,7 @@ class KVCache:
             such a cache is dense. None is [layers, 2, blocks, block_size, HK, D].
         grows: begin with few of these rows, see `reserve`.
         has_mass: the target says how much attention blocks get.
+        states: of a target whose layers keep some; None where none does.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class KVCache:
         rows: CacheRows | None = None,
         grows: bool = False,
         has_mass: bool = False,
+        states: StateSlabs | None = None,
     ) -> None:
         self.shape = shape
+        self.states = states
         self.rows = rows
         # rows of a sequence that there are by now
         self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
@@ -178,7 +182,7 @@ class KVCache:
     @functools.cached_property
     def environment(self) -> dict[str, Tensor]:
         """What step programs know by name: `target_slab_0`, `draft_0_slab_0`, …, `history`, and
-        `block_mass` where there is one.
+        where there are some `block_mass` and states.
         """
         slabs = {
             f"{model}_slab_{i}": slab
@@ -186,7 +190,8 @@ class KVCache:
             for i, slab in enumerate(slabs)
         }
         mass = {} if self.block_mass is None else {"block_mass": self.block_mass}
-        return slabs | {"history": self.history} | mass
+        states = {} if self.states is None else self.states.environment
+        return slabs | {"history": self.history} | mass | states
 
     def history_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Places in the flat history of a sequence's positions start … end - 1.

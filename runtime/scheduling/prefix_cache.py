@@ -9,6 +9,10 @@ finds the rows of others but not its own writes those, which nobody reads before
 The last row of a head in a block (see `docs/guide/drafts.md`) is made of the first token after the
 block, too. Where there are heads that token belongs to the key: it is known as soon as the rows are
 committed, but for a request that ends there, whose last block nobody finds.
+
+Where layers keep states, rows are of use as far as the states after them are there, too: a prefix
+ends where a checkpoint is. Checkpoints are made of prompts, at multiples of a grid; passes over
+prompts are cut there, so where they are depends on tokens alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import NamedTuple
 
 from specc.runtime.scheduling.block_pool import BlockPool
 from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.state_slabs import StateSlabs
 
 
 class Hit(NamedTuple):
@@ -28,11 +33,14 @@ class Hit(NamedTuple):
         blocks: in order.
         num_rows: of the target.
         draft_lens: rows of each draft.
+        checkpoint: place of the states after these rows; None where no layer keeps any, or there
+            are no rows.
     """
 
     blocks: list[int]
     num_rows: int
     draft_lens: list[int]
+    checkpoint: int | None = None
 
 
 class PrefixCache:
@@ -42,12 +50,20 @@ class PrefixCache:
         pool: of the cache.
         rows_per_block: of the cache.
         has_heads: drafts read the target's hidden states.
+        states: of the cache, where layers keep some.
     """
 
-    def __init__(self, pool: BlockPool, rows_per_block: int, has_heads: bool = False) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        rows_per_block: int,
+        has_heads: bool = False,
+        states: StateSlabs | None = None,
+    ) -> None:
         self._pool = pool
         self._num_after = int(has_heads)
         self._size = rows_per_block
+        self._states = states
 
     def find(self, request: Request) -> Hit:
         """The longest prefix that is there; at least one token is left to be fed."""
@@ -65,7 +81,28 @@ class PrefixCache:
             for draft in range(num_drafts):
                 if bits >> draft & 1 and draft_lens[draft] == i * self._size:
                     draft_lens[draft] += self._size
+        if self._states is not None:
+            return self._with_states(request, blocks, draft_lens, self._states)
         return Hit(blocks, len(blocks) * self._size, draft_lens)
+
+    def _with_states(
+        self, request: Request, blocks: list[int], draft_lens: list[int], states: StateSlabs
+    ) -> Hit:
+        """The longest part of a prefix after which states are there."""
+        step = states.sizes.grid // self._size
+        for count in range(len(blocks) // step * step, 0, -step):
+            place = states.checkpoints.find(self._key(request, count - 1))
+            if place is not None:
+                rows = count * self._size
+                lens = [min(length, rows) for length in draft_lens]
+                return Hit(blocks[:count], rows, lens, place)
+        return Hit([], 0, [0] * len(draft_lens))
+
+    def key_of(self, request: Request, num_rows: int) -> bytes | None:
+        """The key of the block that ends a prefix; None while not all of its tokens are known."""
+        if num_rows + self._num_after > len(request.token_ids):
+            return None
+        return self._key(request, num_rows // self._size - 1)
 
     def publish(self, request: Request) -> None:
         """Let others find what a request has committed since the last call."""

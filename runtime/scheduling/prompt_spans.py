@@ -24,12 +24,15 @@ class PromptSpans:
         shares_pass: prompts and steps go through the target together, and share `chunk`.
         window: of the target's layers, the smallest; 0 is no limit. A prompt's part of a shared
             pass is no longer.
+        grid: tokens between places of a prompt where a pass has to end, so that the states after
+            them can be kept; 0 is no such places.
     """
 
     chunk: int
     most_scored: int
     shares_pass: bool
     window: int
+    grid: int = 0
 
     def spans(
         self,
@@ -59,6 +62,8 @@ class PromptSpans:
             if start == request.prefill_end:
                 continue
             end = min(request.prefill_end, start + min(budget, longest))
+            if self.grid:
+                end = min(end, (start // self.grid + 1) * self.grid)
             if request.is_scored:
                 if not rows_left:
                     continue

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specc.runtime.drafters.block_choice import BlockChoice
 from specc.runtime.outputs.detokenizer import Detokenizer
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput, StreamOutput
+from specc.runtime.scheduling.state_slabs import NOWHERE
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 
@@ -90,6 +91,10 @@ class Request:
         self.blocks: list[int] = []
         # of these, the first that are as they were when `BlockRows` last wrote them down
         self.num_kept_blocks = 0
+        # in the states of layers that keep some, from admission on
+        self.state_place = NOWHERE
+        # key of the states that were kept last of its output
+        self.kept_key: bytes | None = None
         # of `PrefixCache`: keys of its blocks, and how many of them others can find
         self.block_keys: list[bytes] = []
         self.num_published = 0

@@ -1,15 +1,21 @@
-"""Which blocks a request has: given at its admission, more as it grows, taken back at its end."""
+"""Which blocks a request has: given at its admission, more as it grows, taken back at its end.
+
+Where layers keep states, it has a place among them as long as it has blocks.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from specc.errors import ContextLengthError
+from specc.runtime.scheduling.batch import Kept, Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
 from specc.runtime.scheduling.prefix_cache import Hit, PrefixCache
 from specc.runtime.scheduling.request import Request
+from specc.runtime.scheduling.state_slabs import NOWHERE
 from specc.speculation.plans import SpecPlan
 
 # tokens that a request may grow by before its step has to come from the host again
@@ -33,8 +39,12 @@ class RequestBlocks:
         self._shape = cache.shape
         is_paged = bool(cache.shape.block_size) and cache.rows is None
         self._size = cache.shape.rows_per_block
-        self._shares_prefixes = shares_prefixes and is_paged
-        self._prefixes = PrefixCache(self._pool, self._size, has_heads)
+        self._states = states = cache.states
+        keeps = states is None or states.sizes.num_checkpoints > 0
+        self._shares_prefixes = shares_prefixes and is_paged and keeps
+        self._prefixes = PrefixCache(self._pool, self._size, has_heads, states)
+        # checkpoints that passes in flight are to fill
+        self._reserved: set[int] = set()
         # batches in flight that use the blocks of a request; and those that left meanwhile
         self._held: Counter[Request] = Counter()
         self._left: dict[Request, None] = {}
@@ -42,6 +52,16 @@ class RequestBlocks:
     @property
     def num_free(self) -> int:
         return self._pool.num_free
+
+    @property
+    def has_states(self) -> bool:
+        """Layers keep states, which no pass gives back what it has changed of."""
+        return self._states is not None
+
+    @property
+    def grid(self) -> int:
+        """See `PromptSpans`."""
+        return self._states.sizes.grid if self._states and self._shares_prefixes else 0
 
     def check_fits(self, request: Request) -> None:
         """Raises ContextLengthError: it needs more blocks at its end than the cache has."""
@@ -61,6 +81,8 @@ class RequestBlocks:
         A block stays free for every request that runs and may still grow, else the next steps
         would take away what was given.
         """
+        if self._states is not None and not self._states.has_room:
+            return False
         hit = self._find(request)
         if not self._is_free(request, hit, running):
             return False
@@ -70,11 +92,16 @@ class RequestBlocks:
         request.admit([*hit.blocks, *self._pool.allocate(needed)], hit.num_rows, hit.draft_lens)
         request.num_published = len(hit.blocks)
         request.num_published_of = [length // self._size for length in hit.draft_lens]
+        if self._states is not None:
+            request.state_place = self._states.take()
+            if hit.checkpoint is not None:
+                self._states.restore(hit.checkpoint, request.state_place)
+                self._states.checkpoints.use(hit.checkpoint)
         return True
 
     def can_share(self, request: Request) -> bool:
         """Whether rows of another request of the same prompt could be of use."""
-        is_long = request.num_prompt_tokens > self._size
+        is_long = request.num_prompt_tokens > (self.grid or self._size)
         return self._shares_prefixes and is_long and not request.is_scored
 
     def grow(self, request: Request, plan: SpecPlan, num_ahead: int = 0) -> bool:
@@ -170,6 +197,86 @@ class RequestBlocks:
         if self._shares_prefixes and request.blocks:
             self._prefixes.publish(request)
 
+    def keep_states(self, spans: Sequence[Span]) -> list[Span]:
+        """Reserve checkpoints for the states after those spans that end where one may be."""
+        return [self._kept(span) for span in spans] if self.grid else list(spans)
+
+    def publish_states(self, spans: Iterable[Span]) -> None:
+        """Let later requests find what passes over these spans have kept."""
+        for span in spans:
+            if self._states is None or span.checkpoint is None:
+                continue
+            self._reserved.discard(span.checkpoint)
+            key = self._prefixes.key_of(span.request, span.end)
+            if key is None:
+                self._states.checkpoints.give_back(span.checkpoint)
+            else:
+                self._states.checkpoints.publish(span.checkpoint, key)
+
+    def keep_steps(self, groups: Sequence[StepGroup]) -> list[StepGroup]:
+        """Reserve checkpoints for steps that may commit as many rows as one is kept after.
+
+        Of a request's output the last one stays: a next turn goes on from there.
+        """
+        if not self.grid:
+            return list(groups)
+        found = []
+        for group in groups:
+            kept = tuple(self._reached(request, group.plan) for request in group.requests)
+            found.append(replace(group, kept=kept) if any(kept) else group)
+        return found
+
+    def publish_steps(self, groups: Iterable[StepGroup]) -> None:
+        """Let later requests find what steps have kept, where they have come so far.
+
+        Not of a request that plain decoding would have ended before: what is there to be found
+        depends on tokens alone.
+        """
+        for group in groups:
+            for request, kept in zip(group.requests, group.kept, strict=False):
+                if self._states is None or kept is None:
+                    continue
+                checkpoints, key = self._states.checkpoints, None
+                self._reserved.discard(kept.checkpoint)
+                if kept.length <= min(request.cache_len, len(request.token_ids) - 1):
+                    key = self._prefixes.key_of(request, kept.length)
+                if key is None:
+                    checkpoints.give_back(kept.checkpoint)
+                    continue
+                checkpoints.publish(kept.checkpoint, key)
+                if request.kept_key is not None:
+                    checkpoints.supersede(request.kept_key)
+                request.kept_key = key
+
+    def rows_to_checkpoint(self, request: Request) -> int | None:
+        """Rows that a request may commit until states are kept; None where none are."""
+        return self.grid - request.cache_len % self.grid if self.grid else None
+
+    def _reached(self, request: Request, plan: SpecPlan) -> Kept | None:
+        assert self._states is not None, "there is a grid"
+        rows, most = self.rows_to_checkpoint(request), plan.max_depth + 1
+        # a step that is longer than the grid could come past two of them
+        if rows is None or not rows <= most <= self.grid:
+            return None
+        if (place := self._states.checkpoints.reserve()) is None:
+            return None
+        self._reserved.add(place)
+        return Kept(place, request.cache_len + rows)
+
+    def _kept(self, span: Span) -> Span:
+        assert self._states is not None, "there is a grid"
+        if span.end % self.grid:
+            return span
+        checkpoints = self._states.checkpoints
+        key = self._prefixes.key_of(span.request, span.end)
+        if key is not None and (known := checkpoints.find(key)) is not None:
+            checkpoints.use(known)
+            return span
+        if (place := checkpoints.reserve()) is None:
+            return span
+        self._reserved.add(place)
+        return replace(span, checkpoint=place)
+
     def hold(self, requests: Iterable[Request]) -> None:
         """A batch in flight uses the blocks of these requests, whatever becomes of them."""
         self._held.update(requests)
@@ -189,6 +296,10 @@ class RequestBlocks:
         self._held.clear()
         for request in list(self._left):
             self._free(request)
+        for place in self._reserved:
+            assert self._states is not None, "it was asked for a checkpoint"
+            self._states.checkpoints.give_back(place)
+        self._reserved.clear()
 
     @property
     def has_held(self) -> bool:
@@ -206,14 +317,21 @@ class RequestBlocks:
         if not self._held[request]:
             self._free(request)
 
-    def release(self, blocks: list[int]) -> None:
-        """Give back blocks that no batch in flight uses."""
-        self._pool.free(blocks)
+    def preempt(self, request: Request) -> None:
+        """Take back what a request has, of which no batch in flight uses anything."""
+        self._pool.free(request.preempt())
+        self._free_place(request)
 
     def _free(self, request: Request) -> None:
         del self._left[request]
         self._pool.free(request.blocks)
         request.blocks = []
+        self._free_place(request)
+
+    def _free_place(self, request: Request) -> None:
+        if self._states is not None and request.state_place != NOWHERE:
+            self._states.give_back(request.state_place)
+            request.state_place = NOWHERE
 
     def _is_free(self, request: Request, hit: Hit, running: Sequence[Request]) -> bool:
         needed = self._blocks_of(request.prefill_end + 2) - len(hit.blocks)

@@ -81,7 +81,8 @@ class Scheduler:
         self._plans = plans
         self._position_limit = position_limit
         most_scored = self._max_num_seqs * cache.shape.max_nodes
-        self._prompts = PromptSpans(prefill_chunk, most_scored, shares_pass, window)
+        sizes = prefill_chunk, most_scored, shares_pass, window
+        self._prompts = PromptSpans(*sizes, grid=self._blocks.grid)
         cuts_trees = shares_pass if cuts_trees is None else cuts_trees
         self._groups = StepGroups(self.host_drafts, position_limit, shares_pass, cuts_trees)
         self._looks_ahead = looks_ahead
@@ -181,6 +182,8 @@ class Scheduler:
         plan = self._plans[self.policy.choose(len(ready), self.stats)]
         if (groups := self._divide(ready, plan, ahead, beside)) is None:
             return None
+        if not ahead.is_queued:
+            groups = self._blocks.keep_steps(groups)
         self.last_plans = {g.plan.name: len(g.requests) for g in groups}
         spans: list[Span] = []
         if has_prompts:
@@ -188,6 +191,7 @@ class Scheduler:
             spans = self._prompts.spans(
                 own, num_step_tokens, ahead, lambda s: self._groups.readers(s, plan)
             )
+            spans = self._blocks.keep_states(spans)
         return Batch(spans, groups, len(self.running) + len(self.waiting))
 
     def _is_worth_it(self, ready: list[Request], ahead: LookAhead) -> bool:
@@ -291,6 +295,9 @@ class Scheduler:
             if plan.speculates:
                 room = self._position_limit - 1 - plan.max_depth - request.cache_len
                 most = min(most, 1 + max(0, room) // per_step)
+            if (rows := self._blocks.rows_to_checkpoint(request)) is not None:
+                # a step that may come so far is looked at
+                most = min(most, max(1, (rows - 1) // per_step))
         return self._blocks.steps_held(requests, plan, max(1, most))
 
     def hold(self, batch: Batch) -> None:
@@ -304,12 +311,18 @@ class Scheduler:
         steps is safe: they write no row before `cache_len` or `draft_lens` but that of the last
         committed token, as it is, and every row after is written before it is read. A request
         between its tokens and its lengths cannot go on and is dropped: see `check`.
+
+        States are the exception: a pass may have folded tokens that were never committed, or not.
+        Requests that have some wait, and compute their rows again.
         """
         for request in [s for s in self.running if _is_torn(s)]:
             self._torn.append(request)
             self._release(request)
         self._release_finished()
         self._blocks.let_all_go()
+        if self._blocks.has_states:
+            for request in list(self.running):
+                self._preempt(request)
 
     def postprocess(self, batch: Batch, result: RunResult) -> None:
         """Commit what the passes did: lengths, tokens, counters; release requests that ended."""
@@ -320,6 +333,8 @@ class Scheduler:
         commit_votes(result, left)
         for request in self.running:
             self._blocks.publish(request)
+        self._blocks.publish_states(batch.prefill)
+        self._blocks.publish_steps(batch.groups)
         self._release_finished()
         if self._blocks.has_held:
             self._blocks.let_go(batch.requests)
@@ -349,7 +364,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take the blocks of a request away; it waits for others, to compute its rows again."""
         self.running.remove(request)
-        self._blocks.release(request.preempt())
+        self._blocks.preempt(request)
         self.stats.num_preemptions += 1
         self.waiting.add_again(request)
 

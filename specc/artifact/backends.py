@@ -77,6 +77,7 @@ class BackendFacts:
             a time; 0 where products read integers at any number of rows.
         most_latent: columns of a latent that its attention takes, and of what heads share beside
             it; None is any.
+        keeps_states: layers may keep states (convolutions and recurrences over tokens).
         expands_prompts: a pass with many tokens of a sequence may attend to what latents expand to.
     """
 
@@ -112,6 +113,7 @@ class BackendFacts:
     decoded_bytes: int = 0
     most_latent: tuple[int, int] | None = None
     expands_prompts: bool = True
+    keeps_states: bool = False
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -196,7 +198,7 @@ register(
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
-        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU,
+        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
     )
 )  # fmt: skip
 register(
@@ -218,7 +220,7 @@ register(
         attention=SPLIT,
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
-        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU,
+        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
     )
 )  # fmt: skip
 register(

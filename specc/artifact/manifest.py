@@ -13,6 +13,7 @@ from specc.artifact.manifest_checks import (
     check_activation_bits,
     check_backend,
     check_cache_rows,
+    check_checkpoints,
     check_choice,
     check_files,
     check_kv_rows,
@@ -36,6 +37,7 @@ from specc.artifact.manifest_entries import (
     TokenizerEntry,
 )
 from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
+from specc.artifact.state_entry import drop_states
 from specc.bounds import MOST_LAYERS, number
 from specc.drafters.one_pass import without_defaults
 from specc.errors import EngineError
@@ -120,6 +122,8 @@ class Manifest:
         """
         planned, needed = self.limits.cache_rows(), 0
         made = self.limits.cache_rows(max_num_seqs, kv_cache_tokens)
+        most_seqs = self.limits.max_batch_size
+        num_seqs = min(max_num_seqs or most_seqs, most_seqs)
         for model in self.models:
             home = self.draft_homes.get(model.name, 0)
             for rank in ranks:
@@ -130,6 +134,7 @@ class Manifest:
                 if weights_budget is not None and model is self.models[0]:
                     weights = min(weights, weights_budget)
                 rest = entry.logits + entry.workspace
+                rest += entry.states * num_seqs // most_seqs + entry.checkpoints
                 needed += weights + rest + entry.cache * made // planned
         return needed
 
@@ -143,6 +148,7 @@ class Manifest:
             for name in ("taps", "vocabulary", "head"):
                 if model[name] is None:
                     del model[name]
+        drop_states(data)
         for entry in data["files"].values():
             if not entry["crc32"]:
                 del entry["crc32"]
@@ -229,6 +235,7 @@ class Manifest:
         check_models(self.models)
         check_backend(self.backend, self.rectangle, self.tensorrt)
         check_cache_rows(self.rectangle, self.limits)
+        check_checkpoints(self.limits)
         check_kv_rows(self.kv_cache_dtype, self.backend)
         check_activation_bits(self.activation_bits, self.backend)
         check_plans(self.plans, self.models, self.limits)

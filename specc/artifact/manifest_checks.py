@@ -26,6 +26,7 @@ from specc.artifact.model_entry import (
     SelfDraftEntry,
     SlabEntry,
 )
+from specc.artifact.state_entry import check_states
 from specc.drafters.facts import Cache
 from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError, EngineError, SpeccError
@@ -47,6 +48,9 @@ def check_models(models: Sequence[ModelEntry]) -> None:
     for model in models:
         check_relative(model.dir)
         _check_taps(model)
+        check_states(model.name, model.state_layers, model.state_slabs)
+        if model.state_layers and model is not models[0]:
+            raise invalid(f"{model.name} has layers that keep states", "such a target alone")
         if model.reads_hidden and (model is models[0] or models[0].taps is None):
             raise invalid(f"{model.name}.head, and no taps of the target", "a target with taps")
         for layer in model.layers:
@@ -129,6 +133,16 @@ def check_cache_rows(rectangle: CacheRowsEntry | None, limits: LimitsEntry) -> N
         raise invalid(
             f"rectangle.slots is {rectangle.slots}, limits.block_size is {limits.block_size}",
             f"{needed} slots, max_seq_len and max_nodes together, and dense caches",
+        )
+
+
+def check_checkpoints(limits: LimitsEntry) -> None:
+    """Raises EngineError: states of prefixes that are kept where no block ends, or nowhere."""
+    count, grid, size = limits.state_checkpoints, limits.state_grid, limits.block_size
+    if bool(count) != bool(grid) or (grid and (not size or grid % size)):
+        raise invalid(
+            f"{count} state checkpoints, every {grid} tokens, and blocks of {size}",
+            "a multiple of a block, where there are some",
         )
 
 

@@ -26,16 +26,24 @@ _MOST_SEQUENCES, _MOST_RANKS, _MOST_TOKENS = 4096, 256, 1 << 20
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Bytes that one model takes at run time."""
+    """Bytes that one model takes at run time.
+
+    Args:
+        states: of layers that keep some: those of all sequences, and their replay rows.
+        checkpoints: states of prefixes that are kept for later requests.
+    """
 
     weights: int = field(metadata=within(0, MOST_BYTES))
     cache: int = field(metadata=within(0, MOST_BYTES))
     logits: int = field(metadata=within(0, MOST_BYTES))
     workspace: int = field(metadata=within(0, MOST_BYTES))
+    states: int = number(0, MOST_BYTES, default=0, metadata={MAY_BE_ABSENT: True})
+    checkpoints: int = number(0, MOST_BYTES, default=0, metadata={MAY_BE_ABSENT: True})
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.logits + self.workspace
+        beside = self.states + self.checkpoints
+        return self.weights + self.cache + self.logits + self.workspace + beside
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,9 @@ class LimitsEntry:
     """Sizes that the engine was compiled for; block_size 0 is dense, one block a sequence.
 
     Plans whose logits would take more than max_logits_mb are in tiles. Caches have kv_cache_tokens
-    rows for all sequences together, or, where it is None, those of the longest sequences.
+    rows for all sequences together, or, where it is None, those of the longest sequences. Where
+    layers keep states, those of state_checkpoints prefixes are kept, which are multiples of
+    state_grid tokens; 0 and 0 where none are.
     """
 
     max_batch_size: int = field(metadata=within(1, _MOST_SEQUENCES))
@@ -164,6 +174,8 @@ class LimitsEntry:
     max_nodes: int = field(metadata=within(1, 4 * MAX_NODES))
     max_logits_mb: int = field(metadata=within(1, 1 << 20))
     kv_cache_tokens: int | None = number(1, 1 << 40, default=None)
+    state_checkpoints: int = number(0, 1 << 20, default=0, metadata={MAY_BE_ABSENT: True})
+    state_grid: int = number(0, MOST_POSITIONS, default=0, metadata={MAY_BE_ABSENT: True})
 
     @property
     def context(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from specc.artifact.state_entry import StateLayerEntry, StateSlabEntry
 from specc.bounds import (
     MAY_BE_ABSENT,
     MOST_BYTES,
@@ -172,6 +173,8 @@ class ModelEntry(ProgramFiles):
         vocabulary: of a draft of other tokens; its program takes and gives ids of the target.
         taps: hidden states that it keeps for drafts; None where none reads any.
         head: of a draft that reads them.
+        state_layers: layers that keep a state for each sequence.
+        state_slabs: of these.
     """
 
     name: str
@@ -197,6 +200,8 @@ class ModelEntry(ProgramFiles):
     vocabulary: VocabularyEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     taps: TapsEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
     head: HeadEntry | None = field(default=None, metadata={MAY_BE_ABSENT: True})
+    state_layers: tuple[StateLayerEntry, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    state_slabs: tuple[StateSlabEntry, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @property
     def reads_hidden(self) -> bool:
@@ -213,6 +218,16 @@ class ModelEntry(ProgramFiles):
         """Hidden states that it keeps."""
         entry = self.taps
         return None if entry is None else Taps(entry.boundaries, entry.is_last_normed)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of one sequence."""
+        return sum(layer.state_bytes for layer in self.state_layers)
+
+    @property
+    def replay_bytes(self) -> int:
+        """Of the replay rows of one node."""
+        return sum(layer.row_bytes for layer in self.state_layers)
 
     @property
     def num_slabs(self) -> int:

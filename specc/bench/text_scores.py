@@ -22,6 +22,7 @@ from torch import Tensor
 from specc.errors import ConfigError, RequestError
 from specc.runtime.engine import Engine
 from specc.runtime.execution.pass_inputs import PassInputs
+from specc.runtime.execution.state_rows import states_of_one
 
 # most likely tokens whose overlap is counted
 TOP = 10
@@ -94,9 +95,10 @@ class ScoredEngine:
             positions.int(),
             torch.tensor([start], dtype=torch.int32),
             self._blocks,
+            *states_of_one(self._engine.cache, count),
         )
         with link.active():
-            logits = self._engine.target(*PassInputs(*link.send(inputs)).of_model)
+            logits = self._engine.target(*PassInputs(*link.send(inputs)).of_target)
             return logits.float().cpu()
 
 

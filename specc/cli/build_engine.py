@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specc.artifact.backends import facts_of
-from specc.cli import render, render_plans
+from specc.cli import render, render_plans, render_states
 from specc.cli.progress import make_listener
 from specc.speculation.choose_plans import parse_tree
 
@@ -110,6 +110,8 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
         f"{render.cache_room(manifest)}\n",
         soft_wrap=True,
     )
+    for line in render_states.state_lines(manifest):
+        console.print(line, soft_wrap=True)
     for plan in manifest.plans:
         default = ", the default" if plan.name == manifest.default_plan else ""
         console.print(f"plan {plan.name}{default}: {render_plans.describe_plan(plan.plan)}")

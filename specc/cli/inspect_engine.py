@@ -11,7 +11,7 @@ from specc.artifact.directory import read_manifest, torch_version
 from specc.artifact.manifest import INSTRUCTIONS_VERSION, PROFILE_FILE
 from specc.artifact.offload import least_budget, read_pieces
 from specc.artifact.segments import SegmentedModel
-from specc.cli import render, render_plans
+from specc.cli import render, render_plans, render_states
 from specc.cli.print_table import print_lines
 from specc.cli.tensorrt import print_builds, read_builds
 from specc.close_name import advice
@@ -137,6 +137,8 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     print_lines(console, (line for describe in lines for line in describe(manifest)))
     console.print()
     console.print(render.layers_table(manifest.models))
+    if manifest.models[0].state_layers:
+        console.print(render_states.states_table(manifest.models))
     print_lines(console, _kernel_lines(engine, manifest))
     tokenizer = manifest.tokenizer
     eos = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
@@ -202,6 +204,7 @@ def _print_limits(console: Console, engine: Path, manifest: Manifest) -> None:
     lines = [
         f"for {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, caches in"
         f" {blocks}, prefill in chunks of {limits.prefill_chunk}" + render.cache_room(manifest),
+        *render_states.state_lines(manifest),
         *_segment_lines(manifest, engine),
         *_overlap_lines(manifest),
         "",

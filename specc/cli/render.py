@@ -258,15 +258,16 @@ def declined_lines(passes: Sequence[dict[str, Any]], why: bool) -> list[str]:
 
 
 def memory_table(manifest: Manifest) -> Table:
-    columns = ("weights", "caches", "logits", "workspace", "total")
+    entries = manifest.memory_plan.values()
+    keys = ["weights", "cache", "logits", "workspace", "total"]
+    # of models whose layers keep states
+    keys[2:2] = [key for key in ("states", "checkpoints") if any(getattr(x, key) for x in entries)]
+    columns = [{"cache": "caches"}.get(key, key) for key in keys]
     table = make_table(("model", *columns), columns)
     for name, memory in manifest.memory_plan.items():
-        sizes = (memory.weights, memory.cache, memory.logits, memory.workspace, memory.total)
-        table.add_row(name, *map(format_bytes, sizes))
-    entries = manifest.memory_plan.values()
-    sums = [sum(getattr(x, key) for x in entries) for key in ("weights", "cache", "logits")]
-    sums += [sum(x.workspace for x in entries), manifest.total_memory]
-    table.add_row("total", *map(format_bytes, sums), style="bold")
+        table.add_row(name, *(format_bytes(getattr(memory, key)) for key in keys))
+    sums = (format_bytes(sum(getattr(x, key) for x in entries)) for key in keys)
+    table.add_row("total", *sums, style="bold")
     return table
 
 

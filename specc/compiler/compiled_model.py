@@ -18,6 +18,7 @@ from specc.compiler.candidate import advice_for
 from specc.compiler.context import CompileContext
 from specc.compiler.model_entries import check_windows, describe_model
 from specc.compiler.phases import CUT, draft_phases, head_phases, target_phases
+from specc.compiler.stateful import check_states
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.passes.drafters.registry import drafter_of_files
@@ -91,6 +92,7 @@ def compile_models(
         author = source.module if source.is_given else source.label
         with context.timer.phase(f"trace {source.name}"), advice_for(author):
             program = _trace(source, context)
+        check_states(context, program)
         with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
             if source.name == TARGET:
                 calibration = calibration_phases(context, source, advance)

@@ -11,11 +11,18 @@ import torch
 
 from specc.artifact.backends import ZERO_POINTS, BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
+from specc.compiler.state_checkpoints import with_checkpoints
 from specc.config import CompileConfig
 from specc.drafters.views import View
 from specc.errors import ConfigError
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.memory import ModelMemory, PassShape, logit_row_bytes, plan_memory
+from specc.passes.memory import (
+    ModelMemory,
+    PassShape,
+    StateCounts,
+    logit_row_bytes,
+    plan_memory,
+)
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program
 from specc.passes.step.step_graph import TARGET
@@ -23,7 +30,7 @@ from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.progress import PhaseTimer
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
-from specc.speculation.plans import OFF, SpecPlan
+from specc.speculation.plans import OFF, SpecPlan, replay_rows
 from specc.speculation.taps import Taps
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -141,6 +148,7 @@ def settle(
     limits = engine_limits(sources, context.plans, config, context.backend.prefill_chunk)
     typed = [(program, x.dtype) for program, x in zip(programs, sources, strict=True)]
     limits = fit_prefill_chunk(limits, config, typed, context.facts)
+    limits = with_checkpoints(limits, config, *typed[0])
     return replace(context, limits=limits, plans=plans)
 
 
@@ -412,6 +420,7 @@ def plan_model_memory(
     prefill = PassShape(chunk, batch, batch, min(chunk, limits.max_seq_len), context)
     step = PassShape(batch * nodes, batch * min(nodes, rows), batch, nodes, context)
     # a draft without layers reads no prompt
-    shapes = [prefill, step] if program.layers else [step]
+    shapes = [prefill, step] if program.layers or program.state_layers else [step]
     sizes = (limits.cache_rows(), shapes, batch * rows)
-    return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes)
+    states = StateCounts(batch, replay_rows(plans), limits.state_checkpoints)
+    return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes, states)

@@ -10,6 +10,7 @@ from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest_entries import PlanEntry
 from specc.artifact.nonfinite import NonFinite, refuse
 from specc.artifact.special_tokens import MAP_FILE
+from specc.artifact.state_entry import StateGeometry
 from specc.artifact.weights import write_weights
 from specc.compiler.compiled_model import CompiledModel
 from specc.compiler.model_entries import describe_unread
@@ -49,6 +50,7 @@ def write_steps(
     block_size: int,
     is_cut: bool = False,
     windowed: Collection[str] = (),
+    states: Sequence[StateGeometry] = (),
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
 
@@ -60,16 +62,17 @@ def write_steps(
         block_size: rows of a block of its caches.
         is_cut: ranks have parts of the target, and can draw tokens without its logits.
         windowed: self-drafts whose programs see a part of the cache by themselves.
+        states: slabs of the states that the target's layers keep.
     Returns:
         what the manifest says of the plans.
     """
-    sizes = (is_padded, block_size)
+    sizes, more = (is_padded, block_size), {"windowed": windowed, "states": states}
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
-        step = fuse_step(plan, slabs, *sizes, windowed=windowed)
+        step = fuse_step(plan, slabs, *sizes, **more)
         writer.write_json(entry.file, step.to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, *sizes, reads_winners=True, windowed=windowed)
+            step = fuse_step(plan, slabs, *sizes, reads_winners=True, **more)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 

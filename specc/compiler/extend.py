@@ -15,7 +15,7 @@ from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.engine_files import step_file, write_steps
 from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
-from specc.speculation.plans import SpecPlan
+from specc.speculation.plans import SpecPlan, replay_rows
 
 
 @contextlib.contextmanager
@@ -106,8 +106,8 @@ class EngineExtension:
         slabs = {model.name: model.num_slabs for model in self._manifest.models}
         is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
-        windowed = self._manifest.windowed
-        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, is_cut, windowed)
+        more = (is_cut, self._manifest.windowed, self._manifest.models[0].state_slabs)
+        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, *more)
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:
@@ -157,7 +157,15 @@ class EngineExtension:
             int(entry.cache * max(1.0, held)),
             limits.max_batch_size * rows * self._row_bytes[name] if entry.logits else 0,
             int(entry.workspace * max(1.0, widest / before)),
+            self._states_for(name, plans),
+            entry.checkpoints,
         )
+
+    def _states_for(self, name: str, plans: Sequence[SpecPlan]) -> int:
+        """Bytes of the states of all sequences, and of a replay row for each node."""
+        (model,) = (x for x in self._manifest.models if x.name == name)
+        each = model.state_bytes + model.replay_bytes * replay_rows(plans)
+        return self._manifest.limits.max_batch_size * each
 
 
 def _most(count: Callable[[SpecPlan, str], int], plans: Sequence[SpecPlan], model: str) -> int:

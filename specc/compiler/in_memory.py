@@ -209,7 +209,8 @@ def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[
 
 def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
     slabs = {model.entry.name: model.entry.num_slabs for model in models}
-    step = fuse_step(plan, slabs, block_size=options.block_size)
+    states = models[0].entry.state_slabs
+    step = fuse_step(plan, slabs, block_size=options.block_size, states=states)
     if options.acceptance is None or not plan.speculates:
         return step
     return draw_acceptance(

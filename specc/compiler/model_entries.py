@@ -12,6 +12,7 @@ from specc.artifact.model_entry import (
     TapsEntry,
     VocabularyEntry,
 )
+from specc.artifact.state_entry import StateGeometry, StateLayerEntry, StateSlabEntry
 from specc.errors import TreeError
 from specc.passes.drafters.head_spec import HeadSpec
 from specc.passes.frontend.model_source import ModelSource
@@ -39,9 +40,29 @@ def cache_layout(program: Program) -> tuple[tuple[LayerEntry, ...], tuple[SlabEn
     return tuple(layers), tuple(SlabEntry(count, *key) for key, count in counts.items())
 
 
+def state_layout(
+    program: Program,
+) -> tuple[tuple[StateLayerEntry, ...], tuple[StateSlabEntry, ...]]:
+    """Layers that keep states, and one slab for each geometry among them."""
+    counts: dict[StateGeometry, int] = {}
+    layers = []
+    for layer in program.state_layers:
+        dtype = str(layer.dtype).removeprefix("torch.")
+        key = StateGeometry(
+            layer.kind, layer.shape, layer.columns, dtype, layer.key_heads, layer.has_beta
+        )
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        place = {"name": layer.name, "slab": list(counts).index(key), "index": index}
+        layers.append(StateLayerEntry(**vars(key), **place))
+    slabs = (StateSlabEntry(**vars(key), num_layers=count) for key, count in counts.items())
+    return tuple(layers), tuple(slabs)
+
+
 def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
     """The manifest's entry of a model after its last pass."""
     layers, slabs = cache_layout(program)
+    state_layers, state_slabs = state_layout(program)
     return ModelEntry(
         name=source.name,
         dir=source.name.replace("_", "-"),
@@ -59,6 +80,8 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         vocabulary=_describe_vocabulary(source.vocabulary),
         taps=_describe_taps(program),
         head=None if source.head is None else describe_head(source.head),
+        state_layers=state_layers,
+        state_slabs=state_slabs,
     )
 
 

@@ -360,6 +360,11 @@ def models_of(plans: Iterable[SpecPlan]) -> dict[int, Drafter]:
     return {_number(x): x for plan in plans for x in plan.models}
 
 
+def replay_rows(plans: Iterable[SpecPlan]) -> int:
+    """Nodes of the largest tree: what layers that keep states note of each, until it is decided."""
+    return max(1, *(plan.num_nodes for plan in plans))
+
+
 def _number(drafter: Drafter) -> int:
     assert drafter.number is not None, "a model has one"
     return drafter.number

@@ -24,6 +24,7 @@ from specc.runtime.drafters.host_drafter import host_drafter
 from specc.runtime.drafters.suffix_index import SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
+from specc.runtime.execution.state_rows import states_of_one
 from specc.runtime.scheduling.request import Request
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
@@ -333,7 +334,8 @@ def causal_pass(
         rows,
     )
     device = engine.cache.device
-    moved = [] if more is None else [more.to(device)]
+    states = states_of_one(engine.cache, len(tokens)) if model is engine.target else []
+    moved = [x.to(device) for x in (*states, *([] if more is None else [more]))]
     return model(*(x if x is None else x.to(device) for x in inputs), *moved)
 
 

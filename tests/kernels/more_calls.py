@@ -159,6 +159,29 @@ def _dense_attention(rng: random.Random) -> Arguments:
     }
 
 
+def _dense_conv(rng: random.Random) -> Arguments:
+    dtype, channels = rng.choice(DTYPES), rng.choice((1, 6))
+    return {
+        "x": _floats(dtype, 1, rng.choice((1, 3, 9)), channels),
+        "weight": _floats(dtype, channels, rng.choice((1, 3, 4))),
+        "bias": rng.choice((None, _floats(dtype, channels))),
+        "activation": rng.choice(("", "silu")),
+    }
+
+
+def _dense_recurrence(rng: random.Random) -> Arguments:
+    tokens, key_heads = rng.choice((1, 3, 9)), rng.choice((1, 2))
+    heads, dtype = key_heads * rng.choice((1, 3)), rng.choice(DTYPES)
+    shape = 1, tokens, heads
+    return {
+        "q": _floats(dtype, 1, tokens, key_heads, 4),
+        "k": _floats(dtype, 1, tokens, key_heads, 4),
+        "v": _floats(dtype, *shape, 6),
+        "g": -torch.rand(*shape, *rng.choice(((), (4,)))),
+        "beta": rng.choice((None, torch.rand(shape))),
+    }
+
+
 def _cache_write(rng: random.Random) -> Arguments:
     batch, kv_heads, tokens, rows = _padded(rng)
     return {
@@ -222,6 +245,8 @@ CALLS: dict[str, Builder] = {
     "experts": _experts,
     "grouped_mm": _grouped_mm,
     "dense_attention": _dense_attention,
+    "dense_conv": _dense_conv,
+    "dense_recurrence": _dense_recurrence,
     "cache_write": _cache_write,
     "distance_bias": _distance_bias,
     "masked_attention": _masked_attention,

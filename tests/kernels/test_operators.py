@@ -139,8 +139,8 @@ def test_rules_name_operands(operator):
     rule = operator.tokens
     match rule:
         case OfHeads():
-            named = {*rule.heads, *rule.tables, *rule.parameters}
-            assert rule.heads or rule.tables
+            named = {*rule.heads, *rule.tables, *rule.of_tokens, *rule.parameters}
+            assert rule.heads or rule.tables or rule.of_tokens
         case OfRows():
             named = {*rule.rows, *rule.tables, *rule.parameters, *filter(None, (rule.chosen,))}
         case NamedRows():

@@ -154,7 +154,7 @@ def flat_logits(
         elif name in program.caches:
             values.append(torch.zeros(num_blocks, 1, *node.meta["val"].shape[2:]))
         elif name == "geometry":
-            values.append(torch.zeros(1, 1, dtype=torch.int32))
+            values.append(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
         else:
             values.append(inputs[name])
     with torch.no_grad():

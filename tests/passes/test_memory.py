@@ -17,8 +17,9 @@ from specc.kernels import ops
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
-from specc.passes.memory import ModelMemory, PassShape, peak_bytes, plan_memory
+from specc.passes.memory import ModelMemory, PassShape, StateCounts, peak_bytes, plan_memory
 from specc.passes.pipeline import Pipeline
+from specc.passes.program import StateLayer
 from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.speculation.plans import OFF
 from tests.models import POSITIONS, build_model
@@ -63,7 +64,8 @@ def test_largest_pass_counts(program):
 def test_total_and_json():
     memory = ModelMemory(1, 20, 300, 4000)
     assert memory.total == 4321
-    assert memory.to_json() == {"weights": 1, "cache": 20, "logits": 300, "workspace": 4000}
+    sizes = {"weights": 1, "cache": 20, "logits": 300, "workspace": 4000}
+    assert memory.to_json() == sizes | {"states": 0, "checkpoints": 0}
 
 
 def test_workspace_grows_with_tokens_and_context(program):
@@ -211,3 +213,19 @@ def test_products_decode_only_so_much_of_a_weight_at_a_time():
     none, whole, half = (peak_bytes(program, few, SPLIT, decoded) for decoded in (0, 1 << 40, part))
     assert none < half < whole
     assert whole - half == wholes[-1] - (part + 3 * part // size)
+
+
+def test_states_by_hand(program):
+    """Of a convolution over 5 columns and a recurrence of 2 heads: states, rows, checkpoints."""
+    layers = [
+        StateLayer("conv", "conv", (3, 5), 5, torch.bfloat16),
+        StateLayer("mixer", "recurrence", (2, 4, 8), 4 + 16 + 2, torch.float32, 1),
+    ]
+    program = dataclasses.replace(program, state_layers=layers)
+    counts = StateCounts(num_seqs=3, num_nodes=7, num_checkpoints=2)
+    memory = plan_memory(program, torch.float32, 64, [SHAPE], states=counts)
+    state, row = 3 * 5 * 2 + 2 * 4 * 8 * 4, 5 * 2 + 22 * 4
+    assert memory.states == 3 * (state + 7 * row)
+    assert memory.checkpoints == 2 * state
+    plain = plan_memory(program, torch.float32, 64, [SHAPE])
+    assert memory.total - plain.total == memory.states + memory.checkpoints

@@ -14,7 +14,7 @@ from specc.runtime.backends.cpu.native_calls import Pool
 from specc.runtime.backends.cpu.program import CpuProgram
 from specc.runtime.backends.cpu.segments import CpuSegments
 from specc.runtime.backends.cpu.step import CpuStep
-from specc.runtime.backends.engine_cache import caches_of, make_cache
+from specc.runtime.backends.engine_cache import caches_of, make_cache, states_of
 from specc.runtime.backends.held_weights import load_weights
 from specc.runtime.backends.offload_budget import offload_of
 from specc.runtime.backends.program_files import (
@@ -49,8 +49,9 @@ class CpuBackend(RuntimeBackend):
             if manifest.segments is not None and model is target:
                 models[model.name] = _load_segments(path, manifest, limits, *bound, pool, reserve)
             else:
+                states = states_of(model, cache)
                 models[model.name] = CpuProgram(
-                    read_json(path / model.program_file), *bound, pool, reserve
+                    read_json(path / model.program_file), *bound, pool, reserve, states
                 )
         self_drafts = {
             entry.name: CpuProgram(

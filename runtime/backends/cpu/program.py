@@ -26,7 +26,13 @@ from specc.runtime.backends.cpu.native_calls import (
     tensor_at,
 )
 from specc.runtime.backends.cpu.python_calls import take_error
-from specc.runtime.backends.program_files import bind_weights, check_program, takes_mass
+from specc.runtime.backends.program_files import (
+    bind_weights,
+    check_program,
+    slab_of,
+    takes_mass,
+    takes_states,
+)
 
 _DO = "compile the engine again"
 # position of `ancestors` in the inputs of a program
@@ -44,6 +50,7 @@ class CpuProgram:
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         pool: memory of the engine's programs; None: its own.
         reserve: bytes that its values are known to take.
+        states: per layer that keeps some, states [places, …] and replay rows [places, R, W].
     Raises:
         EngineError: an input has no weight, or one of another shape or dtype; or instructions that
             cannot run.
@@ -56,8 +63,9 @@ class CpuProgram:
         caches: Sequence[tuple[Tensor, Tensor]],
         pool: Pool | None = None,
         reserve: int = 0,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        check_program(program, len(caches))
+        check_program(program, len(caches), len(states))
         self.name: str = program["name"]
         self.weights = weights
         self._pool = Pool() if pool is None else pool
@@ -75,12 +83,14 @@ class CpuProgram:
         self._bound: list[Tensor] = []
         own = iter(bind_weights(program, weights))
         for slot, entry in enumerate(entries):
-            if entry["kind"] == "cache":
-                self._bind(slot, caches[entry["layer"]][entry["part"] == "v"])
+            if (slab := slab_of(entry, caches, states)) is not None:
+                self._bind(slot, slab)
             elif entry["kind"] != "input":
                 self._bind(slot, next(own))
         self._watch()
         checked(self._library.specc_program_flat(self.pointer, takes_mass(program)))
+        if takes_states(program):
+            checked(self._library.specc_program_states(self.pointer))
         for entry in entries:
             if entry["name"] in ("hidden", "feature_rows") and entry["kind"] == "input":
                 # one more input, last

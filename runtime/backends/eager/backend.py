@@ -8,7 +8,7 @@ from specc.artifact.manifest import Manifest
 from specc.runtime.backends.base import LoadedPrograms, LoadLimits, RuntimeBackend
 from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from specc.runtime.backends.eager.step import EagerStep
-from specc.runtime.backends.engine_cache import caches_of, make_cache
+from specc.runtime.backends.engine_cache import caches_of, make_cache, states_of
 from specc.runtime.backends.program_files import map_weights, read_json, read_self_draft
 from specc.runtime.execution.shared_runner import SharedRunner
 
@@ -33,7 +33,10 @@ class EagerBackend(RuntimeBackend):
                 )
             else:
                 models[model.name] = ModelProgram(
-                    read_json(path / model.program_file), *bound, rehearses=True
+                    read_json(path / model.program_file),
+                    *bound,
+                    rehearses=True,
+                    states=states_of(model, cache),
                 )
         self_drafts = {
             entry.name: ModelProgram(

@@ -13,7 +13,14 @@ from specc.artifact.graph_io import graph_from_json
 from specc.artifact.segments import SegmentedModel
 from specc.errors import EngineError
 from specc.runtime.backends.eager.rehearsal import Rehearsal, cannot_run
-from specc.runtime.backends.program_files import bind_weights, check_program, place, takes_mass
+from specc.runtime.backends.program_files import (
+    bind_weights,
+    check_program,
+    place,
+    slab_of,
+    takes_mass,
+    takes_states,
+)
 
 _DO = "compile the engine again"
 # of a program, before what only some take
@@ -28,6 +35,7 @@ class ModelProgram(nn.Module):
         weights: key → tensor of each weight and constant input.
         caches: per layer, the k and v cache [blocks, block_size, HK, D].
         device: that weights and caches lie on.
+        states: per layer that keeps some, states [places, …] and replay rows [places, R, W].
         rehearses: its graph is somebody else's, and stays as it is: look before it runs whether it
             can, and what it takes.
     Raises:
@@ -41,24 +49,24 @@ class ModelProgram(nn.Module):
         caches: Sequence[tuple[Tensor, Tensor]],
         device: torch.device | str = "cpu",
         rehearses: bool = False,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         super().__init__()
-        check_program(program, len(caches))
+        check_program(program, len(caches), len(states))
         self.name: str = program["name"]
         self.weights = weights
         # plain lists: as parameters or buffers, nn.Module would list and move the mapped file
         self._weights: list[Tensor] = bind_weights(program, weights)
-        self._caches: list[Tensor] = [
-            caches[entry["layer"]][entry["part"] == "v"]
-            for entry in program["inputs"]
-            if entry["kind"] == "cache"
-        ]
+        # caches and states, in the order of the inputs
+        bound = (slab_of(entry, caches, states) for entry in program["inputs"])
+        self._caches: list[Tensor] = [slab for slab in bound if slab is not None]
         self.quantized_shapes: dict[str, tuple[int, int]] = {
             entry["name"]: (entry["quantized_of"][0], entry["quantized_of"][1])
             for entry in program["inputs"]
             if "quantized_of" in entry
         }
         self._no_mass = [torch.empty(1, 0, device=device)] if takes_mass(program) else []
+        self._num_inputs = _NUM_INPUTS + takes_states(program)
         graph = graph_from_json(program["graph"])
         taken = len(graph.graph.find_nodes(op="placeholder"))
         if taken != len(program["inputs"]):
@@ -106,7 +114,7 @@ class ModelProgram(nn.Module):
         ancestors: Tensor | None,
         block_table: Tensor,
         logit_rows: Tensor,
-        mass: Tensor | None = None,
+        *more: Tensor | None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         """One pass over the flat tokens of all sequences; writes their K and V to the caches.
@@ -120,17 +128,18 @@ class ModelProgram(nn.Module):
             ancestors: [Nt, W] int64, or None for a causal pass.
             block_table: [B, n] int32.
             logit_rows: [R] int64 flat rows that get logits.
-            mass: [M, n] float32, changed, of programs that take it; None: nobody votes. See
-                `block_mass_reference`. In its place heads take [Nt, 2] int32: the row of the
-                target's hidden states that each token reads, and that of what the head has kept
-                itself; one of them is -1. So do block drafters, of which row j of a block has -1
-                and -1 - j.
+            more: `states` [B, 2] int32 of programs that take them, see
+                `specc.runtime.execution.state_rows`; then, of those that take it, the mass [M, n]
+                float32, changed; without it nobody votes. See `block_mass_reference`. In its place
+                heads take [Nt, 2] int32: the row of the target's hidden states that each token
+                reads, and that of what the head has kept itself; one of them is -1. So do block
+                drafters, of which row j of a block has -1 and -1 - j.
             hidden: of a segment of a model that is not its first: what the one before it returned.
         Returns:
             [R, V] logits; of a segment that is not the last, what the next one takes as `hidden`.
         """
         given = [tokens, positions, q_start, slot, cache_len, ancestors, block_table, logit_rows]
-        inputs = self._inputs(given, mass, hidden)
+        inputs = self._inputs([*given, *more], hidden)
         if self._rehearsal is None:
             # not the call of the module, which drops the traceback of an error and prints it
             return self._graph.forward(*self._weights, *inputs)
@@ -140,9 +149,7 @@ class ModelProgram(nn.Module):
         except Exception as error:
             raise cannot_run(self.name, error) from error
 
-    def rehearse(
-        self, *given: Tensor | None, mass: Tensor | None = None, hidden: Tensor | None = None
-    ) -> Any:
+    def rehearse(self, *given: Tensor | None, hidden: Tensor | None = None) -> Any:
         """`forward` on the meta device.
 
         In full once: of other calls only the number of rows is another one, and whatever calls
@@ -152,20 +159,17 @@ class ModelProgram(nn.Module):
         if self._logits is not None and rows is not None and hidden is None:
             return self._logits.new_empty(rows.shape[0], *self._logits.shape[1:])
         rehearsal = self._rehearsal or Rehearsal(self.name, self.graph, bound=self._weights)
-        own, rest = list(given[:_NUM_INPUTS]), given[_NUM_INPUTS:]
-        inputs = self._inputs(own, rest[0] if rest else mass, hidden)
+        inputs = self._inputs(given, hidden)
         made = rehearsal.run([None if x is None else x.to("meta") for x in inputs])
         if self._makes_logits and isinstance(made, Tensor):
             self._logits = made
         return made
 
-    def _inputs(
-        self, given: list[Tensor | None], mass: Tensor | None = None, hidden: Tensor | None = None
-    ) -> list[Tensor | None]:
+    def _inputs(self, given: Sequence[Tensor | None], hidden: Tensor | None) -> list[Tensor | None]:
         """What the graph takes after its weights."""
         return [
             *given,
-            *(self._no_mass if mass is None else [mass]),
+            *(self._no_mass if len(given) == self._num_inputs else []),
             *([] if hidden is None else [hidden]),
             *self._caches,
         ]

@@ -19,6 +19,7 @@ from tests.kernels.cpu.call_parts import (
 )
 from tests.kernels.cpu.fused_calls import FUSED_BUILDERS
 from tests.kernels.cpu.model_calls import MODEL_BUILDERS
+from tests.kernels.cpu.recurrence_calls import RECURRENCE_BUILDERS
 
 
 def _tree_expand(rng: random.Random) -> Arguments:
@@ -256,6 +257,7 @@ def _best_of_ranks(rng: random.Random) -> Arguments:
 BUILDERS: dict[str, Builder] = {
     **MODEL_BUILDERS,
     **FUSED_BUILDERS,
+    **RECURRENCE_BUILDERS,
     "tree_expand": _tree_expand,
     "accept_winners": _accept_winners,
     "commit_kv": _commit_kv,

@@ -58,11 +58,14 @@ def test_a_type_that_nobody_knows(tmp_path: Path, fields: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("model_type", "found"),
     [
-        ("qwen3_next", "linear_attention"),
-        ("jamba", "linear_attention"),
-        ("falcon_h1", "hybrid"),
-        ("mamba", "linear_attention"),
-        ("rwkv", "no attention"),
+        ("jamba", "linear_attention: the selective scan of Mamba-1"),
+        ("mamba", "linear_attention: the selective scan of Mamba-1"),
+        ("falcon_mamba", "linear_attention: the selective scan of Mamba-1"),
+        ("zamba", "linear_attention: the selective scan of Mamba-1"),
+        ("recurrent_gemma", "linear_attention: RG-LRU"),
+        ("minimax", "linear_attention: lightning attention"),
+        ("rwkv", "no attention: WKV"),
+        ("bailing_hybrid", "linear_attention"),
         ("deepseek_v32", "indexed_attention"),
         ("deepseek_v4", "heavily_compressed_attention"),
     ],
@@ -74,7 +77,9 @@ def test_layers_that_are_refused(tmp_path: Path, model_type: str, found: str) ->
     assert f"{model_type} has layers of the kind {found}" in caught.value.found
 
 
-@pytest.mark.parametrize("name", [*models.ARCHITECTURES, *models.MORE_ARCHITECTURES])
+@pytest.mark.parametrize(
+    "name", [*models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *models.HYBRIDS]
+)
 def test_architectures_that_are_compiled(tmp_path: Path, name: str) -> None:
     models.tiny_config(name).save_pretrained(tmp_path)
     assert hf_model.load_config(tmp_path).model_type

@@ -23,7 +23,10 @@ from specc.passes.program import Program, module_path
 from tests import models
 from tests.tiers import only
 
-ALL = (*models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *models.ROTARY_VARIANTS, "gemma3-tied")
+ALL = (
+    *models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *models.HYBRIDS, *models.ROTARY_VARIANTS,
+    "gemma3-tied",
+)  # fmt: skip
 FEW = ("llama", "gemma3", "mixtral")
 
 

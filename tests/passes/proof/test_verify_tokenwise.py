@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from specc.errors import SpeccError, UnsupportedGraphError
+from specc.kernels import ops
+from specc.passes.program import emit_call
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from tests.passes.modules import Tiny, compiled
 
@@ -226,6 +228,24 @@ def whole_slices(self, x, positions):
 )
 def test_work_within_a_token_is_accepted(function):
     compiled(after(function)())
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2)], ids=["tokens", "heads"])
+def test_recurrences_mix_tokens_of_their_first_dimension(order):
+    program, _ = compiled(Tiny())
+    (attention,) = program.calls(ops.tree_attention)
+    q, k, v, *caches, q_start, _, slot, cache_len, ancestors, table = attention.args[:11]
+    graph = program.graph
+    with graph.inserting_before(attention):
+        q, k, v = (emit_call(graph, torch.ops.aten.permute.default, x, order) for x in (q, k, v))
+        g = emit_call(graph, torch.ops.aten.amax.default, v, [-1])
+        where = (*caches, q_start, slot, cache_len, ancestors, table)
+        emit_call(graph, ops.tree_recurrence, q, k, v, g, None, *where)
+    if order == (1, 0, 2):
+        verify_tokenwise(program, "test")
+    else:
+        with pytest.raises(UnsupportedGraphError, match=r"permute\w* is not \[tokens, …\]"):
+            verify_tokenwise(program, "test")
 
 
 def test_time_is_linear_in_nodes():

@@ -96,6 +96,18 @@ def test_checks_and_inactive_dropout_go():
     assert_same_numbers(program, model)
 
 
+class TakesAll(Tiny):
+    def after(self, x, positions):
+        return x[:, -x.shape[1] :] * x[..., :-1].sum(-1, keepdim=True)
+
+
+def test_slices_of_all_tokens_go():
+    model, program, _ = run(TakesAll)
+    (part,) = program.calls(aten.slice.Tensor)
+    assert part.meta["val"].shape[-1] == 15
+    assert_same_numbers(program, model)
+
+
 def test_meta_device_goes():
     with torch.device("meta"):
         model = _Arange().eval()

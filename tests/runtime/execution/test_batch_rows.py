@@ -45,7 +45,7 @@ def test_rows_follow_their_sequences(seed: int) -> None:
                 blocks.trim(one, OFF)
             elif action in ("preempt", "leave"):
                 running.remove(one)
-                blocks.release(one.preempt())
+                blocks.preempt(one)
                 preempted += [one] if action == "preempt" else []
             else:
                 batch = dice.sample(running, dice.randint(1, len(running)))

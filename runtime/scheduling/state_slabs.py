@@ -1,0 +1,170 @@
+"""States of layers that keep one for each sequence, however long it is (docs/design/states.md).
+
+A request has one place in all slabs from its admission to its end. Its states are those of exactly
+its committed rows: a pass folds what is certain, the end of a step folds the accepted path.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specc.runtime.scheduling.state_checkpoints import StateCheckpoints
+from specc.system.huge_pages import ask_for_huge_pages
+
+# of a request without a place
+NOWHERE = -1
+
+
+class FoldOptions(NamedTuple):
+    """How replay rows of a recurrence are read."""
+
+    key_heads: int
+    has_beta: bool
+
+
+class StateShape(NamedTuple):
+    """Layers of equal geometry, whose states are one slab, and their replay rows another.
+
+    Args:
+        layers: of them.
+        shape: of a sequence's state, see `specc.passes.program.StateLayer`.
+        columns: of a replay row.
+        dtype: of both.
+        fold: of recurrences, see `fold_recurrence_reference`; None of convolutions.
+    """
+
+    layers: int
+    shape: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    fold: FoldOptions | None = None
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """How many states there are.
+
+    Args:
+        num_places: requests that have some.
+        num_rows: replay rows of each, one for each node of the largest tree.
+        num_checkpoints: states of prefixes that are kept for later requests.
+        grid: tokens between places of a prefix where they are kept, a multiple of a block; 0 where
+            none are.
+    """
+
+    num_places: int
+    num_rows: int
+    num_checkpoints: int = 0
+    grid: int = 0
+
+
+class StateSlabs:
+    """States and replay rows of all requests, and states that are kept for later ones.
+
+    Args:
+        shapes: of each slab pair of the target.
+        sizes: of all of them.
+        device: that they lie on.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        sizes: StateSizes,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.sizes = sizes
+        self._shapes, self._device = list(shapes), device
+        # [L, places, …] states, [L, places, R, W] replay rows, [L, checkpoints, …] kept states
+        self.states = [_zeros(s, (sizes.num_places, *s.shape), device) for s in shapes]
+        rows = sizes.num_places, sizes.num_rows
+        self.replay = [_zeros(s, (*rows, s.columns), device) for s in shapes]
+        self._kept = [_zeros(s, (sizes.num_checkpoints, *s.shape), device) for s in shapes]
+        self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
+        self._free = list(range(sizes.num_places))
+
+    @property
+    def environment(self) -> Mapping[str, Tensor]:
+        """What step programs know by name: `target_states_0`, `target_replay_0`, …"""
+        states = {f"target_states_{i}": slab for i, slab in enumerate(self.states)}
+        return states | {f"target_replay_{i}": slab for i, slab in enumerate(self.replay)}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a place is free."""
+        return bool(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A place for a request; what it holds is that of an earlier one.
+
+        A pass from a sequence's first token on begins with zeros, whatever is there.
+        """
+        return heapq.heappop(self._free)
+
+    def give_back(self, place: int) -> None:
+        """A place that no pass in flight uses; one that is free already is specc's own bug."""
+        if not 0 <= place < self.sizes.num_places or place in self._free:
+            raise RuntimeError(f"place {place} of states freed but not in use")
+        heapq.heappush(self._free, place)
+
+    def keep(self, place: int, checkpoint: int) -> None:
+        """Copy the states of a request to a reserved checkpoint; queued after its last pass."""
+        for states, kept in zip(self.states, self._kept, strict=True):
+            kept[:, checkpoint] = states[:, place]
+
+    def fold(
+        self, checkpoint: int, place: int, source: Sequence[int], length: int, operators: Any
+    ) -> None:
+        """Let a checkpoint see nodes of a step, whose replay rows are still there.
+
+        Args:
+            checkpoint: holds the states before the step.
+            place: of the request.
+            source: slots of accepted nodes, root included, which were not certain.
+            length: committed rows of the request before the step.
+            operators: namespace of the `specc::` operators that run here.
+        """
+        given = (
+            torch.tensor([list(source)], dtype=torch.int32, device=self._device),
+            torch.tensor([length], dtype=torch.int32, device=self._device),
+            torch.zeros(1, 2, dtype=torch.int32, device=self._device),
+        )
+        for shape, kept, replay in zip(self._shapes, self._kept, self.replay, strict=True):
+            for layer in range(shape.layers):
+                state = kept[layer, checkpoint][None, None]
+                rows = replay[layer, place][None, None]
+                if shape.fold is None:
+                    operators.fold_conv(state, rows, *given)
+                else:
+                    operators.fold_recurrence(state, rows, *given, **shape.fold._asdict())
+
+    def restore(self, checkpoint: int, place: int) -> None:
+        """Give a request the states of a prefix, before its first pass."""
+        for states, kept in zip(self.states, self._kept, strict=True):
+            states[:, place] = kept[:, checkpoint]
+
+
+def num_bytes(shapes: Sequence[StateShape], sizes: StateSizes) -> int:
+    """Bytes of all slabs."""
+    states, rows = sizes.num_places + sizes.num_checkpoints, sizes.num_places * sizes.num_rows
+    return sum(
+        s.layers * s.dtype.itemsize * (states * math.prod(s.shape) + rows * s.columns)
+        for s in shapes
+    )
+
+
+def _zeros(shape: StateShape, sizes: Sequence[int], device: torch.device | str) -> Tensor:
+    """[layers, *sizes], as `zeroed_slab` has them."""
+    slab = torch.empty((shape.layers, *sizes), dtype=shape.dtype, device=device)
+    return ask_for_huge_pages(slab).zero_()
