@@ -2,7 +2,6 @@
 // other, so a thread takes some of them at a time, which its first-level cache holds for all tokens
 // of a sequence.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "lanes.h"
 #include "recurrence.h"
 #include "row_memory.h"
+#include "shares.h"
 #include "state_walk.h"
 #include "strided_rows.h"
 
@@ -30,9 +30,20 @@ constexpr int kParts = kColumns / kLanes;
 // for each other
 constexpr int kSums = 2;
 
-inline void multiply_add(Sixteen& sum, const Sixteen& x, float y) {
-  for (int j = 0; j < kLanes / vec::kWidth; ++j)
-    vec::multiply_add(sum.at[j], x.at[j], vec::splat(y));
+// A number in all lanes, as it is loaded: from a register it would take the place of a product.
+inline vec::Float broadcast(const float* p) {
+#if defined(__AVX512F__)
+  return (vec::Float)_mm512_broadcastss_ps(_mm_load_ss(p));
+#else
+  return vec::splat(*p);
+#endif
+}
+
+inline void multiply_add(Sixteen& sum, const Sixteen& x, vec::Float y) {
+  for (int j = 0; j < kLanes / vec::kWidth; ++j) vec::multiply_add(sum.at[j], x.at[j], y);
+}
+inline Sixteen scaled(const float* x, vec::Float y) {
+  return each(load16(x), [&](vec::Float a) { return a * y; });
 }
 
 // e^x; NaN stays NaN.
@@ -81,20 +92,24 @@ inline void by_row(int64_t rows, const Each& each) {
 }
 
 // A token's turn: from one state to another, by way of a third where keys are looked up in what is
-// decayed; the three may be one.
+// decayed; the three may be one. Meanwhile rows that come next are asked for, a few at a time.
 template <bool kDecaysRows, bool kHasBeta, bool kReads>
-void take_token(int64_t rows, const Inputs& in, const Columns& from, const Columns& between,
-                const Columns& to, float* out) {
+void take_token(int64_t rows, const Inputs& in, Columns from, Columns between, Columns to,
+                Columns ahead, float* out) {
   RowSums looked_up, read;
   Sixteen delta[kParts];
   for (int p = 0; p < kParts; ++p) delta[p] = load16(in.v + p * kLanes);
-  const auto decay_of = [&](int64_t row) { return in.decay[kDecaysRows ? row : 0]; };
+  // what stores might change would be loaded anew for each row
+  const float *const keys = in.k, *const queries = in.q, *const decays = in.decay;
+  const vec::Float of_head = broadcast(decays);
+  const auto decay_of = [=](int64_t row) { return kDecaysRows ? broadcast(decays + row) : of_head; };
   if constexpr (kHasBeta) {
     by_row(rows, [&](int64_t row, int sum) {
-      const float decay = decay_of(row), k = in.k[row];
+      const vec::Float decay = decay_of(row), k = broadcast(keys + row);
 #pragma GCC unroll 2
       for (int p = 0; p < kParts; ++p) {
-        const Sixteen s = load16(from.at(row, p)) * decay;
+        __builtin_prefetch(ahead.at(row, p), 1, 2);
+        const Sixteen s = scaled(from.at(row, p), decay);
         store16(between.at(row, p), s);
         multiply_add(looked_up.of[sum][p], s, k);
       }
@@ -102,14 +117,16 @@ void take_token(int64_t rows, const Inputs& in, const Columns& from, const Colum
     for (int p = 0; p < kParts; ++p) delta[p] = (delta[p] - looked_up.total(p)) * in.beta;
   }
   by_row(rows, [&](int64_t row, int sum) {
-    const float k = in.k[row], q = kReads ? in.q[row] : 0;
+    const vec::Float k = broadcast(keys + row), q = kReads ? broadcast(queries + row) : k;
 #pragma GCC unroll 2
     for (int p = 0; p < kParts; ++p) {
       Sixteen s;
-      if constexpr (kHasBeta)
+      if constexpr (kHasBeta) {
         s = load16(between.at(row, p));
-      else
-        s = load16(from.at(row, p)) * decay_of(row);
+      } else {
+        __builtin_prefetch(ahead.at(row, p), 1, 2);
+        s = scaled(from.at(row, p), decay_of(row));
+      }
       multiply_add(s, delta[p], k);
       store16(to.at(row, p), s);
       if constexpr (kReads) multiply_add(read.of[sum][p], s, q);
@@ -119,8 +136,7 @@ void take_token(int64_t rows, const Inputs& in, const Columns& from, const Colum
     for (int p = 0; p < kParts; ++p) store16(out + p * kLanes, read.total(p));
 }
 
-using TakeToken = void (*)(int64_t, const Inputs&, const Columns&, const Columns&, const Columns&,
-                           float*);
+using TakeToken = void (*)(int64_t, const Inputs&, Columns, Columns, Columns, Columns, float*);
 
 template <bool kReads>
 TakeToken take_token_of(const RecurrentHeads& heads) {
@@ -140,6 +156,12 @@ const float* widened(const T* x, int64_t count, float* memory) {
     });
     return memory;
   }
+}
+void prefetch(const TokenHeads& x, int64_t token, int64_t head, int64_t first, int64_t count) {
+  const int64_t item = x.dtype == DType::kFloat32 ? 4 : 2;
+  const char* begin = static_cast<const char*>(x.data) +
+                      (token * x.token_stride + head * x.head_stride + first) * item;
+  for (int64_t at = 0; at < count * item; at += 64) __builtin_prefetch(begin + at);
 }
 const float* of_token(const TokenHeads& x, int64_t token, int64_t head, int64_t first,
                       int64_t count, float* memory) {
@@ -177,6 +199,7 @@ class HeadColumns {
   int64_t first() const { return first_; }
   int64_t count() const { return count_; }
 
+  Columns slab() const { return slab_; }
   // What the state is before and after the certain tokens: the slab itself, or a copy of a part of a
   // register.
   Columns state() const { return is_whole() ? slab_ : Columns{memory_, kColumns}; }
@@ -199,6 +222,14 @@ class HeadColumns {
     if (is_whole()) return;
     for (int64_t row = 0; row < heads_.key_dim; ++row)
       std::memcpy(slab_.data + row * slab_.stride, state().at(row, 0), count_ * sizeof(float));
+  }
+
+  // Asks for what a token is: tokens may lie in pages of their own.
+  void prefetch(const TreeRecurrence& a, int64_t token) const {
+    const int64_t key_head = heads_.key_head(head_);
+    specc::prefetch(a.k, token, key_head, 0, heads_.key_dim);
+    specc::prefetch(a.q, token, key_head, 0, heads_.key_dim);
+    specc::prefetch(a.v, token, head_, first_, count_);
   }
 
   Inputs of_token(const TreeRecurrence& a, int64_t token) const {
@@ -247,8 +278,9 @@ class HeadColumns {
   }
 
   void set_values(Inputs& in, const float* v) const {
+    if (is_whole()) return copy(v, kColumns, in.v);
     copy(v, count_, in.v);
-    if (!is_whole()) std::memset(in.v + count_, 0, (kColumns - count_) * sizeof(float));
+    std::memset(in.v + count_, 0, (kColumns - count_) * sizeof(float));
   }
 
   const float* decays(const float* g) const {
@@ -265,11 +297,13 @@ class HeadColumns {
   float *q_, *k_, *decay_, *states_;
 };
 
-// unit(i, memory) for all units, on threads that the work is worth; memory has so many floats.
+// unit(i, next, memory) for all units, on threads that the work is worth; next is what the thread
+// takes after it, mostly; memory has so many floats.
 template <class Unit>
 void share_units(int64_t units, int64_t elements, int64_t floats, int num_threads,
                  const Unit& unit) {
   const int64_t most = std::min<int64_t>(std::max(num_threads, 1), units);
+  if (most == 0) return;
   const auto threads =
       static_cast<int>(std::clamp<int64_t>(elements / kElementsPerThread, 1, most));
   floats = (floats + kLanes - 1) / kLanes * kLanes;
@@ -277,10 +311,11 @@ void share_units(int64_t units, int64_t elements, int64_t floats, int num_thread
   float* memory = of_threads.row(threads * floats + kLanes);
   // whole lines of the cache
   memory += -(reinterpret_cast<uintptr_t>(memory) / sizeof(float)) % kLanes;
-  std::atomic<int64_t> next{0};
+  Shares shares(threads);
+  shares.deal(units, threads);
   in_parallel(threads, [&](int64_t thread, int64_t, const auto&) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < units;)
-      unit(i, memory + thread * floats);
+    for (int64_t i, end; shares.take(static_cast<int>(thread), 1, i, end);)
+      unit(i, std::min(i + 1, units - 1), memory + thread * floats);
   });
 }
 
@@ -288,41 +323,46 @@ void share_units(int64_t units, int64_t elements, int64_t floats, int num_thread
 class Unit {
  public:
   Unit(const TreeRecurrence& a, const StateSequence& sequence, const StateWalk& walk,
-       const HeadColumns& columns, int64_t head)
+       const HeadColumns& columns, int64_t head, const Columns& ahead)
       : a_(a),
         sequence_(sequence),
         walk_(walk),
         columns_(columns),
         head_(head),
+        ahead_(ahead),
         rows_(a.rows + sequence.place * a.tokens.num_rows * a.heads.columns()),
         read_(take_token_of<true>(a.heads)),
         skip_(take_token_of<false>(a.heads)) {}
 
   void run() const {
     columns_.begin(sequence_.begins);
-    for (size_t i = 0; i < sequence_.certain.size(); ++i) {
-      const bool is_first = i == 0, is_last = i + 1 == sequence_.certain.size();
-      take(sequence_.certain[i], is_first ? columns_.state() : columns_.work(), columns_.work(),
-           is_last ? columns_.state() : columns_.work());
+    const Columns state = columns_.state(), work = columns_.work();
+    const auto& certain = sequence_.certain;
+    for (size_t i = 0; i < certain.size(); ++i) {
+      const bool is_first = i == 0, is_last = i + 1 == certain.size();
+      if (!is_last) columns_.prefetch(a_, certain[i + 1]);
+      take(certain[i], is_first ? state : work, work, is_last ? state : work,
+           is_first ? ahead_ : work);
     }
     columns_.end();
     for (const auto& [node, token] : sequence_.uncertain) columns_.write_row(a_, token, row(node));
     for (const StateWalk::Step& step : walk_.steps()) {
       const Columns to = columns_.state_of_tree(step.to);
-      const Columns from = step.from < 0 ? columns_.state() : columns_.state_of_tree(step.from);
+      const Columns from = step.from < 0 ? state : columns_.state_of_tree(step.from);
       if (step.token >= 0)
-        take(step.token, from, to, to);
+        take(step.token, from, to, to, to);
       else
-        skip_(a_.heads.key_dim, columns_.of_row(row(step.node)), from, to, to, nullptr);
+        skip_(a_.heads.key_dim, columns_.of_row(row(step.node)), from, to, to, to, nullptr);
     }
   }
 
  private:
   float* row(int64_t node) const { return rows_ + node * a_.heads.columns(); }
 
-  void take(int64_t token, const Columns& from, const Columns& between, const Columns& to) const {
+  void take(int64_t token, const Columns& from, const Columns& between, const Columns& to,
+            const Columns& ahead) const {
     float out[kColumns];
-    read_(a_.heads.key_dim, columns_.of_token(a_, token), from, between, to, out);
+    read_(a_.heads.key_dim, columns_.of_token(a_, token), from, between, to, ahead, out);
     const int64_t place =
         (token * a_.heads.heads + head_) * a_.heads.value_dim + columns_.first();
     if (a_.out_dtype == DType::kFloat32)
@@ -341,8 +381,9 @@ class Unit {
   const TreeRecurrence& a_;
   const StateSequence& sequence_;
   const StateWalk& walk_;
-  const HeadColumns& columns_;
+  const HeadColumns columns_;
   const int64_t head_;
+  const Columns ahead_;  // what a thread takes next
   float* const rows_;
   const TakeToken read_, skip_;
 };
@@ -370,14 +411,17 @@ void tree_recurrence(const TreeRecurrence& a, int num_threads) {
   clear_dead(a);
   const int64_t blocks = HeadColumns::blocks(a.heads), of_sequence = a.heads.heads * blocks;
   const int64_t state_size = a.heads.heads * a.heads.key_dim * a.heads.value_dim;
+  const auto columns_of = [&](int64_t unit, float* memory) {
+    float* state = a.state + sequences[unit / of_sequence].place * state_size;
+    return HeadColumns(a.heads, unit % of_sequence / blocks, unit % blocks, state, memory);
+  };
   share_units(static_cast<int64_t>(sequences.size()) * of_sequence, steps * state_size,
               HeadColumns::floats(a.heads, num_states), num_threads,
-              [&](int64_t unit, float* memory) {
-                const StateSequence& sequence = sequences[unit / of_sequence];
-                const int64_t head = unit % of_sequence / blocks;
-                float* state = a.state + sequence.place * state_size;
-                const HeadColumns columns(a.heads, head, unit % blocks, state, memory);
-                Unit(a, sequence, walks[unit / of_sequence], columns, head).run();
+              [&](int64_t unit, int64_t next, float* memory) {
+                const int64_t index = unit / of_sequence, head = unit % of_sequence / blocks;
+                Unit(a, sequences[index], walks[index], columns_of(unit, memory), head,
+                     columns_of(next, memory).slab())
+                    .run();
               });
 }
 
@@ -389,21 +433,27 @@ void fold_recurrence(const FoldRecurrence& a, int num_threads) {
   int64_t steps = 0;
   for (const AcceptedNodes& each : sequences) steps += static_cast<int64_t>(each.nodes.size());
   const TakeToken take = take_token_of<false>(a.heads);
+  const auto place_of = [&](int64_t unit) {
+    return unit / of_layer * a.paths.num_states + sequences[unit % of_layer / of_sequence].place;
+  };
+  const auto columns_of = [&](int64_t unit, float* memory) {
+    return HeadColumns(a.heads, unit % of_sequence / blocks, unit % blocks,
+                       a.state + place_of(unit) * state_size, memory);
+  };
   share_units(a.layers * of_layer, a.layers * steps * state_size, HeadColumns::floats(a.heads, 0),
-              num_threads, [&](int64_t unit, float* memory) {
-                const AcceptedNodes& sequence = sequences[unit % of_layer / of_sequence];
-                const int64_t place = unit / of_layer * a.paths.num_states + sequence.place;
-                const int64_t head = unit % of_sequence / blocks;
-                const HeadColumns columns(a.heads, head, unit % blocks,
-                                          a.state + place * state_size, memory);
-                const float* rows = a.rows + place * a.paths.num_rows * a.heads.columns();
+              num_threads, [&](int64_t unit, int64_t next, float* memory) {
+                const std::vector<int64_t>& nodes =
+                    sequences[unit % of_layer / of_sequence].nodes;
+                const HeadColumns columns = columns_of(unit, memory);
+                const Columns state = columns.state(), work = columns.work();
+                const float* rows =
+                    a.rows + place_of(unit) * a.paths.num_rows * a.heads.columns();
                 columns.begin(false);
-                for (size_t i = 0; i < sequence.nodes.size(); ++i) {
-                  const Inputs in =
-                      columns.of_row(rows + sequence.nodes[i] * a.heads.columns());
-                  const bool is_first = i == 0, is_last = i + 1 == sequence.nodes.size();
-                  take(a.heads.key_dim, in, is_first ? columns.state() : columns.work(),
-                       columns.work(), is_last ? columns.state() : columns.work(), nullptr);
+                for (size_t i = 0; i < nodes.size(); ++i) {
+                  const bool is_first = i == 0, is_last = i + 1 == nodes.size();
+                  take(a.heads.key_dim, columns.of_row(rows + nodes[i] * a.heads.columns()),
+                       is_first ? state : work, work, is_last ? state : work,
+                       is_first ? columns_of(next, memory).slab() : work, nullptr);
                 }
                 columns.end();
               });
