@@ -42,12 +42,12 @@ class StateCounts:
     Args:
         num_seqs: sequences that have one, and replay rows.
         num_nodes: replay rows of each.
-        num_checkpoints: states of prefixes that are kept besides.
+        num_kept: states of prefixes that there is room for besides.
     """
 
     num_seqs: int = 0
     num_nodes: int = 0
-    num_checkpoints: int = 0
+    num_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plan_memory(
         logits=num_rows * logit_row_bytes(program),
         workspace=max(peak_bytes(program, shape, attention, decoded) for shape in shapes),
         states=states.num_seqs * (state_bytes(program) + states.num_nodes * replay_bytes(program)),
-        checkpoints=states.num_checkpoints * state_bytes(program),
+        checkpoints=states.num_kept * state_bytes(program),
     )
 
 

@@ -20,12 +20,12 @@ from specc.passes.program import Program, upstream
 
 @dataclass(frozen=True)
 class LayerRegion:
-    """What is computed between two values of the stream, with one attention in it.
+    """What is computed between two values of the stream, with one attention or recurrence in it.
 
     Args:
         start: the value that it reads.
         end: the value that takes its place; that of another layer's start, but for the last.
-        attention: the call inside.
+        attention: the first call inside that mixes tokens.
     """
 
     start: fx.Node
@@ -53,6 +53,8 @@ def stream_values(program: Program) -> list[fx.Node]:
     return values
 
 
+# of a layer that has one of these, all calls that mix tokens are one layer's
+_OVER_STATES = (ops.tree_conv, ops.tree_recurrence)
 _SKIPPED = "leave out --draft self:layers and self:skip: this model's layers cannot be skipped"
 
 
@@ -60,7 +62,8 @@ def layer_regions(program: Program, do: str = _SKIPPED) -> list[LayerRegion]:
     """The layers of a program, one for each attention, in the order of execution.
 
     A layer begins at the last value of the stream before its attention, and ends where the next one
-    begins; the last one ends after as many values as the one before it.
+    begins; the last one ends after as many values as the one before it. A recurrence, with the
+    convolution before it and attention beside it, makes a layer likewise.
 
     Args:
         program: after its attention was rewritten.
@@ -68,7 +71,7 @@ def layer_regions(program: Program, do: str = _SKIPPED) -> list[LayerRegion]:
     Raises:
         UnsupportedGraphError: no such values between two attentions, or values that lead past all.
     """
-    calls = program.calls(ops.tree_attention)
+    calls = program.calls(ops.tree_attention, *_OVER_STATES)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     values = stream_values(program)
     before = [node for node in values if calls and order[node] < order[calls[0]]]
@@ -82,12 +85,21 @@ def layer_regions(program: Program, do: str = _SKIPPED) -> list[LayerRegion]:
         max((i for i, node in enumerate(values) if order[node] < order[call]), default=-1)
         for call in calls
     ]
-    for first, second, call in zip(starts, starts[1:], calls[1:], strict=False):
-        if second <= first:
+    beside = set()
+    for i, (first, second, call) in enumerate(zip(starts, starts[1:], calls[1:], strict=False)):
+        if second > first:
+            continue
+        if second < first or not any(x.target in _OVER_STATES for x in calls[i : i + 2]):
             raise _refusal(
                 program, f"no value of the stream between {call.name} and the one before", do
             )
+        beside.add(call)
+    starts = [start for start, call in zip(starts, calls, strict=True) if call not in beside]
+    calls = [call for call in calls if call not in beside]
     counts = [second - first for first, second in itertools.pairwise(starts)]
+    if program.state_layers and len(set(counts)) > 1:
+        # blocks without a mixer of tokens are layers, too (Nemotron-H): which, no graph says
+        raise _refusal(program, "layers that add to the stream once, and others twice", do)
     ends = [*starts[1:], starts[-1] + (counts[-1] if counts else 1)]
     if ends[-1] >= len(values):
         raise _refusal(program, "a last layer that is another than the one before it", do)

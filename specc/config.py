@@ -165,7 +165,7 @@ class CompileConfig:
         None,
         "Of models whose layers keep states (hybrids): how many prefixes of prompts have theirs"
         " kept for later requests, each as large as that of a request; 0 shares no prefixes. The"
-        " default is what a quarter of the KV cache's bytes hold, and one for each sequence.",
+        " default is what a quarter of the KV cache's bytes hold, at least two for each sequence.",
         least=0,
         most=1 << 20,
     )

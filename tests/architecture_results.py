@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH, backend_names, facts_of
-from tests import models, more_models
+from tests import hybrids, models, more_models
 from tests.passes.frontend.gguf_recordings import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "architectures.json"
 PAGE = ROOT / "docs" / "guide" / "architectures.md"
-NAMES = (*models.ARCHITECTURES, *more_models.CONFIGS)
+NAMES = (*models.ARCHITECTURES, *more_models.CONFIGS, *hybrids.CONFIGS)
 NUM_TOKENS = 32
 _HEAD = """# Architectures and backends
 
@@ -96,7 +96,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         if not own:
             continue
         first = next(iter(own.values()))
-        cells = [_cell(backend, own.get(backend), first["extras"]) for backend in backends]
+        cells = [_cell(backend, own.get(backend), first) for backend in backends]
         cells.append(files.get(name, ""))
         lines.append(f"| {name} | {first['attention']} | " + " | ".join(cells) + " |")
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
@@ -110,12 +110,14 @@ def _gguf_architectures() -> dict[str, str]:
     return found
 
 
-def _cell(backend: str, row: dict[str, Any] | None, extras: list[str]) -> str:
+def _cell(backend: str, row: dict[str, Any] | None, any_row: dict[str, Any]) -> str:
     able = facts_of(backend).attention_extras
+    if any_row.get("keeps_states") and not facts_of(backend).keeps_states:
+        return "refused"
     # keys and values of one latent, which is cached in their place
     given = {LATENT_ROWS: (VALUE_WIDTH,)}
     able = (*able, *(x for what in able for x in given.get(what, ())))
-    if any(extra not in able for extra in extras):
+    if any(extra not in able for extra in any_row["extras"]):
         return "refused"
     if row is None:
         return ""
@@ -150,12 +152,15 @@ def run(zoo: Any, name: str, backend: str) -> dict[str, Any]:
     if any(layer.value_dim for layer in layers):
         extras.append("value width")
     kinds = ["window" if window else "causal" for window in windows]
-    said = [*dict.fromkeys(kinds), *extras]
+    states = {"conv": "convolutions", "recurrence": "recurrences"}
+    kept = dict.fromkeys(states[layer.kind] for layer in engine.manifest.models[0].state_layers)
+    said = [*dict.fromkeys(kinds), *extras, *kept]
     return {
         "name": name,
         "backend": backend,
         "attention": ", ".join(said),
         "extras": extras,
+        **({"keeps_states": True} if kept else {}),
         "num_compared": compared,
         "forgiven_ties": ties,
         "transformers": version("transformers"),

@@ -105,6 +105,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | _UNTIED,
     ),
 }  # fmt: skip
+# standard deviation of embeddings, beside which layers decide about half of the tokens
+_EMBEDDINGS = {
+    "qwen3_next_hybrid": 12.0, "qwen3_5": 12.0, "qwen3_5_moe": 12.0, "lfm2": 20.0,
+    "lfm2_moe": 20.0, "granite4_hybrid": 14.0, "nemotron_h": 6.0, "falcon_h1": 40.0,
+    "falcon_h1_norm": 14.0, "mamba2": 5.0, "bamba": 13.0, "olmo_hybrid": 15.0,
+    "kimi_linear": 14.0, "zamba2": 10.0,
+}  # fmt: skip
 # those of the default tier: the delta rule, convolutions alone, the scan of Mamba-2
 COVERING = ("qwen3_next_hybrid", "lfm2", "nemotron_h")
 
@@ -112,8 +119,8 @@ COVERING = ("qwen3_next_hybrid", "lfm2", "nemotron_h")
 def spread(name: str, key: str, parameter: Tensor) -> tuple[float, float]:
     """As `more_models.spread`; decays are slow enough for a state to say something for a while."""
     last = key.rpartition(".")[2]
-    if "embed" in key:
-        return 0.5, 0.0
+    if "embed" in key and "norm" not in key:
+        return _EMBEDDINGS[name], 0.0
     if last == "A_log":
         return 0.3, -2.0
     if "conv" in key and last == "weight" and parameter.ndim == 3:
@@ -124,7 +131,8 @@ def spread(name: str, key: str, parameter: Tensor) -> tuple[float, float]:
 def draft_of(model: Any) -> Any:
     """An attention model that guesses what one of these says next, from its last token alone.
 
-    It has the embedding and the head of the other one, and a layer that adds nothing.
+    It has the embedding, the final norm and the head of the other one, and a layer that adds
+    nothing; embeddings are drawn so wide (`_EMBEDDINGS`) that it is right now and then.
     """
     import transformers
 
@@ -134,7 +142,10 @@ def draft_of(model: Any) -> Any:
     config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
     draft = transformers.LlamaForCausalLM(config).float().eval()
     layer = draft.model.layers[0]
+    norm = [part for name, part in model.base_model.named_children() if "norm" in name][-1]
     with torch.no_grad():
+        # a norm of ones is its weight, whatever is added to that
+        draft.model.norm.weight.copy_(norm(torch.ones(1, 1, width))[0, 0])
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight.zero_()
         draft.get_input_embeddings().weight.copy_(ends[0])

@@ -178,6 +178,9 @@ class Zoo:
             for slab in slabs:
                 # whoever attends to a row that was never written shall not get zeros
                 slab.normal_(0.0, 30.0)
+        if engine.cache.states is not None:
+            for slab in (*engine.cache.states.states, *engine.cache.states.replay):
+                slab.normal_(0.0, 30.0)
         return engine
 
 

@@ -24,6 +24,9 @@ from tests.heads import VOCAB
 LAYERS, WIDTH = 2, 64
 # target → which names its checkpoint has for an MTP module
 FORMS = {"glm4_moe": "DeepSeek", "deepseek_v3": "DeepSeek", "qwen3_next": "Qwen3-Next"}
+# a target whose layers keep states, all but that of its module
+HYBRID = "qwen3_next_hybrid"
+_FORM = FORMS | {HYBRID: "Qwen3-Next"}
 _NAMES = {
     "DeepSeek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "Qwen3-Next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
@@ -35,8 +38,10 @@ _PATTERN = {"DeepSeek": rf"^model\.layers\.{LAYERS}\.", "Qwen3-Next": r"^mtp\."}
 def sizes_of(name: str, num_layers: int = LAYERS, vocab: int = VOCAB) -> dict[str, Any]:
     """Fields of a tiny configuration."""
     found: dict[str, Any] = {"vocab_size": vocab, "num_hidden_layers": num_layers}
-    if name == "qwen3_next":
+    if name in ("qwen3_next", HYBRID):
         found["layer_types"] = ["full_attention"] * num_layers
+    if name == HYBRID:
+        found["layer_types"][0] = "linear_attention"
     return found
 
 
@@ -58,28 +63,28 @@ def write_target(
         )
         layer = load_file(deeper / "model.safetensors")
     first = f"model.layers.{LAYERS}."
-    block = f"{first}" if FORMS[name] == "DeepSeek" else "mtp.layers.0."
+    block = f"{first}" if _FORM[name] == "DeepSeek" else "mtp.layers.0."
     tensors = {
         block + key.removeprefix(first): value
         for key, value in layer.items()
         if key.startswith(first)
     }
-    place = first if FORMS[name] == "DeepSeek" else "mtp."
-    enorm, hnorm, project, norm = (place + key for key in _NAMES[FORMS[name]])
+    place = first if _FORM[name] == "DeepSeek" else "mtp."
+    enorm, hnorm, project, norm = (place + key for key in _NAMES[_FORM[name]])
     generator = torch.Generator().manual_seed(17)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     # those of Qwen3-Next count from 1
-    mean = 0.0 if FORMS[name] == "Qwen3-Next" else 1.0
+    mean = 0.0 if _FORM[name] == "Qwen3-Next" else 1.0
     tensors |= {f"{key}.weight": mean + 0.4 * draw(WIDTH) for key in (enorm, hnorm, norm)}
     tensors[f"{project}.weight"] = 0.25 * draw(WIDTH, 2 * WIDTH)
     if has_own_ends:
         tensors[f"{first}embed_tokens.weight"] = 0.3 * draw(vocab, WIDTH)
         tensors[f"{first}shared_head.head.weight"] = 0.3 * draw(vocab, WIDTH)
     change_tensors(directory, lambda own: own | tensors)
-    if FORMS[name] == "DeepSeek":
+    if _FORM[name] == "DeepSeek":
         change_config(directory, num_nextn_predict_layers=1)
     return directory
 
@@ -117,8 +122,8 @@ class MtpReference:
         from transformers.modeling_layers import MtpModel
 
         self.case = TapsOfLast()
-        target._keys_to_ignore_on_load_unexpected = [_PATTERN[FORMS[name]]]
-        if FORMS[name] == "Qwen3-Next":
+        target._keys_to_ignore_on_load_unexpected = [_PATTERN[_FORM[name]]]
+        if _FORM[name] == "Qwen3-Next":
             target.config.num_mtp_layers = 1
             target.config.mtp_layer_types = ["full_attention"]
         self._module: Any = MtpModel.from_pretrained(target).eval()

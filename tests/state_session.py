@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from specc.kernels import ops
-from specc.passes.program import STATES, Program
+from specc.passes.program import FEATURES, STATES, Program
 from specc.speculation.tree import TokenTree
 from tests.passes.modules import stored_rows
 
@@ -39,7 +39,7 @@ class Sessions:
                 self.values[name] = stored_rows(program.weights[name], parameters)
             elif name in program.constants:
                 self.values[name] = program.constants[name]
-            elif name in program.caches:
+            elif name in program.caches or name == FEATURES:
                 shape = (NUM_BLOCKS * count, BLOCK_SIZE, *value.shape[2:])
                 self.values[name] = 9 * torch.randn(shape, generator=generator)
             elif name in program.states:
@@ -96,6 +96,14 @@ class Sessions:
                 sizes = {"key_heads": layer.key_heads, "has_beta": layer.has_beta}
                 ops.fold_recurrence(*given, **sizes)
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths, strict=True)]
+
+    def rows(self, name: str) -> list[Tensor]:
+        """What each sequence has committed in a cache."""
+        cache = self.values[name]
+        return [
+            torch.stack([self._row(cache, b, slot) for slot in range(length)])
+            for b, length in enumerate(self.lengths)
+        ]
 
     def states(self) -> dict[str, Tensor]:
         """What is kept of the sequences, by name of the input."""

@@ -50,7 +50,6 @@ class TapFeatures(Pass):
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        self._taps.check(len(program.layers))
         graph = program.graph
         tapped = tapped_values(program, self._taps)
         cache = program.placeholder(next(iter(program.caches))).meta["val"]
@@ -74,9 +73,11 @@ def tapped_values(program: Program, taps: Taps) -> list[fx.Node]:
     """The value at each boundary, [1, Nt, H] or [Nt, H].
 
     Raises:
+        ConfigError: a boundary that a target of so many layers does not have.
         UnsupportedGraphError: the graph does not say which value one is.
     """
     regions = layer_regions(program, _DO)
+    taps.check(len(regions))
     values = [region.start for region in regions]
     num_layers = len(regions)
     if num_layers not in taps.boundaries:

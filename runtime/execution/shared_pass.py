@@ -192,10 +192,9 @@ def begin_together(
         torch.cat([part.logit_rows + offset for part, offset in zip(parts, offsets, strict=False)]),
     )
     states = [part.states for part in parts if part.states is not None]
-    if states:
-        inputs = *inputs, torch.cat(states)
+    more = [torch.cat(states)] if states else []
     votes = [] if mass is None else [mass]
-    taken = begin(*(value.to(device) for value in inputs), *votes)
+    taken = begin(*(value.to(device) for value in (*inputs, *more)), *votes)
     rows = [len(part.logit_rows) for part in parts]
     return lambda: list(taken().split(rows))
 

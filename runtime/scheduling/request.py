@@ -93,7 +93,7 @@ class Request:
         self.num_kept_blocks = 0
         # in the states of layers that keep some, from admission on
         self.state_place = NOWHERE
-        # key of the states that were kept last of its output
+        # key of the states of its own that were kept last
         self.kept_key: bytes | None = None
         # of `PrefixCache`: keys of its blocks, and how many of them others can find
         self.block_keys: list[bytes] = []

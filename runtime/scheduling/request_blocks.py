@@ -206,18 +206,10 @@ class RequestBlocks:
         for span in spans:
             if self._states is None or span.checkpoint is None:
                 continue
-            self._reserved.discard(span.checkpoint)
-            key = self._prefixes.key_of(span.request, span.end)
-            if key is None:
-                self._states.checkpoints.give_back(span.checkpoint)
-            else:
-                self._states.checkpoints.publish(span.checkpoint, key)
+            self._publish(span.request, span.checkpoint, span.end)
 
     def keep_steps(self, groups: Sequence[StepGroup]) -> list[StepGroup]:
-        """Reserve checkpoints for steps that may commit as many rows as one is kept after.
-
-        Of a request's output the last one stays: a next turn goes on from there.
-        """
+        """Reserve checkpoints for steps that may commit as many rows as one is kept after."""
         if not self.grid:
             return list(groups)
         found = []
@@ -236,17 +228,26 @@ class RequestBlocks:
             for request, kept in zip(group.requests, group.kept, strict=False):
                 if self._states is None or kept is None:
                     continue
-                checkpoints, key = self._states.checkpoints, None
-                self._reserved.discard(kept.checkpoint)
                 if kept.length <= min(request.cache_len, len(request.token_ids) - 1):
-                    key = self._prefixes.key_of(request, kept.length)
-                if key is None:
-                    checkpoints.give_back(kept.checkpoint)
-                    continue
-                checkpoints.publish(kept.checkpoint, key)
-                if request.kept_key is not None:
-                    checkpoints.supersede(request.kept_key)
-                request.kept_key = key
+                    self._publish(request, kept.checkpoint, kept.length)
+                else:
+                    self._give_back(kept.checkpoint)
+
+    def _publish(self, request: Request, checkpoint: int, length: int) -> None:
+        """Let others find the states after so many rows of a request, its last ones so far."""
+        assert self._states is not None, "it was asked for a checkpoint"
+        key = self._prefixes.key_of(request, length)
+        if key is None:
+            self._give_back(checkpoint)
+            return
+        self._reserved.discard(checkpoint)
+        self._states.checkpoints.publish(checkpoint, key, request.kept_key)
+        request.kept_key = key
+
+    def _give_back(self, checkpoint: int) -> None:
+        assert self._states is not None, "it was asked for a checkpoint"
+        self._reserved.discard(checkpoint)
+        self._states.checkpoints.give_back(checkpoint)
 
     def rows_to_checkpoint(self, request: Request) -> int | None:
         """Rows that a request may commit until states are kept; None where none are."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from specc.artifact.state_entry import kept_states
+
 
 class StateCheckpoints:
     """Places of a slab that hold the states after a prefix, found by the key of its last block.
 
-    A place is free, reserved for a pass that is to fill it, or found by its key. Where none is
-    free, the one that nobody has looked for the longest gives way. Others need not be there for a
-    checkpoint to be of use, unlike blocks, so the order is that of use alone.
+    A place is free, reserved for a pass that may fill it, or found by its key. Of more than `count`
+    that are found one gives way: first those that the same request has left behind for a later
+    one, and nobody else has used, the last of them first, since others have the begin of a prompt
+    in common; then the one that nobody has used for longest. A checkpoint is of use without others
+    before it, unlike blocks.
 
     Args:
-        count: places.
+        count: that are found, at most.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count))
+        self._free = list(range(kept_states(count)))
+        # the first gives way next
         self._place_of: OrderedDict[bytes, int] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
         # that somebody has gone on from
@@ -42,19 +47,24 @@ class StateCheckpoints:
             self._forget(next(iter(self._place_of)))
         return self._free.pop()
 
-    def publish(self, place: int, key: bytes) -> None:
-        """Let others find a reserved place, now that it is filled; the first of a key stays."""
+    def publish(self, place: int, key: bytes, before: bytes | None = None) -> None:
+        """Let others find a reserved place, now that it is filled; the first of a key stays.
+
+        Args:
+            place: reserved.
+            key: of the prefix.
+            before: that of a shorter one, which the same request has left.
+        """
         if (known := self._place_of.get(key)) is not None:
             self.use(known)
             self.give_back(place)
         else:
             self._place_of[key] = place
             self._key_of[place] = key
-
-    def supersede(self, key: bytes) -> None:
-        """The same request has left a later one, which is worth more, if nobody else used this."""
-        if key in self._place_of and key not in self._used:
-            self._forget(key)
+        if before is not None and before in self._place_of and before not in self._used:
+            self._place_of.move_to_end(before, last=False)
+        if len(self._place_of) > self.count:
+            self._forget(next(iter(self._place_of)))
 
     def give_back(self, place: int) -> None:
         """A reserved place is not of use: no pass has filled it, or nobody could find it."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specc.artifact.state_entry import kept_states
 from specc.runtime.scheduling.state_checkpoints import StateCheckpoints
 from specc.system.huge_pages import ask_for_huge_pages
 
@@ -64,6 +65,11 @@ class StateSizes:
     num_checkpoints: int = 0
     grid: int = 0
 
+    @property
+    def num_kept(self) -> int:
+        """States of prefixes that there is room for."""
+        return kept_states(self.num_checkpoints)
+
 
 class StateSlabs:
     """States and replay rows of all requests, and states that are kept for later ones.
@@ -82,11 +88,11 @@ class StateSlabs:
     ) -> None:
         self.sizes = sizes
         self._shapes, self._device = list(shapes), device
-        # [L, places, …] states, [L, places, R, W] replay rows, [L, checkpoints, …] kept states
+        # [L, places, …] states, [L, places, R, W] replay rows, [L, kept, …] states of prefixes
         self.states = [_zeros(s, (sizes.num_places, *s.shape), device) for s in shapes]
         rows = sizes.num_places, sizes.num_rows
         self.replay = [_zeros(s, (*rows, s.columns), device) for s in shapes]
-        self._kept = [_zeros(s, (sizes.num_checkpoints, *s.shape), device) for s in shapes]
+        self._kept = [_zeros(s, (sizes.num_kept, *s.shape), device) for s in shapes]
         self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
         self._free = list(range(sizes.num_places))
 
@@ -157,7 +163,7 @@ class StateSlabs:
 
 def num_bytes(shapes: Sequence[StateShape], sizes: StateSizes) -> int:
     """Bytes of all slabs."""
-    states, rows = sizes.num_places + sizes.num_checkpoints, sizes.num_places * sizes.num_rows
+    states, rows = sizes.num_places + sizes.num_kept, sizes.num_places * sizes.num_rows
     return sum(
         s.layers * s.dtype.itemsize * (states * math.prod(s.shape) + rows * s.columns)
         for s in shapes

@@ -86,7 +86,8 @@ def _check_taps(model: ModelEntry) -> None:
         )
     if taps is None:
         return
-    last = len(model.layers)
+    # of hybrids, layers that keep states have boundaries, too
+    last = len(model.layers) + len(model.state_layers)
     if not taps.boundaries or not all(0 <= b <= last for b in taps.boundaries) or taps.width < 1:
         raise invalid(
             f"{model.name}.taps has boundaries {list(taps.boundaries)} of {taps.width} columns",

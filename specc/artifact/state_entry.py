@@ -13,10 +13,17 @@ from specc.bounds import MOST_COLUMNS, MOST_IDS, MOST_LAYERS, number, within
 CONV, RECURRENCE = "conv", "recurrence"
 # bytes of an element
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# passes that fill a checkpoint at a time, before another one gives way for it
+_SPARE = 2
 # fields of models, limits and memory
 _OF_STATES = {
     "state_layers", "state_slabs", "state_checkpoints", "state_grid", "states", "checkpoints",
 }  # fmt: skip
+
+
+def kept_states(num_checkpoints: int) -> int:
+    """States that an engine has room for, of so many prefixes, and of those on their way."""
+    return num_checkpoints + _SPARE if num_checkpoints else 0
 
 
 @dataclass(frozen=True)

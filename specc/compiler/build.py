@@ -149,8 +149,8 @@ def build(
             windowed = {item.entry.name for item in engine.self_drafts if item.entry.is_windowed}
             is_cut = parallel is not None
             states = engine.models[0].entry.state_slabs
-            more = (is_cut, windowed, states)
-            steps = write_steps(writer, engine.context.plans, slabs, *sizes, *more)
+            kept = engine.context.plans
+            steps = write_steps(writer, kept, slabs, *sizes, is_cut, windowed, states)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
         lengths = trained_lengths(checked.candidates, engine.context.limits.max_seq_len)

@@ -11,6 +11,7 @@ import torch
 
 from specc.artifact.backends import ZERO_POINTS, BackendFacts
 from specc.artifact.manifest_entries import LimitsEntry
+from specc.artifact.state_entry import kept_states
 from specc.compiler.state_checkpoints import with_checkpoints
 from specc.config import CompileConfig
 from specc.drafters.views import View
@@ -422,5 +423,5 @@ def plan_model_memory(
     # a draft without layers reads no prompt
     shapes = [prefill, step] if program.layers or program.state_layers else [step]
     sizes = (limits.cache_rows(), shapes, batch * rows)
-    states = StateCounts(batch, replay_rows(plans), limits.state_checkpoints)
+    states = StateCounts(batch, replay_rows(plans), kept_states(limits.state_checkpoints))
     return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes, states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -66,13 +67,13 @@ def write_steps(
     Returns:
         what the manifest says of the plans.
     """
-    sizes, more = (is_padded, block_size), {"windowed": windowed, "states": states}
+    fuse = functools.partial(fuse_step, windowed=windowed, states=states)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
-        step = fuse_step(plan, slabs, *sizes, **more)
+        step = fuse(plan, slabs, is_padded, block_size)
         writer.write_json(entry.file, step.to_json())
         if is_cut and entry.winners_file != entry.file:
-            step = fuse_step(plan, slabs, *sizes, reads_winners=True, **more)
+            step = fuse(plan, slabs, is_padded, block_size, reads_winners=True)
             writer.write_json(entry.winners_file, step.to_json())
     return entries
 

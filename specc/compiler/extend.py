@@ -106,8 +106,10 @@ class EngineExtension:
         slabs = {model.name: model.num_slabs for model in self._manifest.models}
         is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
-        more = (is_cut, self._manifest.windowed, self._manifest.models[0].state_slabs)
-        self._entries = write_steps(self._writer, plans, slabs, is_padded, size, *more)
+        windowed, states = self._manifest.windowed, self._manifest.models[0].state_slabs
+        self._entries = write_steps(
+            self._writer, plans, slabs, is_padded, size, is_cut, windowed, states
+        )
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:

@@ -53,8 +53,8 @@ def state_layout(
         )
         index = counts.get(key, 0)
         counts[key] = index + 1
-        place = {"name": layer.name, "slab": list(counts).index(key), "index": index}
-        layers.append(StateLayerEntry(**vars(key), **place))
+        slab = list(counts).index(key)
+        layers.append(StateLayerEntry(**vars(key), name=layer.name, slab=slab, index=index))
     slabs = (StateSlabEntry(**vars(key), num_layers=count) for key, count in counts.items())
     return tuple(layers), tuple(slabs)
 

@@ -96,8 +96,8 @@ def reshard_engine(
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
         states = old.models[0].state_slabs
-        more = {"reads_hidden": keeps_hidden, "keeps_states": bool(states)}
-        refuse(Asked(config, None, facts, options, **more))
+        asked_for = Asked(config, None, facts, options, reads_hidden=keeps_hidden)
+        refuse(dataclasses.replace(asked_for, keeps_states=bool(states)))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -137,8 +137,7 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                sizes = (*of_cache, is_cut, old.windowed, states)
-                steps = write_steps(writer, plans, slabs, *sizes)
+                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:

@@ -24,7 +24,8 @@ def with_checkpoints(
     """The limits, with what is kept of a target whose layers keep states.
 
     Where nobody says how many, they are as many as the KV cache has places for, but take no more
-    than a quarter of its bytes; one for each request in any case.
+    than a quarter of its bytes; two for each sequence in any case: while one is decoded, another
+    waits for its next turn.
 
     Args:
         limits: of the engine.
@@ -42,7 +43,7 @@ def with_checkpoints(
     if count is None:
         held = cache_bytes(program, dtype, limits.cache_rows())
         share = held // _SHARE // max(1, state_bytes(program))
-        count = max(limits.max_batch_size, min(share, limits.cache_rows() // grid))
+        count = max(2 * limits.max_batch_size, min(share, limits.cache_rows() // grid))
     return replace(limits, state_checkpoints=count, state_grid=grid)
 
 

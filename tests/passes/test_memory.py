@@ -222,7 +222,7 @@ def test_states_by_hand(program):
         StateLayer("mixer", "recurrence", (2, 4, 8), 4 + 16 + 2, torch.float32, 1),
     ]
     program = dataclasses.replace(program, state_layers=layers)
-    counts = StateCounts(num_seqs=3, num_nodes=7, num_checkpoints=2)
+    counts = StateCounts(num_seqs=3, num_nodes=7, num_kept=2)
     memory = plan_memory(program, torch.float32, 64, [SHAPE], states=counts)
     state, row = 3 * 5 * 2 + 2 * 4 * 8 * 4, 5 * 2 + 22 * 4
     assert memory.states == 3 * (state + 7 * row)

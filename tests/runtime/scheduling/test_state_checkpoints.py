@@ -10,26 +10,36 @@ from specc.runtime.scheduling.state_slabs import StateShape, StateSizes, StateSl
 A, B, C = b"a", b"b", b"c"
 
 
-def test_the_one_that_nobody_used_for_longest_gives_way() -> None:
-    kept = StateCheckpoints(2)
+def fill(kept: StateCheckpoints, *keys: bytes) -> dict[bytes, int]:
     places = {}
-    for key in (A, B):
+    for key in keys:
         place = kept.reserve()
         assert place is not None
         kept.publish(place, key)
         places[key] = place
+    return places
+
+
+def test_the_one_that_nobody_used_for_longest_gives_way() -> None:
+    kept = StateCheckpoints(2)
+    places = fill(kept, A, B)
     assert kept.find(A) == places[A]
     kept.use(places[A])
-    assert kept.reserve() == places[B]
-    assert kept.find(B) is None
-    kept.publish(places[B], C)
-    assert (kept.find(A), kept.find(C)) == (places[A], places[B])
+    fill(kept, C)
+    assert [kept.find(key) is not None for key in (A, B, C)] == [True, False, True]
 
 
-def test_reserved_places_are_nobody_elses() -> None:
+def test_places_that_are_on_their_way_are_nobody_elses() -> None:
+    """Of two passes at a time nothing gives way before it is known that they fill them."""
     kept = StateCheckpoints(2)
+    places = fill(kept, A, B)
     first, second = kept.reserve(), kept.reserve()
-    assert {first, second} == {0, 1}
+    assert len({first, second, *places.values()}) == 4
+    assert None not in (first, second)
+    assert kept.find(A) == places[A]
+    third = kept.reserve()
+    assert (third, kept.find(A)) == (places[A], None)
+    assert kept.reserve() == places[B]
     assert kept.reserve() is None
     assert first is not None
     kept.give_back(first)
@@ -37,15 +47,16 @@ def test_reserved_places_are_nobody_elses() -> None:
 
 
 def test_two_of_one_prefix_are_one() -> None:
-    kept = StateCheckpoints(3)
-    places = [kept.reserve() for _ in range(2)]
-    for place in places:
-        assert place is not None
-        kept.publish(place, A)
-    assert kept.find(A) == places[0]
+    kept = StateCheckpoints(1)
+    first, second = kept.reserve(), kept.reserve()
+    assert first is not None
+    assert second is not None
+    kept.publish(first, A)
+    kept.publish(second, A)
+    assert kept.find(A) == first
     # the other one is free again
-    assert {kept.reserve(), kept.reserve()} == {places[1], 0} - {None}
-    assert kept.find(A) == places[0]
+    assert {kept.reserve(), kept.reserve()} == {second, 3 - first - second}
+    assert kept.find(A) == first
 
 
 def test_nothing_is_kept_without_places() -> None:
@@ -73,16 +84,20 @@ def test_a_place_that_is_free_cannot_be_given_back() -> None:
         slabs.give_back(place)
 
 
-def test_a_later_one_takes_the_place_of_what_nobody_used() -> None:
-    kept = StateCheckpoints(3)
-    for key in (A, B):
+def test_what_a_request_has_left_behind_gives_way_first() -> None:
+    """The last of it first; but not what others have used."""
+    kept = StateCheckpoints(4)
+    fill(kept, b"old", A)
+    for before, key in ((A, B), (B, C)):
         place = kept.reserve()
         assert place is not None
-        kept.publish(place, key)
-    place = kept.find(B)
-    assert place is not None
-    kept.use(place)
-    kept.supersede(A)
-    kept.supersede(B)
-    kept.supersede(C)  # which gave way before
-    assert (kept.find(A), kept.find(B)) == (None, place)
+        kept.publish(place, key, before)
+    gone = []
+    for number in range(3):
+        if number == 1:
+            place = kept.find(A)
+            assert place is not None
+            kept.use(place)
+        fill(kept, b"new %d" % number)
+        gone += [key for key in (b"old", A, B, C) if kept.find(key) is None and key not in gone]
+    assert gone == [B, b"old", C]

@@ -40,6 +40,10 @@ BY_PASSES = {
     "specc.attend_expanded.default": "passes/rewrite/expand_prompts.py",
     "specc.block_mass.default": "passes/rewrite/insert_block_mass.py",
     "specc.embedding_of_blocks.default": "passes/lower/cpu/linear.py",
+    "specc.fold_conv.default": "passes/step/fuse_step.py",
+    "specc.fold_recurrence.default": "passes/step/fuse_step.py",
+    "specc.tree_conv.default": "passes/rewrite/tree_recurrence.py",
+    "specc.tree_recurrence.default": "passes/rewrite/tree_recurrence.py",
 }
 
 
