@@ -95,17 +95,18 @@ inline TokenPath path_of(const StateTokens& a, int64_t b, int64_t token) {
   return {words, a.num_words, a.certain(b)};
 }
 
-// The nodes of a sequence that are not certain, each after its parent, which is the last node before
-// it on its path. Nodes that are no tokens of this pass are taken too, where a path goes through
-// them. A state is computed in the memory of its parent's where nothing else needs that any more; of
-// several children the one with most below it comes last and takes it, so n nodes need 1 + log2(n)
-// states at most.
+// The nodes of a sequence that are not certain, each after its parent, which is the last node
+// before it on its path. Nodes that are no tokens of this pass are taken too, where a path goes
+// through them. A state is computed in the memory of its parent's where nothing else needs that any
+// more; of several children the one with most below it comes last and takes it, so n nodes need
+// 1 + log2(n) states at most.
 class StateWalk {
  public:
   struct Step {
     int64_t node;
     int64_t token;     // -1: of an earlier pass, whose inputs are a row
-    int64_t from, to;  // numbers of states; from -1 is that after the certain nodes
+    // numbers of states: from -1 is that after the certain nodes, to -1 is of no use to any other
+    int64_t from, to;
   };
 
   StateWalk(const StateTokens& a, const StateSequence& sequence) {
@@ -179,17 +180,18 @@ class StateWalk {
       const Visit visit = left.back();
       left.pop_back();
       const Node& node = nodes_[visit.node];
-      int64_t to = visit.from;
-      if (!visit.is_last) {
+      const bool is_leaf = node.first < 0;
+      int64_t to = visit.is_last ? visit.from : -1;
+      if (is_leaf) {
+        if (to >= 0) free.push_back(to);
+        to = -1;
+      } else if (to < 0) {
         if (free.empty()) free.push_back(num_states_++);
         to = free.back();
         free.pop_back();
       }
       steps_.push_back({node.node, node.token, visit.from, to});
-      if (node.first < 0)
-        free.push_back(to);
-      else
-        visit_children(node.first, node.heaviest, to);
+      visit_children(node.first, node.heaviest, to);
     }
   }
 

@@ -1,5 +1,5 @@
-// specc::tree_conv and specc::fold_conv. Channels do not depend on each other, so a thread takes some
-// of them for all tokens.
+// specc::tree_conv and specc::fold_conv. Channels do not depend on each other, so a thread takes
+// some of them for all tokens.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -82,9 +82,9 @@ class Convolution {
         &sequence, static_cast<T*>(a_.state) + sequence.place * kept_ * a_.channels,
         static_cast<T*>(a_.rows) + sequence.place * tokens.num_rows * a_.channels, {}, {}};
     const auto& certain = sequence.certain;
-    for (size_t i = 0; i < certain.size(); ++i) {
+    for (int64_t i = 0; i < static_cast<int64_t>(certain.size()); ++i) {
       Window<T> window{certain[i], {}};
-      for (int64_t place = static_cast<int64_t>(i); place < static_cast<int64_t>(i) + kept_; ++place)
+      for (int64_t place = i; place < i + kept_; ++place)
         window.before.push_back(place < kept_ ? made.state + place * a_.channels
                                               : x(certain[place - kept_]));
       made.certain.push_back(std::move(window));

@@ -1,6 +1,6 @@
-// specc::tree_recurrence and specc::fold_recurrence. Columns of a head's state do not depend on each
-// other, so a thread takes some of them at a time, which its first-level cache holds for all tokens
-// of a sequence.
+// specc::tree_recurrence and specc::fold_recurrence. Columns of a head's state do not depend on
+// each other, so a thread takes some of them at a time, which its first-level cache holds for all
+// tokens of a sequence.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -8,6 +8,7 @@
 
 #include "lanes.h"
 #include "recurrence.h"
+#include "recurrent_state.h"
 #include "row_memory.h"
 #include "shares.h"
 #include "state_walk.h"
@@ -16,134 +17,15 @@
 namespace specc {
 namespace {
 
+using recurrence::Columns;
+using recurrence::Inputs;
+using recurrence::kColumns;
+using recurrence::Turn;
 using vec::BFloat16;
 using vec::kLanes;
 using vec::load16;
 using vec::Sixteen;
-using vec::splat16;
 using vec::store16;
-
-// columns of a state that are taken at a time, and registers of sixteen that hold a row of them
-constexpr int64_t kColumns = 32;
-constexpr int kParts = kColumns / kLanes;
-// sums over the rows of a state are those of even and of odd rows, so that additions need not wait
-// for each other
-constexpr int kSums = 2;
-
-// A number in all lanes, as it is loaded: from a register it would take the place of a product.
-inline vec::Float broadcast(const float* p) {
-#if defined(__AVX512F__)
-  return (vec::Float)_mm512_broadcastss_ps(_mm_load_ss(p));
-#else
-  return vec::splat(*p);
-#endif
-}
-
-inline void multiply_add(Sixteen& sum, const Sixteen& x, vec::Float y) {
-  for (int j = 0; j < kLanes / vec::kWidth; ++j) vec::multiply_add(sum.at[j], x.at[j], y);
-}
-inline Sixteen scaled(const float* x, vec::Float y) {
-  return each(load16(x), [&](vec::Float a) { return a * y; });
-}
-
-// e^x; NaN stays NaN.
-inline Sixteen exponential(const Sixteen& x) {
-  const Sixteen e = vec::exp_of_nonpositive(
-      each(x, [](vec::Float a) { return a > 0.0f ? -a : a; }));
-  return each(x, e, [](vec::Float a, vec::Float b) { return a > 0.0f ? 1.0f / b : b; });
-}
-
-// Rows of some columns of a state.
-struct Columns {
-  float* data;
-  int64_t stride;
-
-  float* at(int64_t row, int part) const { return data + row * stride + part * kLanes; }
-};
-
-// What a token is to some columns of a head's state.
-struct Inputs {
-  const float* k;      // [DK]
-  const float* q;      // [DK], or null: nothing is read
-  const float* decay;  // factors: [DK], or one
-  float beta;
-  float v[kColumns];
-};
-
-struct RowSums {
-  Sixteen of[kSums][kParts];
-
-  RowSums() {
-    for (auto& sum : of)
-      for (Sixteen& part : sum) part = splat16(0);
-  }
-  Sixteen total(int part) const { return of[0][part] + of[1][part]; }
-};
-
-// each(row, sum) for all rows; the sum of a row says to which of the sums it belongs.
-template <class Each>
-inline void by_row(int64_t rows, const Each& each) {
-  int64_t row = 0;
-  for (; row + kSums <= rows; row += kSums) {
-    each(row, 0);
-    each(row + 1, 1);
-  }
-  if (row < rows) each(row, 0);
-}
-
-// A token's turn: from one state to another, by way of a third where keys are looked up in what is
-// decayed; the three may be one. Meanwhile rows that come next are asked for, a few at a time.
-template <bool kDecaysRows, bool kHasBeta, bool kReads>
-void take_token(int64_t rows, const Inputs& in, Columns from, Columns between, Columns to,
-                Columns ahead, float* out) {
-  RowSums looked_up, read;
-  Sixteen delta[kParts];
-  for (int p = 0; p < kParts; ++p) delta[p] = load16(in.v + p * kLanes);
-  // what stores might change would be loaded anew for each row
-  const float *const keys = in.k, *const queries = in.q, *const decays = in.decay;
-  const vec::Float of_head = broadcast(decays);
-  const auto decay_of = [=](int64_t row) { return kDecaysRows ? broadcast(decays + row) : of_head; };
-  if constexpr (kHasBeta) {
-    by_row(rows, [&](int64_t row, int sum) {
-      const vec::Float decay = decay_of(row), k = broadcast(keys + row);
-#pragma GCC unroll 2
-      for (int p = 0; p < kParts; ++p) {
-        __builtin_prefetch(ahead.at(row, p), 1, 2);
-        const Sixteen s = scaled(from.at(row, p), decay);
-        store16(between.at(row, p), s);
-        multiply_add(looked_up.of[sum][p], s, k);
-      }
-    });
-    for (int p = 0; p < kParts; ++p) delta[p] = (delta[p] - looked_up.total(p)) * in.beta;
-  }
-  by_row(rows, [&](int64_t row, int sum) {
-    const vec::Float k = broadcast(keys + row), q = kReads ? broadcast(queries + row) : k;
-#pragma GCC unroll 2
-    for (int p = 0; p < kParts; ++p) {
-      Sixteen s;
-      if constexpr (kHasBeta) {
-        s = load16(between.at(row, p));
-      } else {
-        __builtin_prefetch(ahead.at(row, p), 1, 2);
-        s = scaled(from.at(row, p), decay_of(row));
-      }
-      multiply_add(s, delta[p], k);
-      store16(to.at(row, p), s);
-      if constexpr (kReads) multiply_add(read.of[sum][p], s, q);
-    }
-  });
-  if constexpr (kReads)
-    for (int p = 0; p < kParts; ++p) store16(out + p * kLanes, read.total(p));
-}
-
-using TakeToken = void (*)(int64_t, const Inputs&, Columns, Columns, Columns, Columns, float*);
-
-template <bool kReads>
-TakeToken take_token_of(const RecurrentHeads& heads) {
-  if (heads.decays_rows)
-    return heads.has_beta ? take_token<true, true, kReads> : take_token<true, false, kReads>;
-  return heads.has_beta ? take_token<false, true, kReads> : take_token<false, false, kReads>;
-}
 
 // The first of a token's numbers, as floats: where they are, or in `memory`, where they are narrow.
 template <class T>
@@ -176,7 +58,7 @@ class HeadColumns {
  public:
   // Floats that `memory` has, for so many states of a tree.
   static int64_t floats(const RecurrentHeads& heads, int64_t num_states) {
-    return (num_states + 2) * heads.key_dim * kColumns + 3 * (heads.key_dim + kLanes) + kLanes;
+    return (num_states + 2) * heads.key_dim * kColumns + 5 * (heads.key_dim + kLanes);
   }
   static int64_t blocks(const RecurrentHeads& heads) {
     return (heads.value_dim + kColumns - 1) / kColumns;
@@ -189,19 +71,20 @@ class HeadColumns {
         count_(std::min(kColumns, heads.value_dim - first_)),
         slab_{state + head * heads.key_dim * heads.value_dim + first_, heads.value_dim},
         memory_(memory) {
-    const int64_t size = heads.key_dim + kLanes;
-    q_ = memory_ + 2 * heads_.key_dim * kColumns;
-    k_ = q_ + size;
-    decay_ = k_ + size;
-    states_ = decay_ + size;
+    float* place = memory_ + 2 * heads_.key_dim * kColumns;
+    for (float** row : {&k_, &q_, &decays_, &keys_, &queries_}) {
+      *row = place;
+      place += heads.key_dim + kLanes;
+    }
+    states_ = place;
   }
 
   int64_t first() const { return first_; }
   int64_t count() const { return count_; }
 
   Columns slab() const { return slab_; }
-  // What the state is before and after the certain tokens: the slab itself, or a copy of a part of a
-  // register.
+  // What the state is before and after the certain tokens: the slab itself, or, of fewer columns, a
+  // copy with zeros after them.
   Columns state() const { return is_whole() ? slab_ : Columns{memory_, kColumns}; }
   Columns work() const { return {memory_ + heads_.key_dim * kColumns, kColumns}; }
   Columns state_of_tree(int64_t number) const {
@@ -234,10 +117,14 @@ class HeadColumns {
 
   Inputs of_token(const TreeRecurrence& a, int64_t token) const {
     const int64_t key_head = heads_.key_head(head_), rows = heads_.key_dim;
+    const float* q = specc::of_token(a.q, token, key_head, 0, rows, q_);
     Inputs in;
-    in.q = specc::of_token(a.q, token, key_head, 0, rows, q_);
-    in.k = specc::of_token(a.k, token, key_head, 0, rows, k_);
-    in.decay = decays(specc::of_token(a.g, token, head_, 0, heads_.decays(), decay_));
+    set_keys(in, specc::of_token(a.k, token, key_head, 0, rows, k_),
+             specc::of_token(a.g, token, head_, 0, heads_.decays(), decays_));
+    in.queries = decayed(q, queries_);
+    in.key_query = vec::sum_of(rows, [&](int64_t i, auto some) {
+      return load16(in.k + i, some) * load16(q + i, some);
+    });
     float narrow[kColumns];
     set_values(in, specc::of_token(a.v, token, head_, first_, count_, narrow));
     in.beta = heads_.has_beta ? *specc::of_token(a.beta, token, head_, 0, 1, narrow) : 0;
@@ -246,9 +133,9 @@ class HeadColumns {
   // Of a replay row, whose token reads nothing.
   Inputs of_row(const float* row) const {
     Inputs in;
-    in.q = nullptr;
-    in.k = row + heads_.k_place(head_);
-    in.decay = decays(row + heads_.g_place(head_));
+    set_keys(in, row + heads_.k_place(head_), row + heads_.g_place(head_));
+    in.queries = nullptr;
+    in.key_query = 0;
     set_values(in, row + heads_.v_place(head_) + first_);
     in.beta = heads_.has_beta ? row[heads_.beta_place(head_)] : 0;
     return in;
@@ -264,7 +151,7 @@ class HeadColumns {
     if (key_head * (heads_.heads / heads_.key_heads) == head_)
       copy(specc::of_token(a.k, token, key_head, 0, heads_.key_dim, k_), heads_.key_dim,
            row + heads_.k_place(head_));
-    copy(specc::of_token(a.g, token, head_, 0, heads_.decays(), decay_), heads_.decays(),
+    copy(specc::of_token(a.g, token, head_, 0, heads_.decays(), decays_), heads_.decays(),
          row + heads_.g_place(head_));
     if (heads_.has_beta)
       copy(specc::of_token(a.beta, token, head_, 0, 1, narrow), 1, row + heads_.beta_place(head_));
@@ -283,18 +170,30 @@ class HeadColumns {
     std::memset(in.v + count_, 0, (kColumns - count_) * sizeof(float));
   }
 
-  const float* decays(const float* g) const {
+  void set_keys(Inputs& in, const float* k, const float* g) const {
     vec::by_sixteen(heads_.decays(), [&](int64_t i, auto some) {
-      store16(decay_ + i, exponential(load16(g + i, some)), some);
+      store16(decays_ + i, recurrence::exponential(load16(g + i, some)), some);
     });
-    return decay_;
+    in.k = k;
+    in.decays = decays_;
+    in.keys = decayed(k, keys_);
+  }
+
+  // Times the decays of rows.
+  const float* decayed(const float* x, float* to) const {
+    vec::by_sixteen(heads_.key_dim, [&](int64_t i, auto some) {
+      const Sixteen value = load16(x + i, some);
+      store16(to + i,
+              heads_.decays_rows ? value * load16(decays_ + i, some) : value * decays_[0], some);
+    });
+    return to;
   }
 
   const RecurrentHeads& heads_;
   const int64_t head_, first_, count_;
   const Columns slab_;
   float* const memory_;
-  float *q_, *k_, *decay_, *states_;
+  float *k_, *q_, *decays_, *keys_, *queries_, *states_;
 };
 
 // unit(i, next, memory) for all units, on threads that the work is worth; next is what the thread
@@ -331,8 +230,8 @@ class Unit {
         head_(head),
         ahead_(ahead),
         rows_(a.rows + sequence.place * a.tokens.num_rows * a.heads.columns()),
-        read_(take_token_of<true>(a.heads)),
-        skip_(take_token_of<false>(a.heads)) {}
+        read_(Turn::of<true>(a.heads.decays_rows, a.heads.has_beta)),
+        skip_(Turn::of<false>(a.heads.decays_rows, a.heads.has_beta)) {}
 
   void run() const {
     columns_.begin(sequence_.begins);
@@ -341,34 +240,42 @@ class Unit {
     for (size_t i = 0; i < certain.size(); ++i) {
       const bool is_first = i == 0, is_last = i + 1 == certain.size();
       if (!is_last) columns_.prefetch(a_, certain[i + 1]);
-      take(certain[i], is_first ? state : work, work, is_last ? state : work,
+      take(certain[i], is_first ? state : work, is_last ? &state : &work,
            is_first ? ahead_ : work);
     }
     columns_.end();
     for (const auto& [node, token] : sequence_.uncertain) columns_.write_row(a_, token, row(node));
     for (const StateWalk::Step& step : walk_.steps()) {
-      const Columns to = columns_.state_of_tree(step.to);
       const Columns from = step.from < 0 ? state : columns_.state_of_tree(step.from);
+      const Columns to = columns_.state_of_tree(std::max<int64_t>(step.to, 0));
       if (step.token >= 0)
-        take(step.token, from, to, to, to);
+        take(step.token, from, step.to < 0 ? nullptr : &to, from);
       else
-        skip_(a_.heads.key_dim, columns_.of_row(row(step.node)), from, to, to, to, nullptr);
+        replay(row(step.node), from, to);
     }
   }
 
  private:
   float* row(int64_t node) const { return rows_ + node * a_.heads.columns(); }
 
-  void take(int64_t token, const Columns& from, const Columns& between, const Columns& to,
-            const Columns& ahead) const {
-    float out[kColumns];
-    read_(a_.heads.key_dim, columns_.of_token(a_, token), from, between, to, ahead, out);
+  void take(int64_t token, const Columns& from, const Columns* to, const Columns& ahead) const {
+    const Inputs in = columns_.of_token(a_, token);
+    float delta[kColumns], out[kColumns];
+    read_.look_up(a_.heads.key_dim, in, from, ahead, delta, out);
+    if (to != nullptr) read_.update(a_.heads.key_dim, in, delta, from, *to);
     const int64_t place =
         (token * a_.heads.heads + head_) * a_.heads.value_dim + columns_.first();
     if (a_.out_dtype == DType::kFloat32)
       store(out, static_cast<float*>(a_.out) + place);
     else
       store(out, static_cast<BFloat16*>(a_.out) + place);
+  }
+
+  void replay(const float* row, const Columns& from, const Columns& to) const {
+    const Inputs in = columns_.of_row(row);
+    float delta[kColumns];
+    skip_.look_up(a_.heads.key_dim, in, from, from, delta, nullptr);
+    skip_.update(a_.heads.key_dim, in, delta, from, to);
   }
 
   template <class T>
@@ -385,7 +292,7 @@ class Unit {
   const int64_t head_;
   const Columns ahead_;  // what a thread takes next
   float* const rows_;
-  const TakeToken read_, skip_;
+  const Turn read_, skip_;
 };
 
 // Outputs of tokens that are dead, or that no sequence owns.
@@ -432,7 +339,7 @@ void fold_recurrence(const FoldRecurrence& a, int num_threads) {
   const int64_t state_size = a.heads.heads * a.heads.key_dim * a.heads.value_dim;
   int64_t steps = 0;
   for (const AcceptedNodes& each : sequences) steps += static_cast<int64_t>(each.nodes.size());
-  const TakeToken take = take_token_of<false>(a.heads);
+  const Turn turn = Turn::of<false>(a.heads.decays_rows, a.heads.has_beta);
   const auto place_of = [&](int64_t unit) {
     return unit / of_layer * a.paths.num_states + sequences[unit % of_layer / of_sequence].place;
   };
@@ -451,9 +358,12 @@ void fold_recurrence(const FoldRecurrence& a, int num_threads) {
                 columns.begin(false);
                 for (size_t i = 0; i < nodes.size(); ++i) {
                   const bool is_first = i == 0, is_last = i + 1 == nodes.size();
-                  take(a.heads.key_dim, columns.of_row(rows + nodes[i] * a.heads.columns()),
-                       is_first ? state : work, work, is_last ? state : work,
-                       is_first ? columns_of(next, memory).slab() : work, nullptr);
+                  const Inputs in = columns.of_row(rows + nodes[i] * a.heads.columns());
+                  const Columns from = is_first ? state : work;
+                  float delta[kColumns];
+                  turn.look_up(a.heads.key_dim, in, from,
+                               is_first ? columns_of(next, memory).slab() : work, delta, nullptr);
+                  turn.update(a.heads.key_dim, in, delta, from, is_last ? state : work);
                 }
                 columns.end();
               });

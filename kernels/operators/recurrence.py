@@ -46,8 +46,8 @@ def _tree_recurrence_scratch(limits: PassLimits, k: Operand, v: Operand, **_: ob
     heads, value_dim = map(int, v.shape[1:])
     key_dim = int(k.shape[2])
     if limits.attention == NATIVE:
-        # and a token's key, query and decay of each row
-        state = key_dim * (_COLUMNS + 3)
+        # and what a token is to each row
+        state = key_dim * (_COLUMNS + 5)
         return _FLOAT_BYTES * _THREADS * _states_at_once(limits) * state
     return 4 * _FLOAT_BYTES * heads * key_dim * value_dim
 
