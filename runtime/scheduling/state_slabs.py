@@ -6,9 +6,10 @@ its committed rows: a pass folds what is certain, the end of a step folds the ac
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,6 +155,16 @@ class StateSlabs:
                     operators.fold_conv(state, rows, *given)
                 else:
                     operators.fold_recurrence(state, rows, *given, **shape.fold._asdict())
+
+    @contextlib.contextmanager
+    def unchanged(self, count: int) -> Iterator[None]:
+        """What passes do meanwhile to the states of the first places is undone."""
+        before = [slab[:, :count].clone() for slab in self.states]
+        try:
+            yield
+        finally:
+            for slab, states in zip(self.states, before, strict=True):
+                slab[:, :count] = states
 
     def restore(self, checkpoint: int, place: int) -> None:
         """Give a request the states of a prefix, before its first pass."""

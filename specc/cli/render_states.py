@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def states_table(models: Iterable[ModelEntry]) -> Table:
-    """Layers that keep states; those that are alike share a row."""
-    right = ("layers", "state of a sequence", "replay row of a node")
-    table = make_table(("model", "layers", "kind", "shape", "type", *right[1:], "which"), right)
+    """Layers that keep states, and bytes of these and of replay rows; equal ones share a row."""
+    right = ("layers", "key heads", "a sequence", "a node")
+    columns = ("model", "layers", "keeps states", "shape", "key heads", "type", *right[2:], "which")
+    table = make_table(columns, right)
     for model in models:
         groups: dict[StateGeometry, list[int]] = {}
         for number, layer in enumerate(model.state_layers):
@@ -31,6 +32,7 @@ def states_table(models: Iterable[ModelEntry]) -> Table:
                 str(len(numbers)),
                 _kind(item),
                 " × ".join(map(str, item.shape)),
+                str(item.key_heads or ""),
                 item.dtype,
                 format_bytes(item.state_bytes * len(numbers)),
                 format_bytes(item.row_bytes * len(numbers)),
@@ -62,5 +64,4 @@ def state_lines(manifest: Manifest) -> list[str]:
 def _kind(item: StateGeometry) -> str:
     if item.kind == CONV:
         return "convolution"
-    rule = "delta rule" if item.has_beta else "decay"
-    return f"recurrence ({rule}), {item.key_heads} key heads"
+    return "delta rule" if item.has_beta else "decay"

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.bench.text_scores import ScoredEngine
 from specc.errors import EngineError
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
+from specc.tune.timed_pass import time_pass
 from tests.runtime.hybrid_engine import save_hybrid
 from tests.runtime.test_states import greedy, prompt_of
 from tests.specc.artifact.hostile_engines import copy_engine, write
@@ -120,3 +122,24 @@ def test_a_program_that_reads_other_states_is_refused(directory: Path, tmp_path:
         write(other, "target/program.json", program)
         with pytest.raises(EngineError, match="input 14 of target"):
             Engine.load(other)
+
+
+def test_passes_that_are_timed_change_no_states(engine: Engine) -> None:
+    """Of trees, and of more tokens than a tree can have."""
+    states = engine.cache.states
+    assert states is not None
+    for slab in states.states:
+        slab.normal_()
+    before = [slab.clone() for slab in states.states]
+    table = engine.cache.block_table([[0, 1, 2, 3], [4, 5, 6, 7]])
+    for width in (1, 3, states.sizes.num_rows + 1):
+        assert time_pass(engine, engine.target, table, 2, width) > 0
+    assert all(map(torch.equal, states.states, before))
+
+
+def test_texts_are_read_in_parts(engine: Engine) -> None:
+    scored, tokens = ScoredEngine(engine), prompt_of(30)
+    whole = scored.read(tokens, 0)
+    parts = torch.cat([scored.read(tokens[:11], 0), scored.read(tokens[11:], 11)])
+    torch.testing.assert_close(parts, whole)
+    assert not torch.allclose(scored.read(tokens[11:], 11), whole[11:])
