@@ -47,7 +47,10 @@ architecture (`general.architecture`) whose files are read: of each, what llama.
 writes was recorded, and such a file alone makes the same model, number by number
 (`tests/passes/frontend/test_gguf_architectures.py`). llama.cpp's own tokens on these files are
 those of transformers for 59 of 64 models, 80 of 80 each; the others are models that llama.cpp
-computes in another way, or does not load, see `docs/results/gguf_llama_cpp.json`.
+computes in another way, or does not load, see `docs/results/gguf_llama_cpp.json`. Models with
+convolutions or recurrences have a draft of attention layers (`tests/hybrids.py`); prompts of 1 to
+200 tokens and trees of a dynamic shape are compared by
+`tests/runtime/test_hybrid_architectures.py`.
 
 """
 _TAIL = """
@@ -55,8 +58,9 @@ _TAIL = """
 
 Of a checkpoint of `…ForConditionalGeneration` the language model is compiled, and the command says
 that images and sound are not taken. Where transformers has a causal language model of its
-`text_config` (Gemma 3, Llama 4, Mistral 3), it is that; where it has none (Qwen2-VL, Qwen2.5-VL,
-Qwen3-VL), the complete model is traced with text alone (`tests/runtime/test_text_part.py`).
+`text_config` (Gemma 3, Llama 4, Mistral 3, Qwen3.5), it is that; where it has none (Qwen2-VL,
+Qwen2.5-VL, Qwen3-VL), the complete model is traced with text alone
+(`tests/runtime/test_text_part.py`).
 
 ## Latent attention
 

@@ -14,8 +14,9 @@ from specc.errors import UnsupportedGraphError
 def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
     """Values of a model's buffers, also where the model is on the meta device.
 
-    Transformers fills such buffers (rotary frequencies, embedding scales) in `_init_weights`, so
-    that is what runs here, on a shallow copy that holds real buffers and no real weight.
+    Transformers fills such buffers (rotary frequencies, embedding scales) in `_init_weights`, of
+    the module itself or of one around it (multipliers of Falcon-H1), so that is what runs here, on
+    a shallow copy that holds real buffers and no real weight.
 
     Raises:
         UnsupportedGraphError: a buffer has no value.
@@ -26,16 +27,12 @@ def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
         names = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == owner_path]
         clone = owner
         if any(owner.get_buffer(name).is_meta for name in names):
-            clone = copy.copy(owner)
-            clone._buffers = {
-                key: None if value is None else _unset(value)
-                for key, value in owner._buffers.items()
-            }
-            initialize = _initializer(model, owner_path)
-            if initialize is not None:
-                with torch.no_grad():
-                    initialize(clone)
-            unknown = [name for name in names if not _is_set(clone.get_buffer(name))]
+            places = owner_path.split(".") if owner_path else []
+            for count in range(len(places), -1, -1):
+                clone = _initialized(model, places[:count]).get_submodule(".".join(places[count:]))
+                unknown = [name for name in names if not _is_set(clone.get_buffer(name))]
+                if not unknown:
+                    break
             if unknown:
                 raise UnsupportedGraphError(
                     f"buffer {owner_path}.{unknown[0]} has no value on the meta device",
@@ -47,6 +44,29 @@ def buffer_values(model: nn.Module, paths: set[str]) -> dict[str, Tensor]:
                 clone.get_buffer(name).detach().cpu().clone()
             )
     return values
+
+
+def _initialized(model: nn.Module, places: list[str]) -> nn.Module:
+    """A copy of a part of a model, with the buffers that `_init_weights` of it fills."""
+    path = ".".join(places)
+    clone = _without_values(model.get_submodule(path))
+    initialize = _initializer(model, path)
+    if initialize is not None:
+        with torch.no_grad():
+            initialize(clone)
+    return clone
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    clone = copy.copy(module)
+    clone._buffers = {
+        key: None if value is None else _unset(value) for key, value in module._buffers.items()
+    }
+    clone._modules = {
+        key: None if part is None else _without_values(part)
+        for key, part in module._modules.items()
+    }
+    return clone
 
 
 def _initializer(model: nn.Module, path: str) -> Any:

@@ -18,11 +18,13 @@ from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from tests import models, more_models, quantized_checkpoints
+from tests import hybrids, models, more_models, quantized_checkpoints
 from tests.traces import shared_traces
 
 NUM_TOKENS = 24
 PLANS = (SpecPlan.from_widths(()), SpecPlan.from_widths((2, 2, 1)))
+# of a model whose layers keep states, which is no draft
+LOOKUPS = (SpecPlan.from_widths(()), SpecPlan.from_widths((1, 1, 1), drafts=("lookup-3",)))
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,7 +35,9 @@ _VISION = {
 }
 
 
-_NAMES = {"Gemma3": "gemma3", "Mistral3": "mistral", "Llama4": "llama4_text"}
+_NAMES = {
+    "Gemma3": "gemma3", "Mistral3": "mistral", "Llama4": "llama4_text", "Qwen3_5": "qwen3_5",
+}  # fmt: skip
 # besides those of every model, where it has others
 _VISIONS = {
     "Mistral3": {"model_type": "pixtral"},
@@ -43,6 +47,7 @@ _VISIONS = {
         "projector_output_dim": 32,
         "pixel_shuffle_ratio": 0.5,
     },
+    "Qwen3_5": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
 }
 
 
@@ -93,9 +98,10 @@ def traced_wrapper(kind: str) -> Any:
 
 def drawn(made: Any, name: str, is_around_zero: bool) -> Any:
     generator = torch.Generator().manual_seed(4)
+    spread_of = hybrids.spread if name in models.HYBRIDS else more_models.spread
     with torch.no_grad():
         for key, parameter in made.named_parameters():
-            spread, center = more_models.spread(name, key, parameter)
+            spread, center = spread_of(name, key, parameter)
             center = 0.0 if is_around_zero and parameter.ndim == 1 else center
             parameter.copy_(center + spread * torch.randn(parameter.shape, generator=generator))
     return made.eval()
@@ -120,7 +126,12 @@ def older_names(path: Path) -> None:
         # one whose language model has a class with a head, and one below
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("Gemma3", False), ("Gemma3", True), ("Mistral3", False))
+            for case in (
+                ("Gemma3", False),
+                ("Gemma3", True),
+                ("Mistral3", False),
+                ("Qwen3_5", False),
+            )
         ),
         ("Llama4", False),
         # three positions of each token, which for text are one
@@ -141,14 +152,15 @@ def test_text_equals_that_of_the_whole_model(kind: str, is_older: bool, tmp_path
         older_names(path)
     elif kind in _NAMES and not any(key.startswith("model.language_model.") for key in keys):
         assert any(key.startswith("language_model.model.") for key in keys)
-    config = CompileConfig(
-        plans=PLANS, max_seq_len=128, max_batch_size=5, block_size=16, backend="eager", probe=False
-    )
     # target and draft are one model
+    plans, drafts = (LOOKUPS, []) if _NAMES.get(kind) in models.HYBRIDS else (PLANS, [path])
+    config = CompileConfig(
+        plans=plans, max_seq_len=128, max_batch_size=5, block_size=16, backend="eager", probe=False
+    )
     with shared_traces():
-        made = compiler.build(path, [path], tmp_path / "engine", config)
+        made = compiler.build(path, drafts, tmp_path / "engine", config)
     said = [text for text in made.warnings if "images and sound are not taken" in text]
-    assert len(said) == 2  # of target and draft
+    assert len(said) == 1 + len(drafts)
     assert json.loads((path / "config.json").read_text())["architectures"][0].startswith(kind)
     prompts = models.prompts()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -166,7 +178,7 @@ def test_text_equals_that_of_the_whole_model(kind: str, is_older: bool, tmp_path
         wanted.append(tokens[0, len(prompt) :].tolist())
         assert len(set(wanted[-1])) > 4
     engine = Engine.load(tmp_path / "engine")
-    for plan in PLANS:
+    for plan in plans:
         outputs = LLM(engine, plan=plan.name).generate([list(p) for p in prompts], params)
         assert [output.outputs[0].token_ids for output in outputs] == wanted
 
