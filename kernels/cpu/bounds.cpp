@@ -143,7 +143,7 @@ void check_bounds(const AcceptedPaths& a) {
   for (int64_t b = 0; b < a.batch; ++b) {
     if (a.cache_len[b] < 0) continue;
     const int32_t* source = a.source + b * a.length;
-    int64_t last = a.states[2 * b + 1] - 1;
+    int64_t last = int64_t{a.states[2 * b + 1]} - 1;
     for (int64_t i = 0; i < a.length && source[i] >= 0; ++i) {
       if (i == 0) places.take(b, a.states[2 * b], a.states[2 * b + 1]);
       const int64_t node = int64_t{source[i]} - a.cache_len[b];

@@ -24,7 +24,8 @@ SYSROOT = Path("/usr/aarch64-linux-gnu")
 FILES = (
     "test_accept_winners.py", "test_attend_expanded.py", "test_block_mass.py",
     "test_column_winners.py", "test_commit_kv.py", "test_node_winners.py", "test_slab_rows.py",
-    "test_tree_attention.py", "test_tree_expand.py", "cpu/test_grouped_linear.py",
+    "test_tree_attention.py", "test_tree_conv.py", "test_tree_expand.py",
+    "test_tree_recurrence.py", "cpu/test_grouped_linear.py",
     "cpu/test_grouped_q.py", "cpu/test_tree_attention.py",
 )  # fmt: skip
 

@@ -167,6 +167,13 @@ def test_chains_without_words(run):
     check(run, Pass(batch, causal=True), DELTA)
 
 
+def test_trees_of_several_words(run):
+    """Parents in an earlier word than their children."""
+    tree = random_tree(random.Random(1), 140, 3)
+    assert any(node // 64 - max(parent, 0) // 64 == 2 for node, parent in enumerate(tree.parents))
+    check(run, Pass([tree]), Heads(1, 1, 4, 4))
+
+
 def test_nodes_of_earlier_passes(run):
     """Ancestors that are not in the pass are rows; certain nodes are in the state already."""
     rng = random.Random(3)
