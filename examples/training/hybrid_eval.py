@@ -6,6 +6,7 @@ As for the pair, the speculative loop here is a reference: no cache, every posit
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 from pair_data import read_prompts
@@ -74,6 +75,8 @@ it; in the second that distribution along the target's greedy text. The stages m
 so a repeat with the same seed gives a like hybrid, not the same one. `loss.csv` and `loss.svg` hold
 the loss curves.
 
+{note}
+
 ## Source and license
 
 Its text is the Python standard library's, as the [pair's](../pair/README.md) is.
@@ -105,7 +108,7 @@ def write_hybrid_readme(out: Path) -> None:
     ends = {row["stage"]: row for row in read_losses(out)}
     first, second = ends["corpus"], ends["policy"]
     page = README.format(
-        **facts,
+        **facts | {"note": textwrap.fill(facts.get("note", ""), 100)},
         target_parameters=report["parameters"]["target"],
         draft_parameters=report["parameters"]["draft"],
         target_bytes=report["bytes"]["target"],
