@@ -52,6 +52,9 @@ by transformers alone, every position from scratch:
 | draft's first choice is the hybrid's, held-out text | {top_1:.3f} |
 | hybrid's choice among the draft's first three, held-out text | {top_3:.3f} |
 
+Text that repeats itself is easy to draft: of {loops} of the outputs less than half of the 4-grams
+are distinct.
+
 `eval.json` has the rest; `python examples/training/train_hybrid.py --eval` measures it again. What
 engines make of it is in [the notebook](../../docs/notebook/hybrids.md).
 
@@ -122,6 +125,7 @@ def write_hybrid_readme(out: Path) -> None:
         depths=", ".join(f"{share:.2f}" for share in decoding["accepted_at_depth"]),
         distinct=decoding["distinct_4_grams"],
         distinct_text=report["distinct_4_grams_of_held_out_text"],
+        loops=decoding["outputs_below_half_distinct"],
         top_1=text["top_1"],
         top_3=text["target_choice_in_draft_top_3"],
         first_tokens=int(first["tokens"]),
