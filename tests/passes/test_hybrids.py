@@ -122,7 +122,7 @@ def test_rows_of_hidden_states(name):
 
 
 def test_layers_without_a_mixer_are_not_counted_by_guess():
-    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
     model = models.build_model("nemotron_h", layers_block_type=kinds)
     taps = Taps((1,))
     with pytest.raises(UnsupportedGraphError, match="add to the stream once, and others twice"):

@@ -23,8 +23,10 @@ from specc.passes.program import Program, module_path
 from tests import models
 from tests.tiers import only
 
+# the adapters of Zamba2 are by number of a layer, which `longer_config` does not say
+HYBRIDS = tuple(name for name in models.HYBRIDS if name != "zamba2")
 ALL = (
-    *models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *models.HYBRIDS, *models.ROTARY_VARIANTS,
+    *models.ARCHITECTURES, *models.MORE_ARCHITECTURES, *HYBRIDS, *models.ROTARY_VARIANTS,
     "gemma3-tied",
 )  # fmt: skip
 FEW = ("llama", "gemma3", "mixtral")
