@@ -81,6 +81,18 @@ def test_states_after_every_step(plan: SpecPlan, plain: PlainStates) -> None:
     assert engine.cache.states.num_free == 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("plan", [CHAIN, TREE, DYNAMIC], ids=lambda plan: plan.name)
+def test_states_of_long_prompts(plan: SpecPlan, batch: int, plain: PlainStates) -> None:
+    engine = build_hybrid([plan], max_num_seqs=batch, max_seq_len=256, num_checkpoints=4, grid=32)
+    core = EngineCore(engine, plan.name)
+    prompts = [prompt_of(length) for length in (200, 1, 65)]
+    found = run(core, prompts, 40, lambda: plain.check(core))
+    solo = Solo(build_hybrid([], max_seq_len=256))
+    assert [x.output_token_ids for x in found] == [solo.tokens(p, greedy(40)) for p in prompts]
+
+
 class Checked(EngineCore):
     """Looks at the states of everybody after every iteration."""
 

@@ -84,20 +84,32 @@ def test_a_place_that_is_free_cannot_be_given_back() -> None:
         slabs.give_back(place)
 
 
+def leave(kept: StateCheckpoints, key: bytes, before: bytes) -> None:
+    place = kept.reserve()
+    assert place is not None
+    kept.publish(place, key, before)
+
+
+def order_of_leaving(kept: StateCheckpoints, *keys: bytes) -> list[bytes]:
+    gone: list[bytes] = []
+    for number in range(len(keys)):
+        fill(kept, b"new %d" % number)
+        gone += [key for key in keys if kept.find(key) is None and key not in gone]
+    return gone
+
+
 def test_what_a_request_has_left_behind_gives_way_first() -> None:
-    """The last of it first; but not what others have used."""
+    """The last of it first: others have the begin of a prompt in common."""
     kept = StateCheckpoints(4)
     fill(kept, b"old", A)
-    for before, key in ((A, B), (B, C)):
-        place = kept.reserve()
-        assert place is not None
-        kept.publish(place, key, before)
-    gone = []
-    for number in range(3):
-        if number == 1:
-            place = kept.find(A)
-            assert place is not None
-            kept.use(place)
-        fill(kept, b"new %d" % number)
-        gone += [key for key in (b"old", A, B, C) if kept.find(key) is None and key not in gone]
-    assert gone == [B, b"old", C]
+    leave(kept, B, A)
+    leave(kept, C, B)
+    assert order_of_leaving(kept, b"old", A, B, C) == [B, A, b"old", C]
+
+
+def test_what_others_have_used_is_not_left_behind() -> None:
+    kept = StateCheckpoints(4)
+    kept.use(fill(kept, b"old", A)[A])
+    leave(kept, B, A)
+    leave(kept, C, B)
+    assert order_of_leaving(kept, b"old", A, B, C) == [B, b"old", A, C]
