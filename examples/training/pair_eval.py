@@ -9,27 +9,29 @@ from __future__ import annotations
 import csv
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pair_data import encode_stream, load_corpus, read_prompts
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 DEPTH = 4
 NEW_TOKENS = 128
 WINDOW = 512
 
 
-def greedy_choices(model: Qwen3ForCausalLM, tokens: Tensor, last: int) -> list[int]:
+def greedy_choices(model: PreTrainedModel, tokens: Tensor, last: int) -> list[int]:
     """Return the model's first choice after each of the ``last`` final positions."""
     logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last).logits
     return logits[0].argmax(-1).tolist()
 
 
 @torch.inference_mode()
-def is_greedy(target: Qwen3ForCausalLM, prompt: Tensor, output: list[int]) -> bool:
+def is_greedy(target: PreTrainedModel, prompt: Tensor, output: list[int]) -> bool:
     """Tell whether every token is the target's first choice after all that precede it."""
     text = torch.cat([prompt, torch.tensor(output)])
     return greedy_choices(target, text, len(output) + 1)[:-1] == output
@@ -37,7 +39,7 @@ def is_greedy(target: Qwen3ForCausalLM, prompt: Tensor, output: list[int]) -> bo
 
 @torch.inference_mode()
 def decode_speculatively(
-    target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompt: Tensor, end: int
+    target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, end: int
 ) -> tuple[list[int], list[int]]:
     """Return the new tokens, and for each step how many of the draft's tokens were accepted."""
     tokens, accepted = prompt, []
@@ -71,7 +73,7 @@ def mean(values: list[float]) -> float:
 
 
 def measure_decoding(
-    target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: list[Tensor], end: int
+    target: PreTrainedModel, draft: PreTrainedModel, prompts: list[Tensor], end: int
 ) -> tuple[dict, list[list[int]]]:
     """Decode every prompt; return the figures and the outputs, which are the target's own."""
     accepted: list[int] = []
@@ -107,7 +109,7 @@ def measure_decoding(
 
 @torch.inference_mode()
 def measure_agreement(
-    target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, batches: list[Tensor], skip: int = 0
+    target: PreTrainedModel, draft: PreTrainedModel, batches: list[Tensor], skip: int = 0
 ) -> dict[str, float]:
     """Compare the two models' choices on given text, and score both as language models."""
     totals = torch.zeros(5)
@@ -132,19 +134,12 @@ def measure_agreement(
     return {"positions": positions} | dict(zip(names, (totals / positions).tolist(), strict=True))
 
 
-def evaluate_pair(out: Path) -> dict:
-    """Measure the pair in ``out`` on held-out text, write eval.json and return its content."""
-    tokenizer = AutoTokenizer.from_pretrained(out / "target")
-    target, draft = (
-        Qwen3ForCausalLM.from_pretrained(out / name, dtype=torch.float32).eval()
-        for name in ("target", "draft")
-    )
-    end = tokenizer.eos_token_id
-    prompts = [
-        torch.tensor(tokenizer(entry["prompt"])["input_ids"])
-        for entry in read_prompts(out / "prompts.jsonl")
-    ]
-    decoding, outputs = measure_decoding(target, draft, prompts, end)
+def measure_models(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, entries: list[dict[str, str]]
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Decode prompts and read held-out text; returns the figures, and what was decoded."""
+    prompts = [torch.tensor(tokenizer(entry["prompt"])["input_ids"]) for entry in entries]
+    decoding, outputs = measure_decoding(target, draft, prompts, tokenizer.eos_token_id)
 
     held_out = load_corpus()[1]
     stream = encode_stream(tokenizer, held_out)
@@ -155,27 +150,42 @@ def evaluate_pair(out: Path) -> dict:
         on_text["target_loss"] / torch.log(torch.tensor(2.0)).item() * len(stream) / characters
     )
     pieces = stream[: len(stream) // NEW_TOKENS * NEW_TOKENS].view(-1, NEW_TOKENS).tolist()
-    report = {
+    figures = {
         "depth": DEPTH,
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "greedy_decoding": decoding,
         "distinct_4_grams_of_held_out_text": mean([distinct_share(piece) for piece in pieces]),
         "held_out_text": on_text,
-        "bytes": {
-            name: sum(path.stat().st_size for path in (out / name).iterdir())
-            for name in ("target", "draft")
-        },
     }
-    report = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
-    (out / "eval.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    samples = [
-        {"prompt": entry["prompt"], "output": tokenizer.decode(output)}
-        for entry, output in zip(read_prompts(out / "prompts.jsonl"), outputs, strict=True)
-    ]
-    print(json.dumps(report, indent=2))
-    for sample in samples[:3]:
-        print(f"{'-' * 40}\n{sample['prompt']}>>>{sample['output']}")
-    return report
+    return figures, outputs
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """In float32, to be evaluated."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def write_report(report: dict[str, Any], out: Path) -> None:
+    """Write eval.json, four digits after the point."""
+    rounded = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
+    (out / "eval.json").write_text(json.dumps(rounded, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(rounded, indent=2))
+
+
+def evaluate_pair(out: Path) -> None:
+    """Measure the pair in ``out`` on held-out text, and write eval.json."""
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
+    entries = read_prompts(out / "prompts.jsonl")
+    target, draft = (load_model(out / name) for name in ("target", "draft"))
+    report, outputs = measure_models(target, draft, tokenizer, entries)
+    report["bytes"] = {name: folder_bytes(out / name) for name in ("target", "draft")}
+    write_report(report, out)
+    for entry, output in list(zip(entries, outputs, strict=True))[:3]:
+        print(f"{'-' * 40}\n{entry['prompt']}>>>{tokenizer.decode(output)}")
 
 
 def read_losses(out: Path) -> list[dict[str, str]]:
@@ -183,8 +193,16 @@ def read_losses(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def plot_loss(out: Path) -> None:
-    """Draw loss.csv as loss.svg: the target's loss, and the draft's KL in both stages."""
+# (stage, column of loss.csv, title) of each diagram
+PANELS = (
+    ("joint", "target_loss", "Target: next-token loss"),
+    ("joint", "draft_kl", "Draft: KL to the target, corpus"),
+    ("on-policy", "draft_kl", "Draft: KL to the target, its greedy text"),
+)
+
+
+def plot_loss(out: Path, panels: Sequence[tuple[str, str, str]]) -> None:
+    """Draw loss.csv as loss.svg, a diagram for each of `panels`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -192,11 +210,8 @@ def plot_loss(out: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = read_losses(out)
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    panels = (
-        ("joint", "target_loss", "Target: next-token loss"),
-        ("joint", "draft_kl", "Draft: KL to the target, corpus"),
-        ("on-policy", "draft_kl", "Draft: KL to the target, its greedy text"),
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.4), layout="constrained"
     )
     for axis, (stage, column, title) in zip(axes, panels, strict=True):
         points = [

@@ -11,42 +11,43 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pair_data import VOCAB_SIZE
-from pair_eval import read_losses
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SEQUENCE = 512
+LOSSES = ("target_loss", "draft_kl", "held_out_loss", "repeated")
 
 
 class LossLog:
-    """Rows of loss.csv: kept in memory, rewritten whole at each flush."""
+    """Rows of loss.csv: kept in memory, rewritten whole at each flush.
 
-    fields = (
-        "stage",
-        "step",
-        "tokens",
-        "seconds",
-        "target_loss",
-        "draft_kl",
-        "held_out_loss",
-        "repeated",
-    )
+    Args:
+        path: of the file.
+        rows: of an earlier run, which are kept; time counts on from the last of them.
+        losses: names of what is logged.
+    """
 
-    def __init__(self, path: Path, resume: bool) -> None:
+    def __init__(
+        self, path: Path, rows: Sequence[Mapping[str, str]] = (), losses: Sequence[str] = LOSSES
+    ) -> None:
         self.path = path
-        self.rows: list[dict[str, str | int | float]] = []
+        self.fields = ("stage", "step", "tokens", "seconds", *losses)
+        self.rows: list[dict[str, str | int | float]] = [dict(row) for row in rows]
         self.start = time.monotonic()
-        if resume and path.exists():
-            # Keep the stage that is skipped, and count time on from its end.
-            rows = read_losses(path.parent)
-            self.rows += [row for row in rows if row["stage"] == "joint"]
-            self.start -= float(self.rows[-1]["seconds"])
+        if rows:
+            self.start -= float(rows[-1]["seconds"])
 
     def add(self, stage: str, step: int, tokens: int, **losses: float) -> None:
         row: dict[str, str | int | float] = {"stage": stage, "step": step, "tokens": tokens}
@@ -106,6 +107,15 @@ class Optimizer:
             part.step()
             part.zero_grad(set_to_none=True)
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What a run that goes on needs."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Take what `state_dict` said."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
 
 class Schedule:
     """Warmup, a plateau, then a linear decay to zero, by steps or by minutes.
@@ -118,15 +128,23 @@ class Schedule:
         self.steps, self.seconds, self.warmup, self.decay = steps, minutes * 60, warmup, decay
         self.start = time.monotonic()
 
+    def elapsed(self) -> float:
+        """Seconds that have gone by."""
+        return time.monotonic() - self.start
+
+    def begin_before(self, seconds: float) -> None:
+        """Go on after so many seconds of an earlier run."""
+        self.start = time.monotonic() - seconds
+
     def progress(self, step: int) -> float:
-        return max(step / self.steps, (time.monotonic() - self.start) / self.seconds)
+        return max(step / self.steps, self.elapsed() / self.seconds)
 
     def scale(self, step: int) -> float:
         return min(1.0, (step + 1) / self.warmup, (1.0 - self.progress(step)) / self.decay)
 
 
 def save_pair(
-    models: dict[str, Qwen3ForCausalLM], tokenizer: PreTrainedTokenizerFast, out: Path
+    models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerFast, out: Path
 ) -> None:
     """Save bf16 copies, each file moved into place whole so that readers never see half of one."""
     for name, model in models.items():
@@ -144,7 +162,7 @@ def autocast() -> torch.autocast:
 
 
 @torch.no_grad()
-def held_out_loss(model: Qwen3ForCausalLM, stream: Tensor, windows: int = 48) -> float:
+def held_out_loss(model: PreTrainedModel, stream: Tensor, windows: int = 48) -> float:
     """Return the mean next-token loss on evenly spread held-out windows."""
     starts = torch.linspace(0, len(stream) - SEQUENCE - 1, windows).long()
     losses = []
@@ -159,7 +177,7 @@ def held_out_loss(model: Qwen3ForCausalLM, stream: Tensor, windows: int = 48) ->
 def facts_of_training(script: str, seed: int) -> dict[str, Any]:
     """How a model was made, as far as every script says it: command, date, versions, seed."""
     return {
-        "command": shlex.join(["python", f"examples/{script}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"examples/training/{script}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,

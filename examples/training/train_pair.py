@@ -35,7 +35,7 @@ from pair_data import (
     train_tokenizer,
     write_prompts,
 )
-from pair_eval import evaluate_pair, plot_loss, write_readme
+from pair_eval import PANELS, evaluate_pair, plot_loss, read_losses, write_readme
 from pair_parts import (
     SEQUENCE,
     LossLog,
@@ -197,7 +197,9 @@ def train(args: argparse.Namespace) -> None:
         print(f"{name}: {model.num_parameters():,} parameters", flush=True)
     print(f"training tokens: {len(streams[0]):,}, held out: {len(streams[1]):,}", flush=True)
 
-    log = LossLog(args.out / "loss.csv", args.resume)
+    # the stage that is skipped
+    rows = read_losses(args.out) if args.resume else []
+    log = LossLog(args.out / "loss.csv", [row for row in rows if row["stage"] == "joint"])
     newline = tokenizer("\n")["input_ids"][0]
     if args.resume:
         models = {
@@ -222,7 +224,7 @@ def train(args: argparse.Namespace) -> None:
     )
     save_pair({"draft": models["draft"]}, tokenizer, args.out)
     write_facts(args, *streams)
-    plot_loss(args.out)
+    plot_loss(args.out, PANELS)
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What the tests of both trainers share: the script, a target, and an engine beside a walk."""
+"""What the tests of trainers share: the script, a target, and an engine beside a walk."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from tests.heads import LAYERS, VOCAB, WIDTH
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "training"
 _MODULES = (
-    "train_block_drafter", "block_drafter", "train_eagle_head", "eagle_head", "head_files",
-    "head_loop", "head_loss", "head_prompts", "head_texts", "head_training", "pair_data",
-    "pair_parts", "pair_policy",
+    "train_block_drafter", "block_drafter", "train_eagle_head", "eagle_head", "train_hybrid",
+    "delta_rule", "head_files", "head_loop", "head_loss", "head_prompts", "head_texts",
+    "head_training", "hybrid_eval", "hybrid_model", "pair_data", "pair_eval", "pair_parts",
+    "pair_policy",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ GIVEN = {
     "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
     "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8", "weight_only": True,
     "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
+    "state_checkpoints": 4, "state_grid": 32,
 }  # fmt: skip
 # fields that take several values, and one alone
 LISTS = ("draft_dtype", "draft_kv", "draft_assume")
