@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class StateSlabs:
         self._free = list(range(sizes.num_places))
 
     @property
-    def environment(self) -> Mapping[str, Tensor]:
+    def environment(self) -> dict[str, Tensor]:
         """What step programs know by name: `target_states_0`, `target_replay_0`, …"""
         states = {f"target_states_{i}": slab for i, slab in enumerate(self.states)}
         return states | {f"target_replay_{i}": slab for i, slab in enumerate(self.replay)}
