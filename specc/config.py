@@ -13,8 +13,8 @@ from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
-from specc.asked import Asked
 from specc.close_name import advice, close_name
+from specc.compile_request import CompileRequest
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.refusals import refuse
@@ -285,7 +285,7 @@ class CompileConfig:
         check_ranges(self, as_flags=True)
         self._check_ranks()
         self._check_quantization()
-        refuse(Asked(self))
+        refuse(CompileRequest(self))
 
     @property
     def quantization(self) -> str | None:

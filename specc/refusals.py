@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from specc.artifact.mixes import MIXES
-from specc.asked import BACKEND_OPTIONS, Asked, Backends, Feature, Refusal
+from specc.compile_request import BACKEND_OPTIONS, Backends, CompileRequest, Feature, Refusal
 
 
-def refuse(asked: Asked) -> None:
+def refuse(request: CompileRequest) -> None:
     """Raises ConfigError: two features are asked for that do not go together."""
     for row in REFUSALS:
-        if (error := row.error(asked)) is not None:
+        if (error := row.error(request)) is not None:
             raise error
 
 
@@ -29,18 +29,18 @@ def flag_of(name: str) -> str:
 def _option(name: str, *, with_value: bool = True) -> Feature:
     """A field of the options that has not its default."""
 
-    def given(asked: Asked) -> str | None:
-        value = getattr(asked.config, name)
-        if value == getattr(type(asked.config), name):
+    def given(request: CompileRequest) -> str | None:
+        value = getattr(request.config, name)
+        if value == getattr(type(request.config), name):
             return None
         return f"{flag_of(name)} {value}" if with_value else flag_of(name)
 
     return Feature(flag_of(name), given)
 
 
-def _self_draft(name: str, matches: Callable[[Any, Asked], bool]) -> Feature:
-    def given(asked: Asked) -> str | None:
-        found = (draft for draft in asked.self_drafts if matches(draft, asked))
+def _self_draft(name: str, matches: Callable[[Any, CompileRequest], bool]) -> Feature:
+    def given(request: CompileRequest) -> str | None:
+        found = (draft for draft in request.self_drafts if matches(draft, request))
         return next((f"--draft {draft.option}" for draft in found), None)
 
     return Feature(name, given)
@@ -48,17 +48,17 @@ def _self_draft(name: str, matches: Callable[[Any, Asked], bool]) -> Feature:
 
 def _kind(kind: str) -> Feature:
     quantize = f"--quantize {kind}"
-    return Feature(quantize, lambda asked: quantize if asked.config.quantize == kind else None)
+    return Feature(quantize, lambda request: quantize if request.config.quantize == kind else None)
 
 
 def _dtype(name: str) -> Feature:
     return Feature(f"dtype {name}", lambda x: f"dtype {name}" if name in x.dtypes else None)
 
 
-def _windows(asked: Asked) -> Iterator[tuple[str, str]]:
+def _windows(request: CompileRequest) -> Iterator[tuple[str, str]]:
     """Draft models that attend to some of their rows, and the option."""
     # of the options alone it is not known for how many drafts they are
-    rows_of = asked.config.kv_windows_of(asked.num_drafts) if asked.num_drafts else ()
+    rows_of = request.config.kv_windows_of(request.num_drafts) if request.num_drafts else ()
     for number, rows in enumerate(rows_of[1:]):
         if rows is not None:
             yield f"draft_{number}", f"--draft-kv {rows.option}"
@@ -68,28 +68,28 @@ def _first(found: Iterator[str]) -> str | None:
     return next(found, None)
 
 
-def _block_drafter(asked: Asked) -> str | None:
-    plans = asked.plans or ()
+def _block_drafter(request: CompileRequest) -> str | None:
+    plans = request.plans or ()
     return _first(
         f"a {x.facts.called} ({x.name})" for plan in plans for x in plan.models if x.is_one_pass
     )
 
 
-def _quantized_checkpoint(asked: Asked) -> str | None:
-    schemes = asked.schemes.items()
+def _quantized_checkpoint(request: CompileRequest) -> str | None:
+    schemes = request.schemes.items()
     return _first(f"a quantized checkpoint ({x.replace('_', ' ')}: {y})" for x, y in schemes)
 
 
-def _quantized_ranks(asked: Asked) -> str | None:
+def _quantized_ranks(request: CompileRequest) -> str | None:
     # drafts are cut for as many, or not at all
-    ranks = asked.config.tensor_parallel_size
-    is_asked = ranks > 1 and asked.has_weights_in("int8", "int4", "fp8", *MIXES)
+    ranks = request.config.tensor_parallel_size
+    is_asked = ranks > 1 and request.has_weights_in("int8", "int4", "fp8", *MIXES)
     return f"quantized weights for {ranks} ranks" if is_asked else None
 
 
-def _no_integers(asked: Asked) -> str | None:
+def _no_integers(request: CompileRequest) -> str | None:
     # before checkpoints are opened nothing is known of their integers
-    if not asked.dtypes or asked.has_weights_in("int8", "int4", *MIXES):
+    if not request.dtypes or request.has_weights_in("int8", "int4", *MIXES):
         return None
     return "without weights in int8 or int4"
 
@@ -99,33 +99,36 @@ def _chooses_beside(draft: Any) -> bool:
     return bool(draft.has_second_program and draft.view and draft.view.chosen)
 
 
-def _without_blocks(asked: Asked, with_layers: bool) -> str | None:
+def _without_blocks(request: CompileRequest, with_layers: bool) -> str | None:
     """What one may ask for in place of chosen blocks and a second program."""
-    for draft in filter(_chooses_beside, asked.self_drafts):
+    for draft in filter(_chooses_beside, request.self_drafts):
         if with_layers is bool(draft.layers):
             plain = replace(draft, view=replace(draft.view, chosen=0))
             return f"--draft {plain.option}, or --draft {draft.view.option}"
     return None
 
 
-SELF_DRAFT = _self_draft("--draft self:…", lambda draft, asked: True)
-ROUNDED = _self_draft("--draft self:int8, int4 or fp8", lambda draft, asked: bool(draft.weights))
+SELF_DRAFT = _self_draft("--draft self:…", lambda draft, request: True)
+ROUNDED = _self_draft("--draft self:int8, int4 or fp8", lambda draft, request: bool(draft.weights))
 LIKE_TARGET = _self_draft(
     "--draft self:int8, int4 or fp8",
-    lambda draft, asked: bool(draft.weights) and draft.quantization == asked.config.quantization,
+    lambda draft, request: (
+        bool(draft.weights) and draft.quantization == request.config.quantization
+    ),
 )
 READER = Feature(
     "a draft that reads hidden states",
-    lambda asked: "a draft that reads hidden states" if asked.reads_hidden else None,
+    lambda request: "a draft that reads hidden states" if request.reads_hidden else None,
 )
 HEAD = Feature("a draft that reads hidden states", lambda x: _first(iter(x.heads.values())))
-WINDOW = Feature("--draft-kv", lambda asked: _first(option for _, option in _windows(asked)))
+WINDOW = Feature("--draft-kv", lambda request: _first(option for _, option in _windows(request)))
 WINDOW_OF_HEAD = Feature(
-    "--draft-kv", lambda asked: _first(x for name, x in _windows(asked) if name in asked.heads)
+    "--draft-kv",
+    lambda request: _first(x for name, x in _windows(request) if name in request.heads),
 )
 HEAD_IN_WINDOW = Feature(
     HEAD.name,
-    lambda asked: _first(asked.heads[x] for x, _ in _windows(asked) if x in asked.heads),
+    lambda request: _first(request.heads[x] for x, _ in _windows(request) if x in request.heads),
 )
 SEGMENTS = _option("segments", with_value=False)
 STAGES = _option("pipeline_parallel_size")
@@ -138,7 +141,7 @@ A_MIX = Feature(
     lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in MIXES else None,
 )
 DENSE = Feature(
-    "--block-size 0", lambda asked: None if asked.config.block_size else "--block-size 0"
+    "--block-size 0", lambda request: None if request.config.block_size else "--block-size 0"
 )
 TARGET_QUANTIZED = Feature(
     "--quantize",
@@ -254,8 +257,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *(
         Refusal(
-            _self_draft("--draft self:…,blocks=…", lambda draft, asked: _chooses_beside(draft)),
-            Feature(name, lambda asked, is_layers=is_layers: _without_blocks(asked, is_layers)),  # type: ignore[misc]
+            _self_draft("--draft self:…,blocks=…", lambda draft, request: _chooses_beside(draft)),
+            Feature(name, lambda request, is_layers=is_layers: _without_blocks(request, is_layers)),  # type: ignore[misc]
             "one of the two: blocks are chosen for the target's own program, and fewer layers or"
             " other weights are a second one",
             "pass {b}",

@@ -70,7 +70,7 @@ class BackendFacts:
         takes_activation_bits: rows become integers before quantized weights multiply them, of as
             many bits as an engine asks for.
         options: of `specc compile` that its compiler takes, and not that of every backend; see
-            `specc.asked.BACKEND_OPTIONS`.
+            `specc.compile_request.BACKEND_OPTIONS`.
         overlaps: a captured step may draft for one half of its sequences while it verifies the
             other's.
         decoded_bytes: of a quantized weight, how much of it a pass of many tokens has as floats at

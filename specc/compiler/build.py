@@ -20,7 +20,7 @@ from specc.artifact.manifest_entries import (
     PlanEntry,
     SegmentsEntry,
 )
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.calibration import calibration_windows
@@ -124,8 +124,10 @@ def build(
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend, config)
     num_drafts, keeps_hidden = len(draft_models), taps is not None
-    asked = Asked(config, plans, backend.facts, backend.options, num_drafts, keeps_hidden)
-    refuse(asked)
+    request = CompileRequest(
+        config, plans, backend.facts, backend.options, num_drafts, keeps_hidden
+    )
+    refuse(request)
     config = backend.adapt(config)
     with (
         rare_collections(),
@@ -134,7 +136,7 @@ def build(
     ):
         check_dump(dump_graphs)
         with phases.phase("check models"):
-            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, asked)
+            checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, request)
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()

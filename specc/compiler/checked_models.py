@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specc.artifact.backends import BackendFacts
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.assumptions import AS_FILES_SAY, switches_of
 from specc.compiler.backends.base import CompilerBackend
 from specc.compiler.candidate import Candidate, ModelLike, advice_for, errors_of, label, open_models
@@ -75,7 +75,7 @@ class CheckedModels:
         config: CompileConfig,
         backend: CompilerBackend,
         tokenizer: str | Path | None,
-        asked: Asked,
+        request: CompileRequest,
     ) -> CheckedModels:
         """Read configurations and headers, and refuse what cannot be compiled.
 
@@ -85,7 +85,7 @@ class CheckedModels:
             config: options.
             backend: of the engine.
             tokenizer: directory or tokenizer.json, where the target is a module.
-            asked: what is known before the models are.
+            request: what is known before the models are.
         Raises:
             SpeccError: found / needed / do.
         """
@@ -94,13 +94,13 @@ class CheckedModels:
         check_assumptions(candidates, config)
         candidates = with_confidence(candidates, backend.facts, engine_plans(config, len(drafts)))
         dtypes, told = choose_dtypes(config, candidates, backend.facts)
-        asked = replace(
-            asked,
+        request = replace(
+            request,
             heads={x.name: called(x) for x in candidates if x.head is not None},
             schemes={x.name: x.scheme for x in candidates if x.scheme is not None},
             dtypes=dtypes,
         )
-        refuse(asked)
+        refuse(request)
         backend.check_config(config, dtypes)
         told += check_lengths(config, candidates)
         check_heads(candidates, dtypes)
@@ -112,9 +112,9 @@ class CheckedModels:
         if num_layers := _named_size(candidates[0].config, _LAYERS):
             check_num_stages(config.pipeline_parallel_size, num_layers)
         tokens = check_tokenizers(candidates, tokenizer)
-        plans = with_heads(asked.plans or (), candidates)
-        reads_hidden = asked.reads_hidden or bool(asked.heads)
-        refuse(replace(asked, plans=plans, reads_hidden=reads_hidden, mapped=tuple(tokens.maps)))
+        plans = with_heads(request.plans or (), candidates)
+        reads_hidden = request.reads_hidden or bool(request.heads)
+        refuse(replace(request, plans=plans, reads_hidden=reads_hidden, mapped=tuple(tokens.maps)))
         windows = config.kv_windows_of(len(drafts))
         told = [*tokens.warnings, *told]
         taps = taps_of(candidates)

@@ -16,7 +16,7 @@ from specc.artifact.backends import BackendFacts
 from specc.artifact.in_memory import BenchModel, BenchPrograms, HeadShape
 from specc.artifact.manifest_entries import LimitsEntry, MemoryEntry
 from specc.artifact.weights import MemoryReader
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.candidate import Candidate
 from specc.compiler.compiled_model import CompiledModel, compile_models, describe_quantization
@@ -145,7 +145,7 @@ def compile_shapes(
     candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
     candidates = with_confidence(candidates, backend.facts, plans)
     taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
-    refuse(Asked(CompileConfig(), plans, backend.facts, backend.options))
+    refuse(CompileRequest(CompileConfig(), plans, backend.facts, backend.options))
     limits = LimitsEntry(
         max_batch_size=options.batch_size,
         max_seq_len=_max_seq_len(configs, options, plans),

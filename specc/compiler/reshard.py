@@ -20,7 +20,7 @@ from specc.artifact.directory import check_hashes, open_engine, read_manifest, t
 from specc.artifact.engine_writer import EngineWriter
 from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
 from specc.artifact.model_entry import ModelEntry
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.backends.base import CompilerBackend, UnfinishedEngine
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.build import (
@@ -98,8 +98,8 @@ def reshard_engine(
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
         states = old.models[0].state_slabs
-        asked_for = Asked(config, None, facts, options, reads_hidden=keeps_hidden)
-        refuse(dataclasses.replace(asked_for, keeps_states=bool(states)))
+        request = CompileRequest(config, None, facts, options, reads_hidden=keeps_hidden)
+        refuse(dataclasses.replace(request, keeps_states=bool(states)))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0

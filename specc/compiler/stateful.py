@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.context import CompileContext
 from specc.errors import ConfigError
 from specc.passes.program import Program
@@ -32,7 +32,7 @@ def check_states(context: CompileContext, program: Program) -> None:
             "pass another --draft, such as lookup or suffix",
         )
     facts = context.facts
-    refuse(Asked(context.config, context.plans, facts, facts.options, keeps_states=True))
+    refuse(CompileRequest(context.config, context.plans, facts, facts.options, keeps_states=True))
 
 
 def _name(target: object) -> str:

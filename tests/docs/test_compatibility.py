@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specc.asked import Backends
+from specc.compile_request import Backends
 from specc.refusals import REFUSALS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "compatibility.md"

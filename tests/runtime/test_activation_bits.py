@@ -13,8 +13,8 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.asked import Asked
 from specc.cli.render import weight_lines
+from specc.compile_request import CompileRequest
 from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -149,7 +149,7 @@ def test_where_they_would_change_nothing(options, plans, keeps_integers, found) 
 
     def ask() -> None:
         config = CompileConfig(activation_bits=8, **options)
-        refuse(Asked(config, plans, schemes=schemes, dtypes=("float32",)))
+        refuse(CompileRequest(config, plans, schemes=schemes, dtypes=("float32",)))
 
     if found is None:
         ask()
@@ -196,5 +196,5 @@ def test_numbers_of_bits_that_are_refused(bits) -> None:
 def test_backends_whose_rows_stay_floats(backend: str) -> None:
     config = CompileConfig(quantize="int8", activation_bits=8, backend=backend)
     with pytest.raises(ConfigError) as caught:
-        refuse(Asked(config, backend=facts_of(backend), options=facts_of(backend).options))
+        refuse(CompileRequest(config, backend=facts_of(backend), options=facts_of(backend).options))
     assert f"with backend {backend}" in caught.value.found

@@ -13,7 +13,7 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.mixes import MIXES
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.rounding import quantize
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -88,7 +88,7 @@ def test_what_is_refused() -> None:
     for name in ("cuda", "onnx"):
         facts = facts_of(name)
         with pytest.raises(ConfigError, match=f"q4_k_m with backend {name}") as caught:
-            refuse(Asked(CompileConfig(quantize="q4_k_m"), (), facts, facts.options))
+            refuse(CompileRequest(CompileConfig(quantize="q4_k_m"), (), facts, facts.options))
         assert "cpu" in caught.value.needed
     with pytest.raises(ConfigError, match="quantize-group 32 and --quantize q4_k_m"):
         CompileConfig(quantize="q4_k_m", quantize_group=32)

@@ -24,7 +24,7 @@ from specc.artifact.offload import least_budget, plan_offload, read_pieces
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.rounding import quantize
 from specc.artifact.segments import SegmentedModel
-from specc.asked import Asked
+from specc.compile_request import CompileRequest
 from specc.compiler.backends.registry import compiler_backend
 from specc.config import CompileConfig
 from specc.errors import ConfigError
@@ -292,13 +292,13 @@ def test_kinds_that_a_backend_lacks_are_refused() -> None:
     """By the option before anything is read, and of a checkpoint when its graph is there."""
     facts = facts_of("onnx")
     with pytest.raises(ConfigError) as caught:
-        refuse(Asked(CompileConfig(quantize="fp8"), (), facts, facts.options))
+        refuse(CompileRequest(CompileConfig(quantize="fp8"), (), facts, facts.options))
     assert caught.value.found == "--quantize fp8 with backend onnx"
     assert caught.value.needed.startswith(
         "--quantize int8 or int4, or a backend that reads fp8: cpu"
     )
     for kind in ("int8", "int4"):
-        refuse(Asked(CompileConfig(quantize=kind), (), facts, facts.options))
+        refuse(CompileRequest(CompileConfig(quantize=kind), (), facts, facts.options))
     weight = Weight(("w",), torch.float32, (64, 64), quantized=QuantizedLayout.named("mxfp4"))
     program = SimpleNamespace(name="target", weights={"w": weight})
     RequireLayouts(compiler_backend("cuda").facts).run(program)  # type: ignore[arg-type]
@@ -380,7 +380,9 @@ def test_parts_of_integers_are_for_some_backends(
     names = ("cuda", "cpu") if any(plan.self_drafts for plan in plans) else ("cuda", "cpu", "onnx")
     for name in names:
         facts = facts_of(name)
-        asked = Asked(CompileConfig(**options), plans, facts, facts.options, schemes=schemes)
+        asked = CompileRequest(
+            CompileConfig(**options), plans, facts, facts.options, schemes=schemes
+        )
         if is_refused and name != "cpu":
             with pytest.raises(ConfigError, match=f"for 2 ranks with backend {name}"):
                 refuse(asked)

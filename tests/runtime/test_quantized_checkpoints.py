@@ -18,8 +18,8 @@ import specc
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
-from specc.asked import Asked
 from specc.cli.render import weight_lines
+from specc.compile_request import CompileRequest
 from specc.compiler.candidate import open_models
 from specc.config import CompileConfig
 from specc.errors import ConfigError, WeightError
@@ -227,7 +227,7 @@ def test_a_backend_without_quantized_weights(tmp_path) -> None:
     target = models.save_tiny("llama", tmp_path / "target", num_hidden_layers=1)
     written = made.write_checkpoint(target, tmp_path, form.config, form.writer)
     (target,) = open_models(written.quantized, [])
-    asked = Asked(CompileConfig(), (), facts_of("cpu"), schemes={"target": target.scheme})
+    asked = CompileRequest(CompileConfig(), (), facts_of("cpu"), schemes={"target": target.scheme})
     with pytest.raises(ConfigError) as caught:
         refuse(asked)
     assert caught.value.found.startswith("a quantized checkpoint (target: compressed-tensors")

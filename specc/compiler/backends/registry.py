@@ -6,8 +6,8 @@ import importlib
 import os
 
 from specc.artifact.backends import backend_names, facts_of
-from specc.asked import Asked
 from specc.close_name import advice, close_name
+from specc.compile_request import CompileRequest
 from specc.compiler.backends.base import CompilerBackend
 from specc.config import CompileConfig
 from specc.errors import ConfigError, SpeccError
@@ -94,7 +94,7 @@ def _default_backend(config: CompileConfig | None) -> tuple[CompilerBackend, lis
             backend.check_machine()
             # what the one of a GPU does not take, those of the processor may
             if config is not None and backend.facts.is_on_gpu:
-                refuse(Asked(config, backend=backend.facts, options=backend.options))
+                refuse(CompileRequest(config, backend=backend.facts, options=backend.options))
         except SpeccError as error:
             reasons.append(error)
         else:

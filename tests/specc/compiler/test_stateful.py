@@ -13,8 +13,8 @@ from torch import nn
 from specc.artifact.backends import facts_of
 from specc.artifact.directory import read_manifest
 from specc.artifact.manifest import Manifest
-from specc.asked import Asked
 from specc.cli.render_states import state_lines, states_table
+from specc.compile_request import CompileRequest
 from specc.compiler.build import build
 from specc.compiler.extend import extend_engine
 from specc.compiler.state_checkpoints import with_checkpoints
@@ -156,7 +156,7 @@ def test_how_many_are_kept(program, changes, wanted, manifest: Manifest) -> None
 )
 def test_what_does_not_go_together(plans, changes, found) -> None:
     config, facts = options(*plans, **changes), facts_of("eager")
-    asked = Asked(config, plans, facts, facts.options)
+    asked = CompileRequest(config, plans, facts, facts.options)
     refuse(asked)
     with pytest.raises(ConfigError) as caught:
         refuse(dataclasses.replace(asked, keeps_states=True))
@@ -167,7 +167,7 @@ def test_what_does_not_go_together(plans, changes, found) -> None:
 def test_backends_without_states(backend) -> None:
     facts = facts_of(backend)
     with pytest.raises(ConfigError) as caught:
-        refuse(Asked(options(), (), facts, facts.options, keeps_states=True))
+        refuse(CompileRequest(options(), (), facts, facts.options, keeps_states=True))
     assert caught.value.do == "pass --backend cpu"
 
 

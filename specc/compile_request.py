@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from specc.artifact.backends import BackendFacts, backend_names, facts_of
 from specc.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 # options that not every backend takes; `BackendFacts.options` says which it does
 BACKEND_OPTIONS = (
@@ -21,8 +18,8 @@ BACKEND_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is known of a compilation: it is asked whenever more is known.
+class CompileRequest:
+    """What a compilation asks for, as far as it is known; checked again whenever more is.
 
     Args:
         config: a `CompileConfig`, which imports this module.
@@ -70,7 +67,7 @@ class Feature(NamedTuple):
     """
 
     name: str
-    given: Callable[[Asked], str | None]
+    given: Callable[[CompileRequest], str | None]
 
 
 class Backends(NamedTuple):
@@ -82,9 +79,9 @@ class Backends(NamedTuple):
 
     has: Callable[[BackendFacts, Collection[str]], bool]
 
-    def given(self, asked: Asked) -> str | None:
-        facts = asked.backend
-        return None if facts is None or self.has(facts, asked.options) else facts.name
+    def given(self, request: CompileRequest) -> str | None:
+        facts = request.backend
+        return None if facts is None or self.has(facts, request.options) else facts.name
 
     @property
     def takers(self) -> list[str]:
@@ -114,11 +111,11 @@ class Refusal(NamedTuple):
     do: str
     found: str = "{a} and {b}"
 
-    def error(self, asked: Asked) -> ConfigError | None:
+    def error(self, request: CompileRequest) -> ConfigError | None:
         """None where not both are asked for."""
-        if (a := self.one.given(asked)) is None or (b := self.other.given(asked)) is None:
+        if (a := self.one.given(request)) is None or (b := self.other.given(request)) is None:
             return None
-        words = self.words(a, b, asked.backend)
+        words = self.words(a, b, request.backend)
         return ConfigError(*(x.format(**words) for x in (self.found, self.needed, self.do)))
 
     def words(self, a: str, b: str, facts: BackendFacts | None = None) -> dict[str, str]:
