@@ -27,7 +27,7 @@ LAYER_OF = {
     "__main__": "cli",
     "api": "api",
     "artifact": "facts",
-    "asked": "facts",
+    "compile_request": "facts",
     "bench": "bench",
     "bench.peers": "peers",
     "cli": "cli",
