@@ -362,7 +362,7 @@ def models_of(plans: Iterable[SpecPlan]) -> dict[int, Drafter]:
 
 def replay_rows(plans: Iterable[SpecPlan]) -> int:
     """Nodes of the largest tree: what layers that keep states note of each, until it is decided."""
-    return max(1, *(plan.num_nodes for plan in plans))
+    return max((plan.num_nodes for plan in plans), default=1)
 
 
 def _number(drafter: Drafter) -> int:
