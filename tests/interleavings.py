@@ -254,6 +254,8 @@ class NearTies:
         runner, cache = self._core.runner, self._core.engine.cache
         count = cache.shape.blocks_for(len(context), 1)
         again.blocks = cache.allocator.allocate(count)
+        if cache.states is not None:
+            again.state_place = cache.states.take()
         try:
             rows = cache.history_rows(again.blocks, 0, len(context))
             cache.record(rows, torch.tensor(context))
@@ -269,5 +271,7 @@ class NearTies:
                 drawn += runner._prompts.first_tokens(mask_roots(moved, [whole]), [again]).tolist()
         finally:
             cache.allocator.free(again.blocks)
+            if cache.states is not None:
+                cache.states.give_back(again.state_place)
         if tuple(drawn) != pair:
             refuse(request, wanted, position)

@@ -156,6 +156,9 @@ def load(path: Any, **limits: Any) -> Engine:
         for number, slab in enumerate(slabs):
             generator = torch.Generator(device=slab.device).manual_seed(3 + number)
             slab.normal_(0.0, 30.0, generator=generator)
+    if engine.cache.states is not None:
+        for slab in (*engine.cache.states.states, *engine.cache.states.replay):
+            slab.normal_(0.0, 30.0)
     return engine
 
 

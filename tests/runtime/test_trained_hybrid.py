@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ LOOKUP = SpecPlan.from_widths((1,) * 6, ("lookup-3",))
 PLANS = (CHAIN, TREE, SpecPlan.from_dynamic(DynamicTree(12, 3, 4)), SUFFIX, LOOKUP)
 NAMES = ["off", *(plan.name for plan in PLANS)]
 BATCH = 8
+# of a long run
+POSITIONS = 2048
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,12 @@ def all_plans(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return compiled(tmp_path_factory.mktemp("hybrid-all"), PLANS)
 
 
-def compiled(root: Path, plans: tuple[SpecPlan, ...]) -> Engine:
+def compiled(
+    root: Path,
+    plans: tuple[SpecPlan, ...],
+    models: tuple[Path, Path] = (HYBRID, PAIR / "draft"),
+    **changes: Any,
+) -> Engine:
     config = CompileConfig(
         plans=plans,
         dtype="float32",
@@ -70,7 +79,18 @@ def compiled(root: Path, plans: tuple[SpecPlan, ...]) -> Engine:
         backend="cpu",
         probe=False,
     )
-    return Engine.load(engines.build(HYBRID, PAIR / "draft", root / "engine", config))
+    config = replace(config, **changes)
+    return Engine.load(engines.build(*models, root / "engine", config))
+
+
+def with_positions(root: Path, checkpoint: Path) -> Path:
+    """The checkpoint for longer texts: it rotates by any position, and was trained on fewer."""
+    path = root / checkpoint.name
+    shutil.copytree(checkpoint, path)
+    config = json.loads((path / "config.json").read_bytes())
+    config["max_position_embeddings"] = POSITIONS
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
 
 
 def generate(target: Any, prompt: list[int], num_tokens: int) -> Reference:
@@ -158,6 +178,19 @@ def test_all_outputs_are_those_of_transformers(
     # a tree of three levels beside a chain of four
     assert mean[CHAIN.name] > 1.8
     assert mean[TREE.name] > 1.8
+
+
+@pytest.mark.slow
+def test_thousands_of_tokens_are_those_of_transformers(
+    target: Any, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Whatever a state loses or gains in a step would add up."""
+    models = with_positions(tmp_path, HYBRID), with_positions(tmp_path, PAIR / "draft")
+    engine = compiled(tmp_path, PLANS, models, max_seq_len=POSITIONS, prefill_chunk=16)
+    chosen = [prompts[0][:40], prompts[5][:17]]
+    references = [generate(target, prompt, 2000) for prompt in chosen]
+    for name in NAMES:
+        assert (check(engine, name, chosen, references) > 1.0) == (name != "off")
 
 
 @pytest.mark.slow
