@@ -35,6 +35,7 @@ from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.runtime.policies.goodput.step_cost import StepCost
+from specc.runtime.policies.repeated_text import repeats
 from specc.speculation.live_nodes import can_cut, live_levels, nodes_by_depth
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -101,6 +102,8 @@ class GoodputPolicy(Policy):
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = self._load_paid = self._next_look = 0
+        # from which on text that repeats itself is reason for a decision
+        self._next_hope, self._hopes = 0, False
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
@@ -169,7 +172,7 @@ class GoodputPolicy(Policy):
             self._probed, self._decision = {}, self._settled
         self._is_asked_again = self._goes_on = False
         self._decided_s = 0.0
-        if self._left <= 0 or self._are_others(requests):
+        if self._left <= 0 or self._are_others(requests) or self._may_hope(requests):
             begin_s = self._clock()
             self._decide(requests)
             self._num_decisions += 1
@@ -202,6 +205,16 @@ class GoodputPolicy(Policy):
         num_gone = self._num_decided + num_new - len(requests)
         is_paid = self._held - self._left >= self._paid
         return max(num_new, num_gone) > self._num_decided / (8 if is_paid else 2)
+
+    def _may_hope(self, requests: list[Request]) -> bool:
+        """Plain text begins to repeat itself, and there is time for a trial."""
+        is_due = self._num_iterations >= self._next_hope and self._probes.is_full
+        if not is_due or self._settled.plans.keys() != {OFF.name}:
+            return False
+        if 2 * sum(repeats(request.token_ids) for request in requests) <= len(requests):
+            return False
+        self._next_hope, self._hopes = self._num_iterations + TUNED.longest_hold, True
+        return True
 
     def _plan_index(self, request: Request) -> int:
         """What was decided; later requests do as most do, unless drafts would catch up."""
@@ -341,7 +354,9 @@ class GoodputPolicy(Policy):
         self._main = max(counts, key=lambda index: counts[index])
         probe = None
         if not self._times_plain:
-            probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
+            serves = self._serves(context)
+            probe = self._probes.choose(requests, in_step, best, cost, serves, self._hopes)
+        self._hopes = False
         self._trial = probe
         if probe is not None:
             self._probed = dict(probe.plans)

@@ -84,6 +84,11 @@ class Probes:
         self._most_s = TUNED.probe_share * TUNED.probe_saved * seconds
         self._saved_s = min(self._saved_s + share * seconds, self._most_s)
 
+    @property
+    def is_full(self) -> bool:
+        """No more is saved up for trials."""
+        return self._saved_s >= self._most_s > 0
+
     def took(self, probe: Probe, seconds: float, tokens: float) -> float:
         """An iteration of a trial took so long, and its requests got so many tokens.
 
@@ -113,6 +118,7 @@ class Probes:
         best: Allocation,
         cost: Cost,
         serves: Callable[[int, float], bool] = lambda index, tokens: True,
+        hopes: bool = False,
     ) -> Probe | None:
         """What the next iteration tries instead of the best division, if anything.
 
@@ -122,14 +128,14 @@ class Probes:
             best: division of the batch.
             cost: as of `allocate`.
             serves: whether a plan would stay in use if it gave so many tokens a step.
+            hopes: acceptance is likely to be better than it was.
         """
         for index in self._candidates(best, options, cost, serves):
             probe = self._probe(index, requests, options, best, cost)
             # seconds in which the best division would have yielded as much
             lost_s = probe.seconds - probe.tokens / best.goodput
             # dear ones are tried in the end, and paid off later
-            is_full = self._saved_s >= self._most_s > 0
-            if lost_s <= self._saved_s * (TUNED.probe_debt if is_full else 1.0):
+            if hopes or lost_s <= self._saved_s * (TUNED.probe_debt if self.is_full else 1.0):
                 probe = probe._replace(charged=max(0.0, lost_s))
                 self._saved_s -= probe.charged
                 self._number += 1

@@ -148,3 +148,19 @@ def test_iterations_of_a_trial_are_charged_what_they_have_yielded():
         probes._saved_s = 0.0
         assert probes.took(trial, 3.0, tokens) == pytest.approx(lost)
         assert probes._saved_s == pytest.approx(saved)
+
+
+def test_text_that_repeats_itself_is_reason_for_a_trial():
+    """At once, if there is time for one, however long the decision before would have held."""
+    table = roofline()
+    engine, requests = Engine(new_policy(PLANS, table), table), make_requests(1)
+    policy = engine.policy
+    while not (policy._probes.is_full and policy._left > 2 and policy._num_iterations > 300):
+        assert engine.step(requests, [0.02])
+    assert engine.step(requests, [0.02]) == ["off"]
+    requests[0].token_ids = [7] * 20
+    assert engine.step(requests, [0.02]) != ["off"]
+    assert policy.decision.is_probe
+    # that was for nothing, and paid for
+    later = [engine.step(requests, [0.02]) != ["off"] for _ in range(100)]
+    assert sum(later) <= 2
