@@ -8,8 +8,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from specc.drafters.lookup import Lookup
 from specc.errors import ConfigError
 from specc.runtime.policies.base import Policy
+from specc.runtime.policies.repeated_text import repeats
 from specc.speculation.plans import OFF
 
 if TYPE_CHECKING:
@@ -31,15 +33,17 @@ class MeasuredConstants:
         tokens: newest steps of the plan whose mean is what a step yields.
         share: of the time, that the plan may cost where it loses.
         saved: steps of off for whose time that, and what the plan gains, is saved up at most;
-        debt: and for whose time the plan may have lost more than that before it is given up.
+        debt: and for whose time the plan may have lost more than that before it is given up, and a
+            trial may lose before it ends.
         missed: of a step of off, that a draft model takes for each token that it has missed.
-        suffix: tokens that a lookup has found again, from which on it is worth a trial.
+        suffix: tokens that a lookup has found again, from which on it is worth a trial;
+        looks: and steps after which it is looked whether text repeats itself, for any other plan.
         again: steps of the plan after which off is timed again: rows of the cache become more.
     Raises:
         ConfigError: a number outside its range.
     """
 
-    first: int = 8
+    first: int = 4
     trial: int = 8
     seconds: int = 9
     tokens: int = 24
@@ -48,10 +52,11 @@ class MeasuredConstants:
     debt: float = 3.0
     missed: float = 0.02
     suffix: int = 4
+    looks: int = 8
     again: int = 512
 
     def __post_init__(self) -> None:
-        counts = (self.first, self.trial, self.seconds, self.tokens, self.again)
+        counts = (self.first, self.trial, self.seconds, self.tokens, self.again, self.looks)
         if min(counts) < 1 or not 0 < self.share < 1 or self.saved <= 0:
             raise ConfigError(
                 f"{self}", "1 step or more of each, a share between 0 and 1", "keep the defaults"
@@ -70,7 +75,8 @@ class MeasuredPolicy(Policy):
     alike. So in the long run decoding is at most that much slower than plain decoding, whatever
     the plan does. One state a batch size, rounded up to a power of two, of which a new one starts
     from what the last one had found. Of a lookup it is known before a step what was found: a long
-    suffix is reason for a trial, as long as those before have not cost more than their share.
+    suffix is reason for a trial, as long as those before have not cost more than their share. Text
+    that repeats itself is reason for one of any plan.
 
     Args:
         plan: that speculates.
@@ -91,11 +97,15 @@ class MeasuredPolicy(Policy):
         self._plan, self._constants = plan.name, constants
         self._depth, self._host = plan.max_depth, host
         self._lookup = None if plan.asked or len(plan.drafters) != 1 else plan.drafters[0]
+        if isinstance(self._lookup, Lookup):
+            # one that compares fewer tokens finds them in prose, too
+            self._lookup = Lookup(constants.suffix)
         if not plan.draft_lens:
             # self-drafts have the target's rows, and lookups none
             self._constants = replace(constants, missed=0.0)
         self._states: dict[int, _State] = {}
         self._last = self._state_of(1)
+        self._num_asked = 0
         # walls include what the host does; where nobody measures them, stages have to do
         self._has_walls = False
 
@@ -107,11 +117,18 @@ class MeasuredPolicy(Policy):
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str] | None:
         """The plan for all, where what was chosen is off and lookups have found something."""
         host, lookup, state = self._host, self._lookup, self._last
-        if host is None or lookup is None or not requests or not state.may_hope:
+        if not requests or not state.may_hope:
             return None
-        lengths = [host.propose(request, self._depth, lookup)[1] for request in requests]
+        if host is not None and lookup is not None:
+            least = self._constants.suffix
+            found = [host.propose(s, self._depth, lookup)[1] >= least for s in requests]
+        else:
+            self._num_asked += 1
+            if self._num_asked % self._constants.looks or not state.could_pay(self._depth + 1):
+                return None
+            found = [repeats(request.token_ids) for request in requests]
         # a step of a batch costs as much, however many of its requests gain
-        if sum(length >= self._constants.suffix for length in lengths) * 2 <= len(lengths):
+        if sum(found) * 2 <= len(found):
             return None
         state.hope()
         return [self._plan] * len(requests)
@@ -157,7 +174,7 @@ class _State:
         # steps that are left of what is tried; 0 where nothing is
         self.left = constants.first if like is None else 0
         self._since = self._missed = 0
-        self._saved_s = self._trial_s = 0.0
+        self._saved_s = self._trial_s = self._lost_s = 0.0
         # tokens of a step when the plan was given up
         self._yield = 1.0
 
@@ -174,6 +191,9 @@ class _State:
             self._saved_s = min(self._saved_s + self._constants.share * seconds - lost_s, most_s)
             if drafts and self.left:
                 self._trial_s += max(0.0, lost_s)
+                self._lost_s += lost_s
+                if self._lost_s > self._constants.debt * off_s:
+                    self.left = min(self.left, 1)
         self._missed = 0 if drafts else self._missed + 1
         if drafts is self.drafts and self.left:
             self.left -= 1
@@ -204,6 +224,11 @@ class _State:
         is_idle = not self.drafts and not self.left and off_s is not None
         return is_idle and self._saved_s > -self._constants.debt * (off_s or 0.0)
 
+    def could_pay(self, tokens: int) -> bool:
+        """Whether a trial is saved up for, and steps of so many tokens would be faster than off."""
+        off_s, plan_s = self._step_s(False), self._step_s(True)
+        return bool(off_s and plan_s and self._saved_s > 0 and tokens * off_s > plan_s)
+
     def hope(self) -> None:
         """Try the plan: something says that it is better than it was."""
         self._tokens.clear()
@@ -213,14 +238,15 @@ class _State:
         self.drafts, self.left = drafts, self._constants.trial
         self._since = 0
         if drafts:
-            self._trial_s = 0.0
+            self._trial_s = self._lost_s = 0.0
 
     def _expected_loss(self, off_s: float, plan_s: float) -> float:
-        """Seconds that a trial may cost: what the last one did, catching up included, or more."""
-        least = self._constants.trial * max(0.0, plan_s - self._yield * off_s)
+        """Seconds that a trial may cost: what the last one did, which may have ended early."""
+        step_s = max(0.0, plan_s - self._yield * off_s)
         read_s = self._constants.missed * self._missed * off_s
+        least = max(self._trial_s, step_s) if self._trial_s else self._constants.trial * step_s
         # it is tried in the end, whatever it may cost
-        return min(max(least + read_s, self._trial_s), self._constants.saved * off_s / 2)
+        return min(least + read_s, self._constants.saved * off_s / 2)
 
     def _doubt(self) -> float:
         """Standard error of the mean of few steps' tokens: they are not given up too early."""

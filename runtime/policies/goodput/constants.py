@@ -12,8 +12,10 @@ class GoodputConstants:
     Args:
         hold: iterations that a decision holds for at least.
         longest_hold: and at most.
+        plain_every: iterations after which plain ones are timed again, where all draft.
         paid_off: iterations over which what a draft catches up is paid off.
-        often: first iterations, of each of which the seconds are looked at.
+        first_looks: first iterations, of each of which the seconds are looked at.
+        often: first iterations, of which as many are looked at as have time for it.
         seldom: of steps that go on alike afterwards, one in so many is looked at, or fewer.
         deciding_share: of the time, that deciding may take, and as much looking at seconds of
             steps that go on alike.
@@ -46,6 +48,9 @@ class GoodputConstants:
             way, are no measurement.
         probe_share: of the time, that trials may cost.
         probe_saved: steps' seconds for which that is saved up at most.
+        probe_first: over n, a further share of the time of the n-th iteration that they may cost:
+            in the beginning there is more to learn than to lose.
+        probe_debt: times as much as was saved up at most, that a trial may cost.
         probe_hope: acceptance at every depth that a draft may turn out to have.
         probe_rows: requests that try a plan, where others can go on with theirs.
         rates_memory: observations that shared rates remember.
@@ -78,10 +83,12 @@ class GoodputConstants:
     # decisions
     hold: int = 8
     longest_hold: int = 128
+    plain_every: int = 2048
     paid_off: int = 32
+    first_looks: int = 16
     often: int = 256
     seldom: int = 4
-    deciding_share: float = 0.01
+    deciding_share: float = 0.005
     margin: float = 1.01
     margin_of_off: float = 1.1
     load_every: int = 16
@@ -106,6 +113,8 @@ class GoodputConstants:
     # trials
     probe_share: float = 0.01
     probe_saved: float = 200.0
+    probe_first: float = 1.0
+    probe_debt: float = 2.0
     probe_hope: float = 0.9
     probe_rows: int = 4
     # acceptance

@@ -35,6 +35,7 @@ from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.runtime.policies.goodput.step_cost import StepCost
+from specc.runtime.policies.repeated_text import repeats
 from specc.speculation.live_nodes import can_cut, live_levels, nodes_by_depth
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -101,6 +102,8 @@ class GoodputPolicy(Policy):
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = self._load_paid = self._next_look = 0
+        # from which on text that repeats itself is reason for a decision
+        self._next_hope, self._hopes = 0, False
         self._budget = token_budget
         self._clock = clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
@@ -114,9 +117,13 @@ class GoodputPolicy(Policy):
         self._paid = 0
         # seconds that deciding took before the iteration that was asked for last
         self._decided_s = 0.0
-        self._is_asked_again = False
+        # the last trial has gained, and what was chosen is asked for again
+        self._is_asked_again = self._goes_on = False
         self._last_requests: list[Request] = []
         self._last_names: list[str] = []
+        # whether this decision times plain iterations, beside which drafts have to pay, and from
+        # which iteration on that is due
+        self._times_plain, self._next_plain = False, 1 + TUNED.hold
         self._probed: dict[str, int] = {}
         # the last one, until its seconds are known
         self._trial: Probe | None = None
@@ -160,20 +167,20 @@ class GoodputPolicy(Policy):
 
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each request."""
-        if self._probed and not self._is_asked_again:
+        if self._probed and not (self._is_asked_again or self._goes_on):
             # a trial is one iteration long; then what was decided besides holds
             self._probed, self._decision = {}, self._settled
-        self._is_asked_again = False
+        self._is_asked_again = self._goes_on = False
         self._decided_s = 0.0
-        if self._left <= 0 or self._are_others(requests):
+        if self._left <= 0 or self._are_others(requests) or self._may_hope(requests):
             begin_s = self._clock()
             self._decide(requests)
             self._num_decisions += 1
             # in the beginning there is more to learn than to lose
-            most = min(TUNED.longest_hold, TUNED.hold * self._num_decisions)
+            most = min(TUNED.longest_hold, TUNED.hold << min(self._num_decisions - 1, 8))
             self._decided_s = self._clock() - begin_s
             self._paid = min(most, self._pays_after(begin_s))
-            self._held = self._left = max(self._left, self._paid)
+            self._held = self._left = max(self._left, 0 if self._times_plain else self._paid)
         elif requests == self._last_requests:
             return self._last_names
         self._last_names = [self._plans[self._plan_index(request)].name for request in requests]
@@ -198,6 +205,16 @@ class GoodputPolicy(Policy):
         num_gone = self._num_decided + num_new - len(requests)
         is_paid = self._held - self._left >= self._paid
         return max(num_new, num_gone) > self._num_decided / (8 if is_paid else 2)
+
+    def _may_hope(self, requests: list[Request]) -> bool:
+        """Plain text begins to repeat itself, and there is time for a trial."""
+        is_due = self._num_iterations >= self._next_hope and self._probes.is_full
+        if not is_due or self._settled.plans.keys() != {OFF.name}:
+            return False
+        if 2 * sum(repeats(request.token_ids) for request in requests) <= len(requests):
+            return False
+        self._next_hope, self._hopes = self._num_iterations + TUNED.longest_hold, True
+        return True
 
     def _plan_index(self, request: Request) -> int:
         """What was decided; later requests do as most do, unless drafts would catch up."""
@@ -246,12 +263,15 @@ class GoodputPolicy(Policy):
         self._load.observe(batch, result)
         if not batch.groups:
             return
-        is_known = all(group.plan.name in self._index_of for group in batch.groups)
+        names = {group.plan.name for group in batch.groups}
+        is_known = names <= self._index_of.keys()
         is_due = is_known and self._num_iterations >= self._next_look
         begin_s = self._clock()
         self._seconds.observe_prompts(batch, result, is_due)
         # of a trial that was queued before its results came, another decision holds by now
-        is_other = any(group.plan.name not in self._settled.plans for group in batch.groups)
+        is_other = not names <= self._settled.plans.keys()
+        if names == {OFF.name}:
+            self._next_plain = self._num_iterations + TUNED.plain_every
         is_first = self._left == self._held
         is_new = batch.prefill or self._probed or is_other or is_first
         if result.wall_s and is_first and self._decided_s:
@@ -262,18 +282,29 @@ class GoodputPolicy(Policy):
         if is_due or (is_known and is_new):
             lagging = {group.plan.name for group in batch.groups if group.catches_up}
             self._seconds.observe(batch, result, lagging)
-        if is_due and self._num_iterations >= TUNED.often:
+        if is_due and self._num_iterations >= TUNED.first_looks:
             # as rare as it is slow beside these steps
-            wait = max(TUNED.seldom, min(TUNED.longest_hold, self._pays_after(begin_s)))
+            least = TUNED.seldom if self._num_iterations >= TUNED.often else 0
+            wait = max(least, min(TUNED.longest_hold, self._pays_after(begin_s)))
             self._next_look = self._num_iterations + wait
-        tried = {self._plans[i].name for i in self._trial.plans.values()} if self._trial else ()
-        if self._trial is not None and any(group.plan.name in tried for group in batch.groups):
-            # prompts, and what is queued before results come, have no seconds of their own
-            if result.wall_s and not batch.prefill:
-                self._probes.took(self._trial, result.wall_s)
-            self._trial = None
+        trial = self._trial
+        if trial and not names.isdisjoint({self._plans[i].name for i in trial.plans.values()}):
+            self._end_trial(trial, batch, result)
         self._left -= 1
         self._probes.earn(self.decision.seconds)
+
+    def _end_trial(self, trial: Probe, batch: Batch, result: RunResult) -> None:
+        """Pay for an iteration of a trial, which goes on as long as it has gained in all."""
+        self._trial = None
+        # prompts, and what is queued before results come, have no seconds of their own
+        if not result.wall_s or batch.prefill:
+            return
+        tokens = trial.tokens_in(batch, result)
+        gained_s = trial.gained_s - self._probes.took(trial, result.wall_s, tokens)
+        if gained_s > 0 and self._probed and not any(s.is_finished for s in batch.requests):
+            self._trial, self._goes_on = trial._replace(charged=0.0, gained_s=gained_s), True
+            # what it shows is soon reason for another division
+            self._left = min(self._left, TUNED.hold)
 
     def _decide(self, requests: list[Request]) -> None:
         request_ids = {request.request_id for request in requests}
@@ -309,13 +340,23 @@ class GoodputPolicy(Policy):
                 kept = self._live_nodes.cut(requests, options, kept.plans, cost)
         if kept is not None and kept.goodput * TUNED.margin >= best.goodput:
             best = kept
+        self._times_plain = all(best.plans) and self._num_iterations >= self._next_plain
+        if self._times_plain:
+            loads = [GroupLoad() for _ in self._plans]
+            for own in options:
+                loads[0] = loads[0].plus(own[0] or PlanOption(1.0))
+            best = Allocation((0,) * len(requests), float(len(requests)), cost(loads))
         self._chosen = {
             request.request_id: index for request, index in zip(requests, best.plans, strict=True)
         }
         self._live = dict(zip([s.request_id for s in requests], best.live, strict=False))
         counts = Counter(best.plans)
         self._main = max(counts, key=lambda index: counts[index])
-        probe = self._probes.choose(requests, in_step, best, cost, self._serves(context))
+        probe = None
+        if not self._times_plain:
+            serves = self._serves(context)
+            probe = self._probes.choose(requests, in_step, best, cost, serves, self._hopes)
+        self._hopes = False
         self._trial = probe
         if probe is not None:
             self._probed = dict(probe.plans)

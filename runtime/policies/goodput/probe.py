@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,23 +16,39 @@ from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.speculation.plans import SpecPlan
 
 if TYPE_CHECKING:
+    from specc.runtime.scheduling.batch import Batch, RunResult
     from specc.runtime.scheduling.request import Request
 
 
 class Probe(NamedTuple):
-    """One iteration in which some requests run another plan.
+    """Iterations in which some requests run another plan: one, or more where that gains.
 
     Args:
         plans: request → index of the plan that it tries.
         tokens: expected of the iteration.
         seconds: predicted.
         charged: of them, paid in advance.
+        tried: of the tokens, those of the requests that try a plan.
+        rate: tokens a second of what is in use.
+        gained_s: by the iterations before.
     """
 
     plans: Mapping[str, int]
     tokens: float
     seconds: float
     charged: float = 0.0
+    tried: float = 0.0
+    rate: float = math.inf
+    gained_s: float = 0.0
+
+    def tokens_in(self, batch: Batch, result: RunResult) -> int:
+        """What its requests got in an iteration."""
+        return sum(
+            accepted + 1
+            for group, step in zip(batch.groups, result.steps, strict=True)
+            for request, accepted in zip(group.requests, step.num_accepted, strict=True)
+            if request.request_id in self.plans
+        )
 
 
 class Probes:
@@ -56,27 +73,43 @@ class Probes:
         self._plans = plans
         self._seconds = seconds
         self._acceptance = acceptance
-        self._saved_s = 0.0
-        self._number = 0
+        self._saved_s = self._most_s = 0.0
+        self._number = self._num_earned = 0
         self._last: dict[str, int] = {}
 
     def earn(self, seconds: float) -> None:
-        """An iteration took so long."""
-        self._saved_s = min(
-            self._saved_s + TUNED.probe_share * seconds,
-            TUNED.probe_share * TUNED.probe_saved * seconds,
-        )
+        """An iteration took so long: a share of that, and more of the first ones."""
+        self._num_earned += 1
+        share = TUNED.probe_share + TUNED.probe_first / self._num_earned
+        self._most_s = TUNED.probe_share * TUNED.probe_saved * seconds
+        self._saved_s = min(self._saved_s + share * seconds, self._most_s)
 
-    def took(self, probe: Probe, seconds: float) -> None:
-        """A trial took so long: what was not predicted is paid for, too, what was not used is kept.
+    @property
+    def is_full(self) -> bool:
+        """No more is saved up for trials."""
+        return self._saved_s >= self._most_s > 0
+
+    def took(self, probe: Probe, seconds: float, tokens: float) -> float:
+        """An iteration of a trial took so long, and its requests got so many tokens.
+
+        What was not predicted is paid for, too, what was not used is kept, and tokens that are more
+        than expected pay for what comes next: a plan that gains is not given up for want of time.
 
         The programs of a plan that was not in use come from memory, and what they drive out of the
         caches has to come back: on a CPU that is up to half of a small model's step. A trial that
         a pause fell into counts for no more than others can save up. Where seconds are not known,
         as of steps that are queued ahead, the prediction stands.
+
+        Returns:
+            seconds that it has lost beside what is in use, below 0 where it has gained.
         """
         most = TUNED.probe_share * TUNED.probe_saved * probe.seconds
-        self._saved_s -= max(-probe.charged, min(seconds - probe.seconds, most))
+        more_s = max(-probe.charged, min(seconds - probe.seconds, most))
+        more_s -= (tokens - probe.tried) / probe.rate
+        lost_s = probe.seconds - probe.tokens / probe.rate + more_s
+        # what goes on was not paid in advance
+        self._saved_s -= more_s if probe.charged or not probe.gained_s else lost_s
+        return lost_s
 
     def choose(
         self,
@@ -85,6 +118,7 @@ class Probes:
         best: Allocation,
         cost: Cost,
         serves: Callable[[int, float], bool] = lambda index, tokens: True,
+        hopes: bool = False,
     ) -> Probe | None:
         """What the next iteration tries instead of the best division, if anything.
 
@@ -94,12 +128,14 @@ class Probes:
             best: division of the batch.
             cost: as of `allocate`.
             serves: whether a plan would stay in use if it gave so many tokens a step.
+            hopes: acceptance is likely to be better than it was.
         """
         for index in self._candidates(best, options, cost, serves):
             probe = self._probe(index, requests, options, best, cost)
             # seconds in which the best division would have yielded as much
             lost_s = probe.seconds - probe.tokens / best.goodput
-            if lost_s <= self._saved_s:
+            # dear ones are tried in the end, and paid off later
+            if hopes or lost_s <= self._saved_s * (TUNED.probe_debt if self.is_full else 1.0):
                 probe = probe._replace(charged=max(0.0, lost_s))
                 self._saved_s -= probe.charged
                 self._number += 1
@@ -186,7 +222,9 @@ class Probes:
             tokens += new.tokens - old.tokens
             seconds -= old.seconds
         seconds += cost(loads)
-        return Probe({requests[i].request_id: index for i in able}, tokens, seconds)
+        tried = sum(option.tokens for i in able if (option := options[i][index]) is not None)
+        plans = {requests[i].request_id: index for i in able}
+        return Probe(plans, tokens, seconds, tried=tried, rate=best.goodput)
 
 
 def _family(plan: SpecPlan) -> str:

@@ -11,6 +11,7 @@ from specc.errors import ConfigError, RequestError
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.policies.measured import MeasuredConstants, MeasuredPolicy
 from specc.runtime.policies.named import make_policy
+from specc.runtime.policies.repeated_text import repeats
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
@@ -181,7 +182,7 @@ def test_a_lookup_that_has_found_something_is_tried() -> None:
             policy.observe_batch(Batch([], [group]), RunResult([], 0.0, [step]))
         return drafted
 
-    assert run(40, 0) == 8
+    assert run(40, 0) == 4
     host.length = 3
     assert run(20, 3) == 0
     host.length = 4
@@ -189,6 +190,48 @@ def test_a_lookup_that_has_found_something_is_tried() -> None:
     # what it had gained pays for a while
     run(100, 0)
     assert run(200, 0) < 30
+
+
+def test_trials_that_lose_much_end_early() -> None:
+    """After one step, where steps are not run in a row."""
+    engine = Engine(6.0, lambda count: 0.1, in_a_row=1)
+    engine.run(64)
+    engine.drafted = 0
+    engine.run(2000)
+    assert 1 <= engine.drafted <= 5
+
+
+@pytest.mark.parametrize(("cost", "is_tried"), [(1.5, True), (4.5, False)])
+def test_text_that_repeats_itself_is_reason_for_a_trial(cost: float, is_tried: bool) -> None:
+    """Of a plan whose steps would be faster than off if all was accepted."""
+    policy = MeasuredPolicy(SELF)
+    request = Request("0", [0], SamplingParams(), max_seq_len=9)
+    drafted = []
+    for number in range(180):
+        names = policy.choose_each([request], STATS) or [policy.choose(1, STATS)]
+        drafts = names == [SELF.name]
+        drafted.append(drafts)
+        accepted = 3 if drafts and number >= 110 else 0
+        request.token_ids += range(number * 9, number * 9 + 1 + accepted)
+        if number >= 100:
+            request.token_ids[-1 - accepted :] = [0] * (1 + accepted)
+        step = StepResult([accepted], [], [], {}, {"step": cost if drafts else 1.0})
+        group = StepGroup(SELF if drafts else OFF, [request])
+        policy.observe_batch(Batch([], [group]), RunResult([], 0.0, [step]))
+    assert not any(drafted[20:100])
+    assert any(drafted[100:130]) == all(drafted[130:]) == is_tried
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([], False), (list(range(8)), False), ([7] * 8, False), ([7] * 9, True),
+        (list(range(2000)), False), ([*range(8), *range(9)], False), ([*range(9), *range(9)], True),
+        ([*range(8), *range(2000, 4000), *range(8)], False), ([1 << 56, 0] * 4 + [1], False),
+    ],
+)  # fmt: skip
+def test_text_that_repeats_itself(tokens: list[int], found: bool) -> None:
+    assert repeats(tokens) is found
 
 
 def test_by_name() -> None:
