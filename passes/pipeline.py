@@ -16,7 +16,7 @@ from specc.passes.program import Declined, Program
 from specc.passes.proof.verify_graph import verify_graph
 from specc.passes.rewrite.classify_masks import ClassifyMasks
 from specc.passes.rewrite.drop_sentinel_masks import DropSentinelMasks
-from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
+from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV, FuseRecurrent
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.read_places import ReadPlaces
 from specc.passes.rewrite.read_tables import ReadTables
@@ -45,7 +45,7 @@ TRACED_PHASES: Phases = (
     ),
     ("logits", (SelectLogits,)),
 )
-FUSE_PHASES: Phases = ((FUSE, (FuseQKV, FuseGateUp)),)
+FUSE_PHASES: Phases = ((FUSE, (FuseQKV, FuseGateUp, FuseRecurrent)),)
 PHASES: Phases = (*TRACED_PHASES, *FUSE_PHASES)
 # of a draft that attends to nothing
 LAYERLESS_PHASES: Phases = (

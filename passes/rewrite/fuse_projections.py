@@ -1,4 +1,4 @@
-"""Fuse linear layers that read one input into one: q/k/v, and gate/up.
+"""Fuse linear layers that read one input into one: q/k/v, gate/up, and those of a recurrence.
 
 The weights are concatenated when the engine is written, not here: the program only records which
 parameters a weight input is made of.
@@ -11,9 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from specc.artifact.weight_layout import BLOCK
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_cached
+from specc.passes.facts import attention_is_cached, recurrences_are_trees
 from specc.passes.program import Program, Weight, emit_call
 
 aten = torch.ops.aten
@@ -58,6 +59,49 @@ class FuseGateUp(Pass):
             _fuse(program, result, sorted(linears), node.name)
         program.graph.eliminate_dead_code()
         return result
+
+
+class FuseRecurrent(Pass):
+    """Projections beside each other in a layer that keeps a state become one.
+
+    Whatever reads the input of one that leads to a convolution or recurrence: q, k, v, gates of
+    the output, decays. Those of fewer than 32 outputs stay alone, since none of them is ever
+    quantized; and one that is stored in another way is no part of what the others become.
+    """
+
+    requires = (recurrences_are_trees,)
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        calls = program.calls(ops.tree_conv, ops.tree_recurrence)
+        # before anything is fused: of a convolution x, of a recurrence q, k, v, g and beta
+        operands = [
+            operand
+            for node in calls
+            for operand in node.args[: 1 if node.target is ops.tree_conv else 5]
+            if operand is not None
+        ]
+        found = [_nearest_linear(operand) for operand in operands]
+        for x in _unique(linear.args[0] for linear in found if linear is not None):
+            groups: dict[tuple[object, ...], list[fx.Node]] = {}
+            for linear in _unique(x.users):
+                if linear.target is aten.linear.default and linear.args[0] is x:
+                    groups.setdefault(_kind(program, linear), []).append(linear)
+            for (is_wide, *_), linears in groups.items():
+                if is_wide and len(linears) > 1:
+                    _fuse(program, result, sorted(linears), linears[0].name)
+        program.graph.eliminate_dead_code()
+        return result
+
+
+def _kind(program: Program, linear: fx.Node) -> tuple[object, ...]:
+    """Whether a linear layer has as many outputs as a block, and how its weight is stored."""
+    value, weight = linear.args[1].meta["val"], program.weights.get(linear.args[1].target)
+    kind = int(value.shape[0]) >= BLOCK, value.dtype, _bias(linear) is None
+    if weight is None:
+        return *kind, linear
+    # of a weight that was fused before, `_why_not` compares the others
+    return *kind, weight.is_turned, program.integers.get(weight.parameters[0])
 
 
 def _fuse(program: Program, result: PassResult, linears: list[fx.Node], at: str) -> None:

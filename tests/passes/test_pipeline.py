@@ -146,10 +146,12 @@ def test_whole_pipeline_on_a_real_model(tmp_path):
         "DropSentinelMasks": 0,
         "ClassifyMasks": layers,
         "RecoverAttention": 0,
+        "RewriteTreeRecurrence": 0,
         "RewriteTreeAttention": layers,
         "SelectLogits": 1,
         "FuseQKV": layers,
         "FuseGateUp": layers,
+        "FuseRecurrent": 0,
     }
     assert not any(record.declined for record in records)
     assert all(record.seconds > 0 for record in records)

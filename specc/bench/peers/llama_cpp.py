@@ -260,8 +260,15 @@ class _Context:
         return result
 
     def cut(self, row: int, length: int) -> None:
-        """Remove the rows of a sequence from a position on."""
-        self._library.llama_memory_seq_rm(self._memory, row, length, -1)
+        """Remove the rows of a sequence from a position on.
+
+        Raises:
+            NotAvailableError: layers that keep states cannot go back.
+        """
+        if not self._library.llama_memory_seq_rm(self._memory, row, length, -1):
+            raise NotAvailableError(
+                "llama.cpp keeps no earlier states of this model, and some drafts are rejected"
+            )
 
     def clear(self) -> None:
         """Remove all rows."""

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import ops
+from specc.passes.pipeline import TRACED_PHASES
 from specc.passes.rewrite.classify_masks import ClassifyMasks
-from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV
+from specc.passes.rewrite.fuse_projections import FuseGateUp, FuseQKV, FuseRecurrent
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.recover_linear import RecoverLinear
 from specc.passes.rewrite.select_logits import SelectLogits
@@ -26,6 +29,7 @@ from tests.passes.modules import (
     rewrites,
     traced,
 )
+from tests.state_session import Sessions
 from tests.tiers import only
 
 
@@ -311,3 +315,51 @@ def test_real_models(name, qkv, gate_up, reason):
     assert len(declined) == (1 if reason else 0)
     assert all(reason in item for item in declined)
     assert_same_numbers_flat(program, model)
+
+
+def traced_hybrid(name):
+    model = build_model(name)
+    program, _ = compiled(model, TRACED_PHASES)
+    return model, program
+
+
+def hybrid_logits(program, model, tokens):
+    """Of a prompt in two passes, of which the second begins with states."""
+    session = Sessions(program, model)
+    return torch.cat([session.prompt([part])[0] for part in (tokens[:5], tokens[5:])])
+
+
+_QKV, _Z = (f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z"))
+
+
+def test_projections_of_a_recurrence_fire_and_compute_the_same():
+    """q, k, v and the gate of the output; decays and beta have fewer outputs than a block."""
+    model, program = traced_hybrid("qwen3_5")
+    tokens = random_tokens(11).tolist()
+    before = hybrid_logits(program, model, tokens)
+    result = FuseRecurrent().run(program)
+    assert (result.rewrites, result.declined) == (3, [])
+    fused = [weight for weight in program.weights.values() if len(weight.parameters) > 1]
+    assert {weight.shape for weight in fused} == {(96 + 64, 64)}
+    assert fused[0].parameters == (_QKV, _Z)
+    narrow = [weight for weight in program.weights.values() if "in_proj_b" in weight.key]
+    assert [weight.shape for weight in narrow] == [(4, 64)] * 3
+    (first, *_) = (node for node in program.calls(aten.linear.default) if len(node.users) == 2)
+    assert sorted(node.args[2:4] for node in first.users) == [(0, 96), (96, 160)]
+    torch.testing.assert_close(hybrid_logits(program, model, tokens), before)
+    assert FuseRecurrent().run(program).rewrites == 0
+
+
+def test_projections_of_a_recurrence_in_other_formats_stay():
+    """Of a file in which one of them has other integers, or none."""
+    _, program = traced_hybrid("qwen3_5")
+    program.integers[_Z] = KeptIntegers(QuantizedLayout.named("int8"))
+    result = FuseRecurrent().run(program)
+    assert (result.rewrites, result.declined) == (2, [])
+    assert {_QKV, _Z} <= set(keys(program))
+
+
+def test_a_recurrence_with_one_projection_is_left_alone():
+    _, program = traced_hybrid("lfm2")
+    result = FuseRecurrent().run(program)
+    assert (result.rewrites, result.declined) == (0, [])

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from specc.bench.peers.llama_cpp import _Loop, _ModelDrafter
+from specc.bench.peers.llama_cpp import _Context, _Loop, _ModelDrafter
 from specc.bench.peers.names import ASSISTED
-from specc.bench.peers.peer import Job
+from specc.bench.peers.peer import Job, NotAvailableError
 
 BATCH = [[1, 2, 3], [4], [5, 6]]
 
@@ -126,3 +126,22 @@ def test_a_drafter_follows_what_was_accepted():
     assert second[1] == context.next([*other, second[0]])
     assert context.rows[0] == [*other, second[0]]
     assert drafter([other], [0]) == [[]]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_rows_that_stay_are_no_measurement(can):
+    """Of hybrids, where the library refuses to remove what the states have seen."""
+
+    class Library:
+        @staticmethod
+        def llama_memory_seq_rm(memory: object, row: int, first: int, last: int) -> bool:
+            assert (memory, row, first, last) == ("memory", 2, 7, -1)
+            return can
+
+    context = object.__new__(_Context)
+    context._library, context._memory = Library, "memory"
+    if can:
+        context.cut(2, 7)
+        return
+    with pytest.raises(NotAvailableError, match="no earlier states"):
+        context.cut(2, 7)
