@@ -163,5 +163,11 @@ def test_text_that_repeats_itself_is_reason_for_a_trial():
     policy._probes._saved_s = policy._probes._most_s
     assert engine.step(requests, [0.0]) == ["off"]
     requests[0].token_ids = [7] * 20
-    assert engine.step(requests, [0.0]) != ["off"]
+    tried = engine.step(requests, [1.0])
+    assert tried != ["off"]
     assert policy.decision.is_probe
+    # what has gained goes on, and nothing is decided for that
+    number = policy._num_decisions
+    assert engine.step(requests, [1.0]) == tried
+    assert policy.decision.is_probe
+    assert policy._num_decisions == number
