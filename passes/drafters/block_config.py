@@ -362,8 +362,8 @@ def _are_causal(
     said = {key: _flag({**own, **values}, (key,), name) for key in _CAUSAL}
     given = {key: value for key, value in said.items() if value is not None}
     if len(set(given.values())) > 1:
-        both = ", ".join(f"{key} {str(value).lower()}" for key, value in given.items())
-        raise HeadError(f"{name}: config.json: {both}", "one answer to what a row sees", _DO)
+        answers = ", ".join(f"{key} {str(value).lower()}" for key, value in given.items())
+        raise HeadError(f"{name}: config.json: {answers}", "one answer to what a row sees", _DO)
     return [next(iter(given.values()), bool(window)) for window in windows]
 
 
