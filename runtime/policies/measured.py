@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specc.drafters.lookup import Lookup
 from specc.errors import ConfigError
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.repeated_text import repeats
@@ -97,9 +96,9 @@ class MeasuredPolicy(Policy):
         self._plan, self._constants = plan.name, constants
         self._depth, self._host = plan.max_depth, host
         self._lookup = None if plan.asked or len(plan.drafters) != 1 else plan.drafters[0]
-        if isinstance(self._lookup, Lookup):
+        if self._lookup is not None:
             # one that compares fewer tokens finds them in prose, too
-            self._lookup = Lookup(constants.suffix)
+            self._lookup = self._lookup.comparing(constants.suffix)
         if not plan.draft_lens:
             # self-drafts have the target's rows, and lookups none
             self._constants = replace(constants, missed=0.0)

@@ -23,6 +23,11 @@ def bound_key(item: Mapping[str, Any]) -> str:
     return key
 
 
+def lent_keys(program: Mapping[str, Any]) -> list[str]:
+    """Keys of the target's file that a draft's program reads; content of its `program.json`."""
+    return [item["of_target"] for item in program["inputs"] if item.get("is_lent")]
+
+
 def with_lent(own: Mapping[str, T], target: Mapping[str, T]) -> dict[str, T]:
     """What a draft's program may read.
 

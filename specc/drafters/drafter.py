@@ -161,6 +161,10 @@ class Drafter(ABC):
         """The same as the model of this name."""
         return self
 
+    def comparing(self, num_tokens: int) -> Drafter:
+        """The same, but one that compares text compares so many last tokens of it at most."""
+        return self
+
     def tree_of(self, shape: TokenTree) -> TokenTree:
         """What it proposes in a plan of this shape."""
         return shape

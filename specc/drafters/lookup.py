@@ -42,6 +42,9 @@ class Lookup(Drafter):
     def tree_of(self, shape: TokenTree) -> TokenTree:
         return TokenTree.chain(shape.max_depth)
 
+    def comparing(self, num_tokens: int) -> Lookup:
+        return Lookup(num_tokens)
+
     @classmethod
     def parse(cls, text: str) -> Lookup | None:
         """As `--draft` has it, `lookup:3`; None of what is none.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_configurations import HYBRIDS, configurations, outcome, read_results
+from tests.real_configurations import configurations, outcome, read_results
 from tests.tiers import only
 
 ROWS = {row["name"]: row for row in read_results()}
-EQUAL = [name for name, row in ROWS.items() if row["outcome"] == "equal" and name not in HYBRIDS]
+EQUAL = [name for name, row in ROWS.items() if row["outcome"] == "equal"]
 REFUSED = [name for name, row in ROWS.items() if row["outcome"] == "refused"]
 # a scaling by its former name; a class by another model type, in fp8
 FEW = ("microsoft/Phi-3-mini-128k-instruct, first revision", "moonshotai/Kimi-K2-Instruct")
@@ -33,10 +33,7 @@ def test_equal(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
-    """Hybrids may be compiled one day; then they are equal."""
     found = outcome(name, tmp_path)
-    if name in HYBRIDS and found["outcome"] == "equal":
-        return
     assert found == ROWS[name]
     for advice in ("trust_remote_code", "Traceback", "AssertionError"):
         assert advice not in found["said"]

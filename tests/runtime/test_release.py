@@ -51,7 +51,9 @@ def watch(llm: LLM) -> dict[str, Callable[[], bool]]:
     objects = {"llm": llm, "engine": engine, "cache": engine.cache, "target": engine.target}
     objects |= {f"draft {i}": draft for i, draft in enumerate(engine.drafts)}
     objects |= {f"step {name}": step for name, step in engine.steps.items()}
-    objects |= {f"weights {i}": weights for i, weights in enumerate(all_weights)}
+    # what a draft may read is a plain dictionary
+    mapped = [weights for weights in all_weights if not isinstance(weights, dict)]
+    objects |= {f"weights {i}": weights for i, weights in enumerate(mapped)}
     references = {name: weakref.ref(value) for name, value in objects.items()}
     storages = {
         f"{i} {key}": StorageWeakRef(weight.untyped_storage())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.lent_keys import with_lent
+from specc.artifact.lent_keys import lent_keys, with_lent
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
 from specc.runtime.backends.captured.backend import CapturedBackend
@@ -174,4 +174,6 @@ def _load_model(
 ) -> ModelProgram:
     own = {key: weight.to(device) for key, weight in mapped.items()}
     program = read_json(path / model.dir / "program.json")
-    return ModelProgram(program, with_lent(own, lent), caches_of(model, cache), device)
+    # copies: kernels keep counters beside weights, and a draft may run while the target does
+    copies = {key: lent[key].clone() for key in lent_keys(program)}
+    return ModelProgram(program, with_lent(own, copies), caches_of(model, cache), device)
