@@ -274,7 +274,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"What {len(rows)} published models say in `config.json`, with smaller sizes and all of"
         " their odd fields (`tests/real_configurations.json`), was compiled with random weights, in"
         f" the quantization that the file names. {len(equal)} equal transformers' own model of it,"
-        f" {equal[0]['num_compared']} tokens each, with off and tree 2,2,1 (of hybrids, a chain of lookups) on `eager`;"
+        f" {equal[0]['num_compared']} tokens each, with off and tree 2,2,1 (of hybrids, a chain of"
+        " lookups) on `eager`;"
         f" {len(refused)} are refused, each within {MOST_SECONDS:.0f} seconds"
         " (`tests/runtime/test_real_configurations.py`)."
     )
