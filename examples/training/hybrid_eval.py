@@ -16,6 +16,7 @@ from pair_eval import (
     measure_models,
     plot_loss,
     read_losses,
+    readme_figures,
     write_report,
 )
 from transformers import AutoTokenizer
@@ -106,28 +107,13 @@ def write_hybrid_readme(out: Path) -> None:
     """Write the README from training.json, loss.csv and eval.json."""
     facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
     report = json.loads((out / "eval.json").read_text(encoding="utf-8"))
-    decoding, text = report["greedy_decoding"], report["held_out_text"]
     # of each stage, the last row has the loss on held-out text
     ends = {row["stage"]: row for row in read_losses(out)}
     first, second = ends["corpus"], ends["policy"]
     page = README.format(
         **facts | {"note": textwrap.fill(facts.get("note", ""), 100)},
-        target_parameters=report["parameters"]["target"],
-        draft_parameters=report["parameters"]["draft"],
-        target_bytes=report["bytes"]["target"],
-        draft_bytes=report["bytes"]["draft"],
-        target_loss=text["target_loss"],
-        draft_loss=text["draft_loss"],
-        prompts=decoding["prompts"],
-        new_tokens=decoding["new_tokens"],
-        depth=report["depth"],
-        acceptance=decoding["mean_acceptance_length"],
-        depths=", ".join(f"{share:.2f}" for share in decoding["accepted_at_depth"]),
-        distinct=decoding["distinct_4_grams"],
-        distinct_text=report["distinct_4_grams_of_held_out_text"],
-        loops=decoding["outputs_below_half_distinct"],
-        top_1=text["top_1"],
-        top_3=text["target_choice_in_draft_top_3"],
+        **readme_figures(report),
+        loops=report["greedy_decoding"]["outputs_below_half_distinct"],
         first_tokens=int(first["tokens"]),
         second_tokens=int(second["tokens"]),
         first_loss=float(first["held_out_loss"]),

@@ -289,6 +289,28 @@ and others, under the PSF License Version 2.
 """
 
 
+def readme_figures(report: dict[str, Any]) -> dict[str, Any]:
+    """What eval.json says of a target with its draft, by the names that READMEs have for it."""
+    decoding, text = report["greedy_decoding"], report["held_out_text"]
+    return {
+        "target_parameters": report["parameters"]["target"],
+        "draft_parameters": report["parameters"]["draft"],
+        "target_bytes": report["bytes"]["target"],
+        "draft_bytes": report["bytes"]["draft"],
+        "target_loss": text["target_loss"],
+        "draft_loss": text["draft_loss"],
+        "prompts": decoding["prompts"],
+        "new_tokens": decoding["new_tokens"],
+        "depth": report["depth"],
+        "acceptance": decoding["mean_acceptance_length"],
+        "depths": ", ".join(f"{share:.2f}" for share in decoding["accepted_at_depth"]),
+        "distinct": decoding["distinct_4_grams"],
+        "distinct_text": report["distinct_4_grams_of_held_out_text"],
+        "top_1": text["top_1"],
+        "top_3": text["target_choice_in_draft_top_3"],
+    }
+
+
 def write_readme(out: Path) -> None:
     """Write the pair's README from training.json, loss.csv and eval.json."""
     facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
@@ -296,24 +318,9 @@ def write_readme(out: Path) -> None:
     rows = read_losses(out)
     joint = [row for row in rows if row["stage"] == "joint"]
     tokens = {row["stage"]: int(row["tokens"]) for row in rows}
-    decoding, text = report["greedy_decoding"], report["held_out_text"]
     page = README.format(
         **facts | {"note": textwrap.fill(facts.get("note", ""), 100)},
-        target_parameters=report["parameters"]["target"],
-        draft_parameters=report["parameters"]["draft"],
-        target_bytes=report["bytes"]["target"],
-        draft_bytes=report["bytes"]["draft"],
-        target_loss=text["target_loss"],
-        draft_loss=text["draft_loss"],
-        prompts=decoding["prompts"],
-        new_tokens=decoding["new_tokens"],
-        depth=report["depth"],
-        acceptance=decoding["mean_acceptance_length"],
-        depths=", ".join(f"{share:.2f}" for share in decoding["accepted_at_depth"]),
-        distinct=decoding["distinct_4_grams"],
-        distinct_text=report["distinct_4_grams_of_held_out_text"],
-        top_1=text["top_1"],
-        top_3=text["target_choice_in_draft_top_3"],
+        **readme_figures(report),
         joint_tokens=tokens["joint"],
         loop_tokens=max(int(row["tokens"]) for row in rows if row["stage"] == "loops"),
         policy_tokens=tokens["on-policy"],
