@@ -243,9 +243,10 @@ def test_the_command_verifies_adaptively(table, tmp_path):
     assert adapting["off"] == plain["off"]
     assert adapting["chain-6"] == plain["chain-6"]
     rounds = [cells["goodput"]["rounds"][0] for cells in (plain, adapting)]
-    # whole chains, and beginnings of them
-    assert rounds[0]["spec_decode_draft_tokens"] % 6 == 0
-    assert rounds[1]["spec_decode_draft_tokens"] % 6
+    # six levels but at a request's end, and beginnings of chains
+    levels = [r["spec_decode_draft_tokens"] / r["spec_decode_num_drafts"] for r in rounds]
+    assert levels[0] > 5.5
+    assert levels[1] < 3
     assert rounds[1]["mean_e2el_ms"] < rounds[0]["mean_e2el_ms"]
 
 
