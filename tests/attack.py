@@ -152,7 +152,6 @@ class Run:
 
     Args:
         process: ready.
-        names: of the attacks.
         rate: ordinary requests a second.
     """
 

@@ -31,7 +31,6 @@ class BlockCase:
         config: keys at the top of config.json.
         nested: keys of `dflash_config`.
         layer: keys that describe its layers.
-        num_layers: of the drafter.
         from_anchor: what its rows predict, see `BlockDraft`.
         is_causal: what they see in layers with a window, or in all.
         window: of each layer, 0 is none; see `BlockSpec`.

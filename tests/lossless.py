@@ -87,7 +87,6 @@ class Zoo:
         """A directory of the session; of the processes that ask, the first makes it.
 
         Args:
-            name: of the directory.
             make: writes it, where nothing is yet.
         """
         path = self._root / name

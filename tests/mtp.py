@@ -52,7 +52,6 @@ def write_target(
 
     Args:
         name: of `FORMS`.
-        directory: to make.
         has_own_ends: the module has an embedding and a head of its own.
         vocab: V.
     """

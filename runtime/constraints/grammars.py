@@ -115,7 +115,6 @@ class Grammars:
         """The grammar of a request, at its beginning; waits while it is compiled.
 
         Args:
-            params: of the request.
             cancellation: ends the wait, and the work if nobody else waits for it.
         Raises:
             RequestError: the library is absent, understands neither the grammar nor the tokenizer,

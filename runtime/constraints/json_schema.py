@@ -176,7 +176,6 @@ class _Closed:
         """A schema with all in it closed, beside others that hold for the same value.
 
         Args:
-            part: it.
             others: properties that those name.
             closes: this value's objects, too.
             follows: what it refers to holds beside others.

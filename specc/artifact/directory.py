@@ -44,7 +44,6 @@ def open_engine(
     """Read the manifest and check the engine against it, this machine and this installation.
 
     Args:
-        path: the engine directory.
         verify: compare the sha256 of every file; None leaves out the weights, whose hash takes
             longest; False checks presence and size alone, as all do, and samples of files of ranks.
         backend: what will run; None is the manifest's own. Every engine holds eager graphs.
@@ -104,7 +103,6 @@ def check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress 
     """Read files of an engine and compare them with what its manifest says.
 
     Args:
-        path: the engine directory.
         files: name → content.
         progress: called with (bytes hashed, bytes in all).
     Raises:

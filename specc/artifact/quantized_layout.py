@@ -238,7 +238,6 @@ def unpack(
     Args:
         stored: uint8 [blocks, bytes of a block].
         shape: [N, K].
-        layout: of the weight.
     """
     outputs, columns = shape
     if layout.blocks is not None:

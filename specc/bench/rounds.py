@@ -92,7 +92,6 @@ class Rounds:
 
     Args:
         contenders: in the order of the first counted round.
-        measured: of each contender, one measurement a round.
     """
 
     contenders: Sequence[Contender] = ()
@@ -247,7 +246,6 @@ def summarize(
     """Figures of a contender for JSON; those that compare do so within each round.
 
     Args:
-        measurements: of the counted rounds.
         off: of the engine's plain decoding in the same rounds.
         plain: of plain decoding by the same system, against which drafting has to pay; None where
             it was not measured.

@@ -27,7 +27,6 @@ class RequestResult:
     """One request; times are seconds from the start of the load.
 
     Args:
-        index: of the request.
         arrival_s: when it was due.
         start_s: from when on it is timed: when it was due, or, where as many requests were open as
             may be, when one of them ended.

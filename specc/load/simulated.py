@@ -31,9 +31,7 @@ class SimulatedSubject:
     """The real scheduler and policies on a latency table's seconds.
 
     Args:
-        table: of the machine.
         plans: `off` included.
-        limits: of the engine.
         acceptance: by depth and sibling rank, of every draft.
         seed: of the dice.
         profile: what `specc tune` measured of acceptance, which the policy starts from; None
@@ -176,7 +174,6 @@ def measured_acceptance(
 
     Args:
         counted: plan → counters of runs in which nothing else drafted.
-        plans: of the engine.
     Raises:
         ConfigError: no such run.
     """

@@ -57,8 +57,6 @@ class EngineSubject:
     """An engine in this process; every load gets a scheduler, a policy and a service of its own.
 
     Args:
-        engine: loaded.
-        limits: of loads.
         warmup: requests before each load, of its first ones, which do not count.
         temperature: 0 is greedy.
         seed: of sampling.
@@ -134,8 +132,6 @@ class ServerSubject:
     """A server somewhere, which has its own policy.
 
     Args:
-        client: of the server.
-        limits: of loads.
         warmup: as of `EngineSubject`.
     """
 
@@ -203,7 +199,6 @@ class ServiceClient:
     """Requests of a service.
 
     Args:
-        service: that serves.
         temperature: 0 is greedy.
         seed: of sampling; each request has its own.
     """

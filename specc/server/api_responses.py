@@ -51,8 +51,6 @@ class ApiResponse(abc.ABC):
     """Of either kind.
 
     Args:
-        model: its name.
-        tokens: texts.
         options: what to put in.
     """
 

@@ -57,10 +57,7 @@ class Endpoints:
     """Serves completions and chats.
 
     Args:
-        service: that generates.
         config: names and limits.
-        metrics: that count.
-        template: of chats.
     """
 
     def __init__(

@@ -34,11 +34,9 @@ class ApiError(Exception):
 
     Args:
         status: of HTTP; OpenAI's clients choose the class of their exception by it.
-        message: for the client.
         kind: `type` of the error; None follows from the status.
         param: field of the request that is to blame.
         code: short name of the error.
-        headers: of the response.
     """
 
     def __init__(
@@ -113,7 +111,6 @@ def api_error_of(error: SpeccError, param: str | None = None, prompt: str = "pro
     """What a client may know of an error; what else there is stays in the log.
 
     Args:
-        error: of the engine.
         param: field to blame where the error names none.
         prompt: the field that holds the prompt.
     """

@@ -71,7 +71,6 @@ class Generation:
     """Outputs that run at the same time.
 
     Args:
-        service: that makes them.
         jobs: one for each output.
         observers: called with each update of one output, one for each job.
         form: the field that says which form outputs have, for errors.

@@ -26,11 +26,8 @@ class MessageReader:
 
     Args:
         config: parsers of the server.
-        wanted: the request, with all of its fields.
         prompt: rendered.
-        use: of tools.
     Attributes:
-        role: of the outputs' messages.
         echo: what their contents begin with, before anything that the model says.
     """
 

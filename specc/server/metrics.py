@@ -88,7 +88,6 @@ class ServeMetrics(Collector):
     """Counts what goes through a server, and reads the rest from its service.
 
     Args:
-        service: whose state is told.
         model_name: label of all figures.
         has_vllm_names: figures that vLLM has, too, come by its names as well.
     """

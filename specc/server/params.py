@@ -95,7 +95,6 @@ def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[S
     """Of each of a prompt's outputs: with a seed, they have this one and those after it.
 
     Args:
-        params: of the request.
         count: outputs.
         is_streamed: each output begins by itself, and so with the prompt's own log probabilities.
     """

@@ -62,7 +62,6 @@ class Turns(FlowControl):
     asyncio hands out 256 KiB at a time. Nothing more is read while something of them is left.
 
     Args:
-        transport: that is read from.
         take: parses what it is given.
         long: turns after the first bytes of a request, shared by all connections.
     """

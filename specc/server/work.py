@@ -31,8 +31,6 @@ class _Lane:
     """Work of similar size.
 
     Args:
-        name: of its threads.
-        num_threads: that do it.
         max_open: of it that runs or waits.
         niceness: of the threads, beside that of the process.
         rests: work begins no sooner after other work than that took.
@@ -100,7 +98,6 @@ class PromptThreads:
 
         Args:
             size: bytes of the body that it is about.
-            work: to do.
             is_chat: it waits for another process, whatever its size.
         Raises:
             OverloadError: too much of it waits.

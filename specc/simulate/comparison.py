@@ -23,7 +23,6 @@ class Comparison:
     """One load, served by everyone.
 
     Args:
-        name: of the load, such as its rate.
         reports: plan or policy → figures of `SimulationReport.to_json`.
     """
 
@@ -80,7 +79,6 @@ def compare(
         loads: name → requests.
         truth: how long passes take.
         plans: of the engine, `off` included.
-        limits: of the engine.
         table: what the goodput policy believes; None is the truth.
         acceptance: likewise, as `specc tune` measures it; None leaves it to learn.
         fixed: plans to compare with; None is all.
@@ -115,7 +113,6 @@ def make_simulated_policy(
         name: of a plan, or one of `SIMULATED`.
         plans: of the engine, `off` included.
         table: what goodput believes of seconds.
-        limits: of the engine.
         acceptance: what goodput believes of drafts, as `specc tune` measures it; None leaves it to
             learn.
         adapts_verification: see `make_policy`; a plan does not.

@@ -100,7 +100,6 @@ class Drafting:
         """Cumulated acceptance by rank of a node's children.
 
         Args:
-            draft: that proposes.
             depth: of the node, 0 of the root.
             share: of the drift that has passed, 0 … 1.
         """
@@ -137,12 +136,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in order of arrival, and the seed of their dice.
-
-    Args:
-        requests: one or more.
-        seed: of the dice.
-    """
+    """Requests in order of arrival, and the seed of their dice."""
 
     requests: Sequence[SimulatedRequest]
     seed: int = 0
@@ -152,7 +146,6 @@ class Load:
 
         Args:
             request: index in the load.
-            draft: that proposed.
             depth: of the node, 0 of the root.
             position: of the children in the sequence. Their dice are the same at every depth.
         """
@@ -183,10 +176,7 @@ def make_load(
 
     Args:
         rate: requests a second on average.
-        num_requests: in all.
         drafting: kinds of requests, each with its weight.
-        prompts: lengths.
-        outputs: lengths.
         seed: of everything.
         burst: so many come at a time, at times that are a Poisson process; 1 is one by one.
         plain_share: of requests with `speculative=False`.

@@ -26,9 +26,7 @@ class SimulatedRunner:
     Dynamic trees have the shape that is best for the acceptance of the load's first request.
 
     Args:
-        load: whose dice.
         truth: seconds.
-        plans: of the engine.
         prefill_chunk: tokens of a causal pass at most.
         shares_pass: prompts and steps of all plans go through the target together.
         noise: see `simulate`.

@@ -93,7 +93,6 @@ class SimulationReport:
         end_s: when the last request ended.
         busy_s: seconds of iterations.
         step_s: seconds of iterations that decoded.
-        num_iterations: in all.
         num_probes: of them that the policy made to learn.
         plan_rows: plan → requests times iterations.
         stats: counters of the scheduler.
@@ -152,7 +151,6 @@ def simulate(
     """Serve a load.
 
     Args:
-        load: requests.
         truth: how long passes really take; the policy has its own idea.
         plans: of the engine, `off` included.
         policy: chooses among them; one that has served before goes on with what it knows.

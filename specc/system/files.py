@@ -41,7 +41,6 @@ def sample_file(path: Path, num_samples: int = 64, sample_bytes: int = 4096) -> 
     does not grow with the file.
 
     Args:
-        path: the file.
         num_samples: parts of it, at even distances, the first and the last bytes among them.
         sample_bytes: of a part; shorter files are read whole.
     """
@@ -58,7 +57,6 @@ def read_checked(path: Path, sha256: str | None) -> bytes:
     """Read a file of an engine once, and check what was read.
 
     Args:
-        path: the file.
         sha256: in hex; None checks nothing.
     Raises:
         EngineError: it cannot be read, or has another hash.

@@ -28,7 +28,6 @@ def owned_directory(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Pa
     What killed owners left under the same prefix is removed first.
 
     Args:
-        parent: an existing directory.
         prefix: of the name; other programs must not use it.
         mode: of the directory; as it is, nobody else may enter it.
     Raises:

@@ -25,7 +25,6 @@ class Unsupported(NamedTuple):
 
     Args:
         needed: what there is instead.
-        do: what to do.
         idle: values that ask for nothing; the option is then dropped.
     """
 
@@ -47,11 +46,7 @@ class Ignored(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """A name of vLLM's for an option that specc has by another one.
-
-    Args:
-        name: that it has here.
-    """
+    """A name of vLLM's for an option that specc has by another one."""
 
     name: str
 

@@ -41,7 +41,6 @@ class Block:
     """A fenced block.
 
     Args:
-        page: that holds it.
         line: of its fence, from 1.
         language: after the fence.
         lines: within.

@@ -27,7 +27,6 @@ class Said:
 
     Args:
         boundaries: of the target, that it reads.
-        layout: whose files.
         shared: parameters that are the target's.
         is_last_normed: the last boundary is taken after the final norm.
         width: columns that a token hands on.
@@ -48,7 +47,6 @@ class DraftRig:
     """A kind, and the case of it that the default tier runs.
 
     Args:
-        kind: in the registry.
         case: a name in `cases`.
         is_first: of those of its kind; the others run fewer clauses in the default tier.
         sample: one as plans have it.
@@ -81,10 +79,7 @@ class DraftRig:
         """An engine with this draft alone.
 
         Args:
-            zoo: that keeps it.
             case: of `cases`; empty is the rig's.
-            label: of the options.
-            changes: of the options.
         """
         case = case or self.case
         return zoo.once(

@@ -65,7 +65,6 @@ def check_walk(
 
     Args:
         target: of `tiny_target`.
-        draft: checkpoint.
         prompts: [n, length].
         wanted: [n, 20], the target's greedy output.
         walked: what the walk along it says.

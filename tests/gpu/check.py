@@ -86,9 +86,7 @@ def run(
     """Run the commands that were asked for; returns the exit status.
 
     Args:
-        options: of the command line.
         device_facts: see `facts.device_facts`.
-        environment: of the processes.
         device: see `results.Device`.
         stages: of each command; None are those of `tasks`.
         scale: of all times; below 1 in rehearsals.

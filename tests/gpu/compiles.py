@@ -102,7 +102,6 @@ def binary_of(
 
     Args:
         kernel: compiled or interpreted.
-        args: by position.
         options: arguments by name, and options of the launch.
     """
     parameters = inspect.signature(kernel.fn).parameters

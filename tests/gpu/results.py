@@ -25,7 +25,6 @@ class Results:
     """Where a task leaves what it finds.
 
     Args:
-        path: of the lines.
         known: results that are there already.
     """
 

@@ -209,7 +209,6 @@ class Sweep:
     """Measurements until time is over.
 
     Args:
-        options: of the command.
         graphs: what measures.
     """
 

@@ -54,7 +54,6 @@ class Task:
     """One process.
 
     Args:
-        part: of the report.
         name: unique in it.
         entry: module:function, called with results, device and `arguments`.
         arguments: JSON.

@@ -37,7 +37,6 @@ class Trees:
     """Trees of seven nodes, of which any first ones may be live.
 
     Args:
-        rule: of the walks.
         temperature: likewise.
     """
 

@@ -302,7 +302,6 @@ def widen(
     """Return the value of a parameter.
 
     Args:
-        name: its name in the trained model.
         old: its value there, or for a new layer that of the layer whose spread it has.
         shape: its shape in the widened model, no smaller than the old one.
         is_new: whether the layer is new.

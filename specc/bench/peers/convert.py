@@ -39,7 +39,6 @@ def converted(peer: str, checkpoint: Path, form: Form, threads: int) -> Path:
     Args:
         peer: name.
         checkpoint: directory, or a file that is the whole model.
-        form: of its weights.
         threads: that the converter may use.
     Raises:
         NotAvailableError: the converter refuses the checkpoint, or fails.

@@ -45,7 +45,6 @@ class Body(abc.ABC):
         """Take characters from a place on.
 
         Args:
-            text: to take from.
             at: the first character.
             events: what is found is added.
             is_last: no more text will come.
@@ -103,7 +102,6 @@ class CallObject(Body):
     Arguments may be called parameters, be null, or be written as a string, as OpenAI's API does.
 
     Args:
-        names: of tools.
         needs_arguments: without them it is no call.
         name_key: of the field with the tool's name.
         id_key: of the field with an id, which is the call's where it comes before the arguments;
@@ -247,7 +245,6 @@ class NamedArguments(Body):
     """A JSON object: arguments of a tool whose name is known.
 
     Args:
-        name: of the tool.
         call_id: that the model has given to the call.
     """
 
@@ -277,11 +274,7 @@ class NamedArguments(Body):
 
 
 class CallsInTurn(Body):
-    """Calls one after the other, each a body of its own.
-
-    Args:
-        make_call: the body of each.
-    """
+    """Calls one after the other, each a body of its own."""
 
     def __init__(self, make_call: Callable[[], Body]) -> None:
         super().__init__()

@@ -62,7 +62,6 @@ class JsonScan:
         """Take characters from a place on.
 
         Args:
-            text: to take from.
             at: the first character.
         Returns:
             the first character that was not taken: the first one after the value, or the one that

@@ -20,9 +20,6 @@ class MistralCalls(Body):
     """After `[TOOL_CALLS]`: `[{"name": …, "arguments": {…}}, …]`, or `name[ARGS]{…}`.
 
     The latter with or without `[ARGS]`, and with a `[CALL_ID]…` before it.
-
-    Args:
-        tools: of the request.
     """
 
     def __init__(self, tools: Mapping[str, Any]) -> None:

@@ -112,9 +112,6 @@ class _Reader:
 
     Each is read once, and a bounded number of them: schemas that refer to themselves cost by their
     size, whatever they look like.
-
-    Args:
-        root: that references are of.
     """
 
     def __init__(self, root: Any) -> None:

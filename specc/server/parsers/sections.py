@@ -24,7 +24,6 @@ class Section(CallsInTurn):
     missing, the next mark does; where `closing` is, other text.
 
     Args:
-        make_call: the body of each call.
         before: marker before each call.
         closing: marker after the last one.
         after: marker after each call; none for "".
@@ -79,7 +78,6 @@ class HeadedCall(Body):
     """A head that holds the tool's name, and then its arguments, which are a JSON object mostly.
 
     Args:
-        names: of tools.
         head: markers and other words, in their order; `NAME` where the name stands. White space may
             stand between them.
         is_numbered: the name is written as `functions.name:0`, which is the id of the call.

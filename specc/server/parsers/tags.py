@@ -81,9 +81,7 @@ class _Tags(Body):
         """What is between the mark of a tag and its end, once that is there.
 
         Args:
-            text: to take from.
             at: the first character after the mark.
-            end: of the tag.
         """
         limit = at + _MAX_TAG + len(end)
         size = text.find(end, at, limit)

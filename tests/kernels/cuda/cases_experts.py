@@ -34,7 +34,6 @@ class Case:
         dtype: of tokens and matrices.
         choice: `any` (distinct experts at random), `one` (all take the last expert, then others),
             `half` (nobody takes an odd expert), `bad` (some ids name no expert), `none`.
-        activation: of the gate.
         weights: dtype of the weights, None for that of tokens.
     """
 

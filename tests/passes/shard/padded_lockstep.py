@@ -36,11 +36,7 @@ class PaddedRanks:
     """A model whose padded program is whole, and cut for ranks.
 
     Args:
-        name: of a tiny model.
         num_ranks: that it is cut for.
-        rows: of its caches.
-        dtype: of the model.
-        phases: of the whole program.
         changes: fields of the model's configuration.
     """
 

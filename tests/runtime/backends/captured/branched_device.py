@@ -188,7 +188,6 @@ def conflicts(tape: BranchedTape, leaves_out: Iterable[Tensor] = ()) -> list[str
     """Bytes that one branch writes and the other one touches, by what operators are given.
 
     Args:
-        tape: of a capture.
         leaves_out: tensors that operators get whole and touch by the rows of a block table: caches.
     """
     without = {storage_of(tensor) for tensor in leaves_out}

@@ -42,7 +42,6 @@ class Memory:
     """A storage that a recording has met.
 
     Args:
-        tensor: of it.
         is_own: the recording took it, so it stays for replays when nobody else holds it.
     """
 
