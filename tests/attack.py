@@ -133,7 +133,6 @@ def ordinary(index: int) -> tuple[str, bytes]:
 
 
 def check(kind: str, status: int, body: bytes) -> str:
-    """What is wrong with an answer."""
     if status != 200:
         return f"{status} {body[:60]!r}"
     if kind == "stream":

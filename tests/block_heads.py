@@ -70,13 +70,11 @@ class BlockCase:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of its layers."""
         last = 0 if self.is_mixed else self.window
         return (*[self.window] * (self.num_layers - 1), last)
 
     @property
     def causal_layers(self) -> tuple[int, ...]:
-        """Of a drafter whose layers differ."""
         return tuple(range(self.num_layers - 1)) if self.is_mixed and self.is_causal else ()
 
     @property

@@ -51,8 +51,6 @@ _SEEDS = {"target": 0, "noisy": 0, "random": 77}
 
 @dataclass
 class Outcome:
-    """Of a case that passed."""
-
     stats: SpecStats
     num_compared: int = 0
     ties: list[Tie] = field(default_factory=list)

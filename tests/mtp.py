@@ -164,6 +164,5 @@ class MtpReference:
 
 
 def tensor_names(directory: Path, pattern: str) -> list[str]:
-    """Names in a checkpoint."""
     found = load_file(directory / "model.safetensors")
     return [name for name in found if re.search(pattern, name)]

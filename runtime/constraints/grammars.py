@@ -273,8 +273,6 @@ class Grammars:
 
 
 class _Held:
-    """Bytes of what lives."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_bytes = 0

@@ -123,7 +123,6 @@ def _number(value: Any) -> Decimal | None:
 
 
 def _numbers(value: Any) -> Iterator[Decimal]:
-    """All numbers of an instance."""
     if (number := _number(value)) is not None:
         yield number
     elif isinstance(value, (dict, list)):
@@ -132,7 +131,6 @@ def _numbers(value: Any) -> Iterator[Decimal]:
 
 
 def _schemas(part: Any, path: tuple[str, ...]) -> Iterator[tuple[Mapping[str, Any], Iterable[str]]]:
-    """A schema, and all in it, with their places."""
     if not isinstance(part, dict):
         return
     yield part, path

@@ -243,7 +243,6 @@ class AdaptiveLength:
         known.last_round = self._round
 
     def _cost(self, index: int) -> float:
-        """Seconds a token."""
         return self._seconds[index].mean / self._acceptance.mean_tokens(self._lengths[index])
 
     def _hope(self, index: int) -> float:

@@ -111,7 +111,6 @@ class QuantizedLayout:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """The format, of ggml's blocks."""
         return FORMATS[self.format] if self.format else None
 
     @property

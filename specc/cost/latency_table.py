@@ -260,7 +260,6 @@ class LatencyTable:
         return self.pass_s(draft)(with_unused(part, unused))
 
     def pass_s(self, draft: Drafter) -> PassSeconds:
-        """Of its program."""
         if draft.facts.cache is Cache.TARGET:
             return self.drafts.get(draft.name, self.target)
         return self.drafts[draft.name]

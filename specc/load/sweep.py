@@ -59,8 +59,6 @@ class Sweep:
 
 @dataclass
 class SweepResult:
-    """What a sweep has measured."""
-
     sweep: Sweep
     runs: dict[RunKey, LoadRun] = field(default_factory=dict)
 

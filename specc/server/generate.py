@@ -47,8 +47,6 @@ class OutputJob:
 
 @dataclass
 class Output:
-    """What one output has come to."""
-
     job: OutputJob
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

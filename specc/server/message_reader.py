@@ -53,7 +53,6 @@ class MessageReader:
         return [marker for form in forms if form is not None for marker in form.markers]
 
     def parser(self) -> MessageParser:
-        """For one output."""
         use = self._use
         return message_parser(
             use.form, self._thinks, use.tools, self._prompt, use.max_calls, self._taken_ids

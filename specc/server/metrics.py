@@ -212,7 +212,6 @@ class ServeMetrics(Collector):
         return self._window.look(self._service.state())
 
     def to_text(self) -> bytes:
-        """In the text format of Prometheus."""
         return generate_latest(self._pages)  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:

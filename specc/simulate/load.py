@@ -60,7 +60,6 @@ class Lengths:
             )
 
     def draw(self, *counters: int) -> int:
-        """The number of these counters."""
         variance = math.log(1 + self.spread**2)
         # Box and Muller
         radius = math.sqrt(-2 * math.log(1 - uniform(*counters, 0)))

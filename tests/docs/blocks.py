@@ -77,7 +77,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """All fenced blocks of a page."""
     lines = page.read_text(encoding="utf-8").split("\n")
     number = 0
     while number < len(lines):
@@ -92,6 +91,5 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def shell_blocks() -> list[Block]:
-    """All blocks with commands."""
     found = [block for page in PAGES for block in blocks_of(page)]
     return [block for block in found if block.language in ("sh", "console")]

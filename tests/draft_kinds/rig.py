@@ -68,11 +68,9 @@ class DraftRig:
         raise NotImplementedError
 
     def target(self, zoo: Zoo, case: str) -> Path:
-        """The checkpoint of the target."""
         return write_target(zoo)
 
     def draft(self, zoo: Zoo, case: str) -> Path:
-        """A checkpoint of the draft."""
         return zoo.once(f"{self.prefix}-{case}", lambda path: self.write(path, case))
 
     def engine(self, zoo: Zoo, case: str = "", label: str = "eager", **changes: Any) -> Path:

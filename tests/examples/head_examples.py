@@ -46,7 +46,6 @@ def imported(name: str) -> Iterator[ModuleType]:
 
 
 def tiny_target() -> Any:
-    """What is drafted for."""
     return models.build_model(
         "llama",
         hidden_size=WIDTH,

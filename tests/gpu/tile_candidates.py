@@ -42,7 +42,6 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the weight."""
         return self.n * self.k * ITEM
 
 

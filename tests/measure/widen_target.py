@@ -282,7 +282,6 @@ def donor_layers(config: PretrainedConfig, size: Size) -> list[int]:
 
 
 def widened_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
-    """The configuration of the widened model."""
     donors, widened = donor_layers(config, size), copy.deepcopy(config)
     widened.num_hidden_layers = size.num_layers
     widened.intermediate_size = size.intermediate_size

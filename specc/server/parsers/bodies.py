@@ -289,7 +289,6 @@ class CallsInTurn(Body):
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._call is not None:
             self._call.cut(events)
         return self.raw

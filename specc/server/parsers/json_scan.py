@@ -29,8 +29,6 @@ class _In(enum.Enum):
 
 
 class _Next(enum.Enum):
-    """What structure may come next."""
-
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()
     KEY = enum.auto()

@@ -36,7 +36,6 @@ class MistralCalls(Body):
         return super().raw + (self._inner.raw if self._inner else "")
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """As of all bodies."""
         while at < len(text) and self.is_open:
             if self._inner is None:
                 begin, at = at, self._take(text, at, events)
@@ -50,7 +49,6 @@ class MistralCalls(Body):
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._inner is not None:
             self._inner.cut(events)
         return self.raw
@@ -312,7 +310,6 @@ class MarkedParameters(Body):
         return at + len(certain)
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         self._value = None
         self._kept.clear()
         return super().cut(events)

@@ -110,7 +110,6 @@ class HeadedCall(Body):
         return super().raw + (self._arguments.raw if self._arguments else "")
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """As of all bodies."""
         self.is_waiting = False
         while at < len(text) and self.is_open and not self.is_waiting:
             if self._arguments is None:
@@ -129,7 +128,6 @@ class HeadedCall(Body):
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._arguments is not None:
             self._arguments.cut(events)
         return self.raw

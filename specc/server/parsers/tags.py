@@ -31,8 +31,6 @@ _AFTER_VALUE = (END_OF_ARGUMENT, _ARGUMENT, _END_OF_CALL)
 
 
 class _At(enum.Enum):
-    """What a body reads."""
-
     HEAD = enum.auto()
     BETWEEN = enum.auto()
     TAG = enum.auto()
@@ -197,7 +195,6 @@ class AttributedCall(_Tags):
         return end
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if not self.is_bad and self.num_calls:
             self._part = ""
             self._kept.clear()
@@ -363,7 +360,6 @@ def _container(schema: SchemaPart, names: Collection[str]) -> str:
 
 
 def _json(element: _Element) -> str:
-    """The value of an element as JSON."""
     if not element.children:
         return _text_json("".join(element.texts), element.schema)
     names = [name for name, _ in element.children]

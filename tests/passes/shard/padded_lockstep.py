@@ -102,7 +102,6 @@ class PaddedRanks:
         return [(found, run.written) for found, run in zip(logits, runs, strict=True)]
 
     def write(self, directory: Path) -> OnnxFile:
-        """The files of all ranks in a directory."""
         files = []
         for rank in range(self.plan.num_ranks):
             weights = directory / f"rank-{rank}.weights.safetensors"
