@@ -15,11 +15,7 @@ from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import Progress
 from specc.close_name import advice
 from specc.errors import EngineError
-from specc.system.files import (
-    format_bytes,
-    hash_file,
-    sample_file,
-)
+from specc.system.files import format_bytes, hash_file, sample_file
 from specc.system.json_file import read_engine_json
 from specc.version import __version__
 

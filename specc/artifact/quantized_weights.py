@@ -13,12 +13,7 @@ from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.integers import Integers, widened
 from specc.artifact.nonfinite import NonFinite, refuse_integers
-from specc.artifact.packed_stream import (
-    packed_stream,
-    rounded_matrices,
-    rounded_rows,
-    zero_rows,
-)
+from specc.artifact.packed_stream import packed_stream, rounded_matrices, rounded_rows, zero_rows
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import Buffer, TensorReader
 from specc.artifact.tensor_part import Range

@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.bench.conversations import (
-    TalkMeasurement,
-    category_figures,
-    find_talk_differences,
-)
+from specc.bench.conversations import TalkMeasurement, category_figures, find_talk_differences
 from specc.bench.engine import add_margins
 from specc.bench.peers.installed import versions_of
 from specc.bench.questions import Question

@@ -9,13 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from specc.errors import (
-    ContextLengthError,
-    FaultError,
-    OverloadError,
-    RequestError,
-    SpeccError,
-)
+from specc.errors import ContextLengthError, FaultError, OverloadError, RequestError, SpeccError
 
 # characters of a message; the values of bad requests are quoted in it
 _MAX_MESSAGE = 600

@@ -11,10 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda import row_noise, sampling
-from specc.kernels.reference.sampling import (
-    LARGEST_UNIFORM,
-    gumbel_reference,
-)
+from specc.kernels.reference.sampling import LARGEST_UNIFORM, gumbel_reference
 
 # known answers of Random123: counter, key, words
 PHILOX_VECTORS = [

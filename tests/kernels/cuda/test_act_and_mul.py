@@ -11,13 +11,7 @@ from specc.kernels.cuda import act_and_mul as kernel
 from specc.kernels.cuda.act_and_mul import act_and_mul, config, shipped
 from specc.kernels.cuda.shipped import CAPABILITIES
 from specc.kernels.reference.fused import ACTIVATIONS, act_and_mul_reference
-from tests.kernels.cuda.cases_rms_norm import (
-    DTYPES,
-    MAX_TIES,
-    TOLERANCE,
-    fenced,
-    make_rows,
-)
+from tests.kernels.cuda.cases_rms_norm import DTYPES, MAX_TIES, TOLERANCE, fenced, make_rows
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),

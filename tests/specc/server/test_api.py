@@ -15,15 +15,7 @@ from specc.sampling.params import SamplingParams
 from specc.server.params import completion_params
 from specc.server.protocol import CompletionRequest, parse
 from tests.runtime.conftest import build_engine
-from tests.specc.server.serving import (
-    GREEDY,
-    MODEL,
-    Server,
-    alone,
-    greedy_ids,
-    greedy_text,
-    serve,
-)
+from tests.specc.server.serving import GREEDY, MODEL, Server, alone, greedy_ids, greedy_text, serve
 
 PROMPT = "hello world"
 

@@ -13,13 +13,7 @@ from specc.sampling.params import SamplingParams
 from specc.server.fields import UnknownFields
 from specc.server.params import completion_params
 from specc.server.protocol import ChatRequest, CompletionRequest, parse
-from tests.specc.server.serving import (
-    GREEDY,
-    Server,
-    assert_error,
-    greedy_text,
-    serve,
-)
+from tests.specc.server.serving import GREEDY, Server, assert_error, greedy_text, serve
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

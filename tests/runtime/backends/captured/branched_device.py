@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.runtime.backends.captured.simulated_device import (
-    LateDevice,
-    SimulatedDevice,
-    _LateTape,
-)
+from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice, _LateTape
 from tests.runtime.backends.captured.tape import Call, Tape, given_to, storage_of
 
 EARLY, LATE, BETWEEN = "early", "late", "between"
