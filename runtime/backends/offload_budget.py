@@ -81,10 +81,8 @@ def offload_of(
     """What a rank keeps of the target's weights; None: they are mapped, and the system decides.
 
     Args:
-        manifest: of the engine.
         limits: of what it may take.
         model: segments of the target.
-        file: of the rank's weights.
     Raises:
         ConfigError: the budget is below two buffers of the largest segments.
     """
@@ -116,7 +114,6 @@ def budget_of(manifest: Manifest, limits: LoadLimits, free: int | None) -> int:
     """Bytes that weights of the target may take on each rank.
 
     Args:
-        manifest: of the whole engine.
         limits: of what it may take: bytes, or `auto`, what is free when all else that the engine
             plans is taken.
         free: bytes of memory before anything is loaded, of all ranks of this machine; None: nobody

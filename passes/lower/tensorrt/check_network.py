@@ -74,7 +74,6 @@ def check_trt_network(
     Args:
         trt: module of the network.
         network: parsed, nothing added.
-        form: of the ONNX file.
         has_lengths: every attention must have key/value lengths.
     Returns:
         the attentions in the order of `form`.

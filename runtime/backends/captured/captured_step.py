@@ -44,7 +44,6 @@ class CapturedStep:
     `skips_filters` is set.
 
     Args:
-        binder: of its stages.
         buckets: sizes, ascending; the last is the largest batch.
         by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
