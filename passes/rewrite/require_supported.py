@@ -18,7 +18,7 @@ from specc.passes.program import AttentionLayer, Program, Weight
 
 
 class RequireAttention(Pass):
-    """No layer has what the backend lacks: sinks, softcaps, slopes, chunks, other values than keys."""
+    """Refuse attention that the backend lacks: sinks, softcap, slopes, chunks, value widths."""
 
     requires = (attention_is_a_tree,)
 
