@@ -22,12 +22,6 @@ REQUESTS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def strict() -> Iterator[Server]:
     with serve(strict_fields=True) as running:
         yield running
