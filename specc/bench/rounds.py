@@ -105,7 +105,7 @@ class Rounds:
         return next(measured for contender, measured in self if contender.name == name)
 
     def plain_of(self, name: str) -> list[Measurement] | None:
-        """Of plain decoding by the peer that a contender belongs to; None where it did not run."""
+        """Measurement of plain decoding by the same peer; None if it did not run."""
         found = (measured for contender, measured in self if is_of(name, contender.name))
         return next(found, None)
 

@@ -87,7 +87,7 @@ class CapturedStep:
 
     @property
     def is_split(self) -> bool:
-        """A hook stands between the stages."""
+        """Whether a host hook runs between the stages."""
         return self.before_accept is not None
 
     @property

@@ -173,7 +173,7 @@ class CallParser(HeldParser):
         return True
 
     def _begin_text(self) -> None:
-        """What is held is text, white space before it included."""
+        """Treat held-back characters, and the white space before them, as content."""
         self._held = self._blanks.pop() + self._held
         self._place = _At.TEXT
 
