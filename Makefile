@@ -36,7 +36,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-com
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help aarch64 decode demo demo-real gpu-check gpu-compiles gpu-rehearsal mutants test test-all test-full \
+.PHONY: help aarch64 decode demo demo-real gpu-check gpu-rehearsal mutants test test-all test-full \
 	sanitize lint \
 	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
@@ -120,10 +120,6 @@ gpu-check:
 # the same on a simulated device, with tests that crash, hang and lose the device
 gpu-rehearsal: $(VENV)/.dev
 	@$(BIN)/python -P tests/gpu/rehearsal.py $(COMMAND) $(ARGS)
-
-# what Triton compiles for the check, counted without a GPU
-gpu-compiles: $(VENV)/.dev
-	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.gpu.compiles $(ARGS)
 
 # specc is laid out as specc/ passes/ runtime/ kernels/ and imported as specc.*: links give the
 # type checker the same view

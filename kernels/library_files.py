@@ -151,12 +151,7 @@ def library_path() -> Path:
 
 
 def changed_source(library: Path, folder: Path = SOURCE_DIR) -> Path | None:
-    """A source that is newer than a library; None where there is none, as in wheels.
-
-    Args:
-        library: the file.
-        folder: of the sources.
-    """
+    """A source that is newer than a library; None where there is none, as in wheels."""
     made = library.stat().st_mtime_ns
     if not (CHECKOUT / "CMakeLists.txt").is_file():
         return None

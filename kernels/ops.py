@@ -1,8 +1,7 @@
 """The `specc::` operators, as torch knows them; importing this registers all of them.
 
-What is known of each is a value of `specc.kernels.operators`, found by looking through its modules.
-The default implementation of an operator is its oracle; other lowerings register for their own
-dispatch key.
+Each is described by an `Operator` in a module of `specc.kernels.operators`. The default
+implementation is its reference; other lowerings register for their dispatch keys.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ _by_overload: dict[Any, Operator] = {}
 def register(
     operator: Operator, library: torch.library.Library = _LIBRARY
 ) -> torch._ops.OpOverload:
-    """Make an operator known to torch, to passes and, where it may be stored, to graphs of engines.
+    """Register an operator with torch, passes and, if it may be stored, engine graphs.
 
     Args:
-        operator: of a name that is not taken.
-        library: of torch, which it is a part of; it holds as long as that lives.
+        library: keeps the registration alive.
     Returns:
-        What graphs call, which is an attribute of this module from now on.
+        The overload that graphs call, also an attribute of this module from now on.
     """
     name = operator.name
     assert name not in OPERATORS, f"{name} is registered"
@@ -49,12 +47,12 @@ def register(
 
 
 def operator_of(target: Any) -> Operator | None:
-    """What is known of the operator that a graph calls; None where it is not one of specc."""
+    """The `Operator` that a graph node calls; None if it is not one of specc's."""
     return _by_overload.get(target) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def of_cpu() -> list[Operator]:
-    """What the library of C++ kernels has, as `specc_cpu::`; the oracles stay `specc::`."""
+    """Operators with a C++ kernel, as `specc_cpu::`; `specc::` stays the reference."""
     return [operator for operator in OPERATORS.values() if operator.cpu]
 
 
@@ -62,7 +60,7 @@ def _register_all() -> None:
     for found in pkgutil.iter_modules(operators.__path__):
         module = importlib.import_module(f"{operators.__name__}.{found.name}")
         for value in vars(module).values():
-            # a module may use what another one defines
+            # modules may import operators from each other
             if isinstance(value, Operator) and value.name not in OPERATORS:
                 register(value)
 

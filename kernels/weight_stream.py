@@ -42,7 +42,6 @@ class WeightStream:
     """A thread reads piece i + 1 while piece i is used; pieces are used in order, pass after pass.
 
     Args:
-        file: of the weights.
         offsets: bytes of the file at which pieces begin, in the order in which a pass uses them.
         sizes: bytes of each.
         direct: past the page cache, where the file system can.

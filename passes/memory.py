@@ -154,7 +154,6 @@ def peak_bytes(program: Program, shape: PassShape, attention: str = WHOLE, decod
 
     Args:
         program: after its last phase.
-        shape: of the pass.
         attention: see `specc.artifact.backends.BackendFacts`.
         decoded: `decoded_bytes` of these facts.
     """

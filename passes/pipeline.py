@@ -85,7 +85,6 @@ class Pipeline:
     """Runs phases over a program.
 
     Args:
-        phases: what to run.
         dump_dir: directory that gets the graph after each phase as text, or None.
         before: phase → what is called before it.
         verifies: run the specification of a flat program between phases.

@@ -57,7 +57,6 @@ class RowInput:
     Args:
         name: of the input, and of the argument of the model's forward.
         columns: of the row.
-        dtype: of its elements.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Weight:
 
     Args:
         parameters: names in the model.
-        dtype: of the input.
         shape: of the concatenation.
         in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
         quantized: how it holds it as integers, in blocks of their own.
@@ -144,7 +142,6 @@ class StateLayer:
     sequence is a state of one size, however long the sequence is.
 
     Args:
-        name: of the module.
         kind: `conv` or `recurrence`.
         shape: of a sequence's state: [K - 1, C] inputs of a convolution, oldest first; [HV, DK, DV]
             of a recurrence.

@@ -23,8 +23,6 @@ def value_of_call(graph: fx.Graph, target: Callable, args: Any, kwargs: Any) -> 
     that are symbols, computing it takes milliseconds.
 
     Args:
-        graph: of the nodes.
-        target: what is called.
         args: nodes, and others.
         kwargs: likewise.
     """

@@ -239,7 +239,7 @@ AsyncLLMEngine = AsyncLLM
 
 @dataclass
 class _Output:
-    """What one of a request's outputs has come to."""
+    """Progress of one output of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -45,7 +45,6 @@ class StepPace:
         """Learn how long steps of this kind take.
 
         Args:
-            batch: that ran.
             seconds: of all steps.
             num_steps: 1 or more.
         """

@@ -28,8 +28,6 @@ def load_profile(
     says so: its plans are not those that pay here.
 
     Args:
-        path: the engine directory.
-        manifest: its manifest.
         steps: plan name → step, of all plans.
         offload_weights: what the engine is loaded with.
     Raises:

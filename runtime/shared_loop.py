@@ -74,7 +74,6 @@ class SharedLoop:
 
     Args:
         lock: held for each iteration, and for whatever else may not happen during one.
-        advance: one iteration.
     """
 
     def __init__(self, lock: FairLock, advance: Callable[[], object]) -> None:

@@ -74,7 +74,6 @@ class Counted(Sequence[T]):
     """A sequence that tells how far somebody is who iterates over it.
 
     Args:
-        items: of the sequence.
         advance: told before each item, and after the last one.
     """
 

@@ -133,7 +133,6 @@ def ordinary(index: int) -> tuple[str, bytes]:
 
 
 def check(kind: str, status: int, body: bytes) -> str:
-    """What is wrong with an answer."""
     if status != 200:
         return f"{status} {body[:60]!r}"
     if kind == "stream":
@@ -152,7 +151,6 @@ class Run:
 
     Args:
         process: ready.
-        names: of the attacks.
         rate: ordinary requests a second.
     """
 

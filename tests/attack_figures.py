@@ -26,8 +26,6 @@ class Answered:
 
 @dataclass
 class Figures:
-    """What was seen."""
-
     answers: list[Answered] = field(default_factory=list)
     attacks: Counter[str] = field(default_factory=Counter)
     num_health_failures: int = 0

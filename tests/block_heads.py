@@ -31,7 +31,6 @@ class BlockCase:
         config: keys at the top of config.json.
         nested: keys of `dflash_config`.
         layer: keys that describe its layers.
-        num_layers: of the drafter.
         from_anchor: what its rows predict, see `BlockDraft`.
         is_causal: what they see in layers with a window, or in all.
         window: of each layer, 0 is none; see `BlockSpec`.
@@ -71,13 +70,11 @@ class BlockCase:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of its layers."""
         last = 0 if self.is_mixed else self.window
         return (*[self.window] * (self.num_layers - 1), last)
 
     @property
     def causal_layers(self) -> tuple[int, ...]:
-        """Of a drafter whose layers differ."""
         return tuple(range(self.num_layers - 1)) if self.is_mixed and self.is_causal else ()
 
     @property

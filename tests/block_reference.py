@@ -32,8 +32,6 @@ class BlockReference:
     """A drafter.
 
     Args:
-        case: what it is.
-        tensors: of its checkpoint.
         embedding: of the target, [V, H].
         head: of the target, [V, H].
     """

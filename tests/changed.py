@@ -49,9 +49,7 @@ class Recorder:
     """Notes the files whose tests all pass, in the process that hears of all of them.
 
     Args:
-        root: the checkout.
         notes: file that is read and written.
-        cache: of closures.
     """
 
     def __init__(self, root: Path, notes: Path, cache: Path | None) -> None:

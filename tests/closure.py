@@ -45,7 +45,6 @@ class Closures:
     """Closures of the files of tests of a checkout.
 
     Args:
-        root: the checkout.
         cache: file that keeps what was read of sources that have not changed since; None keeps
             nothing.
     """
@@ -98,7 +97,6 @@ class Closures:
         """Files that decide what tests of a file say, relative to the checkout.
 
         Args:
-            file: of tests, relative to the checkout.
             more: modules that its tests were seen to import.
         """
         modules = self.modules(file) | self._reach(name for name in more if name in self.paths)

@@ -52,9 +52,7 @@ def engine(zoo: Zoo, name: str, backend: str) -> Engine:
     """An engine of two drafts with all plans: one that is often right, one that never is.
 
     Args:
-        zoo: of checkpoints.
         name: architecture; its layout is the one of tests/lossless.py.
-        backend: of the engine.
     """
     config = CompileConfig(
         plans=PLANS,

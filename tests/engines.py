@@ -31,7 +31,6 @@ def build(
     """Compile an engine, or take the one that was compiled of the same before.
 
     Args:
-        target: checkpoint.
         drafts: one checkpoint or several.
         path: directory that is made.
         config: options.

@@ -107,7 +107,6 @@ def commit(output: Path, root: Path = ROOT) -> dict[str, Any]:
 
     Args:
         output: file of results, which may be one of the checkout.
-        root: the checkout.
     """
 
     def git(*args: str) -> str | None:

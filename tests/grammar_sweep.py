@@ -213,8 +213,6 @@ class Sweep:
     """Outputs of the same requests with several plans.
 
     Args:
-        engine: with the plans.
-        grammars: of the requests.
         options: of `SamplingParams`, each with each grammar.
     """
 
@@ -259,9 +257,6 @@ def compare(
     """Outputs of each plan against those of plain decoding.
 
     Args:
-        engine: with the plans.
-        grammars: of the requests.
-        plans: that draft.
         seeds: of each setting, at most 4.
     """
     some = [one for one in COUPLED if one.get("seed", 0) < seeds]

@@ -23,8 +23,6 @@ class Reference:
     """A head.
 
     Args:
-        case: what it is.
-        tensors: of its checkpoint.
         embedding: of the target, [V, H].
     """
 

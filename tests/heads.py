@@ -32,8 +32,6 @@ class Case:
         boundaries: that its taps are, in order.
         config: keys at the top of config.json, flags among them.
         layer: keys that describe its layers.
-        num_layers: of the head.
-        model_type: of its layers.
         biases: projections of the first layer that have one; `fc`, too.
     """
 

@@ -63,7 +63,6 @@ def components(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def figures(root: Path) -> dict[str, Any]:
-    """What is said of a checkout."""
     paths = sorted(
         path.relative_to(root) for folder in FOLDERS for path in (root / folder).rglob("*.py")
     )

@@ -20,8 +20,6 @@ class LibraryBuild:
     """Objects of a checkout's library; what has not changed is not compiled again.
 
     Args:
-        root: the checkout.
-        folder: for the objects.
         output: for the libraries, `SPECC_LIBRARY_DIR` of who is to use them.
         options: of CMake, such as `-DSPECC_FLAGS=-g`.
         environment: of all commands; None: this process's.

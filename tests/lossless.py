@@ -51,8 +51,6 @@ _SEEDS = {"target": 0, "noisy": 0, "random": 77}
 
 @dataclass
 class Outcome:
-    """Of a case that passed."""
-
     stats: SpecStats
     num_compared: int = 0
     ties: list[Tie] = field(default_factory=list)
@@ -87,7 +85,6 @@ class Zoo:
         """A directory of the session; of the processes that ask, the first makes it.
 
         Args:
-            name: of the directory.
             make: writes it, where nothing is yet.
         """
         path = self._root / name

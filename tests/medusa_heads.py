@@ -130,7 +130,6 @@ class MedusaReference:
     """Heads by their formulas: x = x + silu(W x + b), logits = U x, of one row h.
 
     Args:
-        case: what they are.
         tensors: of `draw_tensors`.
     """
 

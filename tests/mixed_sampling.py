@@ -27,7 +27,6 @@ def mixed_sampling(
         batch: requests.
         first: which kind comes first.
         is_greedy: all are greedy, without penalties.
-        rules: of those that are drawn.
     """
     kinds = [row for row in _ROWS if row[0][0] == 0 or row[1][2] in rules]
     rows = [kinds[0 if is_greedy else (first + b) % len(kinds)] for b in range(batch)]

@@ -52,7 +52,6 @@ def write_target(
 
     Args:
         name: of `FORMS`.
-        directory: to make.
         has_own_ends: the module has an embedding and a head of its own.
         vocab: V.
     """
@@ -165,6 +164,5 @@ class MtpReference:
 
 
 def tensor_names(directory: Path, pattern: str) -> list[str]:
-    """Names in a checkpoint."""
     found = load_file(directory / "model.safetensors")
     return [name for name in found if re.search(pattern, name)]

@@ -49,7 +49,6 @@ def load_wrapper(
     Args:
         directory: where it shall be.
         text: C++ that calls them, with functions of C for the test.
-        flags: of the compiler.
         sources: names of files in kernels/cpu that are compiled along. Of those for this machine,
             what the library was made of is linked: compiling it again takes half a minute.
         last: what the command ends with, such as libraries.

@@ -27,8 +27,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class Tie:
-    """A forgiven mismatch."""
-
     case: str
     position: int
     wanted: int

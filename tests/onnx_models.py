@@ -45,12 +45,10 @@ class Lowered:
     """Both programs of a model.
 
     Args:
-        model: of transformers.
         flat: after all phases.
         padded: after all phases.
         flat_records: what the passes of the flat one did.
         records: what those of the padded one did.
-        rows: of its caches.
         made_of: all that decides what they are, besides sources.
     """
 
@@ -138,7 +136,6 @@ class BothPrograms:
     """The two programs of a model with the same rows in their caches.
 
     Args:
-        pair: of programs.
         directory: with the files of `write_onnx`; None runs the padded graph itself.
         num_blocks: sequences that the caches hold.
     """
@@ -228,12 +225,7 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 class EagerPadded:
-    """The padded program's graph operator by operator, with caches that passes change.
-
-    Args:
-        pair: of programs.
-        caches: of each layer.
-    """
+    """The padded program's graph operator by operator, with caches that passes change."""
 
     def __init__(self, pair: Lowered, caches: Caches) -> None:
         self._pair = pair

@@ -54,10 +54,8 @@ def round_weight(
     """Round a weight [N, K] in groups of columns; the last one may be short.
 
     Args:
-        weight: of a model.
         bits: 4 or 8.
         group: columns.
-        dtype: of the scales.
         is_symmetric: zero points are the middle.
         least_zero: of the zero points that are not.
     """

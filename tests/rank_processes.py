@@ -33,7 +33,6 @@ class RankProcesses:
     Args:
         num_ranks: processes.
         body: returns what can be pickled.
-        arguments: of all ranks alike.
         transport: `shared` or `sockets`.
         options: of `SharedGroup.create` and `join_sockets`.
     """

@@ -97,7 +97,6 @@ def run_soak(
 
     Args:
         service: with nobody else at work; its engine is broken now and then.
-        solo: of an engine with the same models.
         judge: of outputs that differ from those of solo runs.
         prompts: of the requests.
         num_requests: to hand in at least.

@@ -201,7 +201,6 @@ def compare(
         source: Jinja.
         conversation: of `CONVERSATIONS`.
         template: of the source; None where specc refuses it.
-        tokenizer: of transformers.
     """
     got = None if template is None else _by_specc(template, conversation)
     want = _by_transformers(tokenizer, source, conversation)

@@ -24,7 +24,6 @@ from tests.traces import fingerprint, pack, stable_repr, trace_once, unpack
 
 
 def described(value: Any) -> Any:
-    """A fake value with its symbols."""
     if not isinstance(value, Tensor):
         return repr(value)
     return str(value.shape), str(value.stride()), value.dtype, value.device, value.storage_offset()

@@ -100,7 +100,6 @@ def checkered(rows: Iterable[Any], columns: Iterable[Any], first: int = 0) -> li
 
 
 def _name(case: Any) -> str:
-    """As pytest would call it."""
     if case.id is not None:
         return str(case.id)
     return "-".join(str(getattr(value, "name", value)) for value in case.values)

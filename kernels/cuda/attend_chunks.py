@@ -31,10 +31,8 @@ def bounds_in_chunks(
     """What chunks make of `low`, from which on every row sees keys, and `start`, the first seen.
 
     Args:
-        low: by windows alone.
         start: likewise.
         first_position: the least of live rows.
-        last_position: the greatest.
         length: committed rows: the position of node 0.
         CHUNK: positions of a chunk.
         IS_TREE: rows have ancestor words.
@@ -130,7 +128,6 @@ def seen_by_any(
         b_low: [BM] 32 ancestor bits from the node of place 0 on; of rows that are dead, none.
         b_high: [BM] the next 32.
         first_position: the least of live rows, which sees most of what is committed.
-        window: of positions.
         sink: first keys that no window cuts.
         length: committed rows: the slot of node 0.
         CHUNK: positions of a chunk.

@@ -137,7 +137,6 @@ def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> Att
     """Launch parameters for tiles of up to `rows` packed rows.
 
     Args:
-        dtype: of queries and cache.
         head_dim: the larger one of keys and values.
         rows: packed rows of an average sequence.
         capability: 10 · major + minor.

@@ -73,7 +73,7 @@ def _page_pointers(
 
 @triton.jit
 def _load_old(p, IS_DEPENDENT: tl.constexpr):
-    """Rows of the cache that are read before the wait, if there is one: past the first level."""
+    """Load cache rows; before the wait of a dependent launch, bypassing L1 (`.cg`)."""
     if IS_DEPENDENT:
         return tl.load(p, cache_modifier=".cg")
     else:

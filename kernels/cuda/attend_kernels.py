@@ -10,12 +10,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_chunks import (
-    bits_from,
-    bounds_in_chunks,
-    first_nodes,
-    seen_by_any,
-)
+from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes, seen_by_any
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
 from specc.kernels.cuda.attend_rows import load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances

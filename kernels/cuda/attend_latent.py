@@ -60,7 +60,6 @@ def config(dtype: torch.dtype, rows: int, capability: int) -> AttendConfig:
     """Launch parameters for sequences of so many packed rows in the mean.
 
     Args:
-        dtype: of queries and cache.
         rows: tokens × heads.
         capability: 10 · major + minor.
     """

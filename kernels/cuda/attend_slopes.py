@@ -61,7 +61,6 @@ def distances(
         b_high: [BM] the next 32.
         i_node: which may be negative.
         length: committed rows: the slot of node 0.
-        num_words: of each row.
         IS_REGION: there may be keys of the region among them.
     """
     b_far = o_key[None, :] - b_position[:, None]

@@ -122,7 +122,7 @@ def experts_sum_kernel(
     BT: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Columns of one token: what its experts found, each by its weight."""
+    """Weighted sum of the outputs of one token's experts, a block of columns."""
     i_n = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     m_h = o_h < size

@@ -205,9 +205,6 @@ def check_product(
         operator: name.
         x: [..., K].
         residual: like x, or None.
-        gamma: of the norm.
-        weight: of the product.
-        bias: of the product.
         name: of x among the operator's arguments.
     """
     check_linear(operator, x, weight, bias, name)

@@ -49,7 +49,6 @@ class Tile:
         num_stages: steps in flight.
         splits: programs that share the columns of a block between them.
         starts_early: it is a dependent launch where launches are; else an ordinary one, always.
-        form: of the loop.
         block_m: rows of x, at most.
         shared: bytes of shared memory that the device must give a program, if not all do.
     """
@@ -99,7 +98,6 @@ def suited(tiles: Iterable[Tile], num_rows: int, columns: int, capability: int) 
     """Of those that take a product the ones with the fewest rows: others compute more for nothing.
 
     Args:
-        tiles: of a kernel.
         num_rows: of x.
         columns: of the weight.
         capability: of the device.
@@ -193,7 +191,6 @@ def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Til
 
     Args:
         layout: name of a `specc.artifact.quantized_layout.QuantizedLayout`.
-        dtype: of rows.
         num_rows: of the product.
     """
     if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:

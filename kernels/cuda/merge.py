@@ -154,7 +154,7 @@ def ancestor_words_kernel(
 
 
 def merge_config(total: int, num_nodes: int, num_trees: int) -> dict[str, int]:
-    """One warp reduces without a barrier; wide trees do not fit its registers."""
+    """Launch sizes: one warp, which reduces without barriers, unless registers would spill."""
     return {
         "BT": triton.next_power_of_2(total),
         "BN": triton.next_power_of_2(num_nodes),

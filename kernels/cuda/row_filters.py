@@ -25,12 +25,7 @@ from torch import Tensor
 from specc.kernels.cuda.launch import is_unfiltered
 from specc.kernels.cuda.row_cut import row_cut_kernel
 from specc.kernels.cuda.row_options import Bounded
-from specc.kernels.cuda.row_parts import (
-    NUM_BOUNDS,
-    NUM_FACTS,
-    row_parts_kernel,
-    row_pivots_kernel,
-)
+from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS, row_parts_kernel, row_pivots_kernel
 from specc.kernels.cuda.row_scan import NUM_PIVOTS
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES

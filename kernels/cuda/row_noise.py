@@ -40,7 +40,10 @@ def value_of_key(b_key):
 
 @triton.jit
 def noise_bits(seed, offset, purpose, o_counter):
-    """Random bits of four tokens a counter, as `sampling.token_bits` has them, for any purpose."""
+    """Random bits of four tokens a counter, for any purpose.
+
+    Token t takes word t / LANES mod 4 of counter t / (4 LANES) · LANES + t mod LANES.
+    """
     high = (offset >> 32).to(tl.uint32)
     purpose = purpose.to(tl.uint32)
     return tl.philox(seed, o_counter.to(tl.uint32), purpose, offset.to(tl.uint32), high)

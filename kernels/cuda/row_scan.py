@@ -11,13 +11,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.row_noise import order_of, value_of
-from specc.kernels.cuda.row_options import (
-    NUM_PROMPT,
-    RULE,
-    factor_of,
-    has_filter,
-    is_sampled,
-)
+from specc.kernels.cuda.row_options import NUM_PROMPT, RULE, factor_of, has_filter, is_sampled
 from specc.kernels.cuda.sampling import log_split, split_float
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 

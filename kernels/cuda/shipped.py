@@ -34,7 +34,6 @@ class Shipped:
 
     Args:
         name: unique in its file, for tables: "bf16-d128-rows16".
-        kernel: the jitted function.
         signature: argument → type ("*bf16", "i32", "fp32"), for all that are not constexprs.
         constexprs: argument → value; None for an absent pointer.
         num_warps: warps of a program.

@@ -82,7 +82,6 @@ def attention_forward(
     """What a layer of transformers calls.
 
     Args:
-        module: the layer.
         query: [B, H, T, D].
         key: [B, HK, T, D].
         value: [B, HK, T, DV].

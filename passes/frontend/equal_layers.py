@@ -93,11 +93,7 @@ def structure_of(layer: nn.Module) -> Hashable:
 
 
 class WatchedAttributes:
-    """Attributes that differ between layers of a group, and which of them a forward has read.
-
-    Args:
-        layers: of one class.
-    """
+    """Attributes that differ between layers of a group, and which of them a forward has read."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._paths = {id(m): path for layer in layers for path, m in layer.named_modules()}
@@ -173,7 +169,6 @@ def read_the_same(places: frozenset[Place], first: nn.Module, second: nn.Module)
 
     Args:
         places: that were read of the first one.
-        first: a layer.
         second: another one.
     """
     for path, name in places:

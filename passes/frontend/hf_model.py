@@ -191,7 +191,6 @@ def max_position(config: Any, rope_length: int | None = None) -> int | None:
     """Longest sequence that an engine of the model can have, or None where it does not say.
 
     Args:
-        config: of transformers.
         rope_length: see `rotary.constant_length`.
     """
     if (length := constant_length(config, rope_length)) is not None:

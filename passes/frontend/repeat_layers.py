@@ -75,7 +75,6 @@ class _Call:
     Args:
         key: all that has to be the same in calls of equal layers.
         tensors: its arguments that are tensors, then parameters and buffers of the layer.
-        nodes: of these tensors.
         num_arguments: how many of them are arguments.
         leaves: its arguments, tensors and others.
     """
@@ -97,10 +96,7 @@ class _Traced:
     """A layer that was traced, and what its nodes come from.
 
     Args:
-        layer: it.
-        path: of the layer, as nodes name it.
         read: attributes that differ between layers of the group, and that its forward has read.
-        key: of its call.
         sources: nodes of the call.
         made: its nodes, in order, but for sizes that no other node of it takes.
         num_calls: of the modules in it, by path.

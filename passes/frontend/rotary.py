@@ -79,7 +79,6 @@ def constant_length(config: Any, rope_length: int | None) -> int | None:
     """Tokens that frequencies are constant for, in an engine; None where no length matters.
 
     Args:
-        config: of transformers.
         rope_length: frequencies of this length at every position, where a model's own length is
             exceeded; None is none.
     """
@@ -105,9 +104,6 @@ def by_its_name(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration whose longrope is called that; the same one where it is.
 
     First revisions of Phi-3 call it `su`, a name that transformers has dropped.
-
-    Args:
-        config: the contents of config.json.
     """
     renamed = dict(config)
     for key in ("rope_parameters", "rope_scaling"):

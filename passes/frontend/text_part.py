@@ -94,7 +94,6 @@ class TextReader(ForwardingReader):
     """The tensors of the language model, under the names that it has alone.
 
     Args:
-        reader: of the whole checkpoint.
         names: of these tensors, and the names that they have there; None goes by their prefixes.
     """
 

@@ -140,7 +140,6 @@ def export_flat(model: nn.Module, rows: Sequence[RowInput] = ()) -> ExportedProg
     """Export `model(input_ids [1, T], position_ids [1, T]) -> logits [1, T, V]`, flat.
 
     Args:
-        model: that is exported.
         rows: what else it takes, see `trace`.
     Raises:
         NotCausalLMError: the model does not take these inputs or return logits of this shape.
@@ -302,8 +301,6 @@ def trace(
     """Trace a model into a Program whose weights are placeholders with names of parameters.
 
     Args:
-        model: that is traced.
-        name: of the program.
         rope_length: see `rotary.constant_length`.
         rows: what its forward takes besides tokens and positions, each [1, T, columns].
         hands_on: it returns (row that each token hands on [1, T, D], logits [1, T, V]), and the
@@ -333,10 +330,6 @@ def to_program(
     """The Program of an exported model, with the values of its constants and buffers.
 
     Args:
-        exported: of the model.
-        model: whose buffers are read.
-        name: of the program.
-        runtime_inputs: its inputs.
         frequencies: path of a buffer → what it is in the program, see `constant_frequencies`.
         hands_on: it has a second output, see `Program.handed_on`.
     Raises:

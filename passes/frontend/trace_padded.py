@@ -27,8 +27,6 @@ def trace_padded(model: nn.Module, name: str, rope_length: int | None = None) ->
     """Trace `model(input_ids [B, N], position_ids [B, N]) -> logits [B, N, V]`, both dynamic.
 
     Args:
-        model: that is traced.
-        name: of the program.
         rope_length: see `rotary.constant_length`.
     Raises:
         NotCausalLMError: the model does not take these inputs or return logits of this shape.

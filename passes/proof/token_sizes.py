@@ -31,7 +31,6 @@ class TokenSizes:
 
     Args:
         program: whose inputs `tokens` and `logit_rows` define the sizes.
-        phase: that refusals name.
     """
 
     def __init__(self, program: Program, phase: str) -> None:

@@ -15,13 +15,7 @@ from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.facts import attention_is_a_tree
-from specc.passes.program import (
-    AttentionLayer,
-    Program,
-    bind_args,
-    emit_call,
-    replace,
-)
+from specc.passes.program import AttentionLayer, Program, bind_args, emit_call, replace
 from specc.passes.rewrite.latent import (
     Latent,
     has_shared_keys,

@@ -53,7 +53,6 @@ def cached_latent(
 
     Args:
         program: of padded batches; calls are put before `node`.
-        node: the attention.
         query: [B, H, N, D].
         key: [B, H, N, D].
         value: [B, H, N, DV].

@@ -99,8 +99,6 @@ def meaning_of(
     """Window and slopes of a mask node.
 
     Args:
-        attention: that has it.
-        mask: the node.
         num_heads: of the attention.
         scale: of its scores.
     Raises:

@@ -24,8 +24,6 @@ def find_chunk(evaluate: MaskEvaluator) -> int:
     chunk, so no other number may place one, and several chunks are evaluated; of a large chunk a
     smaller one in its place, twice, since its size must be what the mask follows.
 
-    Args:
-        evaluate: of the mask.
     Returns:
         0 where the mask has no quotients.
     Raises:

@@ -22,7 +22,6 @@ def replace_linear(
     Args:
         node: an `aten.linear`.
         operator: takes rows [M, K] and returns [M, N].
-        weight: the input that it reads.
         out_features: N.
         more: further arguments.
     """
@@ -45,7 +44,6 @@ def why_not(
     """Why a call that reads one of these weights needs their rows; None where it does not.
 
     Args:
-        user: the call.
         weights: inputs.
         dtypes: of rows that the operator takes.
     """

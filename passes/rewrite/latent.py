@@ -60,7 +60,6 @@ class Latent:
 
     Args:
         keys: columns of each head's own part of keys.
-        values: of values.
         own_first: column of a key, and of a query, where the own part begins.
         shared: parts of a key that all heads have, in order.
     """
@@ -88,7 +87,6 @@ def latent_of(program: Program, query: fx.Node, key: fx.Node, value: fx.Node) ->
     """What keys and values of attention are expanded from.
 
     Args:
-        program: that has it.
         query: [B, H, T, D].
         key: [B, H, T, D], of which `has_shared_keys`.
         value: [B, H, T, DV].

@@ -48,7 +48,6 @@ def padded_program(
     """Trace and rewrite a model whose flat program went through all phases.
 
     Args:
-        module: of the model.
         flat: its finished flat program; that of one of several ranks where it was cut.
         cache_rows: L, rows of a sequence's cache.
         dump: directory for the graphs after each phase.

@@ -103,7 +103,7 @@ def _spread(program: Program, first: fx.Node) -> None:
 
 
 def _of_batch(node: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
-    """[batch, …] of what is one row [N] or [1, …] for all sequences, of operands that are that."""
+    """Batched form [batch, …] of a value that is [N] or [1, …] because all sequences share it."""
     value = node.meta["val"]
     if node.target in _ALONG and (value.dim() == 1 or value.shape[0] == 1):
         (source, *_) = (item for item in node.all_input_nodes if item in made)

@@ -1,4 +1,4 @@
-"""Find attention that a model spells out: products, a softmax, products."""
+"""Pattern-match attention that a model spells out as matmul, softmax, matmul."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SKIPPED = (*_RESHAPES, aten.to.dtype)
 
 @dataclass
 class _Scores:
-    """What a softmax goes over: q k^T * scale, then these, the innermost first.
+    """Input of a softmax: q k^T * scale, then `changes`, innermost first.
 
     Args:
-        changes: (operator, its other operands): what is added, or where a value is filled in. Of
-            what is added, the second operand is a factor of the sum.
+        changes: (operator, its other operands): masks that are added or filled in. The second
+            operand of an added one is a factor applied to the sum.
     """
 
     q: fx.Node
@@ -45,9 +45,9 @@ class _Scores:
 class RecoverAttention(Pass):
     """`softmax(q @ k.T * scale + mask) @ v` -> `specc.dense_attention(q, k, v, mask)`.
 
-    The mask is what the model adds to its scores, and fills in where they are hidden, in the
-    model's own order; what it means is found out afterwards, as of every mask. Scores that are
-    changed in another way are left, and what reads them is refused by name.
+    The mask combines everything the model adds to its scores or fills in, in the model's order;
+    later passes classify it like any other mask. Scores that are changed in another way do not
+    match, and their softmax is refused by name.
     """
 
     requires = (is_flat_call_graph,)
@@ -55,7 +55,7 @@ class RecoverAttention(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         for node in program.calls(*_SOFTMAXES):
-            # a router's, a gate's
+            # the softmax of a router or gate
             if _product_of_weights(node) is None:
                 continue
             with result.attempt(node.name):
@@ -81,7 +81,7 @@ def _recover(program: Program, softmax: fx.Node) -> None:
         raise NoMatch("its queries, keys and values have other numbers of dimensions")
     graph = program.graph
     with graph.inserting_before(product):
-        # the operator computes in float32 whatever the type of its operands
+        # the operator computes in float32 for operands of any dtype
         operands = [_as_narrow(item, value) for item in (scores.q, scores.k)] + [value]
         if is_flat[0]:
             operands = [emit_call(graph, aten.unsqueeze.default, x, 0) for x in operands]
@@ -93,7 +93,7 @@ def _recover(program: Program, softmax: fx.Node) -> None:
 
 
 def _product_of_weights(softmax: fx.Node) -> fx.Node | None:
-    """The product of a softmax, as it is, with values of tokens."""
+    """The matmul of unchanged softmax weights with the values."""
     node = softmax
     while len(node.users) == 1:
         (user,) = node.users
@@ -106,7 +106,7 @@ def _product_of_weights(softmax: fx.Node) -> fx.Node | None:
 
 
 def _scores(program: Program, node: fx.Node) -> _Scores:
-    """Follow scores back to the product of queries and keys."""
+    """Trace scores back to the matmul of queries and keys."""
     changes: list[tuple[Any, tuple[Any, ...]]] = []
     scale = 1.0
     while True:
@@ -143,7 +143,7 @@ def _scores(program: Program, node: fx.Node) -> _Scores:
 
 
 def _score_and_mask(program: Program, *operands: Any) -> tuple[fx.Node, fx.Node]:
-    """Of what is added, the operand that weights are in, and the other one."""
+    """Operands of an addition: the one that contains the scores, and the other one."""
     if not all(isinstance(item, fx.Node) for item in operands):
         raise NoMatch("a number is added to its scores")
     holds = [
@@ -158,14 +158,14 @@ def _score_and_mask(program: Program, *operands: Any) -> tuple[fx.Node, fx.Node]
 
 
 def _as_narrow(node: fx.Node, value: fx.Node) -> fx.Node:
-    """Queries or keys before they were widened for their product; in the type of the values."""
+    """Queries or keys before their cast to a wider dtype; in the dtype of the values."""
     narrow = through_widening(node)
     is_same = narrow.meta["val"].dtype == value.meta["val"].dtype
     return narrow if is_same else node
 
 
 def _transposed(node: fx.Node) -> fx.Node:
-    """The keys [..., T, D] of a [..., D, T]."""
+    """Keys [..., T, D] from their transpose [..., D, T]."""
     rank = node.meta["val"].dim()
     if node.target is aten.transpose.int:
         dims = {int(dim) % rank for dim in node.args[1:3]}
@@ -175,12 +175,12 @@ def _transposed(node: fx.Node) -> fx.Node:
 
 
 def _mask(graph: fx.Graph, scores: _Scores, is_flat: bool) -> fx.Node:
-    """What is added to the scores, as one value; -inf or nearly that where they are filled in."""
+    """All changes as one additive mask; -inf, or the filled value, at hidden positions."""
     mask: fx.Node | None = None
     for target, operands in scores.changes:
         other = operands[0]
         if is_flat and other.meta["val"].dim() == 3:
-            # [heads, tokens, keys], of the one sequence
+            # [heads, tokens, keys] of the only sequence
             other = emit_call(graph, aten.unsqueeze.default, other, 0)
         if target is aten.add.Tensor:
             if operands[1] != 1.0:

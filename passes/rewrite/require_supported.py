@@ -18,11 +18,7 @@ from specc.passes.program import AttentionLayer, Program, Weight
 
 
 class RequireAttention(Pass):
-    """No layer has what the backend lacks: sinks, softcaps, slopes, chunks, other values than keys.
-
-    Args:
-        facts: of the backend.
-    """
+    """Refuse attention that the backend lacks: sinks, softcap, slopes, chunks, value widths."""
 
     requires = (attention_is_a_tree,)
 
@@ -68,11 +64,7 @@ def _extras_of_layer(layer: AttentionLayer) -> dict[str, str]:
 
 
 class RequireLayouts(Pass):
-    """No weight is quantized in a way that the backend lacks.
-
-    Args:
-        facts: of the backend.
-    """
+    """No weight is quantized in a way that the backend lacks."""
 
     def __init__(self, facts: BackendFacts) -> None:
         self._facts = facts

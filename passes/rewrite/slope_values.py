@@ -20,7 +20,6 @@ def misfit(values: Tensor, slopes: Slopes, scale: float, first: int = 0) -> floa
 
     Args:
         values: [..., T, T], broadcast to heads and rows, that are added to scores.
-        slopes: of H heads.
         scale: of scores.
         first: position of the first key, which only what is rounded depends on.
     Returns:

@@ -131,8 +131,6 @@ def slopes_input(program: Program, slopes: Slopes, like: fx.Node) -> fx.Node:
     """The constant that holds slopes; layers with the same ones share it.
 
     Args:
-        program: that gets it.
-        slopes: its values.
         like: any value of the program.
     """
     for name, value in program.constants.items():

@@ -1,4 +1,4 @@
-"""Turn what is written into a slice of a tensor into a new tensor."""
+"""Functionalize writes into slices of tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ aten = torch.ops.aten
 
 
 def write_slices(graph: fx.Graph, functional: Mapping[Any, Any]) -> int:
-    """`x[..., a:b:s].copy_(y)` → `slice_scatter(x, y, …)`, which what reads x afterwards reads.
+    """`x[..., a:b:s].copy_(y)` → `slice_scatter(x, y, …)`; later readers of x read the result.
 
-    `x[a:b].add_(y)` likewise. Only where nothing else sees the memory that is written: x is no
-    input and has no other view that is read afterwards, and what x itself is a view of is not read,
-    or, of `x = z[i]`, at other indices alone. What is left is refused when the graph is verified:
-    it updates in place. So are tensors without values at first, but for those of `join_copies`.
+    `x[a:b].add_(y)` is rewritten the same way. This is safe only if nothing else reads the memory:
+    x is no input, no other view of x is read afterwards, and the base of x is not read, or, for
+    `x = z[i]`, only at other indices. Other in-place writes stay, and `verify_graph` refuses them.
+    So are uninitialized tensors, except those of `join_copies`.
 
     Args:
-        graph: that changes.
-        functional: operator that updates its first operand in place → the one that does not.
+        functional: in-place operator → its functional variant.
     Returns:
-        slices that were written.
+        Number of rewritten slices.
     """
     count = 0
     for node in list(graph.nodes):
@@ -56,7 +55,7 @@ def write_slices(graph: fx.Graph, functional: Mapping[Any, Any]) -> int:
 
 
 def _written(node: fx.Node, operator: Any) -> fx.Node | None:
-    """What is in the slice after a call: what is copied, or what the operator makes of it."""
+    """Value of the slice after the call: the copied value, or the functional operator's result."""
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     if operator is not None:
         source = emit_call(node.graph, operator, *node.args, **node.kwargs)
@@ -71,7 +70,7 @@ def _written(node: fx.Node, operator: Any) -> fx.Node | None:
 
 
 def _is_alone(whole: fx.Node, copy: fx.Node) -> bool:
-    """Whether nothing but later readers of `whole` itself sees what a copy writes into it."""
+    """Whether only later readers of `whole` itself can observe the write."""
     views = [user for user in whole.users if is_view(user) and user < copy]
     if any(reader > copy for view in views for reader in _readers(view)):
         return False
@@ -89,7 +88,7 @@ def _is_alone(whole: fx.Node, copy: fx.Node) -> bool:
 
 
 def _readers(view: fx.Node) -> list[fx.Node]:
-    """What reads a node, also through views of it."""
+    """Readers of a node, directly or through views."""
     found: list[fx.Node] = []
     for user in view.users:
         found.append(user)
@@ -99,7 +98,7 @@ def _readers(view: fx.Node) -> list[fx.Node]:
 
 
 def _is_elsewhere(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two entries of the same tensor are different ones; of one sign, unequal ones are."""
+    """Whether two indices surely differ: unequal ones of the same sign do."""
     if not node.target is other.target is aten.select.int or node.args[1] != other.args[1]:
         return False
     places = node.args[2], other.args[2]

@@ -49,7 +49,6 @@ class DeviceRanks(Protocol):
         """Called once, when the models are loaded and no step is.
 
         Args:
-            graphs: the device of this rank.
             models: on it, this rank's part of the target first.
         Returns:
             both as steps are to use them.

@@ -48,7 +48,6 @@ def do_named(what: str, work: Callable[..., Any], *args: Any) -> None:
 
     Args:
         what: it does, for errors.
-        work: does it.
         *args: of `work`.
     Raises:
         OperatorError: it failed, for any reason.

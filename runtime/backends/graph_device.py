@@ -52,9 +52,7 @@ class CopyStream(Protocol):
         """Copy on the second stream, after that point and the copies before; returns its end.
 
         Args:
-            to: on the device.
             source: of `GraphDevice.host_buffer`.
-            after: of the stream of this thread.
         """
         ...
 

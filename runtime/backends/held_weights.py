@@ -34,7 +34,6 @@ class HeldWeights(dict[str, Tensor]):
     """Tensors of a safetensors file, by key, in one buffer of huge pages.
 
     Args:
-        path: the file.
         crc32: `BlockSums.hex` of it, compared while it is read; empty where nobody knows.
     Raises:
         EngineError: the file is absent, cut, no safetensors file, or was altered.

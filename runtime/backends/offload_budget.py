@@ -1,4 +1,4 @@
-"""How much memory weights may take where some of them stay in their file."""
+"""Memory budget of offloaded weights: how many bytes stay resident."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from specc.errors import ConfigError
 from specc.runtime.backends.base import LoadLimits
 from specc.system.machine import cgroup_memory_bytes
 
-# of what is free: the rest is for what no plan counts, such as Python, torch and the allocator
+# share of free memory to use: the rest is for Python, torch and the allocator
 _SHARE = 0.9
 
 
 def least_of(offload_weights: int | str | None) -> int | None:
-    """Bytes that weights take at least by `LoadLimits.offload_weights`; None: all of them."""
+    """Least bytes of resident weights under `LoadLimits.offload_weights`; None: no offload."""
     return 0 if offload_weights == "auto" else offload_weights  # type: ignore[return-value]
 
 
 def check_offload(manifest: Manifest, backend: str, offload_weights: int | str | None) -> None:
-    """Refuse what cannot be, before anything is loaded.
+    """Check that an engine supports `--offload-weights`, before anything is loaded.
 
     Raises:
-        ConfigError: a backend that keeps weights in memory, an engine in stages or without
-            segments, or one whose drafts are programs of the target or read its hidden states.
+        ConfigError: the backend does not offload, the engine has stages or no segments, or its
+            drafts run the target's programs or read its hidden states.
     """
     if offload_weights is None:
         return
@@ -78,13 +78,10 @@ def check_offload(manifest: Manifest, backend: str, offload_weights: int | str |
 def offload_of(
     manifest: Manifest, limits: LoadLimits, model: SegmentedModel, file: Path
 ) -> OffloadPlan | None:
-    """What a rank keeps of the target's weights; None: they are mapped, and the system decides.
+    """Weights of the target that a rank keeps resident; None: all are mapped, without a budget.
 
     Args:
-        manifest: of the engine.
-        limits: of what it may take.
         model: segments of the target.
-        file: of the rank's weights.
     Raises:
         ConfigError: the budget is below two buffers of the largest segments.
     """
@@ -93,11 +90,10 @@ def offload_of(
 
 
 def offload_bytes(manifest: Manifest, limits: LoadLimits) -> int | None:
-    """`LoadLimits.offload_weights` as bytes by what is free now; None where nothing is offloaded.
+    """Resolve `LoadLimits.offload_weights` to bytes by the free memory; None: no offload.
 
     Args:
-        manifest: of the whole engine: a rank's part of it says nothing of what the others take.
-        limits: of what a rank may take.
+        manifest: of all ranks, whose memory plans add up.
     Raises:
         ConfigError: see `budget_of`.
     """
@@ -107,22 +103,19 @@ def offload_bytes(manifest: Manifest, limits: LoadLimits) -> int | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process may still take; None where the system does not tell."""
+    """Memory available to this process; None if unknown."""
     known = (available_memory_bytes(), cgroup_memory_bytes())
     return min((value for value in known if value is not None), default=None)
 
 
 def budget_of(manifest: Manifest, limits: LoadLimits, free: int | None) -> int:
-    """Bytes that weights of the target may take on each rank.
+    """Bytes of the target's weights that may be resident on each rank.
 
     Args:
-        manifest: of the whole engine.
-        limits: of what it may take: bytes, or `auto`, what is free when all else that the engine
-            plans is taken.
-        free: bytes of memory before anything is loaded, of all ranks of this machine; None: nobody
-            knows.
+        limits: bytes, or `auto`: free memory minus everything else in the memory plan.
+        free: bytes available before loading to all ranks of this machine; None if unknown.
     Raises:
-        ConfigError: `auto`, and nobody knows.
+        ConfigError: `auto`, and the free memory is unknown.
     """
     budget = limits.offload_weights
     if isinstance(budget, int):

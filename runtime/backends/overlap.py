@@ -17,8 +17,6 @@ def check_overlap(
     """Refuse `--overlap` where it would change nothing, or what it changes is not safe.
 
     Args:
-        manifest: of the engine.
-        backend: that runs it.
         max_num_seqs: sequences that run together; None is as many as it was compiled for.
         offload_weights: as of `LoadLimits`.
     Raises:

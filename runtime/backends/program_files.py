@@ -41,9 +41,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_self_draft(path: Path, entry: SelfDraftEntry) -> dict[str, Any]:
     """The program of a self-draft, which is bound to the target's weights and caches.
 
-    Args:
-        path: the engine directory.
-        entry: of the draft.
     Raises:
         EngineError: the file is absent or no JSON object, or reads caches of other layers.
     """
@@ -161,8 +158,6 @@ def readable_weights(
     """What the program of a model may read: its own weights, and of a draft the target's, too.
 
     Args:
-        model: of the engine.
-        target: of the engine.
         weights: name of a model → tensors of its file.
     """
     own = weights[model.name]
@@ -243,7 +238,6 @@ class MappedWeights(dict[str, Tensor]):
     """Tensors of a safetensors file, by key; they lie in the mapped file.
 
     Args:
-        path: the file.
         crc32: `BlockSums.hex` of it, which is compared before anything is mapped: all of the file
             is read once. Empty: nobody looks.
     Raises:

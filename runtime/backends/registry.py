@@ -16,7 +16,6 @@ def register(name: str, backend: RuntimeBackend) -> None:
 
     Args:
         name: whose facts are registered, see `specc.artifact.backends.register`.
-        backend: that loads them.
     Raises:
         ConfigError: no facts have this name, or a second backend.
     """

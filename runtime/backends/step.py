@@ -32,7 +32,6 @@ class Step(Protocol):
         """Run the step for requests that are known on the host, and wait for it.
 
         Args:
-            inputs: of the host.
             slabs: caches and history under their names in the environment.
             reads: names of values that the caller wants to see.
         """

@@ -54,7 +54,6 @@ def drafter_tensors(plan: SpecPlan, models: Mapping[str, Any]) -> dict[str, Tens
     """What steps read of the weights of drafts, by its name in the environment.
 
     Args:
-        plan: of the step.
         models: name → program, with `weights` by their keys.
     Raises:
         EngineError: the weights of a drafter do not have them.

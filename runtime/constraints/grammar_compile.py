@@ -46,7 +46,6 @@ class Vocabulary:
     Args:
         tokenizer: as JSON, with the end in it that was made up.
         num_ids: token ids of a mask; V or more.
-        ends: of outputs.
         limits: of the library's work, by the names of `LLParserLimits`; none is its default.
     """
 

@@ -25,7 +25,6 @@ class TreeMasks:
 
     Args:
         requests: of the step, at least one with a grammar or with controls.
-        plan: of the step, whose logits exist.
         before: another hook, which goes first.
         keeps: keep `logits` as they were, for log probabilities.
     """
@@ -76,10 +75,7 @@ def hooked(
     """Run a step; grammars and controls change the logits that acceptance looks at.
 
     Args:
-        step: of a plan.
-        requests: whose step it is.
         run: the step, given the names of values that are wanted.
-        wanted: by the caller.
     """
     reads = ("logits", "path") if wants_logprobs(requests) else tuple(wanted)
     if not has_masks(requests):
@@ -153,7 +149,6 @@ def tree_masks(
     where nothing may follow. What a walk brings after such a node is not put out.
 
     Args:
-        grammar: at the root.
         tokens: [N] token of each node; that of the root is not looked at.
         parents: [N], each before its children; -1 at the root and at dead nodes.
     """

@@ -115,7 +115,6 @@ class Grammars:
         """The grammar of a request, at its beginning; waits while it is compiled.
 
         Args:
-            params: of the request.
             cancellation: ends the wait, and the work if nobody else waits for it.
         Raises:
             RequestError: the library is absent, understands neither the grammar nor the tokenizer,
@@ -274,8 +273,6 @@ class Grammars:
 
 
 class _Held:
-    """Bytes of what lives."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_bytes = 0

@@ -123,7 +123,6 @@ def _number(value: Any) -> Decimal | None:
 
 
 def _numbers(value: Any) -> Iterator[Decimal]:
-    """All numbers of an instance."""
     if (number := _number(value)) is not None:
         yield number
     elif isinstance(value, (dict, list)):
@@ -132,7 +131,6 @@ def _numbers(value: Any) -> Iterator[Decimal]:
 
 
 def _schemas(part: Any, path: tuple[str, ...]) -> Iterator[tuple[Mapping[str, Any], Iterable[str]]]:
-    """A schema, and all in it, with their places."""
     if not isinstance(part, dict):
         return
     yield part, path
@@ -176,7 +174,6 @@ class _Closed:
         """A schema with all in it closed, beside others that hold for the same value.
 
         Args:
-            part: it.
             others: properties that those name.
             closes: this value's objects, too.
             follows: what it refers to holds beside others.

@@ -34,7 +34,6 @@ class MaskMaker:
 
     @property
     def cost(self) -> str:
-        """For an error."""
         return f"{self._num_masks} masks took {self._seconds:.1f} s"
 
     def make(self, matcher: LLMatcher) -> bytes | None:

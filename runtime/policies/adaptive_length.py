@@ -106,7 +106,6 @@ class AdaptiveLength:
     Args:
         lengths: to choose from, each above the one before; 0 may stand for off.
         start: the first one; None is the middle.
-        constants: that it is tuned with.
     Raises:
         ConfigError: no length, lengths out of order, or a start that is none of them.
     """
@@ -244,7 +243,6 @@ class AdaptiveLength:
         known.last_round = self._round
 
     def _cost(self, index: int) -> float:
-        """Seconds a token."""
         return self._seconds[index].mean / self._acceptance.mean_tokens(self._lengths[index])
 
     def _hope(self, index: int) -> float:

@@ -112,7 +112,6 @@ class Policy(ABC):
         output may not be the target's own; see `specc.speculation.live_nodes`.
 
         Args:
-            plan: that these requests run together.
             requests: B requests.
         Returns:
             B numbers of 1 … nodes of the plan; (), the default, is all nodes of all of them.

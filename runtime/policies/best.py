@@ -77,7 +77,6 @@ class BestPolicy(Policy):
 
     Args:
         plans: two, of a model and of a lookup, in this order.
-        host: whose index is asked.
     """
 
     def __init__(self, plans: Mapping[str, SpecPlan], host: HostDrafts) -> None:

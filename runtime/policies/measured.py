@@ -78,9 +78,7 @@ class MeasuredPolicy(Policy):
     that repeats itself is reason for one of any plan.
 
     Args:
-        plan: that speculates.
         host: whose index is asked, where the plan looks up; None asks nobody.
-        constants: that it is tuned with.
     """
 
     # a trial is as many steps as run in a row where nobody looks at their results: what the host
@@ -157,7 +155,6 @@ class _State:
     """What is known for one batch size, and what runs.
 
     Args:
-        constants: of the policy.
         like: of another size, whose choice and acceptance it starts from.
     """
 

@@ -47,8 +47,6 @@ def make_policy(
         name: `measured` runs one plan where it is faster than off, `adaptive` learns how long a
             chain pays, `best` chooses between a model and a lookup, `profile` follows what
             `specc tune` found, `goodput` follows the load.
-        plans: of the engine.
-        host: whose index is asked.
         profile: of the engine; empty where there is none.
         shares_pass: sequences of all plans are verified in one pass of the target.
         cuts_trees: the target can verify a part of each sequence's tree; None: where `shares_pass`.
@@ -56,7 +54,6 @@ def make_policy(
         clock: seconds of the host, by which goodput knows how long deciding takes.
         adapts_verification: goodput chooses for each request how much of its tree is verified.
         graph_sizes: sequences that captured steps take, ascending; () are steps of any number.
-        plan: of the policy measured.
     Raises:
         RequestError: no such policy, or an engine without the plans that it needs.
         ConfigError: adaptive verification by another policy, or by an engine whose steps verify

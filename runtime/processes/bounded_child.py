@@ -56,8 +56,6 @@ class BoundedChild:
     """One child process, ready for jobs; for one thread at a time, but for `kill`.
 
     Args:
-        server: forks it.
-        limits: of each job.
         niceness: of the child, beside that of all children.
     Raises:
         FaultError: the server has died.

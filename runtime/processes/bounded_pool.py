@@ -90,7 +90,6 @@ class BoundedPool:
     Args:
         target: see `ForkServer`.
         setup: makes the plain data that children are set up with, when the first one is started.
-        limits: of each job.
         num_small: small jobs that run at a time.
         num_large: likewise of large ones.
         max_waiting: jobs of one kind that wait for a child, at most.

@@ -51,7 +51,6 @@ class JobFailed(ChildError):
 
     Args:
         kind: name of the exception's class.
-        message: its text.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -23,7 +23,6 @@ class Call:
 
     Args:
         prompts: one or more, in any form.
-        params: of each.
         priorities: of each; lower is served first.
         use_tqdm: True, False, or what makes a bar.
     """

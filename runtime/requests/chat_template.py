@@ -42,7 +42,6 @@ class ChatTemplate:
             where there are tools, `tool_use` are rendered if none is asked for, as transformers
             has it.
         special_tokens: that templates name, `bos_token` and the like.
-        limits: of compiling it, and of each rendering.
         content_format: what a content is handed as: `string`, `openai`, which is a list of parts,
             or `auto`, whichever the template reads.
         defaults: variables for chats that do not say otherwise.
@@ -97,7 +96,6 @@ class ChatTemplate:
         Without it, a variable of that name is not read.
 
         Args:
-            variable: of a template.
             template: see `render`.
         Raises:
             RequestError: there is no template.
@@ -294,7 +292,6 @@ def load_template(
     """The templates of an engine directory, or one instead of them; None where there is none.
 
     Args:
-        directory: of the engine.
         file: with another template; or the name of one of the engine's.
         content_format: of `ChatTemplate`.
         may_be_empty: without a template, give what renders those that requests bring.

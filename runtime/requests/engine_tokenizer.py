@@ -23,8 +23,6 @@ class EngineTokenizer:
     It is none of transformers' classes, which a deployed engine does not have: `tokenizer` is the
     `tokenizers.Tokenizer` beneath. Texts become the ids that `generate` would make of them.
 
-    Args:
-        core: of the engine.
     Raises:
         RequestError: the engine has no tokenizer.
     """
@@ -65,7 +63,6 @@ class EngineTokenizer:
         """Token ids of a text.
 
         Args:
-            text: of a prompt.
             add_special_tokens: as a prompt gets them; False for a text that holds them already.
         Raises:
             RequestError: the text is no UTF-8.

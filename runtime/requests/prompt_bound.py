@@ -38,11 +38,7 @@ _SPACE_MARK = "▁"
 
 
 class PromptBound:
-    """The least number of tokens of texts.
-
-    Args:
-        tokenizer: of the model.
-    """
+    """The least number of tokens of texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         counted = _Counted(json.loads(tokenizer.to_str()), tokenizer.normalizer)
@@ -57,7 +53,6 @@ class PromptBound:
         """Of a text in UTF-8.
 
         Args:
-            text: the whole one.
             enough: stop there.
         Returns:
             the least number of tokens, special tokens aside, or one of `enough` and more; and how

@@ -177,7 +177,6 @@ class RequestMaker:
         """Token ids of a prompt, as `make` would take them.
 
         Args:
-            text: of the prompt.
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
             index: which of the caller's prompts, for errors.
         Raises:

@@ -27,7 +27,6 @@ def render_chat(
     """The prompt of a conversation whose assistant may call tools.
 
     Args:
-        template: of chats.
         messages: of the conversation; arguments of calls are objects, or JSON of one.
         add_generation_prompt: end where the assistant's answer begins.
         tools: that the template tells the model of, as OpenAI's API has them; None is none.

@@ -137,7 +137,6 @@ class Vote(NamedTuple):
     """How much attention queries of a request gave its blocks.
 
     Args:
-        request: whose blocks.
         mass: [n] float32 on the host, by column of its block table.
         num_voters: queries.
         length: committed rows of the request at that time.

@@ -18,8 +18,6 @@ def commit_prefill(
 
     Args:
         batch: as it ran.
-        result: of it.
-        stats: of the engine.
         left: whose rows are dropped: they left while the batch was in flight.
     """
     rows = zip(batch.prefill, result.first_tokens, strict=True)
@@ -47,7 +45,6 @@ def commit_votes(result: RunResult, left: Collection[Request]) -> None:
     """Take over what queries say about the blocks of their requests.
 
     Args:
-        result: of a batch.
         left: see `commit_prefill`.
     """
     for vote in result.votes:
@@ -67,8 +64,6 @@ def commit_steps(
 
     Args:
         batch: as it ran.
-        result: of it.
-        stats: of the engine.
         left: see `commit_prefill`.
         host_drafts: learn from steps whose rows all count.
         policy: likewise.

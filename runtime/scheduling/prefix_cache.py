@@ -47,7 +47,6 @@ class PrefixCache:
     """Finds and publishes the blocks of one cache.
 
     Args:
-        pool: of the cache.
         rows_per_block: of the cache.
         has_heads: drafts read the target's hidden states.
         states: of the cache, where layers keep some.

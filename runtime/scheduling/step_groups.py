@@ -18,7 +18,6 @@ class StepGroups:
     """Makes the groups of batches: requests that run the same plan in a step.
 
     Args:
-        host_drafts: of the engine.
         position_limit: positions 0 … position_limit - 1 exist in every model.
         shares_pass: all groups go through the target together.
         cuts_trees: the target can verify a part of each request's tree.

@@ -18,7 +18,6 @@ class UpdateStream:
     request's own output.
 
     Args:
-        service: that the request goes to.
         prompt: see `Service.submit`.
         params: options.
         observe: called in the loop with each update as it comes, before any merging.

@@ -33,7 +33,6 @@ class TritonOptions:
         drain_s: seconds that unloading waits for open requests.
         stops_server: a broken engine stops the whole server, for whoever starts it again.
         devices: what CUDA_VISIBLE_DEVICES has to be; None leaves it alone.
-        labels: of this instance's metrics.
     """
 
     args: AsyncEngineArgs

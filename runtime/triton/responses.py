@@ -72,7 +72,6 @@ class ResponseSender:
     """All open requests of a model.
 
     Args:
-        service: that works on them.
         pb_utils: Triton's module `triton_python_backend_utils`.
         on_tick: called now and then in the sending thread, for metrics.
     """

@@ -76,7 +76,6 @@ class BlockFormat:
 
     @property
     def bits(self) -> int:
-        """Of a level."""
         return sum(self.planes)
 
     @property

@@ -59,7 +59,6 @@ def read_in_blocks(path: Path, crc32: str, parts: Sequence[tuple[int, memoryview
     """Read a file, by several threads, and compare its blocks with what was written.
 
     Args:
-        path: the file.
         crc32: `BlockSums.hex` of it; empty where nobody knows.
         parts: offset in the file → bytes that are filled from there on; ascending, apart. What lies
             between them is compared, and not kept.

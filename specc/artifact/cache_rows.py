@@ -52,7 +52,6 @@ class _Layer(Protocol):
 
 
 def reach_of(layer: _Layer) -> Reach:
-    """Of one attention layer."""
     return Reach(layer.window, layer.chunk)
 
 

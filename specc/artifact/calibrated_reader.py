@@ -24,7 +24,6 @@ class CalibratedWeight(DecodedWeight):
 
     Args:
         own: of all its matrices [N, K], one after the other.
-        of: layout of these.
     """
 
     own: Integers = field(default_factory=lambda: Integers(torch.empty(0), torch.empty(0)))

@@ -26,7 +26,6 @@ def decode_rows(
         stored: uint8 [blocks, bytes of a block].
         rows: [T] int64, each in 0 … N - 1.
         shape: [N, K].
-        layout: of the weight.
     Returns:
         [T, K] float32.
     Raises:

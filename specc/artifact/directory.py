@@ -15,11 +15,7 @@ from specc.artifact.manifest_entries import FileEntry
 from specc.artifact.safetensors_io import Progress
 from specc.close_name import advice
 from specc.errors import EngineError
-from specc.system.files import (
-    format_bytes,
-    hash_file,
-    sample_file,
-)
+from specc.system.files import format_bytes, hash_file, sample_file
 from specc.system.json_file import read_engine_json
 from specc.version import __version__
 
@@ -44,7 +40,6 @@ def open_engine(
     """Read the manifest and check the engine against it, this machine and this installation.
 
     Args:
-        path: the engine directory.
         verify: compare the sha256 of every file; None leaves out the weights, whose hash takes
             longest; False checks presence and size alone, as all do, and samples of files of ranks.
         backend: what will run; None is the manifest's own. Every engine holds eager graphs.
@@ -104,7 +99,6 @@ def check_hashes(path: Path, files: Mapping[str, FileEntry], progress: Progress 
     """Read files of an engine and compare them with what its manifest says.
 
     Args:
-        path: the engine directory.
         files: name → content.
         progress: called with (bytes hashed, bytes in all).
     Raises:

@@ -50,7 +50,6 @@ class EngineWriter:
     the new one is, where the file system can swap two directories.
 
     Args:
-        output: the engine directory to make.
         force: replace an existing engine (never another kind of directory).
     Raises:
         OutputError: the output exists, or cannot be written.

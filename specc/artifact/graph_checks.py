@@ -66,8 +66,6 @@ _COMPARISONS = {operator.le, operator.lt, operator.ge, operator.gt, operator.eq}
 
 
 class Kind(enum.Enum):
-    """What a value is."""
-
     TENSOR = "a tensor"
     TENSORS = "several tensors"
     NUMBER = "a number"
@@ -236,7 +234,6 @@ class _Checks:
 
 
 def _is_layout(name: str) -> bool:
-    """Of a quantized weight."""
     try:
         QuantizedLayout.named(name)
     except ValueError:

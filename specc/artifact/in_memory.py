@@ -39,7 +39,6 @@ class BenchModel:
         program: content of `program.json`.
         constants: key → value of the program's constant inputs.
         memory: bytes that it will take.
-        logits_dtype: of what it returns.
         copies: key → tensor on the meta device of each weight that steps read, and the program not.
     """
 
@@ -61,7 +60,6 @@ class BenchPrograms:
         steps: plan name → content of `steps/<plan>.json`; off is among them.
         plans: those of the steps, the default first.
         limits: what caches and passes are made for.
-        dtype: of weights and caches.
     """
 
     models: tuple[BenchModel, ...]

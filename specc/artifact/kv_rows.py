@@ -23,7 +23,6 @@ def stored_row(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> tuple[
 
     Args:
         head_dim: columns of a head.
-        dtype: of the model.
         kv_cache_dtype: one of `KV_CACHE_DTYPES`.
     """
     if kv_cache_dtype == INT8:

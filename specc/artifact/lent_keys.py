@@ -29,10 +29,5 @@ def lent_keys(program: Mapping[str, Any]) -> list[str]:
 
 
 def with_lent(own: Mapping[str, T], target: Mapping[str, T]) -> dict[str, T]:
-    """What a draft's program may read.
-
-    Args:
-        own: of the draft's file.
-        target: of the target's.
-    """
+    """What a draft's program may read."""
     return {f"{_LENT}{key}": value for key, value in target.items()} | dict(own)

@@ -23,10 +23,7 @@ def decode(kind: Any, value: Any, where: str, bounds: Bounds | None = None) -> A
     """Decode JSON data to an annotated type.
 
     Args:
-        kind: the type.
-        value: the data.
         where: path of the value, for messages.
-        bounds: of the numbers in it.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):

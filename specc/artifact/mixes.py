@@ -38,9 +38,7 @@ class Mix:
         """The name of the layout of a weight [N, columns].
 
         Args:
-            name: of the parameter.
             columns: K.
-            num_layers: of the model.
             is_head: it is the last projection's.
         """
         found = self.head if is_head else self.most

@@ -22,8 +22,6 @@ class NonFinite:
     """What one tensor of a checkpoint holds besides finite numbers.
 
     Args:
-        name: in the checkpoint.
-        location: its file.
         num_nan: values that are NaN.
         num_infinite: values that are infinite.
         num_overflowing: finite values that the type of the engine cannot hold.
@@ -104,7 +102,6 @@ def watch(
 
     Args:
         chunks: whole elements.
-        dtype: of the elements.
         find: reads the tensor again.
         report: called once at most; it may raise.
     """

@@ -61,8 +61,6 @@ def rounded_rows(
     Args:
         chunks: bytes of rows, cut anywhere; each is valid until the next one is asked for.
         columns: K.
-        dtype: of the chunks.
-        layout: of the result.
     """
     row_bytes = columns * dtype.itemsize
     if row_bytes == 0:
@@ -80,8 +78,6 @@ def rounded_matrices(
     Args:
         chunks: bytes of the matrices, one after the other.
         shape: [N, K].
-        dtype: of the chunks.
-        layout: of the result.
     """
     outputs, columns = shape
     if not outputs * columns:
@@ -99,8 +95,6 @@ def quantized_stream(
     Args:
         chunks: its bytes in rows [..., N, K]; see `rounded_rows`.
         shape: [..., N, K].
-        dtype: of the chunks.
-        layout: of the result.
     Returns:
         its bytes in blocks; as many as come from 16 MB of rows at a time, at least one block.
     """

@@ -111,7 +111,6 @@ class QuantizedLayout:
 
     @property
     def blocks(self) -> BlockFormat | None:
-        """The format, of ggml's blocks."""
         return FORMATS[self.format] if self.format else None
 
     @property
@@ -238,7 +237,6 @@ def unpack(
     Args:
         stored: uint8 [blocks, bytes of a block].
         shape: [N, K].
-        layout: of the weight.
     """
     outputs, columns = shape
     if layout.blocks is not None:

@@ -13,12 +13,7 @@ from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.kept_integers import KeptIntegers
 from specc.artifact.integers import Integers, widened
 from specc.artifact.nonfinite import NonFinite, refuse_integers
-from specc.artifact.packed_stream import (
-    packed_stream,
-    rounded_matrices,
-    rounded_rows,
-    zero_rows,
-)
+from specc.artifact.packed_stream import packed_stream, rounded_matrices, rounded_rows, zero_rows
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import Buffer, TensorReader
 from specc.artifact.tensor_part import Range
@@ -63,7 +58,6 @@ def quantized_chunks(
     """The bytes of a quantized weight in blocks.
 
     Args:
-        spec: of the weight.
         reader: the checkpoint, whose own integers are taken where it has them in this layout.
         chunks: the weight's values in its dtype as its sources have them, rows or whole matrices;
             not asked for where integers are taken.
@@ -126,10 +120,8 @@ def integer_rows(
     """Rows of weights, those of one after those of the other.
 
     Args:
-        reader: of the checkpoint, or of an engine.
         parts: quantized weights by name, and the range of their first dimension that is taken;
             None is all of it. Of stacked experts that dimension counts experts.
-        layout: of all of them.
     Returns:
         not more at a time than 16 MB of values, or one expert.
     Raises:

@@ -23,7 +23,6 @@ def token_ids(directory: Path, manifest: Manifest, texts: Sequence[str | list[in
 
     Args:
         directory: engine, which has a tokenizer where one of the texts is no list of ids.
-        manifest: of it.
         texts: prompts.
     """
     file, ids = manifest.tokenizer.file, []

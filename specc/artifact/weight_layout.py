@@ -74,7 +74,6 @@ def blocks_of_stream(
         chunks: its bytes in rows [..., N, K]; they may be cut anywhere, and each is valid until
             the next one is asked for.
         shape: [..., N, K].
-        dtype: of the weight.
     Returns:
         its bytes in blocks; as many as fit 16 MB at a time, at least one block, and of one matrix.
     """
@@ -97,7 +96,6 @@ def turned_matrices(
     Args:
         chunks: bytes of matrices [..., K, N]; they may be cut anywhere.
         shape: [..., N, K].
-        dtype: of the weight.
     Returns:
         bytes of matrices [..., N, K].
     """

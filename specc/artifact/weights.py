@@ -127,7 +127,6 @@ def write_weights(
     Args:
         specs: specs of equal key are written once.
         reader: the checkpoint, or a `MemoryReader`.
-        path: file to write.
         dtype: overrides the dtype of all floating-point specs that have sources; constants keep
             their own.
         progress: called with (bytes done, bytes in total).

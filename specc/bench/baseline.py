@@ -24,7 +24,6 @@ class TransformersContender:
     """`generate` with a fixed number of new tokens; end-of-sequence tokens do not end it.
 
     Args:
-        name: in the report.
         model: target.
         batches: token ids of prompts, by batch; shorter prompts are padded on the left.
         max_tokens: output tokens of each prompt.
@@ -142,7 +141,6 @@ def make_contenders(
     """Contenders of modules that are loaded already; each has run once where that compiles.
 
     Args:
-        target: the module.
         draft: the assistant; None leaves assisted generation out.
         batches: token ids of prompts, by batch.
         max_tokens: output tokens of each prompt.
@@ -183,7 +181,6 @@ def static_cache_options(backend: str = "inductor", everywhere: bool = False) ->
     """What makes `generate` decode with a static cache and a compiled forward.
 
     Args:
-        backend: of torch.compile.
         everywhere: compile on a CPU, too, where transformers would not.
     """
     from transformers import CompileConfig

@@ -40,7 +40,6 @@ class TalkMeasurement(Measurement):
         num_questions: conversations.
         num_left_out: turns that did not fit into the engine, with those after them.
         stats: counters, from which measurements are joined.
-        parts: the same by category.
     """
 
     turns: list[tuple[int, int]] = field(default_factory=list)
@@ -90,9 +89,6 @@ class ConversationContender:
     ends it: what a model writes after that is easy to draft, and no answer.
 
     Args:
-        name: in the report.
-        plan: of the engine.
-        questions: of each category.
         tokens: makes prompts.
         max_tokens: output tokens of a turn at most.
         batch_size: conversations of a category that go on together, turn by turn.

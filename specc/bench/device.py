@@ -166,11 +166,7 @@ class Kernels(NamedTuple):
 
 
 class TimedGraphs:
-    """A `GraphDevice` whose replays can be timed and counted.
-
-    Args:
-        graphs: the device.
-    """
+    """A `GraphDevice` whose replays can be timed and counted."""
 
     def __init__(self, graphs: GraphDevice) -> None:
         self.device = graphs.device

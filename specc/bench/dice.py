@@ -29,7 +29,6 @@ class SyntheticAcceptance:
 
     Args:
         probabilities: of the first, second, … sibling.
-        plan: whose tree is verified.
         seed: of the dice; the same seed gives the same acceptance.
     """
 

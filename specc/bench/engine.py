@@ -28,8 +28,6 @@ class EngineContender:
     """Generates with one plan of a loaded engine.
 
     Args:
-        name: in the report.
-        plan: of the engine.
         batches: token ids of prompts, by batch; the batches run one after another.
         max_tokens: output tokens of each prompt; end-of-sequence tokens do not end it.
         synthetic: acceptance probabilities by sibling rank, instead of real acceptance.
@@ -91,7 +89,6 @@ def measurement_of(
     """What an engine's counters say of a run.
 
     Args:
-        stats: of this run alone.
         outputs: token ids of each prompt's output.
         elapsed_s: seconds of all generate calls.
         excluded_s: seconds that were taken off them.

@@ -31,7 +31,6 @@ class PlainSpeed:
 
     Args:
         tokens_per_s: of all sequences together, without their prompts.
-        num_steps: that were measured.
         batch_size: sequences that ran together.
         context: committed rows of each, on average.
     """

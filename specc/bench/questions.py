@@ -17,7 +17,6 @@ class Question:
     """One conversation: what its user says, turn by turn.
 
     Args:
-        question_id: of the data set.
         category: what it is counted with.
         turns: of the user; the model's own answers come in between.
     """
@@ -33,7 +32,6 @@ def by_category(
     """Questions of each category, in the order of the file.
 
     Args:
-        questions: of a file.
         most: questions of a category that are kept; None is all.
     """
     found: dict[str, list[Question]] = {}

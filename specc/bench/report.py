@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 
 from specc.artifact.manifest import Manifest
-from specc.bench.conversations import (
-    TalkMeasurement,
-    category_figures,
-    find_talk_differences,
-)
+from specc.bench.conversations import TalkMeasurement, category_figures, find_talk_differences
 from specc.bench.engine import add_margins
 from specc.bench.peers.installed import versions_of
 from specc.bench.questions import Question
@@ -78,7 +74,6 @@ class Bench:
     """A finished benchmark, before it is turned into figures.
 
     Args:
-        directory: of the engine.
         prompts: token ids.
         rounds: of what ran, `off` among them.
         bandwidth: as `measure_read_bandwidth` returns it.
@@ -202,7 +197,6 @@ def compare_outputs(
         engine: that ran, to tell near ties.
         prompts: token ids.
         reference: outputs of plain decoding; None where dice accepted, so nothing is to be equal.
-        measured: of a contender.
     """
     if reference is None:
         return dict.fromkeys(identity([], 1)) | {"equal_token_share": None, "differences": []}

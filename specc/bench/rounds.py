@@ -92,7 +92,6 @@ class Rounds:
 
     Args:
         contenders: in the order of the first counted round.
-        measured: of each contender, one measurement a round.
     """
 
     contenders: Sequence[Contender] = ()
@@ -106,7 +105,7 @@ class Rounds:
         return next(measured for contender, measured in self if contender.name == name)
 
     def plain_of(self, name: str) -> list[Measurement] | None:
-        """Of plain decoding by the peer that a contender belongs to; None where it did not run."""
+        """Measurement of plain decoding by the same peer; None if it did not run."""
         found = (measured for contender, measured in self if is_of(name, contender.name))
         return next(found, None)
 
@@ -247,7 +246,6 @@ def summarize(
     """Figures of a contender for JSON; those that compare do so within each round.
 
     Args:
-        measurements: of the counted rounds.
         off: of the engine's plain decoding in the same rounds.
         plain: of plain decoding by the same system, against which drafting has to pay; None where
             it was not measured.

@@ -112,9 +112,6 @@ def step_bytes(
     """Count what a step of this plan reads.
 
     Args:
-        directory: of the engine.
-        manifest: of the engine.
-        plan: of the engine.
         context: committed rows of a sequence, on average.
         sequences: that take part in a step, on average.
     """
@@ -148,7 +145,6 @@ def count_step_bytes(
     Args:
         step: content of `steps/<plan>.json`.
         models: by name, `target` among them.
-        plan: of the step.
         context: committed rows of a sequence, on average.
         sequences: that take part in a step, on average.
     """

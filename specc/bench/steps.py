@@ -67,7 +67,6 @@ class StepBench:
 
     Args:
         engine: its steps are `CapturedStep`s on `graphs`.
-        graphs: that they are captured with.
         context: committed rows of a sequence when steps begin.
         tokens: that a sequence may grow by.
     """
@@ -103,7 +102,6 @@ class StepBench:
         """Run `rounds` queues of steps, after one that warms up.
 
         Args:
-            plan: of the engine.
             rounds: counted queues.
         """
         step = self._step(plan)
@@ -131,8 +129,6 @@ class StepBench:
         """What further runs tell of steps that were timed: their stages, and kernels.
 
         Args:
-            plan: of the engine.
-            figures: of its steps.
             stages: names of its step's stages.
             rounds: counted queues.
         """
@@ -181,7 +177,6 @@ class StepBench:
         """Queue steps; the host reads a result when the next step is queued already.
 
         Args:
-            step: of a plan.
             count: of steps.
             inputs: of the first; None is those of greedy requests.
         """

@@ -185,7 +185,6 @@ def synonym(option: str, known: Collection[str]) -> str | None:
     """The option that another program calls `option`; None where there is none.
 
     Args:
-        option: with its dashes.
         known: options of the command.
     """
     found = _SYNONYMS.get(option)

@@ -85,7 +85,6 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
     """What was built, what it needs, what to be careful about, and how to go on.
 
     Args:
-        compilation: its result.
         output: directory of the engine.
         verbose: one line for every pass and model, too.
     """
@@ -133,8 +132,6 @@ def next_step(manifest: Manifest, output: Path, has_gpu: bool) -> str:
     """A command that works on this machine, or on which machine it will.
 
     Args:
-        manifest: of the engine.
-        output: its directory.
         has_gpu: torch sees a GPU here.
     """
     engine = shlex.quote(str(output))

@@ -31,7 +31,6 @@ class Conversation:
 
     Args:
         llm: whose tokenizer and context hold.
-        template: of chats.
         sampling: options of `SamplingParams`.
         system: message that comes first, always.
         max_tokens: of an answer; None is as the checkpoint says, else as many as the context has

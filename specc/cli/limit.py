@@ -13,7 +13,6 @@ class Limit(NamedTuple):
     Args:
         max_tokens: of its output; None is as many as the context has room for.
         is_asked: by the user.
-        max_seq_len: of the engine.
     """
 
     max_tokens: int | None

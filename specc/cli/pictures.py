@@ -25,7 +25,6 @@ def draw_pictures(
     """Draw what is asked for and say where it is.
 
     Args:
-        directory: engine.
         plan: of it; None is the default.
         tree: file for the tree, with measured acceptance where there is some.
         step: file for the step.

@@ -32,8 +32,6 @@ def print_table(console: Console, table: Table, num_keys: int = 1) -> None:
     columns again, and as many of the others as fit.
 
     Args:
-        console: whose width holds.
-        table: of strings.
         num_keys: first columns, which name the rows.
     """
     parts = _parts(table, console.width, num_keys)

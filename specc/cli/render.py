@@ -298,7 +298,6 @@ def stats_rows(stats: SpecStats, speed: PlainSpeed | None = None) -> list[tuple[
     """Names and formatted values, in the order in which they are read.
 
     Args:
-        stats: of a run.
         speed: of plain decoding; None is not measured.
     """
     # a request's first token comes from its prompt; plain decoding takes a pass for each other one

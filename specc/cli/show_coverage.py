@@ -18,7 +18,6 @@ def show_coverage(directory: Path, prompts: Path, as_json: bool) -> None:
     """Print the share of the tokens of these prompts that each such draft can propose.
 
     Args:
-        directory: engine.
         prompts: file of JSON lines.
         as_json: one JSON object.
     Raises:

@@ -39,7 +39,6 @@ def show_sharding(engine: Path, as_json: bool, svg: Path | None = None) -> None:
     """Print or draw how the models of an engine are cut.
 
     Args:
-        engine: the directory.
         as_json: print the plans as JSON instead of tables.
         svg: file that gets a picture of the target instead.
     Raises:

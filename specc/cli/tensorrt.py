@@ -44,8 +44,6 @@ def print_builds(
     """Rows of the caches; of TensorRT engines profiles, attention, memory and warnings.
 
     Args:
-        console: to print on.
-        manifest: of the engine.
         builds: of `read_builds`.
         with_layers: every layer by name, too.
     """

@@ -114,7 +114,6 @@ class TreeTables:
 
 
 def _ones(num_nodes: int) -> _Floats:
-    """A node without children."""
     values = np.ones(num_nodes + 1)
     values[0] = -np.inf
     return values

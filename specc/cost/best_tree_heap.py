@@ -23,7 +23,6 @@ class GrownNode(NamedTuple):
 
     Args:
         parent: index of the parent in this order; -1 of the root.
-        depth: of the node.
         rank: among its siblings.
         probability: that the node is accepted.
     """
@@ -40,7 +39,6 @@ def grow_best_first(rows: Rows, num_nodes: int, max_depth: int) -> list[GrownNod
     Args:
         rows: as `check_acceptance` returns them; no row rises.
         num_nodes: most nodes, root included.
-        max_depth: of any node.
     Returns:
         At most `num_nodes`: fewer where all others are too deep or never accepted.
     """

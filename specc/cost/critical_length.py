@@ -77,7 +77,6 @@ def critical_length(
     """L*, in committed rows of each sequence.
 
     Args:
-        table: of the engine's passes.
         view: what the draft sees.
         tree: that it grows, of one node or more besides the root.
         tokens: expected of a step, bonus token included.
@@ -120,7 +119,6 @@ def best_critical_length(
     """That of the chain of 1 … `most` tokens that pays from the shortest context on.
 
     Args:
-        table: of the engine's passes.
         view: what the draft sees.
         acceptance: of it, by depth and sibling rank.
         batch_size: sequences.

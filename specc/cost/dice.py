@@ -28,7 +28,6 @@ def even_quantile(start: float, step: int, place: int, num_places: int) -> float
         start: of step 0 at place 0.
         step: 0, 1, …
         place: of the request in its batch.
-        num_places: of the batch.
     """
     return (start + place / num_places + step * _GOLDEN) % 1
 
@@ -37,7 +36,6 @@ class StepEnds:
     """Where in a tree a step ends, as a random variable.
 
     Args:
-        tree: of the plan.
         acceptance: by depth and sibling rank; see specc/cost/acceptance.py. A rank that a node
             lacks is rejected.
     Raises:

@@ -19,7 +19,6 @@ class GraphCosts:
     """Constants of a device; the defaults are those of an H200.
 
     Args:
-        device: its name.
         bytes_per_s: of its memory.
         copy_share: of that which a copy reaches, read and written bytes counted.
         gap_s: from the end of a node to the start of the next, in a graph.

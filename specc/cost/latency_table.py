@@ -190,7 +190,6 @@ class LatencyTable:
     """Seconds of an engine's passes on one machine.
 
     Args:
-        target: of its passes.
         drafts: `draft_0`, … → of theirs.
         iteration_s: fixed seconds of every iteration.
         step_s: of every group that drafts, besides its passes.
@@ -210,7 +209,6 @@ class LatencyTable:
         """Seconds in which a group's drafts propose, and the target votes on what they see.
 
         Args:
-            shape: of the group.
             with_votes: on average over steps; else none of these seconds, which are in the stage
                 that verifies.
         """
@@ -262,7 +260,6 @@ class LatencyTable:
         return self.pass_s(draft)(with_unused(part, unused))
 
     def pass_s(self, draft: Drafter) -> PassSeconds:
-        """Of its program."""
         if draft.facts.cache is Cache.TARGET:
             return self.drafts.get(draft.name, self.target)
         return self.drafts[draft.name]

@@ -79,7 +79,6 @@ def best_plan(
 
     Args:
         acceptance: by depth and sibling rank; see specc/cost/acceptance.py.
-        step_seconds: of the batch.
         max_nodes: root included.
         max_depth: levels that are drafted at most.
     Raises:

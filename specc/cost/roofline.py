@@ -81,7 +81,6 @@ def roofline(
     """The table of such models on such a device.
 
     Args:
-        target: its size.
         drafts: name → its size; None is one of 1B parameters.
         device: where they run.
     """

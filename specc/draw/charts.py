@@ -64,11 +64,7 @@ def draw_load(report: dict[str, Any], path: Path) -> None:
 
 
 def lines_of(cells: list[dict[str, Any]]) -> dict[str, list[tuple[float, dict[str, float]]]]:
-    """Policy → its points by rate; cells without a rate or without a request that ended have none.
-
-    Args:
-        cells: of the report.
-    """
+    """Policy → its points by rate; cells without a rate or an ended request have none."""
     lines: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for cell in cells:
         rate, spread = cell["request_rate"], cell["mean_e2el_ms"]

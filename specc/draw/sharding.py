@@ -37,9 +37,7 @@ def sharding_svg(plan: ShardPlan, sections: Sequence[Section], title: str, path:
     """Draw the cut of a model.
 
     Args:
-        plan: of the cut.
         sections: of the model; see `sharding_items.sections`.
-        title: of the picture.
         path: ends in .svg.
     Raises:
         ConfigError: another format, or a library is missing.

@@ -20,8 +20,6 @@ class WeightItem:
     """A weight, where it is first read in a section.
 
     Args:
-        name: of it, short.
-        cut: of it.
         is_again: an earlier section has it, too: a head that is the embedding.
     """
 
@@ -56,7 +54,6 @@ class Section:
     Args:
         title: such as `layers 0 to 27 (28)`.
         count: of layers.
-        items: of one of them.
     """
 
     title: str
@@ -79,7 +76,6 @@ def sections(
 
     Args:
         program: content of its `program.json`.
-        plan: of its cut.
         heads: of a rank, queries' and keys', of each attention layer.
     Raises:
         EngineError: a program that the plan does not fit.

@@ -40,7 +40,6 @@ def step_svg(program: Mapping[str, Any], title: str, path: Path) -> None:
 
     Args:
         program: content of `steps/PLAN.json` in an engine.
-        title: of the picture.
         path: ends in .svg.
     Raises:
         EngineError: no step program.

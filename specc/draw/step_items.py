@@ -30,7 +30,6 @@ class Item:
 
     Args:
         kind: `program`, `specc`, `operator`, `buffer` (read), `output` or `via`.
-        text: of the label.
         layer: from left to right.
         x: of its middle, inches.
         y: of its middle, inches, falling from the top.
@@ -59,7 +58,6 @@ def stage_items(stage: Mapping[str, Any], passed: Set[str]) -> networkx.DiGraph:
     Nodes are named as in the program, outputs end in `=`, vias are pairs.
 
     Args:
-        stage: of a step program.
         passed: buffers that earlier stages have written; they stand on the very left.
     """
     graph = _read(stage)

@@ -26,9 +26,7 @@ def check_picture(
     """Fail before the work, not after it.
 
     Args:
-        path: of the file.
         name: what the user calls it, such as an option.
-        libraries: that draw it.
     Raises:
         ConfigError: another format than SVG, or a library is missing.
     """

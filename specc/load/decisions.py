@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class TraceFile:
     """JSON lines of all runs of a benchmark.
 
-    Args:
-        path: of the file, which is replaced.
     Raises:
         OutputError: it cannot be written.
     """
@@ -125,8 +123,6 @@ class TracedPolicy(Policy):
 
     Args:
         policy: that has a `decision`.
-        scheduler: that asks it.
-        trace: of its decisions.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler, trace: DecisionTrace) -> None:

@@ -28,7 +28,6 @@ def with_overheads(
     included, and what a pass takes longer after others than in a row of its own kind.
 
     Args:
-        table: of passes.
         subject: as loads meet it.
         requests: of a load; the first ones are served.
         progress: plans done, and of how many.

@@ -29,7 +29,6 @@ class LoadBench:
 
     Args:
         subject: what served: an engine directory, a URL, or the latency table of a simulation.
-        result: of all runs.
         settings: what was asked for.
         objectives: see `parse_objectives`.
         engine: None where none was loaded.

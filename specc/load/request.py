@@ -20,7 +20,6 @@ class LoadRequest:
     """One request.
 
     Args:
-        index: in the load.
         arrival_s: when it comes, seconds from the start.
         prompt: text, or token ids where a tokenizer is at hand; empty where only its length counts.
         num_prompt_tokens: None where nobody has tokenized the text.
@@ -40,7 +39,6 @@ class Workload:
 
     Args:
         num_requests: at most; 1 or more.
-        output_tokens: of each request.
         prompt_tokens: of each; None takes the prompts as they are.
         texts: prompts, text or token ids, in a shuffled order and over and over; with
             `prompt_tokens` they are one long text, of which every request gets a part of its

@@ -1,4 +1,4 @@
-"""What became of the requests of a load."""
+"""Results of a load, request by request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specc.speculation.metrics import SpecStats
 
 
 class Chunk(NamedTuple):
-    """Tokens that came together.
+    """Tokens that arrived together.
 
     Args:
         time_s: seconds from the start of the load.
@@ -27,18 +27,16 @@ class RequestResult:
     """One request; times are seconds from the start of the load.
 
     Args:
-        index: of the request.
-        arrival_s: when it was due.
-        start_s: from when on it is timed: when it was due, or, where as many requests were open as
-            may be, when one of them ended.
+        arrival_s: scheduled arrival.
+        start_s: start of its latency: the arrival or, at the concurrency limit, when an open
+            request ended.
         end_s: of its last token, or of its failure.
-        chunks: tokens as they came; empty where only the first and the last token have times.
-        first_s: of its first token; None where none came.
-        num_prompt_tokens: 0 where nobody has told.
-        num_output_tokens: that came.
-        finish_reason: None where it failed.
-        queue_s: that it waited for a slot in the engine; None where nobody tells.
-        late_s: between `start_s` and when it was handed in; None in simulated time.
+        chunks: tokens as they arrived; empty if only the first and the last token are timed.
+        first_s: of its first token; None if there is none.
+        num_prompt_tokens: 0 if unknown.
+        finish_reason: None if it failed.
+        queue_s: wait for a slot in the engine; None if unknown.
+        late_s: from `start_s` to submission; None in simulated time.
         error: why it failed.
     """
 
@@ -61,25 +59,25 @@ class RequestResult:
 
     @property
     def latency_s(self) -> float:
-        """To the last token."""
+        """Seconds to the last token."""
         return self.end_s - self.start_s
 
     @property
     def ttft_s(self) -> float:
-        """To the first token."""
+        """Seconds to the first token."""
         assert self.first_s is not None, "of a request with output"
         return self.first_s - self.start_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds of each token but the first; None of requests with one token."""
+        """Mean seconds a token after the first; None of requests with one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.num_output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between chunks, whatever number of tokens each of them has."""
+        """Seconds between chunks, of any number of tokens each."""
         return [later.time_s - earlier.time_s for earlier, later in pairwise(self.chunks)]
 
     def to_json(self) -> dict[str, Any]:
@@ -101,12 +99,12 @@ class RequestResult:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A load that was served.
+    """A served load.
 
     Args:
         results: in order of arrival.
         duration_s: from the start of the load to the last end.
-        stats: of speculation while it was served; None where nobody tells.
+        stats: speculation counters during the load; None if unknown.
         is_virtual: seconds are simulated.
     """
 

@@ -44,7 +44,6 @@ class LoadClient(Protocol):
         """Serve one request; a cancelled one is ended there, too.
 
         Args:
-            request: to be served now.
             on_tokens: called with their number as tokens come.
         Raises:
             SpeccError, OSError: it failed.
@@ -79,8 +78,6 @@ async def run_load(
 
     Args:
         requests: one or more, in order of arrival.
-        client: that they go through.
-        limits: of them.
         progress: called with the requests that have ended, and of all.
     """
     run = _Run(client, limits or ClientLimits(), progress, len(requests))

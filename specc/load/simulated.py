@@ -19,8 +19,8 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.named import GOODPUT
-from specc.simulate.comparison import SIMULATED, make_simulated_policy
 from specc.simulate.load import Drafting, Load, SimulatedRequest
+from specc.simulate.policies import SIMULATED, make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
@@ -31,9 +31,7 @@ class SimulatedSubject:
     """The real scheduler and policies on a latency table's seconds.
 
     Args:
-        table: of the machine.
         plans: `off` included.
-        limits: of the engine.
         acceptance: by depth and sibling rank, of every draft.
         seed: of the dice.
         profile: what `specc tune` measured of acceptance, which the policy starts from; None
@@ -70,7 +68,10 @@ class SimulatedSubject:
     ) -> LoadRun:
         drafts = {draft for plan in self.plans.values() for draft in plan.drafts}
         drafting = Drafting(dict.fromkeys(drafts, self.acceptance))
-        simulated = [_simulated(request, len(requests), drafting) for request in requests]
+        simulated = [
+            SimulatedRequest(r.arrival_s, r.num_prompt_tokens or 1, r.num_output_tokens, drafting)
+            for r in requests
+        ]
         load = Load(simulated, self.seed)
         chosen = self._policy(policy)
 
@@ -156,16 +157,6 @@ def limits_of(engine: Engine) -> Limits:
     )
 
 
-def _simulated(request: LoadRequest, total: int, drafting: Drafting) -> SimulatedRequest:
-    return SimulatedRequest(
-        request.arrival_s,
-        request.num_prompt_tokens or 1,
-        request.num_output_tokens,
-        drafting,
-        load_share=request.index / max(1, total - 1),
-    )
-
-
 def measured_acceptance(
     counted: Mapping[str, SpecStats], plans: Mapping[str, SpecPlan]
 ) -> list[list[float]]:
@@ -176,7 +167,6 @@ def measured_acceptance(
 
     Args:
         counted: plan → counters of runs in which nothing else drafted.
-        plans: of the engine.
     Raises:
         ConfigError: no such run.
     """

@@ -1,4 +1,4 @@
-"""What a load is sent to: a server, or an engine in this process by the service of every server."""
+"""Targets of a load: a server, or an engine in this process behind the same service."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Progress = Callable[[int, int], object]
 
 
 class LoadSubject(Protocol):
-    """Serves loads, each with one of its policies."""
+    """Serves loads, each with one policy."""
 
     def check(self, policies: Sequence[str]) -> None:
-        """Raises SpeccError: it has no such plan or policy."""
+        """Raises SpeccError: unknown plan or policy."""
         ...
 
     def run(
@@ -54,16 +54,14 @@ class LoadSubject(Protocol):
 
 @dataclass
 class EngineSubject:
-    """An engine in this process; every load gets a scheduler, a policy and a service of its own.
+    """An engine in this process; each load gets a new scheduler, policy and service.
 
     Args:
-        engine: loaded.
-        limits: of loads.
-        warmup: requests before each load, of its first ones, which do not count.
+        warmup: number of the load's first requests that are also sent before it, uncounted.
         temperature: 0 is greedy.
         seed: of sampling.
-        shares_prefixes: requests find the rows of earlier prompts in the cache.
-        adapts_verification: the policy goodput does so; see `EngineCore`.
+        shares_prefixes: enable the prefix cache.
+        adapts_verification: for the policy goodput; see `EngineCore`.
     """
 
     engine: Engine
@@ -87,7 +85,7 @@ class EngineSubject:
                 )
         if self.adapts_verification:
             check_adapting(policies)
-            # refused here rather than after the runs of other policies
+            # refuse now rather than after the runs of other policies
             self._core(GOODPUT)
 
     def run(
@@ -120,7 +118,7 @@ class EngineSubject:
 
 
 def check_adapting(policies: Sequence[str]) -> None:
-    """Raises ConfigError: nobody of these chooses how much of a tree is verified."""
+    """Raises ConfigError: none of these policies adapts verification."""
     if GOODPUT not in policies:
         raise ConfigError(
             f"--adaptive-verification, and the policies {', '.join(policies)}",
@@ -131,12 +129,10 @@ def check_adapting(policies: Sequence[str]) -> None:
 
 @dataclass
 class ServerSubject:
-    """A server somewhere, which has its own policy.
+    """A remote server with its own policy.
 
     Args:
-        client: of the server.
-        limits: of loads.
-        warmup: as of `EngineSubject`.
+        warmup: see `EngineSubject`.
     """
 
     client: HttpClient
@@ -172,10 +168,10 @@ class ServerSubject:
 
 
 async def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: int) -> None:
-    """Serve the first requests, all at once and with short outputs.
+    """Send the first requests concurrently, with short outputs.
 
     Raises:
-        SpeccError: one of them has failed, as all others then would.
+        SpeccError: a request failed.
     """
     if not count:
         return
@@ -200,10 +196,9 @@ async def warm_up(client: LoadClient, requests: Sequence[LoadRequest], count: in
 
 
 class ServiceClient:
-    """Requests of a service.
+    """A client of an in-process service.
 
     Args:
-        service: that serves.
         temperature: 0 is greedy.
         seed: of sampling; each request has its own.
     """

@@ -33,7 +33,6 @@ class Sweep:
     Args:
         arrivals: one of each rate.
         policies: names; the first one is no different from the others.
-        workload: of every rate.
         rounds: counted ones, 1 or more; each has its own requests.
     """
 
@@ -60,13 +59,6 @@ class Sweep:
 
 @dataclass
 class SweepResult:
-    """What a sweep has measured.
-
-    Args:
-        sweep: that was run.
-        runs: of every key.
-    """
-
     sweep: Sweep
     runs: dict[RunKey, LoadRun] = field(default_factory=dict)
 
@@ -136,7 +128,6 @@ def run_sweep(
 
     Args:
         sweep: what to go through.
-        subject: that serves.
         progress: told of the requests that have ended, of all, and which load is served.
         trace: takes a line for every decision of a policy that has decisions.
     Raises:

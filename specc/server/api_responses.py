@@ -51,8 +51,6 @@ class ApiResponse(abc.ABC):
     """Of either kind.
 
     Args:
-        model: its name.
-        tokens: texts.
         options: what to put in.
     """
 
@@ -71,7 +69,6 @@ class ApiResponse(abc.ABC):
             self.id = f"{self.prefix}-{request_id}"
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """A whole answer."""
         choices = [self._choice(i, output) for i, output in enumerate(outputs)]
         answer = self._head(self.kind) | {"choices": choices, "usage": self.usage(outputs)}
         return answer | {"kv_transfer_params": None} | self._metrics(outputs)
@@ -86,7 +83,6 @@ class ApiResponse(abc.ABC):
         return bool(update.text or update.is_last or update.logprobs or has_ids)
 
     def chunk(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
-        """What is new about one output."""
         choice = self._delta(index, output, update, is_first)
         return self._head(self.chunk_kind) | {"choices": [choice]}
 
@@ -102,7 +98,6 @@ class ApiResponse(abc.ABC):
         return head | self._metrics(outputs)
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Tokens so far."""
         found = usage_of(outputs)
         return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 

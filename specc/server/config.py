@@ -95,7 +95,6 @@ class Place:
         allowed_hosts: names beside those of the machine; see `choose_hosts`.
         default_chat_template_kwargs: variables of templates, or their JSON; those of a chat go
             before them.
-        limits: of connections.
         tls: files that they are encrypted with.
     Raises:
         ConfigError: a value is outside its range.
@@ -154,7 +153,6 @@ class ServeConfig:
         model_names: what clients call the model; the first one is in the responses. None is for
             `serve`, which takes the engine's directory.
         api_keys: one of them is needed under /v1; none for an open server.
-        max_body_bytes: of a request.
         max_unbounded_bytes: of a prompt, of those that the tokenizer may leave out or put together
             without end, so that their number says nothing about tokens; None follows from the
             engine's max_seq_len.

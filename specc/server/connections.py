@@ -41,7 +41,6 @@ class Connections:
     """All connections of one server.
 
     Args:
-        limits: in number and time.
         origins: whose pages may read what is answered here.
         tls: encrypts connections; None leaves them plain.
     """
@@ -130,7 +129,6 @@ class Handshake(asyncio.Protocol):
     nobody of those whose handshake does not come, and lets each of them stay for a minute.
 
     Args:
-        connections: of the server.
         context: of the server's certificate.
         make: what speaks HTTP with the client then.
     """
@@ -202,10 +200,6 @@ class StrictProtocol(H11Protocol):
     """uvicorn's, with strict parsing, a place among all connections, and further timeouts.
 
     uvicorn's own timeout is for a connection that is kept alive and has sent nothing since.
-
-    Args:
-        connections: of the server.
-        options: of uvicorn's protocol.
     """
 
     conn: StrictConnection
@@ -332,7 +326,6 @@ class _StatusOnly:
     """Refuses all requests but those of whoever watches the server.
 
     Args:
-        app: that answers these.
         refuse: that answers the others.
     """
 

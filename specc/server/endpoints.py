@@ -1,4 +1,4 @@
-"""What the two endpoints that generate do, from the body to the answer."""
+"""The completion and chat endpoints, from the request body to the response."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
-# what was asked for: the request, its options, the field that has the form of its outputs, token
-# ids of its prompts, texts to begin with
+# a parsed request: the request, its options, the field of its output format, token ids of its
+# prompts, texts to echo
 _Completion = tuple[
     CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
 ]
@@ -57,10 +57,7 @@ class Endpoints:
     """Serves completions and chats.
 
     Args:
-        service: that generates.
         config: names and limits.
-        metrics: that count.
-        template: of chats.
     """
 
     def __init__(
@@ -82,22 +79,22 @@ class Endpoints:
             service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
 
     def close(self) -> None:
-        """Begin nothing more for requests that are open."""
+        """Stop starting work for open requests."""
         if self._template is not None:
             self._template.close()
         self._threads.close()
 
     def wait(self) -> None:
-        """After `close`: until no thread works for a request any more."""
+        """After `close`: wait until no thread works on a request."""
         self._threads.wait()
 
     async def complete(self, request: Request) -> Response:
-        """Of /v1/completions.
+        """Handler of /v1/completions.
 
         Raises:
-            ApiError: what the client is told.
+            ApiError: the error response.
             SpeccError: the same, before `api_error_of`.
-            ClientGone: nobody waits for the answer.
+            ClientGone: the client has disconnected.
         """
 
         def read(body: bytes) -> _Completion:
@@ -120,12 +117,12 @@ class Endpoints:
             )
 
     async def chat(self, request: Request) -> Response:
-        """Of /v1/chat/completions.
+        """Handler of /v1/chat/completions.
 
         Raises:
-            ApiError: what the client is told.
+            ApiError: the error response.
             SpeccError: the same, before `api_error_of`.
-            ClientGone: nobody waits for the answer.
+            ClientGone: the client has disconnected.
         """
 
         def read(body: bytes) -> _Chat:
@@ -160,7 +157,7 @@ class Endpoints:
     async def _in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
     ) -> Read:
-        """What the body of a request says; a long one is read beside the event loop."""
+        """Parse the body of a request; long ones off the event loop."""
         async with read_body(request, self._config) as body:
             work = self._threads.run(len(body), functools.partial(read, body), is_chat)
             return await unless_gone(request, work)
@@ -173,7 +170,7 @@ class Endpoints:
     def _options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
     ) -> Options:
-        # without a tokenizer there is nothing but ids to answer with
+        # without a tokenizer, responses have token ids only
         has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
         return Options(
             logprobs,
@@ -200,7 +197,7 @@ class Endpoints:
             for prompt, ids in enumerate(token_ids)
             for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
         ]
-        # as with vLLM, the header before the field
+        # as in vLLM, the header takes precedence over the field
         sent_id = request_id_of(request)
         answer.name(sent_id or wanted.request_id)
         headers = {HEADER: sent_id or answer.id}
@@ -248,7 +245,7 @@ class Endpoints:
             )  # fmt: skip
 
     def _check_template(self, wanted: ChatRequest) -> None:
-        """A template is a program: whose, the server's owner decides. Names are the engine's."""
+        """Refuse templates of requests unless the operator trusts them: a template is a program."""
         if "chat_template" in (wanted.chat_template_kwargs or {}):
             raise bad_request(
                 "chat_template among chat_template_kwargs", "a field of its own", "move it",
@@ -273,7 +270,7 @@ class Endpoints:
     def _read_prompts(
         self, wanted: CompletionRequest
     ) -> tuple[list[list[int]], tuple[str, ...] | None]:
-        """The token ids of the prompts, and their texts where the answer begins with them."""
+        """Token ids of the prompts, and their texts if they are echoed."""
         requests = self._service.core.requests
         prompts = _prompts(wanted.prompt)
         self._check_count(len(prompts) * (wanted.n or 1))
@@ -294,15 +291,15 @@ class Endpoints:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             return ""
-        # others are refused when the request is handed in
+        # the engine refuses others on submission
         known = [token for token in token_ids if 0 <= token < self._engine.vocab_size]
-        # a batch is decoded without the lock of the interpreter
+        # decoding a batch releases the GIL
         return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
 
 
 @contextlib.contextmanager
 def _blaming(prompt: str) -> Iterator[None]:
-    """Tell errors of the engine in the words of a request whose prompt is in this field."""
+    """Attribute engine errors to this field of the request."""
     try:
         yield
     except RequestError as error:
@@ -325,7 +322,7 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         if isinstance(prompt[0], list):
             prompt = [whole_numbers(item) for item in prompt]
         if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
-            # before a look at each of them
+            # before checking each of them
             raise _too_many(len(prompt))
         if all(type(item) is int for item in prompt):
             return [prompt]
@@ -343,10 +340,10 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
-    """The prompt of a chat, special tokens included.
+    """Render the prompt of a chat, with special tokens.
 
     Raises:
-        ApiError: there is no template, it refuses the messages, or they hold more than text.
+        ApiError: there is no template, it refuses the messages, or they contain more than text.
     """
     if template is None:
         raise bad_request(
@@ -370,14 +367,14 @@ def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:
 
 
 def _given(wanted: ChatRequest) -> dict[str, Any]:
-    """What a request has for templates besides messages."""
+    """Template variables of a request besides its messages."""
     tools = [tool.model_dump(exclude_unset=True) for tool in wanted.tools or ()]
     effort = wanted.reasoning_effort
     given = {
         "tools": tools or None,
         "documents": wanted.documents,
         "reasoning_effort": effort,
-        # as with vLLM: some templates think only where asked to
+        # as in vLLM: some templates enable thinking only on request
         "enable_thinking": None if effort is None else effort != "none",
     }
     return {name: value for name, value in given.items() if value is not None}

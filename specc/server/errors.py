@@ -9,13 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from specc.errors import (
-    ContextLengthError,
-    FaultError,
-    OverloadError,
-    RequestError,
-    SpeccError,
-)
+from specc.errors import ContextLengthError, FaultError, OverloadError, RequestError, SpeccError
 
 # characters of a message; the values of bad requests are quoted in it
 _MAX_MESSAGE = 600
@@ -34,11 +28,9 @@ class ApiError(Exception):
 
     Args:
         status: of HTTP; OpenAI's clients choose the class of their exception by it.
-        message: for the client.
         kind: `type` of the error; None follows from the status.
         param: field of the request that is to blame.
         code: short name of the error.
-        headers: of the response.
     """
 
     def __init__(
@@ -113,7 +105,6 @@ def api_error_of(error: SpeccError, param: str | None = None, prompt: str = "pro
     """What a client may know of an error; what else there is stays in the log.
 
     Args:
-        error: of the engine.
         param: field to blame where the error names none.
         prompt: the field that holds the prompt.
     """

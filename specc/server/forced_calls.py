@@ -31,7 +31,6 @@ def calls_schema(tools: Mapping[str, Any], max_calls: int) -> dict[str, Any]:
 
     Args:
         tools: name → schema of the arguments.
-        max_calls: of a list.
     """
     definitions, calls = {}, []
     for index, name in enumerate(tools):
@@ -64,8 +63,6 @@ def calls_grammar(
     """What an output has to be.
 
     Args:
-        schema: of it.
-        max_chars: of a grammar.
         options: of the request, for JSON.
     Raises:
         ApiError: it is none, or has more characters.

@@ -47,8 +47,6 @@ class OutputJob:
 
 @dataclass
 class Output:
-    """What one output has come to."""
-
     job: OutputJob
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -71,7 +69,6 @@ class Generation:
     """Outputs that run at the same time.
 
     Args:
-        service: that makes them.
         jobs: one for each output.
         observers: called with each update of one output, one for each job.
         form: the field that says which form outputs have, for errors.

@@ -31,8 +31,6 @@ async def start_grammar(
     """The grammar of a request, at its beginning.
 
     Args:
-        grammars: of the engine.
-        params: of the request.
         timeout_s: seconds that it may take.
     Raises:
         SpeccError: as `Grammars.start`; OverloadError, too, where the time has passed or the

@@ -26,7 +26,6 @@ def choose_hosts(
     """Names to answer to, None for any.
 
     Args:
-        address: that the server listens at.
         host: as the user has written it.
         wanted: the user's names; `*` is any.
         has_keys: who has no key learns nothing, whatever name is used.

@@ -59,7 +59,6 @@ class TextOffsets:
     of a first word is, and a character may be several tokens.
 
     Args:
-        tokens: texts.
         skips_special: the output's text leaves special tokens out.
     """
 
@@ -91,7 +90,6 @@ class TextOffsets:
 
         Args:
             token_ids: of them.
-            text: that came with them.
         """
         offsets = []
         for token_id in token_ids:
@@ -134,7 +132,6 @@ def completion_logprobs(
     """The shape of /v1/completions.
 
     Args:
-        tokens: texts.
         token_ids: emitted tokens, after those of the prompt where it is repeated.
         logprobs: of each; None of a prompt's first.
         offsets: characters of the text before each.
@@ -171,9 +168,7 @@ def chat_logprobs(
     """The shape of /v1/chat/completions.
 
     Args:
-        tokens: texts.
         token_ids: emitted tokens.
-        logprobs: of each.
         count: best tokens to name.
     """
     content = []

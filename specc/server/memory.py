@@ -60,7 +60,6 @@ async def keep_memory_low(
 
     Args:
         resident: bytes that the process has.
-        trim: gives memory back.
         every_s: seconds between two looks.
     """
     level: int | None = None

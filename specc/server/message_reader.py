@@ -26,11 +26,8 @@ class MessageReader:
 
     Args:
         config: parsers of the server.
-        wanted: the request, with all of its fields.
         prompt: rendered.
-        use: of tools.
     Attributes:
-        role: of the outputs' messages.
         echo: what their contents begin with, before anything that the model says.
     """
 
@@ -56,7 +53,6 @@ class MessageReader:
         return [marker for form in forms if form is not None for marker in form.markers]
 
     def parser(self) -> MessageParser:
-        """For one output."""
         use = self._use
         return message_parser(
             use.form, self._thinks, use.tools, self._prompt, use.max_calls, self._taken_ids

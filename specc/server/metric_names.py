@@ -19,11 +19,7 @@ _ONLY_OWN = frozenset(
 
 
 class BothNames:
-    """Figures by their own names, and those that vLLM has by its names, too.
-
-    Args:
-        registry: of them.
-    """
+    """Figures by their own names, and those that vLLM has by its names, too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -88,7 +88,6 @@ class ServeMetrics(Collector):
     """Counts what goes through a server, and reads the rest from its service.
 
     Args:
-        service: whose state is told.
         model_name: label of all figures.
         has_vllm_names: figures that vLLM has, too, come by its names as well.
     """
@@ -213,7 +212,6 @@ class ServeMetrics(Collector):
         return self._window.look(self._service.state())
 
     def to_text(self) -> bytes:
-        """In the text format of Prometheus."""
         return generate_latest(self._pages)  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:

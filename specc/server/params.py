@@ -13,12 +13,7 @@ from specc.sampling.params import MAX_LOGPROBS, SamplingParams
 from specc.sampling.structured import KINDS, StructuredOutputsParams
 from specc.server.config import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from specc.server.errors import ApiError, api_error_of, bad_request
-from specc.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    ResponseFormat,
-)
+from specc.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
 
 # fields that mean the same in both
 _SAME = (
@@ -95,7 +90,6 @@ def for_choices(params: SamplingParams, count: int, is_streamed: bool) -> list[S
     """Of each of a prompt's outputs: with a seed, they have this one and those after it.
 
     Args:
-        params: of the request.
         count: outputs.
         is_streamed: each output begins by itself, and so with the prompt's own log probabilities.
     """

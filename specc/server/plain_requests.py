@@ -27,7 +27,6 @@ class PlainRequests:
     the body.
 
     Args:
-        app: that answers them.
         has_ids: every response has a header `X-Request-Id`, the client's own or another; else
             those to POST, errors included.
     """

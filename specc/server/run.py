@@ -143,8 +143,6 @@ class HttpServer(uvicorn.Server):
     """uvicorn, with this package's connections; leaves signals to its caller.
 
     Args:
-        app: to serve.
-        limits: of connections.
         tls: encrypts them; None leaves them plain.
         options: further ones of `uvicorn.Config`.
     """
@@ -210,7 +208,6 @@ class _Process:
     """The event loop's side: serve, drain, end.
 
     Args:
-        app: to serve.
         service: that the application hands requests to.
         listener: bound.
         place: where it is bound to.

@@ -27,7 +27,6 @@ class EventStream(Response):
     Args:
         generation: started, its first update taken.
         events: data of the events.
-        headers: of the response.
     """
 
     media_type = "text/event-stream"
@@ -77,7 +76,6 @@ async def open_stream(
         request: of the client, which may go meanwhile.
         generation: started.
         answer: shape of the chunks.
-        headers: of the response.
         has_usage: a last chunk holds the usage, and all others say that they do not.
         has_all_usage: every chunk holds the usage so far.
     Raises:

@@ -54,7 +54,6 @@ class ToolUse:
 
         Args:
             reason: `stop` or `length`.
-            message: that has read all of the output.
         """
         if self.is_named:
             # the client knows that there is a call, and OpenAI's API does not say it again
@@ -115,8 +114,6 @@ def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> T
     """Check what a request says about tools.
 
     Args:
-        wanted: the request.
-        config: of the server.
         reads_tools: the chat template does.
     Raises:
         ApiError: they are malformed, or this server cannot have them called.

@@ -1,4 +1,4 @@
-"""Reading in turns: what one connection brings holds no other one up for long."""
+"""Fair parsing: a long request does not block other connections."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-# bytes that are parsed at a time: a few milliseconds, whatever they are
+# bytes parsed at a time: a few milliseconds at worst
 TURN_BYTES = 16 << 10
-# bytes of a request after which its connection shares turns with others that bring as much
+# request size after which a connection takes turns with other long ones
 FREE_BYTES = 64 << 10
-# such a turn goes on for so many seconds; it is followed by a rest that is as long, and at least
-# the millisecond that event loops wait
+# length of such a turn; the rest after it is as long, and at least the millisecond that event
+# loops wait
 _LONG_TURN_S = 1e-3
 
 
 class LongTurns:
-    """The turns of all connections whose requests are long: one after another, with rests.
+    """Round-robin turns of all connections with long requests, with rests in between.
 
-    Each loop of the event loop would parse a part of every one of them, and each step of the engine
-    would wait for the interpreter's lock until that is done. As it is, ordinary requests wait for
-    one part at most, and half of the time is theirs and the engine's.
+    Without it, each iteration of the event loop would parse a chunk of every long request while the
+    engine waits for the GIL. With it, other requests wait for at most one chunk, and half of the
+    time is left to them and the engine.
     """
 
     def __init__(self) -> None:
-        # in the order of their turns
+        # queue of turns
         self._waiting: dict[Turns, None] = {}
         self._next: asyncio.Handle | None = None
 
     def add(self, turns: Turns) -> None:
-        """One more turn for a connection."""
+        """Queue a turn of a connection."""
         self._waiting[turns] = None
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._go_on)
@@ -52,19 +52,18 @@ class LongTurns:
         if is_due:
             # behind the others
             self._waiting[turns] = None
-        # a rest for whoever comes next, too
+        # the next connection rests, too
         self._next = loop.call_later(now_s - begin_s, self._go_on)
 
 
 class Turns(FlowControl):
-    """uvicorn's, and between two parts of what has come the event loop does its other work.
+    """uvicorn's protocol, which yields to the event loop between chunks of received data.
 
-    asyncio hands out 256 KiB at a time. Nothing more is read while something of them is left.
+    asyncio delivers 256 KiB at a time; reading is paused until all of it is parsed.
 
     Args:
-        transport: that is read from.
-        take: parses what it is given.
-        long: turns after the first bytes of a request, shared by all connections.
+        take: parser.
+        long: turns of long requests, shared by all connections.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Turns(FlowControl):
         self._take = take
         self._long = long
         self._left = bytearray()
-        # of a request, those that have been parsed
+        # parsed bytes of the current request
         self._num_bytes = 0
         self._next: asyncio.Handle | None = None
 
     def feed(self, data: bytes) -> None:
-        """Parse what has come, now or later."""
+        """Parse received data, now or later."""
         self._left += data
         if self._next is not None or self.read_paused:
             return
@@ -90,11 +89,11 @@ class Turns(FlowControl):
             self._schedule()
 
     def begin_request(self) -> None:
-        """The next one has its first bytes for itself."""
+        """Reset: the next request is short again."""
         self._num_bytes = 0
 
     def resume_reading(self) -> None:
-        """As uvicorn's: what is left comes first."""
+        """See uvicorn; pending data is parsed first."""
         if self.read_paused and self._left:
             self.read_paused = False
             self._schedule()
@@ -102,14 +101,14 @@ class Turns(FlowControl):
             super().resume_reading()
 
     def close(self) -> None:
-        """Drop what is left."""
+        """Drop pending data."""
         self._left.clear()
         self._long.remove(self)
         if self._next is not None:
             self._next.cancel()
 
     def step(self) -> bool:
-        """Parse a part of what has come, unless nobody reads it now; whether more is left."""
+        """Parse one chunk, unless reading is paused; returns whether data is left."""
         if self.read_paused or not self._left:
             return False
         part = bytes(self._left[:TURN_BYTES])

@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: few, of their own, and with few places to wait."""
+"""Worker threads for jobs that would block the event loop, with bounded queues."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TypeVar
 from specc.errors import OverloadError
 from specc.runtime.processes.threads import be_nice
 
-# bytes of a body from which on its prompts are not for the event loop, and from which on they
-# take seconds: those wait for each other, and for nobody else
+# body sizes from which on prompts are tokenized off the event loop, and from which on that takes
+# seconds: such jobs have a lane of their own
 LONG_BODY_BYTES, LARGE_BODY_BYTES = 8 << 10, 256 << 10
-# after large work its lane rests for as long as that took, at most for these seconds: parsing and
-# tokenizing take a processor and, in parts, the interpreter's lock from the engine's steps
+# a lane of large jobs idles after each as long as it took, up to this limit: parsing and
+# tokenizing take a core and, partly, the GIL from the engine's steps
 _MAX_REST_S = 1.0
-# of their threads: the engine's steps, which all requests wait for, go first
+# niceness of the threads: the engine's steps go first
 _NICENESS = 5
 
 Result = TypeVar("Result")
@@ -28,14 +28,12 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Lane:
-    """Work of similar size.
+    """A queue of jobs of similar size, with its threads.
 
     Args:
-        name: of its threads.
-        num_threads: that do it.
-        max_open: of it that runs or waits.
-        niceness: of the threads, beside that of the process.
-        rests: work begins no sooner after other work than that took.
+        max_open: jobs that run or wait at most.
+        niceness: added to that of the process.
+        rests: idle after each job for as long as it took.
     """
 
     name: str
@@ -56,14 +54,14 @@ class _Lane:
         if not self.rests:
             return self.threads.submit(work)
         doing: Future[Result] = Future()
-        # what has not begun when the lane closes is dropped there, and nobody may wait for it
+        # jobs that have not begun when the lane closes are dropped
         self.threads.submit(self._work_and_rest, work, doing).add_done_callback(
             lambda begun: doing.cancel() if begun.cancelled() else None
         )
         return doing
 
     def close(self, wait: bool) -> None:
-        """Begin nothing more; `wait` until nothing runs any more."""
+        """Stop accepting jobs; `wait` until running ones are done."""
         self._is_closed.set()
         self.threads.shutdown(wait=wait, cancel_futures=True)
 
@@ -82,29 +80,28 @@ class _Lane:
 
 
 class PromptThreads:
-    """Where requests become tokens; for one event loop."""
+    """Lanes in which requests are tokenized; for one event loop."""
 
     def __init__(self) -> None:
         self._long = _Lane("long", 2, 256, _NICENESS)
         self._large = _Lane("large", 1, 16, _NICENESS, rests=True)
-        # these wait for the processes that render them
+        # these jobs wait for the processes that render chats
         self._chats = _Lane("chat", 16, 256)
 
     def wait(self) -> None:
-        """Until nothing runs any more; what has not begun is dropped."""
+        """Drop queued jobs and wait for running ones."""
         for lane in (self._long, self._large, self._chats):
             lane.close(wait=True)
 
     async def run(self, size: int, work: Callable[[], Result], is_chat: bool = False) -> Result:
-        """The result of some work; it is dropped, or not even begun, when the caller is cancelled.
+        """Run a job and return its result; dropped if the caller is cancelled.
 
         Args:
-            size: bytes of the body that it is about.
-            work: to do.
-            is_chat: it waits for another process, whatever its size.
+            size: bytes of the request body.
+            is_chat: the job waits for another process, whatever its size.
         Raises:
-            OverloadError: too much of it waits.
-            Exception: as the work raises.
+            OverloadError: the queue is full.
+            Exception: whatever the job raises.
         """
         if size < LONG_BODY_BYTES and not is_chat:
             return work()
@@ -131,11 +128,11 @@ class PromptThreads:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(lane.leave)
 
-        # what runs keeps its place although nobody waits any more
+        # a running job keeps its slot after its caller has gone
         doing.add_done_callback(end)
         return await asyncio.wrap_future(doing)
 
     def close(self) -> None:
-        """Begin nothing more; what runs goes on."""
+        """Stop accepting jobs; running ones go on."""
         for lane in (self._long, self._large, self._chats):
             lane.close(wait=False)

@@ -26,9 +26,7 @@ class SimulatedRunner:
     Dynamic trees have the shape that is best for the acceptance of the load's first request.
 
     Args:
-        load: whose dice.
         truth: seconds.
-        plans: of the engine.
         prefill_chunk: tokens of a causal pass at most.
         shares_pass: prompts and steps of all plans go through the target together.
         noise: see `simulate`.
@@ -183,7 +181,7 @@ def _tree(plan: SpecPlan, load: Load, truth: LatencyTable) -> TokenTree:
         )
     if plan.dynamic is None:
         return plan.tree_of(plan.drafters[0])
-    narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]][0]]
+    narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]]]
     return best_tree(narrow, plan.num_nodes, plan.dynamic.depth)
 
 

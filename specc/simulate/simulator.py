@@ -4,8 +4,8 @@ A latency table says how long an iteration takes, dice say what the target accep
 serving takes seconds, on any machine, and the same seed gives the same figures to the last bit, if
 the policy does not look at the clock of the host.
 
-    table = roofline()
-    load = make_load(20, 500, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(256), Lengths(128))
+    drafting = Drafting({"draft_0": [[0.8]]})
+    load = Load([SimulatedRequest(i / 20, 256, 128, drafting) for i in range(500)])
     policy = GoodputPolicy(plans, table, clock=lambda: 0.0)
     report = simulate(load, table, plans, policy, Limits(max_num_seqs=256))
     report.to_json()["mean_latency_s"]
@@ -93,7 +93,6 @@ class SimulationReport:
         end_s: when the last request ended.
         busy_s: seconds of iterations.
         step_s: seconds of iterations that decoded.
-        num_iterations: in all.
         num_probes: of them that the policy made to learn.
         plan_rows: plan → requests times iterations.
         stats: counters of the scheduler.
@@ -152,7 +151,6 @@ def simulate(
     """Serve a load.
 
     Args:
-        load: requests.
         truth: how long passes really take; the policy has its own idea.
         plans: of the engine, `off` included.
         policy: chooses among them; one that has served before goes on with what it knows.
@@ -260,7 +258,6 @@ class _SimulatedEngine:
                 temperature=0,
                 max_tokens=request.num_output_tokens,
                 ignore_eos=True,
-                speculative=request.speculative,
                 seed=0,
             )
             self._scheduler.add(

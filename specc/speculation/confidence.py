@@ -22,7 +22,6 @@ class ConfidentNodes:
     Args:
         plan: of the steps, one whose trees can be cut.
         threshold: least probability that one of a node's children is accepted.
-        device: of the confidence.
     """
 
     def __init__(

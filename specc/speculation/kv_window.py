@@ -66,5 +66,4 @@ class KVWindow:
 
     @property
     def option(self) -> str:
-        """What users call it."""
         return f"window={self.window},sink={self.sink}"

@@ -16,7 +16,6 @@ def check_drafts(drafters: Sequence[Drafter], combine: str, is_dynamic: bool) ->
     """Refuse drafts that cannot propose together.
 
     Args:
-        drafters: of a plan.
         combine: `merge`, `vote` or empty.
         is_dynamic: the tree is expanded and reranked.
     Raises:

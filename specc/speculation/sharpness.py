@@ -26,7 +26,6 @@ def sharpened(plan: SpecPlan, factors: Mapping[str, Sequence[float]]) -> SpecPla
     """A plan with these factors in place of those that it has, under a name of its own.
 
     Args:
-        plan: any.
         factors: draft → β by depth, one or more; the last one counts below, too. Drafts that are
             not named have 1.
     """
@@ -58,7 +57,6 @@ def expected_gain(hits: Sequence[bool], others: Sequence[bool]) -> float:
     """How many standard errors one choice is better than another at the same places.
 
     Args:
-        hits: of the one, place by place.
         others: of the other.
     """
     better = sum(a and not b for a, b in zip(hits, others, strict=True))

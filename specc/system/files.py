@@ -1,16 +1,14 @@
-"""Files on disk: hashing, fsync, leftovers, free space, sealed copies, failed writes as errors."""
+"""Files on disk: hashing, fsync, leftovers, free space, failed writes as errors."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,7 +39,6 @@ def sample_file(path: Path, num_samples: int = 64, sample_bytes: int = 4096) -> 
     does not grow with the file.
 
     Args:
-        path: the file.
         num_samples: parts of it, at even distances, the first and the last bytes among them.
         sample_bytes: of a part; shorter files are read whole.
     """
@@ -58,7 +55,6 @@ def read_checked(path: Path, sha256: str | None) -> bytes:
     """Read a file of an engine once, and check what was read.
 
     Args:
-        path: the file.
         sha256: in hex; None checks nothing.
     Raises:
         EngineError: it cannot be read, or has another hash.
@@ -223,35 +219,3 @@ def _is_other_process(pid: int) -> bool:
     except PermissionError:
         return True
     return pid != os.getpid()
-
-
-def sealed_copy(data: bytes, name: str) -> tuple[str, int]:
-    """Put bytes where nobody can change them.
-
-    Args:
-        data: content.
-        name: for people who look at the process's mappings.
-    Returns:
-        a path of this process, and the descriptor that keeps it: close it when nothing is going to
-        open the path any more.
-    Raises:
-        OSError: no memory, or no room in the temporary directory.
-    """
-    try:
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError):
-        # another system, or one that lets nobody run code from such files: a file without a name
-        with tempfile.TemporaryFile() as file:
-            file.write(data)
-            file.flush()
-            descriptor = os.dup(file.fileno())
-        return f"/proc/self/fd/{descriptor}", descriptor
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return f"/proc/self/fd/{descriptor}", descriptor

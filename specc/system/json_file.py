@@ -66,7 +66,6 @@ def read_json(
     """Decode a JSON file.
 
     Args:
-        path: of the file.
         error: class of the errors.
         needed: what the file should have been, for them.
         do: what to do then, for them.

@@ -23,7 +23,6 @@ class KeptFile:
     """A file of specc's cache, as JSON.
 
     Args:
-        name: in the cache.
         subject: what it is about, for warnings: "products".
         tell: takes a text where the cache cannot be read or written.
         cache: None is that of the user.

@@ -13,11 +13,9 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-TEMPORARY_PREFIX = "specc-temporary-"
 _SUFFIX = ".lock"
 
 
@@ -28,7 +26,6 @@ def owned_directory(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Pa
     What killed owners left under the same prefix is removed first.
 
     Args:
-        parent: an existing directory.
         prefix: of the name; other programs must not use it.
         mode: of the directory; as it is, nobody else may enter it.
     Raises:
@@ -46,17 +43,6 @@ def owned_directory(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Pa
         if not directory.exists():
             lock.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def temporary_directory() -> Iterator[Path]:
-    """An owned directory in the temporary directory.
-
-    Raises:
-        OSError: nothing can be written there.
-    """
-    with owned_directory(Path(tempfile.gettempdir()), TEMPORARY_PREFIX) as directory:
-        yield directory
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

@@ -87,7 +87,6 @@ class LayerReport:
 
     Args:
         layers: in order.
-        attentions: of every profile.
         decoded: nodes of quantized weights that a layer of their own makes floats of, which
             products read in place of the integers, in some profile.
     """

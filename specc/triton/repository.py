@@ -31,7 +31,6 @@ def write_model(engine: Path, repository: Path, config: TritonConfig, force: boo
     Args:
         engine: engine directory.
         repository: directory of models; it is made where it does not exist.
-        config: what to write.
         force: replace a model of this name.
     Returns:
         directory of the model.

@@ -19,7 +19,6 @@ class TritonTensor:
     """A tensor by its name in requests and responses.
 
     Args:
-        name: of the tensor.
         kind: Triton's name of its type, without `TYPE_`.
         dims: shape; -1 is any length.
     """

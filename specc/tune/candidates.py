@@ -37,7 +37,6 @@ def views_to_measure(drafts: Sequence[Drafter], block_size: int, shortest: int) 
     """Self-drafts of an engine, and the same with other windows.
 
     Args:
-        drafts: of the engine.
         block_size: rows of a block of its caches; 0 is none, and no self-draft.
         shortest: committed rows of the shortest context. Of a window that holds all of it nothing
             is learned: such a draft is the target.

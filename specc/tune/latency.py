@@ -168,7 +168,6 @@ class IdleLatency:
     """The same for a server, while no request runs: what is measured is kept, and used at once.
 
     Args:
-        core: of the server's engine.
         budget_s: see `LatencyMeasurement`.
     Raises:
         ConfigError: see `LatencyMeasurement`.

@@ -39,9 +39,7 @@ def own_outputs(
     """Prompts as they are measured with, and what the target makes of each.
 
     Args:
-        engine: of the target.
         prompts: text, or token ids.
-        options: of tuning.
         advance: told how many outputs are there.
     Raises:
         ConfigError: a length that leaves no room for the output.

@@ -77,7 +77,6 @@ class Iterations:
 
     Args:
         engine: with nobody else at work during a slice.
-        plan: of the steps.
         budget_s: seconds of slices after which no further sequence begins.
     """
 

@@ -92,11 +92,7 @@ class BatchTuning:
 
 @dataclass(frozen=True)
 class _Readers:
-    """Drafts that read the target's hidden states.
-
-    Args:
-        drafters: by name.
-    """
+    """Drafts that read the target's hidden states."""
 
     drafters: dict[str, Drafter]
 
@@ -206,9 +202,7 @@ def tune(
     """Choose an engine's plans by measuring, and write them and profile.json into it.
 
     Args:
-        directory: engine.
         prompts: like those that it will serve.
-        options: what to measure.
         phases: tells the listener how far this is.
         offload_weights: see `Engine.load`; the plans are chosen for this budget.
     Raises:

@@ -52,7 +52,6 @@ def chains_with(ranks: Ranks, factors: Sequence[float]) -> list[list[int]]:
     """Ranks of the tokens after each place of the outputs, each by the factor of its depth.
 
     Args:
-        ranks: of these factors.
         factors: by depth.
     """
     return [

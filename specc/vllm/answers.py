@@ -1,8 +1,8 @@
-"""What is said about a name that vLLM or transformers has.
+"""Answers to names that vLLM or transformers has and specc has not.
 
-A name that would change what comes out is never ignored: it is refused, with the way to the same
-here. Values that ask for what happens anyway are taken, and what changes no output is ignored, with
-a warning.
+A name that would change outputs is never ignored: it is refused, with specc's equivalent. Values
+that ask for the default behavior are accepted; names that change no output are ignored, with a
+warning.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Unsupported(NamedTuple):
     """A name that is refused.
 
     Args:
-        needed: what there is instead.
-        do: what to do.
-        idle: values that ask for nothing; the option is then dropped.
+        needed: specc's alternative.
+        idle: values that mean the default; the option is then dropped.
     """
 
     needed: str
@@ -35,11 +34,11 @@ class Unsupported(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A name that changes no output here: any value is taken, with a warning.
+    """A name that changes no output: any value is accepted, with a warning.
 
     Args:
-        because: what there is instead; empty for what is not worth a warning.
-        idle: values without a warning.
+        because: specc's alternative; empty: no warning.
+        idle: values that give no warning.
     """
 
     because: str = ""
@@ -47,11 +46,7 @@ class Ignored(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """A name of vLLM's for an option that specc has by another one.
-
-    Args:
-        name: that it has here.
-    """
+    """vLLM's name of an option that specc calls differently."""
 
     name: str
 
@@ -60,7 +55,7 @@ Answer = Unsupported | Ignored | Renamed
 
 
 class IgnoredOptionWarning(UserWarning):
-    """An option was passed that has no effect here."""
+    """Warning: an option without effect was passed."""
 
 
 def answer_names(
@@ -69,15 +64,15 @@ def answer_names(
     answers: Mapping[str, Answer],
     error: Callable[[str, str, str], Exception],
 ) -> dict[str, Any]:
-    """The options that are known, by their names here.
+    """Translate options to specc's names.
 
     Args:
         given: name → value.
-        known: names that the asking class has got.
-        answers: name → what is said about it.
-        error: made of found, needed and do.
+        known: parameter names of the class.
+        answers: name → its answer.
+        error: exception type, constructed from found, needed and do.
     Raises:
-        Exception: what `error` makes of an option that there is not, or that comes by two names.
+        Exception: `error`: an option is unknown, or given by two names.
     """
     kept = {}
     for name, value in given.items():
@@ -110,11 +105,10 @@ def answers_names(
     answers: Mapping[str, Answer],
     error: Callable[[str, str, str], Exception] = RequestError,
 ) -> Callable[[type[Kind]], type[Kind]]:
-    """Decorator of a dataclass whose constructor answers names that it has not got.
+    """Decorate a dataclass: its constructor answers foreign names.
 
     Args:
-        answers: see `answer_names`.
-        error: see `answer_names`.
+        answers, error: see `answer_names`.
     """
 
     def decorate(kind: type[Kind]) -> type[Kind]:
@@ -135,10 +129,10 @@ def answers_names(
 
 
 def refuses_calls(refused: Mapping[str, Unsupported]) -> Callable[[type[Kind]], type[Kind]]:
-    """Decorator of a class that has methods of these names, each of which says why there is none.
+    """Decorate a class with methods that raise an answer.
 
     Args:
-        refused: name of a method → what is said about it.
+        refused: method name → its answer.
     """
 
     def method(name: str, answer: Unsupported) -> Callable[..., Any]:
@@ -158,7 +152,7 @@ def refuses_calls(refused: Mapping[str, Unsupported]) -> Callable[[type[Kind]], 
 
 
 def _level_of_caller() -> int:
-    """Of the warning that is about to be given: whoever called this package."""
+    """Stack level of a warning: the first caller outside this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("specc."):
         frame, level = frame.f_back, level + 1
@@ -166,7 +160,7 @@ def _level_of_caller() -> int:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal, where a flag is no number; arrays and the like are equal to nothing."""
+    """Equality that tells bools from numbers; arrays equal nothing."""
     if isinstance(value, bool) != isinstance(other, bool):
         return False
     return value is other or (isinstance(value, type(other)) and bool(value == other))

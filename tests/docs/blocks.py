@@ -41,7 +41,6 @@ class Block:
     """A fenced block.
 
     Args:
-        page: that holds it.
         line: of its fence, from 1.
         language: after the fence.
         lines: within.
@@ -78,7 +77,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """All fenced blocks of a page."""
     lines = page.read_text(encoding="utf-8").split("\n")
     number = 0
     while number < len(lines):
@@ -93,6 +91,5 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def shell_blocks() -> list[Block]:
-    """All blocks with commands."""
     found = [block for page in PAGES for block in blocks_of(page)]
     return [block for block in found if block.language in ("sh", "console")]

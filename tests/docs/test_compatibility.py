@@ -21,7 +21,6 @@ table is `specc/refusals.py`; `python tests/docs/test_compatibility.py` writes t
 
 
 def page() -> str:
-    """The table as Markdown."""
     lines = []
     for row in REFUSALS:
         takers = row.other.takers if isinstance(row.other, Backends) else ()

@@ -27,7 +27,6 @@ class Said:
 
     Args:
         boundaries: of the target, that it reads.
-        layout: whose files.
         shared: parameters that are the target's.
         is_last_normed: the last boundary is taken after the final norm.
         width: columns that a token hands on.
@@ -48,7 +47,6 @@ class DraftRig:
     """A kind, and the case of it that the default tier runs.
 
     Args:
-        kind: in the registry.
         case: a name in `cases`.
         is_first: of those of its kind; the others run fewer clauses in the default tier.
         sample: one as plans have it.
@@ -70,21 +68,16 @@ class DraftRig:
         raise NotImplementedError
 
     def target(self, zoo: Zoo, case: str) -> Path:
-        """The checkpoint of the target."""
         return write_target(zoo)
 
     def draft(self, zoo: Zoo, case: str) -> Path:
-        """A checkpoint of the draft."""
         return zoo.once(f"{self.prefix}-{case}", lambda path: self.write(path, case))
 
     def engine(self, zoo: Zoo, case: str = "", label: str = "eager", **changes: Any) -> Path:
         """An engine with this draft alone.
 
         Args:
-            zoo: that keeps it.
             case: of `cases`; empty is the rig's.
-            label: of the options.
-            changes: of the options.
         """
         case = case or self.case
         return zoo.once(

@@ -154,7 +154,6 @@ class HydraReference:
         x_0 = [h e_0 … e_j];  x = S x + s + silu(W x + b), then x + silu(W x + b);  logits = U x + u
 
     Args:
-        case: what they are.
         tensors: of `draw_tensors`.
         embedding: of the target, [V, H].
         theta: base of the target's rotary embedding.

@@ -46,7 +46,6 @@ def imported(name: str) -> Iterator[ModuleType]:
 
 
 def tiny_target() -> Any:
-    """What is drafted for."""
     return models.build_model(
         "llama",
         hidden_size=WIDTH,
@@ -65,7 +64,6 @@ def check_walk(
 
     Args:
         target: of `tiny_target`.
-        draft: checkpoint.
         prompts: [n, length].
         wanted: [n, 20], the target's greedy output.
         walked: what the walk along it says.

@@ -121,7 +121,6 @@ def change(path: Path, edit: Callable[[Any], object]) -> None:
 
 
 def found_in(result: subprocess.CompletedProcess[str]) -> str:
-    """What a run refused."""
     assert (result.returncode, result.stdout) == (1, "")
     found, needed, todo = result.stderr.splitlines()
     assert needed.startswith("needed: ")

@@ -2,7 +2,7 @@
 
     python3 -P tests/gpu/check.py A      the step benchmark, replays, output, other kinds
     python3 -P tests/gpu/check.py B      every test of the Triton kernels
-    python3 -P tests/gpu/check.py C      attention, sampling, compute-sanitizer, open questions
+    python3 -P tests/gpu/check.py C      attention, sampling, compute-sanitizer
 
 Each ends within 8 minutes and is of use alone; without a name they run in this order. Nothing has
 to be installed: a Python with torch and triton, and transformers where models are compiled. pytest
@@ -86,9 +86,7 @@ def run(
     """Run the commands that were asked for; returns the exit status.
 
     Args:
-        options: of the command line.
         device_facts: see `facts.device_facts`.
-        environment: of the processes.
         device: see `results.Device`.
         stages: of each command; None are those of `tasks`.
         scale: of all times; below 1 in rehearsals.

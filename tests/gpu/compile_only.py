@@ -1,8 +1,9 @@
-"""Launches that only compile, for a GPU of capability 9.0 that is not there."""
+"""Triton launches without a GPU: compiled for capability 9.0, or skipped."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,3 +49,19 @@ def compile_only() -> Iterator[list[Any]]:
     finally:
         replace(JITFunction, "run", run)
         replace(driver, "_active", before)
+
+
+@contextlib.contextmanager
+def launch_nothing() -> Iterator[None]:
+    """Skip launches, compiled or interpreted: what they would write stays as it is."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kind: Any = InterpretedFunction if is_interpreted else JITFunction
+    run = kind.run
+    kind.run = lambda kernel, *args, **options: None
+    try:
+        yield
+    finally:
+        kind.run = run

@@ -32,9 +32,7 @@ def expected_tokens(
     """Greedy output of plain decoding, operator by operator with the oracles on the CPU.
 
     Args:
-        engine: its directory.
         prompts: token ids.
-        num_tokens: of each output.
         kept: folder of the files.
     """
     from tests.gpu.kinds import tokens_of
@@ -53,10 +51,7 @@ def expected_accepted(
     """How many tokens of depth 1, 2, … the same output has, with a plan of draft models.
 
     Args:
-        engine: its directory.
-        plan: its name.
         prompts: token ids.
-        num_tokens: of each output.
         kept: folder of the files.
     """
     from tests.gpu.kinds import accepted_of, tokens_of

@@ -166,7 +166,6 @@ def generate(
 
     Args:
         engine: with a `Grammars`.
-        plan: of all steps.
         prompts: of the requests.
         waits: no step is queued before the results of the last one are there.
     """

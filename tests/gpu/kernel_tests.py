@@ -30,7 +30,6 @@ def run(
     Args:
         results: get a result for each test, under its name in pytest without the file.
         device: that is waited for after each test.
-        path: of the file.
         shard: (index, count): every count-th test alone.
         left_out: tests of these names, and those whose parameters have one, are not run.
     """

@@ -38,7 +38,6 @@ class Kind:
             and the arguments of `DynamicTree`.
         drafts: writes a checkpoint of the draft into a directory; None for no model.
         target: writes that of the target; None is the demo pair's.
-        options: of its compilation.
         budget: share of the target's bytes that stay on the device; None is all.
         vocab: of the target.
         compares_drafts: as many tokens of each depth are accepted as on the CPU.

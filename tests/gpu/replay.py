@@ -227,8 +227,6 @@ def replays_alike(
     Args:
         step: captured, or to be captured.
         slabs: name → cache.
-        inputs: of the step.
-        device: that is waited for.
         count: replays; None is `REPLAYS`.
     Raises:
         AssertionError: which replay differs, and where.

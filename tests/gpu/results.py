@@ -25,7 +25,6 @@ class Results:
     """Where a task leaves what it finds.
 
     Args:
-        path: of the lines.
         known: results that are there already.
     """
 
@@ -70,7 +69,6 @@ class Results:
         os._exit(LOST)
 
     def finish(self) -> None:
-        """All of the task is done."""
         self._write({"done": True})
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -42,10 +42,8 @@ class Process:
     """One attempt at a task.
 
     Args:
-        task: what to do.
         known: names of results that are there.
         directory: for its files; nobody else's.
-        environment: of the process.
         device: see `results.Device`.
     """
 
@@ -139,8 +137,6 @@ class Scheduler:
     """Runs stages; `report` has every result as soon as it is known.
 
     Args:
-        report: of the check.
-        environment: of the processes.
         device: see `results.Device`.
         scale: of all times; below 1 in rehearsals.
     """

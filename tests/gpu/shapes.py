@@ -113,7 +113,6 @@ def run(
         names: of `CASES`.
         output: gets a JSON object of them.
         limit_s: seconds after which what runs is ended.
-        environment: of the processes.
         lock: see `--lock`; None is a file of their own.
     """
     end = time.monotonic() + limit_s

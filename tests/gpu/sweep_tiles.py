@@ -95,9 +95,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def work(options: argparse.Namespace) -> None:
     """All that there is time for, and was not begun before."""
     if options.dry_run:
-        from tests.gpu.compiles import recorded
+        from tests.gpu.compile_only import launch_nothing
 
-        with recorded(is_run=False):
+        with launch_nothing():
             Sweep(options, NoGraphs()).run()
         return
     Sweep(options, Graphs()).run()
@@ -209,7 +209,6 @@ class Sweep:
     """Measurements until time is over.
 
     Args:
-        options: of the command.
         graphs: what measures.
     """
 

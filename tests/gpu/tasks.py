@@ -2,8 +2,7 @@
 
     A  the step benchmark, replays, output, engines of other kinds
     B  every test of the Triton kernels
-    C  attention, sampling, collectives, compute-sanitizer, open questions, then what compares with
-       others
+    C  attention, sampling, collectives, compute-sanitizer, then what compares with others
 
 A command is stages, one after the other; the tasks of a stage run beside each other. A stage ends
 at the latest when it and those before it have had their seconds: what it leaves, the next ones
@@ -54,7 +53,6 @@ class Task:
     """One process.
 
     Args:
-        part: of the report.
         name: unique in it.
         entry: module:function, called with results, device and `arguments`.
         arguments: JSON.
@@ -192,12 +190,11 @@ def command_b(files: Sequence[Path] | None = None) -> list[Stage]:
 def command_c(tool: str | None) -> list[Stage]:
     """Measurements are alone on the machine; `tool` is compute-sanitizer, None where it is not."""
     benchmark = "tests.gpu.benchmark"
-    questions = Task("questions", "torch", "tests.gpu.questions:check")
     return [
         Stage(70.0, (Task("attention", "sdpa", f"{benchmark}:measure_attention"),), 1),
         Stage(50.0, (Task("sampling", "accept", "tests.gpu.sampling:measure"),), 1),
         Stage(30.0, (Task("collectives", "nccl", "tests.gpu.collectives:measure"),), 1),
-        Stage(120.0, (*sanitizer_tasks(tool), questions)),
+        Stage(120.0, sanitizer_tasks(tool)),
         Stage(70.0, (Task("attention", "flex", f"{benchmark}:measure_flex"),), 1),
         Stage(110.0, (Task("transformers", "8b-1b", "tests.gpu.generation:measure"),), 1),
     ]

@@ -40,7 +40,6 @@ def refuse() -> Any:
 
 
 def ends() -> None:
-    """As a process that is killed."""
     raise KeyboardInterrupt
 
 

@@ -27,7 +27,6 @@ TASK = Task("part", "name", "tests.gpu.entry:run", {"dtype": "float32"})
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of its own."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

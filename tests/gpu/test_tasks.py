@@ -49,7 +49,6 @@ def test_what_the_commands_are_for():
             "sampling",
             "collectives",
             "sanitizer",
-            "questions",
             "transformers",
         },
     }

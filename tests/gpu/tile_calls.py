@@ -26,9 +26,7 @@ class Problem:
     """Operands of a product but its weight; calls leave no trace in them.
 
     Args:
-        shape: of the product.
         rows: of x.
-        device: of the tensors.
     """
 
     def __init__(self, shape: Shape, rows: int, device: torch.device) -> None:
@@ -85,7 +83,6 @@ class Layers:
     Args:
         shapes: qkv, o, gate_up, down.
         rows: of x.
-        device: of the tensors.
     """
 
     def __init__(self, shapes: tuple[Shape, ...], rows: int, device: torch.device) -> None:
@@ -97,7 +94,6 @@ class Layers:
 
         Args:
             chosen: tile of each product.
-            weights: of each layer.
         """
         (x, residual), rows = self._begin, self.o.rows
         for layer in weights:

@@ -23,7 +23,6 @@ class Shape:
 
     Args:
         model: name.
-        operator: of specc.
         n: rows of the weight.
         k: its columns.
         head_dim: of attention.
@@ -43,7 +42,6 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the weight."""
         return self.n * self.k * ITEM
 
 

@@ -178,22 +178,17 @@ def _is_device(value: Any) -> bool:
 
 
 def _moved(value: Any) -> Any:
-    """A copy on the device."""
     if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
         return value
     return DeviceTensor(value.detach().clone())
 
 
 class _Generator(torch.Generator):
-    """Of any device."""
-
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls, "cpu")
 
 
 class _Graph:
-    """What was captured has run."""
-
     def replay(self) -> None: ...
 
 

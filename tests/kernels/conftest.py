@@ -34,6 +34,11 @@ def native_operators() -> Any:
     return torch.ops.specc_cpu
 
 
+@pytest.fixture(scope="session")
+def operators(native_operators: Any) -> Any:
+    return native_operators
+
+
 @pytest.fixture(
     scope="module",
     params=["reference_operators", "native_operators"],

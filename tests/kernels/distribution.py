@@ -48,8 +48,6 @@ class World:
 
 @dataclass(frozen=True)
 class Options:
-    """Of one sequence."""
-
     rule: Rule
     temperature: float = 1.0
     top_p: float = 1.0

@@ -53,9 +53,6 @@ def draft_tree(
 
     Args:
         operators: namespace.
-        table: of the draft.
-        tree: its nodes, in levels.
-        state: of the batch.
         column: of the root among the proposals of all sources.
         row: rows of draft logits that other sources have before.
         factors: of the draft's logits, by depth; none are all 1.

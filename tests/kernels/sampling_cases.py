@@ -264,7 +264,6 @@ class Verified:
         return history, table.view(self.batch, count)
 
     def _place(self, rows: Tensor) -> Tensor:
-        """A view of a wider tensor."""
         if not self.padding:
             return rows.contiguous()
         wide = torch.full((rows.shape[0], rows.shape[1] + 3), 1, dtype=rows.dtype)

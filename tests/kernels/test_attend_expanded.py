@@ -25,7 +25,6 @@ class Pass:
     Args:
         lengths: rows that each sequence has before the pass.
         counts: its tokens in the pass; -1 is a tree of 12 nodes.
-        dtype: of all.
         dead: tokens that are none.
         sizes: of own, shared, value, rank and heads.
     """

@@ -44,7 +44,6 @@ class Pass:
 
     Args:
         lengths: committed rows of each sequence.
-        tokens: of each sequence.
         causal: leave out the ancestors.
         options: of the caches, see `World`.
     """

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 @dataclass(frozen=True)
 class Rows:
     """Rows of logits, each of a request of its own, whose vocabulary is cut.

@@ -147,11 +147,6 @@ def ids(case: Case) -> str:
 
 
 @pytest.fixture(scope="module")
-def operators(native_operators: Any) -> Any:
-    return native_operators
-
-
-@pytest.fixture(scope="module")
 def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Rows of the product and of the schemes; written where all of them were measured."""
     rows: list[dict[str, Any]] = []

@@ -28,16 +28,10 @@ from tests.kernels.test_distribution import (
 from tests.tiers import checkered
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators: Any) -> Any:
-    return native_operators
-
-
 class Trees:
     """Trees of seven nodes, of which any first ones may be live.
 
     Args:
-        rule: of the walks.
         temperature: likewise.
     """
 

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TILES = st.sampled_from([1, 2, 3, 5, 8, 100])
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 def tiled(node_winners: Any, args: tuple, tile: int) -> Tensor:
     """Winners [B, N] of an `accept` call's trees, tile by tile; logits lie in wider rows."""
     logits, tokens, parents = args[:3]

@@ -18,11 +18,6 @@ from tests.tiers import only
 LACKING = {"two": (1, 4), "all-but-one": (0, 1, 2, 4, 5)}
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators: Any) -> Any:
-    return native_operators
-
-
 def without(world: Any, tokens: tuple[int, ...]) -> Any:
     """The first draft lacks these tokens; others have all."""
     first = world.drafts[0].clone()

@@ -33,7 +33,6 @@ class Pages:
     Args:
         batch: sequences.
         block_size: rows of a block.
-        dtype: of the rows.
     """
 
     def __init__(self, batch: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:

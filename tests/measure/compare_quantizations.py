@@ -167,7 +167,6 @@ def main() -> None:
 
 
 def weight_bytes(engine: Path) -> int:
-    """Of an engine's target."""
     return (engine / "target" / "weights.safetensors").stat().st_size
 
 

@@ -282,7 +282,6 @@ def donor_layers(config: PretrainedConfig, size: Size) -> list[int]:
 
 
 def widened_config(config: PretrainedConfig, size: Size) -> PretrainedConfig:
-    """The configuration of the widened model."""
     donors, widened = donor_layers(config, size), copy.deepcopy(config)
     widened.num_hidden_layers = size.num_layers
     widened.intermediate_size = size.intermediate_size
@@ -302,7 +301,6 @@ def widen(
     """Return the value of a parameter.
 
     Args:
-        name: its name in the trained model.
         old: its value there, or for a new layer that of the layer whose spread it has.
         shape: its shape in the widened model, no smaller than the old one.
         is_new: whether the layer is new.

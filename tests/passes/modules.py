@@ -294,3 +294,15 @@ def assert_same_numbers_flat(program: Program, model: nn.Module) -> None:
     got = flat_logits(program, model, inputs, 10)
     want = torch.cat([dense_logits(model, first), dense_logits(model, second)])
     torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+def lower_for_cuda(model: Any) -> tuple[Runner, Runner, Program, Pipeline]:
+    """Runners before and after the phases of CUDA, the program, and the pipeline."""
+    from specc.passes.lower.cuda.phases import cuda_phases
+    from tests.models import POSITIONS
+
+    program, _ = compiled(model)
+    before = Runner(program, model)
+    pipeline = Pipeline(cuda_phases(POSITIONS))
+    pipeline.run(program)
+    return before, Runner(program, model), program, pipeline

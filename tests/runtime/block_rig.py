@@ -28,7 +28,6 @@ class BlockOracle:
     """Compares what a drafter computes in an engine with what it computes from scratch.
 
     Args:
-        target: of transformers.
         reference: of the drafter, as `BlockReference`.
         number: of the draft.
     """

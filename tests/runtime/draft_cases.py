@@ -27,7 +27,6 @@ ALL_KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "t
 
 
 def write_target(zoo: Zoo) -> Path:
-    """The checkpoint of the target."""
     return zoo.once("head-target", lambda path: models.save_tiny("llama", path, **SIZES))
 
 

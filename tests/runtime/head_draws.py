@@ -89,8 +89,6 @@ def draw(engine: Engine, plan: SpecPlan, rule: Rule, num: int, first_seed: int) 
 
     Args:
         engine: with room for more than the batch in its limits.
-        plan: of every step.
-        rule: of every request.
         num: requests.
         first_seed: of the first; the others count up.
     """
@@ -132,7 +130,6 @@ class Exact:
     """Probabilities of a target and of a head, at `TEMPERATURE`.
 
     Args:
-        target: of transformers.
         head: logits.
     """
 
@@ -182,8 +179,6 @@ class Exact:
         are left out.
 
         Args:
-            drawn: with that tree.
-            rule: of the requests.
             widths: of the tree, or of its first levels.
         """
         levels = (widths[:depth] for depth in range(1, len(widths) + 1))
@@ -230,7 +225,6 @@ class Exact:
         Args:
             had: output tokens before the step.
             path: of the tree down to a node.
-            rule: of the request.
             widths: of the levels below that node.
         """
         if not widths:
@@ -253,7 +247,6 @@ def accepted_by(rule: Rule, p: Tensor, q: Tensor, count: int) -> Tensor:
     """[V] probability that a node's children contain a token and that it is accepted.
 
     Args:
-        rule: of the request.
         p: [V] float64 of the target.
         q: [V] float64 of the head.
         count: children.
@@ -320,8 +313,6 @@ def fitted(case: Case, tensors: dict[str, Tensor], target: Any) -> dict[str, Ten
 
     Args:
         case: an EAGLE-3.1 head, which hands on what its head reads.
-        tensors: of a random one.
-        target: of transformers.
     """
     reference = Reference(case, tensors, target.get_input_embeddings().weight.detach())
     kept = torch.arange(case.rows) + tensors["d2t"]

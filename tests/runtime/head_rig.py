@@ -49,8 +49,6 @@ class HeadOracle:
     """Compares what a head computes in an engine with what it computes from scratch.
 
     Args:
-        target: of transformers.
-        reference: of the head.
         number: of the draft.
     """
 

@@ -42,9 +42,6 @@ def fail_now_and_then(
     """Interrupt each call of this number, and let cores go on after it; none may lose a request.
 
     Args:
-        patch: that ends it.
-        owner: of the method.
-        name: of the method.
         every: calls from one to the next.
         is_done: it comes when the work of the call is done, else before it.
     """

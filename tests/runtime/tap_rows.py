@@ -82,13 +82,10 @@ def serve(
     """Requests of several lengths, some with a common beginning, that come one after the other.
 
     Args:
-        engine: to serve them.
-        plan: of all steps.
         oracle: looks at rows after every step.
         num_tokens: that each puts out.
         every: steps until the next one comes.
         count: of requests; the first has a prompt of one token.
-        params: of sampling.
     """
     core = EngineCore(engine, plan)
     generator = torch.Generator().manual_seed(5)

@@ -18,9 +18,7 @@ from specc.sampling.params import SamplingParams
 from tests.draft_kinds.block import RIGS
 from tests.heads import VOCAB
 from tests.lossless import Zoo
-from tests.runtime.draft_cases import (
-    outputs,
-)
+from tests.runtime.draft_cases import outputs
 from tests.runtime.head_rig import BLOCK, CHAIN, TREE, load, prompts_of, serve
 from tests.runtime.live_rig import SLOW, ByAcceptance
 

@@ -123,8 +123,6 @@ def figures(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(zoo: Zoo) -> Callable[[str], Path]:
-    """The target of a kind."""
-
     def make(kind: str) -> Path:
         if kind == "mtp":
             return zoo.once("drawn-mtp", lambda path: write_target(MTP, path, vocab=VOCAB))

@@ -13,18 +13,8 @@ from tests import models
 from tests.draft_kinds.eagle3 import RIGS
 from tests.heads import WIDTH
 from tests.lossless import Zoo
-from tests.runtime.draft_cases import (
-    SIZES,
-    write_target,
-)
-from tests.runtime.head_rig import (
-    BLOCK,
-    TREE,
-    load,
-    options,
-    prompts_of,
-    serve,
-)
+from tests.runtime.draft_cases import SIZES, write_target
+from tests.runtime.head_rig import BLOCK, TREE, load, options, prompts_of, serve
 from tests.runtime.live_rig import ScriptedNodes
 
 (RIG,) = RIGS

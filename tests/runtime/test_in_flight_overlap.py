@@ -12,12 +12,7 @@ from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.speculation.plans import DynamicTree, SpecPlan
 from tests.interleavings import Figures, Moody, NearTies, Solo, run_interleaving
-from tests.runtime.backends.captured.branched_device import (
-    BETWEEN,
-    EARLY,
-    LATE,
-    LateBranchedDevice,
-)
+from tests.runtime.backends.captured.branched_device import BETWEEN, EARLY, LATE, LateBranchedDevice
 from tests.runtime.late_engine import Rig, late_rig
 from tests.runtime.test_in_flight_mixed import PROMPTS, fixed, goodput
 

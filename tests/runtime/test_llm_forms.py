@@ -121,8 +121,6 @@ def test_no_arguments(llm, options, found) -> None:
 
 
 class Bar:
-    """What tqdm would draw."""
-
     made: list[Bar] = []  # noqa: RUF012
 
     def __init__(self, total: int, **options: Any) -> None:

@@ -20,20 +20,9 @@ from tests import engines, models
 from tests.draft_kinds.medusa import RIGS
 from tests.heads import VOCAB, WIDTH
 from tests.lossless import Zoo
-from tests.medusa_heads import (
-    MEDUSA_CASES,
-    MedusaCase,
-    write_medusa,
-    write_tensors,
-)
-from tests.runtime.draft_cases import (
-    SIZES,
-)
-from tests.runtime.head_rig import (
-    TREE,
-    load,
-    options,
-)
+from tests.medusa_heads import MEDUSA_CASES, MedusaCase, write_medusa, write_tensors
+from tests.runtime.draft_cases import SIZES
+from tests.runtime.head_rig import TREE, load, options
 
 (RIG,) = RIGS
 

@@ -14,15 +14,7 @@ from specc.runtime.core import EngineCore
 from tests import quantized_checkpoints
 from tests.lossless import Zoo
 from tests.mtp import LAYERS, MtpReference, change_tensors, write_target
-from tests.runtime.head_rig import (
-    BLOCK,
-    TREE,
-    HeadOracle,
-    load,
-    options,
-    prompts_of,
-    serve,
-)
+from tests.runtime.head_rig import BLOCK, TREE, HeadOracle, load, options, prompts_of, serve
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ def inputs_of_blocks(program: Program, num_dims: int) -> Iterator[tuple[fx.Node,
     """Inputs whose weights are in blocks, made those blocks; those of an earlier run are left out.
 
     Args:
-        program: whose inputs change.
         num_dims: of the weights: 2 of projections, 3 of experts.
     """
     for node in program.graph.find_nodes(op="placeholder"):

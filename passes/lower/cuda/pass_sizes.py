@@ -45,7 +45,6 @@ def step_sizes(
     """Sizes of every pass that a step of these plans makes, for each model, ascending.
 
     Args:
-        plans: of the engine.
         vocab_sizes: model name → size; the target first.
         batches: sequences of a step.
         blocks_per_sequence: width of the block table.

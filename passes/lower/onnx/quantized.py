@@ -88,7 +88,6 @@ def parts_of(stored: Tensor, weight: Weight, name: str, rows: torch.dtype = torc
     Args:
         stored: uint8 [blocks, bytes].
         weight: its name, shape and layout, of integers or fp8.
-        name: of the model.
         rows: type that the product is in.
     Raises:
         UnsupportedGraphError: a zero point that the type of the levels does not hold, or a scale
@@ -160,8 +159,6 @@ def require_positive_scales(parts: Parts, weight: Weight, name: str) -> None:
 
     Args:
         parts: of `parts_of`, which turns negative scales where it can.
-        weight: that they are of.
-        name: of the model.
     Raises:
         UnsupportedGraphError: a scale of 8 bits below 0.
     """
@@ -185,9 +182,6 @@ def expand_quantized(
 
     Args:
         model: changed.
-        program: that it was made of.
-        path: of the model's file.
-        weights: of the engine, with the blocks.
         products: their type.
     Raises:
         UnsupportedGraphError: see `parts_of`; or for TensorRT (`products` "rows") a negative scale

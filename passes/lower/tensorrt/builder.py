@@ -66,7 +66,6 @@ class BuildListener:
     """Lines of one build: all go into the log file, some are kept.
 
     Args:
-        file: the log.
         errors: what went wrong, in order.
         told: warnings, each once.
         layers: the list of layers at the end of a build.

@@ -8,12 +8,7 @@ from typing import Any
 
 from specc.errors import TensorRTError
 from specc.passes.lower.tensorrt.dequantized import Dequantized
-from specc.passes.lower.tensorrt.onnx_attention import (
-    Cache,
-    CachedAttention,
-    DecoderForm,
-    RankSum,
-)
+from specc.passes.lower.tensorrt.onnx_attention import Cache, CachedAttention, DecoderForm, RankSum
 
 # inputs of IAttentionInputLayer, where they are set
 _K, _V, _MASK, _KV_LENGTHS = 1, 2, 3, 6
@@ -79,7 +74,6 @@ def check_trt_network(
     Args:
         trt: module of the network.
         network: parsed, nothing added.
-        form: of the ONNX file.
         has_lengths: every attention must have key/value lengths.
     Returns:
         the attentions in the order of `form`.

@@ -31,7 +31,6 @@ def use_trt_attention(model: onnx.ModelProto, form: DecoderForm) -> onnx.ModelPr
 
     Args:
         model: with or without its external weights; not changed.
-        form: of that file.
     Returns:
         the same inputs and outputs, and the input `kv_lengths` [batch] i32, last: write_index +
         nodes of each sequence.

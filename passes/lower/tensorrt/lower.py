@@ -36,19 +36,15 @@ class BuildReport:
         lane: `fast` or `standard`.
         fallback: why not the fast lane, else None.
         compute_capability: as asked, or None.
-        dtype: of caches and attention.
         profiles: ranges of batch, nodes and rows, with the names of those that were equal.
-        attentions: of the network, as parsed.
         caches: (input, output) pairs to be bound to one address.
         inputs: names that the engine reads, caches included.
         layers: of every profile; empty where the builder told none.
         reads_lengths: a kernel reads `kv_lengths`; None in the standard lane.
-        num_bytes: of the plan.
         weights_bytes, activation_bytes: device memory as the builder states it, the largest
             profile's; None where it does not.
         seconds: building, both lanes where both were built.
         timing_cache: what became of it, in words; None where none was asked for.
-        warnings: of the builder, and of this report.
         num_sums: over ranks, of the network as parsed.
     """
 
@@ -154,7 +150,6 @@ def check_external_weights(model: onnx.ModelProto, directory: Path) -> None:
 
     Args:
         model: without its external weights.
-        directory: of the ONNX file.
     Raises:
         WeightError: a file is absent, too short, or outside of the directory.
     """

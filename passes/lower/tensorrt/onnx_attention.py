@@ -44,7 +44,6 @@ class CachedAttention:
 
     Args:
         node: name of the ONNX node.
-        output: the tensor that it computes.
         keys, values: names of the caches' outputs, which it reads.
         mask: input of the file, bool, True = attend.
         scale: factor of query · key.
@@ -64,7 +63,6 @@ class RankSum:
 
     Args:
         node: name of the ONNX node.
-        output: the tensor that it computes.
         num_ranks: that it goes over.
     """
 

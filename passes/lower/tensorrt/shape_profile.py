@@ -66,7 +66,6 @@ def profile_shapes(
     """Shapes of every input that has a dynamic dimension: (smallest, tuned for, largest).
 
     Args:
-        profile: the ranges.
         dims: input → dimensions; a name is `batch`, `nodes` or `rows`.
     Raises:
         TensorRTError: a dimension has another name.

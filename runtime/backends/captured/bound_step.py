@@ -177,7 +177,6 @@ class BoundStage:
     `run` is `begin`, `run_calls` over all of them, and `leave`.
 
     Args:
-        graph: of the stage.
         environment: read now and at every run; gets the outputs.
         fixed: names in it whose values never change.
         inputs: names in it whose tensors never change, though their content does.

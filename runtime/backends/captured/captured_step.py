@@ -44,7 +44,6 @@ class CapturedStep:
     `skips_filters` is set.
 
     Args:
-        binder: of its stages.
         buckets: sizes, ascending; the last is the largest batch.
         by_block: request b of the models has cache row b, so each goes to the row of its block;
             the cache is dense.
@@ -88,7 +87,7 @@ class CapturedStep:
 
     @property
     def is_split(self) -> bool:
-        """A hook stands between the stages."""
+        """Whether a host hook runs between the stages."""
         return self.before_accept is not None
 
     @property

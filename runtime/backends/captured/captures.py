@@ -52,7 +52,6 @@ def capture_parts(
     """A graph of each part; where that fails a warning says so, and there are none.
 
     Args:
-        device: that captures.
         parts: in their order; they have run.
         what: they are, for the warning.
     """

@@ -40,7 +40,6 @@ class ConfidentStep:
 
     Args:
         kind: what it does besides; with a threshold.
-        graphs: the device.
         plan: of the step, which says confidence.
         given: stages and tensors; `live` is among the inputs.
     """

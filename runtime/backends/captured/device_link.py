@@ -18,11 +18,7 @@ NUM_STAGES = 8
 
 
 class DeviceLink:
-    """Between a host and the device of an engine: pinned staging, events, and one copy a time.
-
-    Args:
-        graphs: the device.
-    """
+    """Between a host and the device of an engine: pinned staging, events, and one copy a time."""
 
     def __init__(self, graphs: GraphDevice) -> None:
         self._graphs = graphs

@@ -28,9 +28,7 @@ class DraftReader:
     """Tokens of a step's trees on their way to the host, which reads them while the step goes on.
 
     Args:
-        graphs: the device.
         batch: B.
-        plan: of the step.
     """
 
     def __init__(self, graphs: GraphDevice, batch: int, plan: SpecPlan) -> None:
@@ -75,8 +73,6 @@ class ExtendedStep(BoundStep):
 
     Args:
         kind: what it does besides.
-        graphs: the device.
-        plan: of the step.
         given: stages and tensors.
     """
 

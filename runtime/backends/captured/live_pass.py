@@ -70,7 +70,6 @@ class LivePass:
     Args:
         stage: the one for whole trees, whose pass of the target is made here.
         environment: of the step, with `live`; gets `logits` [B * N, V] and `LIVE_PARENTS`.
-        plan: of the step.
         num_seqs: B.
         num_rows: R of the pass.
     """

@@ -28,7 +28,6 @@ class MaskRules:
         requests: of the step, at least one with a grammar or with active controls.
         plan: of the step, whose logits exist.
         proposals: [B, L] int64, -1 after the last of each request, where the host proposes.
-        link: to the device.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class MaskRules:
 
         Args:
             trees: [B][N] tokens and parents, -1 at the root and at dead nodes.
-            device: that biases lie on.
         """
         rows: dict[int, MaskRow] = {}
         size = self._plan.num_nodes

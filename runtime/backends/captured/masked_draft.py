@@ -35,7 +35,6 @@ def unread_error(
     """The device says that it has drafted, and what it has drafted is not there.
 
     Args:
-        plan: its name.
         others: whom that does not concern.
     """
     return EngineError(
@@ -53,10 +52,7 @@ class MaskedDraft:
     `GraphDevice.capture`.
 
     Args:
-        graphs: the device.
         batch: B.
-        plan: of the step.
-        stage: that drafts.
     """
 
     def __init__(self, graphs: GraphDevice, batch: int, plan: SpecPlan, stage: BoundStage) -> None:
@@ -123,7 +119,6 @@ class _MaskedPass:
 
     Args:
         graphs, batch, plan: as of `MaskedDraft`.
-        node: the call.
         constant: nodes whose values are the same at every run.
     """
 

@@ -4,15 +4,14 @@
                         and verification of the first (the other one), until both are done,
     then verification of the second half.
 
-Each half is a whole step of its sequences: what it writes of caches and history lies in their own
-blocks, and of inputs and results in their rows. Blocks of common prefixes are read; the first level
-of a draft may write rows of them once more, in the draft's cache, of which the other branch moves
-rows of its own sequences and reads no others. One branch runs drafts and the other the target, each
-with its own weights and caches. So what kernels keep beside these (`specc.kernels.cuda.arrivals`)
-serves one launch at a time: both drafts run one after the other, and so do both verifications.
-Noise is a function of seed, position and purpose, whoever draws it.
+The halves are data-race free: each is a complete step that writes only cache and history blocks,
+inputs and results of its sequences. Blocks of shared prefixes are read; the first level of a draft
+may rewrite their rows in the draft's cache, where the other branch only moves rows of its own
+sequences. One branch runs the draft and the other the target, each with its weights and caches, so
+scratch memory of kernels (`specc.kernels.cuda.arrivals`) serves one launch at a time: drafts run
+one after the other, and so do verifications. Noise is a function of seed, position and purpose.
 
-It is one replay as any other step: what comes before and after it knows nothing of the halves.
+The step is one graph replay: callers do not see the halves.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.graph_device import SideStream
 from specc.speculation.plans import SpecPlan
 
-# rows of a half at least, and that the second one begins at a multiple of: every input and result
-# of a row takes 4 bytes or more, and kernels are compiled for pointers to multiples of 16
+# least rows of a half, and alignment of the second one: inputs and results take at least 4 bytes
+# a row, and kernels are compiled for pointers to multiples of 16 bytes
 ROWS = 4
-# sequences of a step that is run in halves, at least
+# least sequences of an overlapped step
 FEWEST = 2 * ROWS
-# the draft, and all that follows
+# the draft, and everything after it
 _DRAFT = 1
 
 
 def halves_of(bucket: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """First and last row of both halves of so many sequences, or None: they are too few."""
+    """Row ranges of both halves of a bucket; None if it has too few sequences."""
     if bucket < FEWEST:
         return None
     middle = (bucket + ROWS) // FEWEST * ROWS
@@ -41,10 +40,10 @@ def halves_of(bucket: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 
 def whole_reason(plan: SpecPlan) -> str:
-    """Why steps of a plan stay whole; empty: they can be run in halves.
+    """Why steps of a plan cannot overlap; empty if they can.
 
-    Self-drafts are passes of the target: what its kernels keep beside its caches and weights would
-    be used by both branches at once.
+    Self-drafts are passes of the target: both branches would use the scratch memory of its kernels
+    at the same time.
     """
     if not plan.speculates:
         return "drafts nothing"
@@ -59,9 +58,8 @@ class OverlappedStep:
     """See the module.
 
     Args:
-        first: of one half of the sequences; one of a plan that `whole_reason` says nothing about.
-        second: of the other half.
-        side: where the second half drafts.
+        first, second: steps of the two halves; `whole_reason` of their plan is empty.
+        side: stream on which the second half drafts.
     """
 
     def __init__(self, first: BoundStep, second: BoundStep, side: SideStream) -> None:
@@ -69,15 +67,15 @@ class OverlappedStep:
 
     @property
     def parts(self) -> list[Callable[[], None]]:
-        """The whole step: nothing stands between its stages."""
+        """All stages at once: no hook runs between them."""
         return [self.run]
 
     def run(self) -> None:
-        """The whole step.
+        """Queue the whole step.
 
         Raises:
-            OperatorError: an operator failed. The branches are not joined then: what is under way
-                ends with its capture.
+            OperatorError: an operator failed. The branches are not joined then; the capture that is
+                under way ends.
         """
         try:
             self._first.run_parts(0, _DRAFT)

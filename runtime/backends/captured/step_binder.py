@@ -38,7 +38,6 @@ class StepBinder:
         models: name → program on the device.
         slabs: the caches under their names in the environment.
         buffers: inputs and results; common to the steps of an engine.
-        graphs: the device.
         adapt: called with each stage's graph, which it may change; see `Adapt`.
         side: steps draft there for half of their sequences while they verify the other half, see
             `OverlappedStep`; None: never.

@@ -51,7 +51,6 @@ class StepMasks:
     taken when the step first runs, outside of a capture: only then is V known.
 
     Args:
-        graphs: the device.
         batch: B.
         num_nodes: N of a tree.
         has_biases: some requests have controls; without, memory and time for biases are saved.

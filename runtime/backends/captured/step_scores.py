@@ -22,7 +22,6 @@ class StepScores:
     token, and anything after them; K is what a request may ask for at most.
 
     Args:
-        graphs: the device.
         batch: B.
         width: integers of a sequence's results.
         length: P, tokens that a step emits at most.
@@ -145,7 +144,6 @@ class StepExtras(NamedTuple):
 
     Args:
         is_scored: log probabilities of what it emits.
-        masks: of its trees.
         num_rows: see `StepKind`; `live` among the inputs then says which nodes these are.
         threshold: see `StepKind`; `live` among the inputs then says which nodes these are at most,
             and `num_rows` is 0.

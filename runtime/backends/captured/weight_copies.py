@@ -78,7 +78,6 @@ class WeightCopies:
     """The slots, what is copied into them, and when.
 
     Args:
-        graphs: the device.
         plan: `streamed` are the pieces that are copied in every pass.
         weights: key → tensor on the host, of the pieces at least; they are copied to pinned memory.
     """

@@ -85,7 +85,6 @@ class Encoder:
         """A call of an operator, or of one of Python's functions.
 
         Args:
-            node: the call.
             may_be_static: of steps: what depends on the batch size alone is computed once for it.
         """
         name = name_of(node.target)

@@ -21,7 +21,6 @@ def missing_kernels(engine: Path, manifest: Manifest) -> Counter[str]:
     """Name of an operator → calls of it in all programs and steps, of those without a kernel.
 
     Args:
-        engine: its directory.
         manifest: of it, of the backend cpu.
     Raises:
         EngineError: there is no library for this machine, or a file cannot be read.

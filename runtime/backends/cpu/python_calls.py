@@ -32,11 +32,7 @@ _state = threading.local()
 
 
 class PythonCall:
-    """One node that Python runs.
-
-    Args:
-        node: a call of a function.
-    """
+    """One node that Python runs."""
 
     def __init__(self, node: fx.Node) -> None:
         self.target: Any = node.target

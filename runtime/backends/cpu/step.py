@@ -44,7 +44,6 @@ class NativeStep:
     """The library's runner of a step: see kernels/cpu/step_runner.h.
 
     Args:
-        encoder: of its instructions.
         pool: memory of the engine's programs.
     """
 

@@ -53,7 +53,6 @@ class DeviceLostError(FaultError):
     """After a kernel that was measured, the device takes no more work: a fault that came late.
 
     Args:
-        error: of the device.
         report: what was found before, as `choose_products` returns it, and last the product whose
             kernel it was: with `lost`, the kernel's name, and chosen the library's.
     """
@@ -93,10 +92,8 @@ class ProductCall:
     """A call of an operator in a model's graph, with the tensors that do not change.
 
     Args:
-        operator: its name.
         eps: of the norm.
         unit_offset: of the norm.
-        gamma: of the norm.
         weight: [N, K].
         last: bias or activation, whatever follows the weight.
         caches: k and v cache of those that write to them.
@@ -202,8 +199,6 @@ def choose_products(
     """Measure every shape of these programs that was not measured before, and choose.
 
     Args:
-        programs: of the models, on the device.
-        graphs: the device.
         timer: what measures; None replays graphs.
         rows: numbers of rows that steps have; None is all that kernels are for, and so it is of
             quantized weights always: without a measurement prompts take a kernel for them, too.
@@ -304,7 +299,6 @@ def choice_of(product: Any, best: Candidate, dependent: Candidate | None) -> Any
 
     Args:
         product: a `Product`.
-        best: for ordinary launches.
         dependent: for dependent ones; None where its kernel has none, or they were not measured.
     """
     from specc.kernels.cuda.few_rows import Choice

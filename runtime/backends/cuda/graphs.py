@@ -27,9 +27,6 @@ class CudaGraphs:
     stream that it was captured on, which the other graphs of that stream go on writing to (pytorch
     issue 193402). So graphs that were only timed cost what their nodes take, and no more: what they
     allocate others allocate again.
-
-    Args:
-        index: of the GPU.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -123,9 +120,6 @@ class CudaCopies:
 
     Its stream joins a capture by waiting for an event that was recorded inside of it; an event of
     before the capture would end it with an error (cudaErrorStreamCaptureIsolation).
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,9 +150,6 @@ class CudaSide:
     What is taken within `forked` is used by the stream of the thread after a `join`, and the side
     stream goes on only at the next fork, after all of that; nothing is taken before a fork, used
     within, and let go of between that and the join.
-
-    Args:
-        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,9 @@
-"""What was measured on a GPU stays on the machine: the next load of an engine reads it.
+"""Cache of measurements on a GPU, for later loads of an engine.
 
-Measuring takes seconds of every load, and gives the same for the same GPU, software and shapes. So
-results lie in specc's cache, under the name of the GPU: an engine's directory may be read-only, and
-may be used on several machines. What the cache does not have, or has from another version of
-torch, of Triton or of the kernels, is measured. A cache that cannot be read or written is a
-warning: an engine loads all the same, and measures.
+Measuring takes seconds, and gives the same for the same GPU, software and shapes. Results are in
+specc's cache, keyed by the GPU, and not in the engine's directory, which may be read-only or shared
+between machines. Whatever is missing there, or is of another version of torch, Triton or the
+kernels, is measured. An unreadable or unwritable cache is only a warning.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class Conditions:
-    """What results hold for, besides shapes.
+    """Cache key of results, besides shapes.
 
     Args:
-        gpu: name of the device.
-        torch_version: and with it that of the library.
-        compiler: of the kernels, with its version.
+        torch_version: which implies that of cuBLAS.
+        compiler: name and version of the kernels' compiler.
         kernels: digest of the kernels' source.
     """
 
@@ -51,7 +49,7 @@ class Conditions:
 
     @classmethod
     def of(cls, device: torch.device) -> Conditions:
-        """Those of a GPU of this process."""
+        """Conditions of a GPU of this process."""
         from specc.kernels.cuda import few_rows
 
         name = torch.cuda.get_device_name(device)
@@ -59,14 +57,14 @@ class Conditions:
 
     @property
     def file_name(self) -> str:
-        """In the cache: the GPU's name for people, then a digest of everything."""
+        """Path in the cache: the GPU's name, then a digest of everything."""
         text = json.dumps([SCHEMA_VERSION, *astuple(self)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         return f"products/{re.sub('[^A-Za-z0-9]+', '-', self.gpu)[:60]}-{digest}.json"
 
 
 def kernel_digest() -> str:
-    """Of the source of all Triton kernels; a change in any of them measures anew."""
+    """Digest of the source of all Triton kernels."""
     spec = importlib.util.find_spec("specc.kernels.cuda")
     assert spec is not None
     assert spec.origin is not None
@@ -77,12 +75,11 @@ def kernel_digest() -> str:
 
 
 class KeptProducts:
-    """Results of `choose_products` in specc's cache.
+    """Cached results of `choose_products`.
 
     Args:
-        conditions: under which they hold.
-        cache: None is that of the user.
-        can_depend: launches may be dependent: what was measured without them is not taken.
+        cache: None is the user's.
+        can_depend: launches may be dependent: results without dependent launches are not used.
     """
 
     def __init__(
@@ -92,10 +89,10 @@ class KeptProducts:
         self.can_depend = can_depend
 
     def take(self) -> int:
-        """Choose as was measured earlier, what this process has not measured itself.
+        """Apply cached choices to products that this process has not measured.
 
         Returns:
-            number of products that were chosen.
+            Number of products chosen.
         """
         from specc.kernels.cuda import few_rows
 
@@ -107,16 +104,16 @@ class KeptProducts:
         return count
 
     def add(self, report: Iterable[Mapping[str, Any]]) -> None:
-        """Keep what was measured; a cache that cannot be written is a warning.
+        """Store measurements; an unwritable cache is a warning.
 
         Args:
-            report: as `choose_products` returns it. What has a candidate that failed is not kept:
-                the next load tries it again; but not one that has ended the device's work.
+            report: see `choose_products`. Products with a failed candidate are not stored, so that
+                the next load retries it, unless it has broken the device.
         """
         found = [dict(item) for item in report if _is_whole(item)]
         if not found:
             return
-        # another process may have written meanwhile; what this one has measured replaces that
+        # merge with what other processes have written; measurements of this one win
         kept = {_key(item): item for item in (*self._read(), *found)}
         self._file.write({"schema_version": SCHEMA_VERSION, "products": list(kept.values())})
 
@@ -125,7 +122,7 @@ class KeptProducts:
         return [] if content is None else list(content["products"])
 
     def _choices(self) -> Iterator[tuple[Any, Any]]:
-        """Products, and what was chosen of tiles that there are."""
+        """Products, and their choices among existing tiles."""
         for item in self._read():
             product = _product(item)
             best = Candidate.named(item["chosen"])
@@ -138,12 +135,11 @@ class KeptProducts:
 
 
 class KeptLaunches:
-    """Results of `choose_launches` in specc's cache, for one GPU and one engine.
+    """Cached results of `choose_launches`, for one GPU and engine.
 
     Args:
-        conditions: under which they hold.
-        engine: digest of its programs; products and steps of another may gain from other launches.
-        cache: None is that of the user.
+        engine: digest of its programs; other engines may gain from other launches.
+        cache: None is the user's.
     """
 
     def __init__(self, conditions: Conditions, engine: str, cache: FileCache | None = None) -> None:
@@ -152,12 +148,12 @@ class KeptLaunches:
         self._engine = engine
 
     def get(self, plan: str) -> dict[str, Any] | None:
-        """What was found of a plan; None where that is not known."""
+        """Cached result of a plan, or None."""
         found = self._read().get(self._engine, {}).get(plan)
         return None if found is None else dict(found)
 
     def add(self, plan: str, item: dict[str, Any]) -> None:
-        """Keep what was found; a cache that cannot be written is a warning."""
+        """Store a result; an unwritable cache is a warning."""
         kept = self._read()
         kept.setdefault(self._engine, {})[plan] = item
         self._file.write(kept)
@@ -171,7 +167,7 @@ def _warn(text: str) -> None:
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:
-    """Whether every candidate was timed, or one of them can never be."""
+    """Whether every candidate was timed, or can never be."""
     found = {Candidate.named(name): ms for name, ms in item["ms"].items()}
     if "lost" in item:
         return True

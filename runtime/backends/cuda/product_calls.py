@@ -55,7 +55,6 @@ class QuantizedCall:
         weight: uint8 [blocks, bytes].
         bias: [N], or None.
         shape: of the weight, [N, K].
-        layout: of the weight.
         dtype: of rows.
     """
 

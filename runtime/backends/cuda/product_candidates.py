@@ -111,7 +111,6 @@ def graph_timer(graphs: GraphDevice, watch: Stopwatch | None = None) -> Timer:
     """Times replays by the host's clock, several at a time: launches cost nothing then.
 
     Args:
-        graphs: the device.
         watch: gets the seconds of `run`, `capture` and `replay`.
     """
     watch = watch or Stopwatch()
@@ -156,7 +155,6 @@ def measure(
         bound: calls of the product, one of each layer.
         num_tiles: of its kernel.
         can_start_early: launches may be dependent.
-        timer: what measures.
         watch: gets the seconds of `check`.
     """
     watch = watch or Stopwatch()

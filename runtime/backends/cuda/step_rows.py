@@ -14,7 +14,6 @@ def step_rows(plans: Iterable[SpecPlan], draft: str | None, max_batch: int) -> t
     A number is that of a pass or of the rows that get logits, rounded up; some may not occur.
 
     Args:
-        plans: of the engine.
         draft: name of the model; None is the target.
         max_batch: sequences of a step, at most; there may be any number up to that.
     """

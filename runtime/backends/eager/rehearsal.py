@@ -41,7 +41,6 @@ class Rehearsal:
     """Computes the shapes of a graph's values, where its inputs are larger than they were.
 
     Args:
-        name: of the graph, for errors.
         graph: of operators that engines call, and of calls of modules that have a method
             `rehearse`; with others, which a backend has put there, nothing is computed.
         modules: name → module.

@@ -136,7 +136,6 @@ class _Masked(nn.Module):
     """A program whose logits are changed, as a draft stage calls it.
 
     Args:
-        program: the draft's.
         masks: what changes them, at the time of the call; one or none.
     """
 

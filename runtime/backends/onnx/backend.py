@@ -66,7 +66,6 @@ class OnnxStep(EagerStep):
         program: content of `steps/<plan>.json`.
         models: name → program, for the stages' calls.
         adapt: called with each stage's graph, which it may change.
-        cache: of the models.
     """
 
     def __init__(

@@ -49,11 +49,8 @@ class OnnxProgram(PaddedModel):
     """A session of a model's ONNX file over caches that it updates in place.
 
     Args:
-        name: of the model.
-        session: of the model's ONNX file.
         caches: per layer, the k and v cache [blocks, HK, L, D], contiguous.
         reaches: of the layers, each once.
-        rows: of a sequence's cache.
         grow: called with a number of slots; returns the rows that a sequence has by then, and the
             caches. None where they never change.
     Raises:

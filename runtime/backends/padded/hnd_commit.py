@@ -23,8 +23,6 @@ def place_commits(
     """Let the commits of a stage move rows of HND caches; changes the graph.
 
     Args:
-        graph: of a stage.
-        rows: of a request.
         operators: namespace of the `specc::` operators that run here.
     """
     commit = commit_by_heads(rows, operators.commit_kv)
@@ -38,7 +36,6 @@ def commit_by_heads(rows: CacheRows, commit: Callable[..., Any]) -> Callable[...
     """`specc::commit_kv` for HND caches: every head of a request is a block of its own.
 
     Args:
-        rows: of a request.
         commit: the operator for caches [layers, 2, blocks, block_size, heads, D].
     """
 

@@ -37,9 +37,7 @@ class PaddedModel(nn.Module):
     first, that is nearly always the whole batch. Others take a run of the runtime each.
 
     Args:
-        name: of the model.
         reaches: of the layers, each once.
-        rows: of a request's cache.
         width: V of the logits.
         dtype: of the logits that the runtime makes.
     """
@@ -150,11 +148,7 @@ class PaddedModel(nn.Module):
 
 
 class WholeBatch(nn.Module):
-    """A padded model in a step whose request b has cache row b: nothing is looked at.
-
-    Args:
-        model: of the step.
-    """
+    """A padded model in a step whose request b has cache row b: nothing is looked at."""
 
     def __init__(self, model: PaddedModel) -> None:
         super().__init__()

@@ -54,7 +54,6 @@ def padded_batch(
     computed and attends to itself alone; what it writes lies in the rim.
 
     Args:
-        rows: of the cache.
         reaches: of the model's layers, each once.
         tokens: [B, N] int64.
         positions: [B, N] int64.

@@ -76,7 +76,6 @@ def check_tensorrt(entry: TensorRTEntry, facts: Any, capability: str | None) -> 
     """Compare what an engine was built with and for with what is here.
 
     Args:
-        entry: of the manifest.
         facts: of the installed TensorRT.
         capability: of this GPU, `8.9`; None where none is known.
     Raises:

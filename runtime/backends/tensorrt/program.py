@@ -28,13 +28,10 @@ class TensorRTProgram(PaddedModel):
     memory, since they run in turn.
 
     Args:
-        name: of the model.
         trt: the module, see `specc.tensorrt.library.load`.
         engine: deserialized.
         caches: per layer, the k and v cache [sequences, HK, L, D] on the device, contiguous.
         reaches: of the layers, each once.
-        rows: of a sequence's cache.
-        graphs: the device.
     Raises:
         EngineError: the engine takes other inputs, or its caches have another shape or dtype.
     """

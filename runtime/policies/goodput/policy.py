@@ -35,7 +35,7 @@ from specc.runtime.policies.goodput.probe import Probe, Probes
 from specc.runtime.policies.goodput.queueing_model import QueueingModel
 from specc.runtime.policies.goodput.request_acceptance import RequestAcceptance
 from specc.runtime.policies.goodput.step_cost import StepCost
-from specc.runtime.policies.repeated_text import repeats
+from specc.runtime.policies.goodput.trials import Trials
 from specc.speculation.live_nodes import can_cut, live_levels, nodes_by_depth
 from specc.speculation.plans import OFF, SpecPlan
 
@@ -55,13 +55,11 @@ class GoodputPolicy(Policy):
     right, are tried now and then, for at most 1 % of the time.
 
     Args:
-        plans: of the engine.
         table: seconds of its passes; None starts from a neutral guess.
         acceptance: draft → table by depth and sibling rank, of a profile.
         shares_pass: requests of all plans are verified in one pass of the target. Else all that
             speculate run one plan.
         token_budget: nodes of a step at most, except where all are off.
-        max_num_seqs: requests that run together.
         clock: seconds of the host; deciding is as rare as it is slow.
         adapts_verification: how much of its tree the target verifies is chosen for each request.
         graph_sizes: see `PredictedSeconds`.
@@ -102,31 +100,22 @@ class GoodputPolicy(Policy):
         # request → nodes of its tree that are verified; empty where all are
         self._live: dict[str, int] = {}
         self._num_iterations = self._next_load = self._load_paid = self._next_look = 0
-        # from which on text that repeats itself is reason for a decision
-        self._next_hope, self._hopes = 0, False
-        self._budget = token_budget
-        self._clock = clock
+        self._budget, self._clock = token_budget, clock
         self._index_of = {plan.name: index for index, plan in enumerate(self._plans)}
-        # request → index of its plan, since the last decision; what newer requests run
+        # request → index of its plan, since the last decision; what newer requests run, and what
+        # drafts read prompts for
         self._chosen: dict[str, int] = {}
-        self._main = 0
-        # what drafts read prompts for
-        self._prepared = 0
+        self._main = self._prepared = 0
         self._num_decided = self._num_decisions = self._held = self._left = 0
-        # iterations that pay for the last decision
-        self._paid = 0
-        # seconds that deciding took before the iteration that was asked for last
-        self._decided_s = 0.0
-        # the last trial has gained, and what was chosen is asked for again
-        self._is_asked_again = self._goes_on = False
+        # iterations that pay for the last decision, and seconds that deciding took before the
+        # iteration that was asked for last
+        self._paid, self._decided_s = 0, 0.0
         self._last_requests: list[Request] = []
         self._last_names: list[str] = []
         # whether this decision times plain iterations, beside which drafts have to pay, and from
         # which iteration on that is due
         self._times_plain, self._next_plain = False, 1 + TUNED.hold
-        self._probed: dict[str, int] = {}
-        # the last one, until its seconds are known
-        self._trial: Probe | None = None
+        self._trials = Trials()
         self._settled = self._decision = Decision({}, 0.0, 0.0, 0.0, self._first_rate())
 
     def use_latency(self, table: LatencyTable) -> None:
@@ -149,7 +138,7 @@ class GoodputPolicy(Policy):
     @property
     def needs_results(self) -> bool:
         """Whether the next iteration is decided anew, or is the last one of a trial."""
-        return self._left <= 0 or bool(self._probed)
+        return self._left <= 0 or bool(self._trials.plans)
 
     def choose(self, num_running: int, stats: SpecStats) -> str:
         """What requests that wait for their first step are prepared for."""
@@ -163,14 +152,13 @@ class GoodputPolicy(Policy):
 
     def choose_again(self) -> None:
         """A trial that could not be queued ahead is not over."""
-        self._is_asked_again = True
+        self._trials.ask_again()
 
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each request."""
-        if self._probed and not (self._is_asked_again or self._goes_on):
-            # a trial is one iteration long; then what was decided besides holds
-            self._probed, self._decision = {}, self._settled
-        self._is_asked_again = self._goes_on = False
+        if self._trials.end():
+            # what was decided besides holds
+            self._decision = self._settled
         self._decided_s = 0.0
         if self._left <= 0 or self._are_others(requests) or self._may_hope(requests):
             begin_s = self._clock()
@@ -184,7 +172,7 @@ class GoodputPolicy(Policy):
         elif requests == self._last_requests:
             return self._last_names
         self._last_names = [self._plans[self._plan_index(request)].name for request in requests]
-        self._last_requests = [] if self._probed else list(requests)
+        self._last_requests = [] if self._trials.plans else list(requests)
         return self._last_names
 
     def _pays_after(self, begin_s: float) -> int:
@@ -207,19 +195,13 @@ class GoodputPolicy(Policy):
         return max(num_new, num_gone) > self._num_decided / (8 if is_paid else 2)
 
     def _may_hope(self, requests: list[Request]) -> bool:
-        """Plain text begins to repeat itself, and there is time for a trial."""
-        is_due = self._num_iterations >= self._next_hope and self._probes.is_full
-        if not is_due or self._settled.plans.keys() != {OFF.name}:
-            return False
-        if 2 * sum(repeats(request.token_ids) for request in requests) <= len(requests):
-            return False
-        self._next_hope, self._hopes = self._num_iterations + TUNED.longest_hold, True
-        return True
+        is_plain = self._settled.plans.keys() == {OFF.name}
+        return is_plain and self._trials.may_hope(requests, self._probes, self._num_iterations)
 
     def _plan_index(self, request: Request) -> int:
         """What was decided; later requests do as most do, unless drafts would catch up."""
         request_id = request.request_id
-        index = self._probed.get(request_id, self._chosen.get(request_id))
+        index = self._trials.plans.get(request_id, self._chosen.get(request_id))
         if index is not None:
             return index
         return 0 if any(lag(request, self._plans[self._main]).values()) else self._main
@@ -236,7 +218,7 @@ class GoodputPolicy(Policy):
         for request in requests:
             request_id = request.request_id
             is_decided = self._plans[self._chosen.get(request_id, 0)].name == plan.name
-            is_whole = not is_decided or request_id in self._probed
+            is_whole = not is_decided or request_id in self._trials.plans
             own = plan.num_nodes if is_whole else self._live[request_id]
             deepest = max(0, min(request.num_tokens_left - 1, plan.max_depth))
             live.append(min(own, nodes[deepest]))
@@ -273,10 +255,10 @@ class GoodputPolicy(Policy):
         if names == {OFF.name}:
             self._next_plain = self._num_iterations + TUNED.plain_every
         is_first = self._left == self._held
-        is_new = batch.prefill or self._probed or is_other or is_first
+        is_new = batch.prefill or self._trials.plans or is_other or is_first
         if result.wall_s and is_first and self._decided_s:
             # it began with a decision; of steps in a row each has a share of that
-            is_alone = bool(self._probed) or any(group.live for group in batch.groups)
+            is_alone = bool(self._trials.plans) or any(group.live for group in batch.groups)
             wall_s = max(0.0, result.wall_s - self._decided_s) if is_alone else 0.0
             result = replace(result, wall_s=wall_s)
         if is_due or (is_known and is_new):
@@ -287,30 +269,18 @@ class GoodputPolicy(Policy):
             least = TUNED.seldom if self._num_iterations >= TUNED.often else 0
             wait = max(least, min(TUNED.longest_hold, self._pays_after(begin_s)))
             self._next_look = self._num_iterations + wait
-        trial = self._trial
-        if trial and not names.isdisjoint({self._plans[i].name for i in trial.plans.values()}):
-            self._end_trial(trial, batch, result)
-        self._left -= 1
-        self._probes.earn(self.decision.seconds)
-
-    def _end_trial(self, trial: Probe, batch: Batch, result: RunResult) -> None:
-        """Pay for an iteration of a trial, which goes on as long as it has gained in all."""
-        self._trial = None
-        # prompts, and what is queued before results come, have no seconds of their own
-        if not result.wall_s or batch.prefill:
-            return
-        tokens = trial.tokens_in(batch, result)
-        gained_s = trial.gained_s - self._probes.took(trial, result.wall_s, tokens)
-        if gained_s > 0 and self._probed and not any(s.is_finished for s in batch.requests):
-            self._trial, self._goes_on = trial._replace(charged=0.0, gained_s=gained_s), True
+        ran = {self._index_of[name] for name in names & self._index_of.keys()}
+        if self._trials.pay(ran, batch, result, self._probes):
             # what it shows is soon reason for another division
             self._left = min(self._left, TUNED.hold)
+        self._left -= 1
+        self._probes.earn(self.decision.seconds)
 
     def _decide(self, requests: list[Request]) -> None:
         request_ids = {request.request_id for request in requests}
         if len(self._acceptance) > 2 * len(requests) + TUNED.spare_requests:
             self._acceptance.keep(request_ids)
-        self._probed = {}
+        self._trials.plans = {}
         # deciding takes time in proportion
         self._num_decided, self._left = len(requests), max(TUNED.hold, len(requests) // 4)
         if not requests:
@@ -355,11 +325,9 @@ class GoodputPolicy(Policy):
         probe = None
         if not self._times_plain:
             serves = self._serves(context)
-            probe = self._probes.choose(requests, in_step, best, cost, serves, self._hopes)
-        self._hopes = False
-        self._trial = probe
-        if probe is not None:
-            self._probed = dict(probe.plans)
+            hopes = self._trials.hopes
+            probe = self._probes.choose(requests, in_step, best, cost, serves, hopes)
+        self._trials.start(probe)
         self._settled = self._decision = self._describe(best, None, requests)
         if probe is not None:
             self._decision = self._describe(best, probe, requests)
@@ -414,10 +382,9 @@ class GoodputPolicy(Policy):
     def _describe(
         self, best: Allocation, probe: Probe | None, requests: Sequence[Request]
     ) -> Decision:
-        plans = list(best.plans)
-        tokens, seconds = best.tokens, best.seconds
+        plans, tokens, seconds = list(best.plans), best.tokens, best.seconds
         if probe is not None:
-            indices = [self._probed.get(s.request_id) for s in requests]
+            indices = [probe.plans.get(s.request_id) for s in requests]
             plans = [old if new is None else new for old, new in zip(plans, indices, strict=True)]
             tokens, seconds = probe.tokens, probe.seconds
         counts = Counter(self._plans[index].name for index in plans)

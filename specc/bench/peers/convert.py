@@ -24,7 +24,7 @@ from specc.bench.peers.installed import versions_of
 from specc.bench.peers.names import PEERS
 from specc.bench.peers.peer import Form, NotAvailableError
 from specc.bench.peers.resident import environment
-from specc.system.child_processes import ChildProcesses, die_with_parent
+from specc.system.child_processes import die_with_parent, run_child
 from specc.system.file_cache import FileCache
 from specc.system.files import hash_file
 
@@ -39,7 +39,6 @@ def converted(peer: str, checkpoint: Path, form: Form, threads: int) -> Path:
     Args:
         peer: name.
         checkpoint: directory, or a file that is the whole model.
-        form: of its weights.
         threads: that the converter may use.
     Raises:
         NotAvailableError: the converter refuses the checkpoint, or fails.
@@ -78,7 +77,7 @@ def conversion_key(peer: str, checkpoint: Path, form: Form) -> str:
 def _run(peer: str, checkpoint: Path, form: Form, output: Path, threads: int) -> None:
     arguments = [PEERS[peer].module, str(checkpoint.absolute()), str(output)]
     arguments += [form.dtype, form.integers or ""]
-    done = ChildProcesses().run(
+    done = run_child(
         [sys.executable, "-P", "-m", "specc.bench.peers.convert", *arguments], environment(threads)
     )
     if done.returncode == 0:

@@ -24,7 +24,6 @@ class Form:
     """How a model's weights are to be.
 
     Args:
-        dtype: of the engine, as torch calls it.
         integers: `int8` or `int4`, of projections, in a layout of the peer's own; None is `dtype`.
     """
 
@@ -46,7 +45,6 @@ class Job:
         target: directory or file that the peer's converter wrote; the checkpoint, where it has no
             converter.
         draft: the same of the draft; None unless the mode is assisted.
-        dtype: of the engine, as torch calls it.
         threads: of every process.
         batches: token ids of prompts, by batch.
         max_tokens: output tokens of each prompt; end-of-sequence tokens do not end it.
@@ -134,7 +132,6 @@ def measurement(
     Args:
         outputs: token ids of each prompt's output.
         elapsed_s: wall time of all calls.
-        times: of the calls.
         drafts: whether steps emit more than one token.
     """
     firsts = sum(one.size if one.first_tokens is None else one.first_tokens for one in times)

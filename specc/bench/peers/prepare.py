@@ -26,7 +26,6 @@ class Pair:
         target: directory, file or cached hub id.
         draft: the same; None where peers have no draft to run.
         no_draft: why there is none, for reports.
-        dtype: of the engine.
         integers: `int8` or `int4` of target and of draft, where the engine rounded them.
         depth: draft tokens of the engine's plan; 0 where none drafts.
         special: what differs in the other programs, as notes.
@@ -180,7 +179,6 @@ def find_checkpoint(source: str, option: str) -> Path:
 
     Args:
         source: path or hub id.
-        option: that names another one.
     Raises:
         ModelNotFoundError: it is neither here nor in the hub's cache.
     """

@@ -27,8 +27,6 @@ class ResidentContender:
     """Loads in a process of its own; `run` has it generate, which it times itself.
 
     Args:
-        name: in the report.
-        module: of the peer.
         job: what to load and to run.
     Raises:
         NotAvailableError: the peer cannot do this.

@@ -33,7 +33,6 @@ def check_memory(programs: BenchPrograms, extra: int, free: int) -> None:
     """Refuse what does not fit, before anything is allocated.
 
     Args:
-        programs: whose memory plan counts.
         extra: bytes that a benchmark takes beside them.
         free: bytes of the device.
     Raises:
@@ -62,7 +61,6 @@ def make_engine(
     Args:
         programs: target, and draft where the plans speculate.
         weights: model name → key → tensor, on the device.
-        graphs: the device.
         backend: what the report calls it.
     """
     limits = programs.limits

@@ -42,7 +42,6 @@ def make_estimate(
         programs: lowered for CUDA.
         context: committed rows of each sequence.
         settings: what was asked for, which the report repeats.
-        costs: of the device.
         on_plan: called with the name of each plan before it is counted.
     """
     launches = Launches(recorded, kernels())

@@ -62,7 +62,6 @@ class Node:
 
     Args:
         name: of the kernel, or of the operator of torch.
-        operator: that launches it.
         kind: `product`, `attend` or `other`.
         model: whose pass it belongs to; empty between passes.
         num_bytes: read and written, caches by the rows that are in use; of attention with several

@@ -30,7 +30,6 @@ class ShapesSettings:
     """What was asked for; all of it is in the report.
 
     Args:
-        synthetic: the shapes, as they were named.
         draft: a self-draft, or a head by name; None where the draft is a shape, or none.
         context: tokens of each prompt.
         tokens: output tokens of each prompt.
@@ -167,7 +166,6 @@ def step_report(bench: ShapesBench, plan: str, generate_ms: float = 0.0) -> dict
 
     Args:
         bench: with the steps of this plan, and of off.
-        plan: of the engine.
         generate_ms: of a step of the rounds; 0 before them.
     """
     found, expected = bench.steps[plan], _expected_length(bench, plan)

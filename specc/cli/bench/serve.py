@@ -188,12 +188,7 @@ class _Bench:
 
     def _simulated(self, measured: Any) -> LoadSubject:
         """The simulator, with dice as given, or else as the runs turned out."""
-        from specc.load.simulated import (
-            SimulatedSubject,
-            limits_of,
-            measured_acceptance,
-            plans_of,
-        )
+        from specc.load.simulated import SimulatedSubject, limits_of, measured_acceptance, plans_of
         from specc.simulate.simulator import Limits
 
         assert self._table is not None, "checked"

@@ -70,7 +70,6 @@ def measure_shapes(
     Steps by themselves come first, then rounds: what is cut off has them.
 
     Args:
-        options: the shapes.
         common: options of every benchmark.
         phases: tells the listener how far this is.
         on_steps: called with a plan and its part of the report as soon as its steps are timed, and
@@ -128,7 +127,6 @@ def compile_for(
     """Programs of the shapes and steps of the plans that were asked for.
 
     Args:
-        options: the shapes.
         common: options of every benchmark.
         phases: tells the listener how far this is.
         backend: whose phases the programs go through.

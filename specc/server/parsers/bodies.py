@@ -1,4 +1,4 @@
-"""What stands between the markers of a call of a tool, or in place of them."""
+"""Parsers of a tool call's body: the name and arguments between its markers, or without them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable, Collection
 from specc.server.parsers.events import CallArguments, CallBegin, CallEnd, Event
 from specc.server.parsers.json_scan import JsonScan, skip_white
 
-# what arguments are called, by which models ever
+# keys of the arguments in the JSON of different models
 _ARGUMENTS = ("arguments", "parameters")
-# what is left of a form after its last whole call, and says nothing by itself
+# separators that may be left after the last complete call, and are no content
 _REST = " \t\r\n,;]"
 
 
 class Body(abc.ABC):
-    """Reads one form, as it comes; where it stops being of that form depends on no cuts.
+    """Incremental parser of one call format; its result does not depend on how the text is split.
 
-    A call begins when its name is one of the request's tools and its arguments have begun. What
-    comes before that can still be told as text; what comes after it is out.
+    A call begins once its name is one of the request's tools and its arguments have begun. Until
+    then the text may still turn out to be content; after that, deltas of the call are emitted.
     """
 
     def __init__(self) -> None:
         self.is_done = self.is_bad = False
-        # it takes no more before further text shows what it is; or there is none
+        # nothing is consumed until more text disambiguates it, or the text ends
         self.is_waiting = self.is_last = False
         self.num_calls = 0
         self._raw: list[str] = []
-        # a call has begun and not ended; its arguments are there
+        # inside a call whose arguments have begun
         self._is_in_call = self._has_arguments = False
 
     @property
@@ -38,20 +38,17 @@ class Body(abc.ABC):
 
     @property
     def raw(self) -> str:
-        """Characters that were taken and belong to no call."""
+        """Consumed characters that belong to no call."""
         return "".join(self._raw)
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """Take characters from a place on.
+        """Consume characters from `at` on, appending to `events`.
 
         Args:
-            text: to take from.
-            at: the first character.
-            events: what is found is added.
-            is_last: no more text will come.
+            is_last: the text is complete.
         Returns:
-            the first character that was not taken: where there is one and this is still open, it is
-            wanted again, with those that follow.
+            Index of the first character that was not consumed. While the body is open, the next
+            call has to pass the text from there on again.
         """
         begin = at
         self.is_waiting, self.is_last = False, is_last
@@ -60,13 +57,13 @@ class Body(abc.ABC):
         if not self.num_calls:
             self._raw.append(text[begin:at])
         if self.is_bad and self._is_in_call and self._has_arguments:
-            # all that makes it a call is there
+            # everything a call needs is present
             self.is_bad = False
             self._end(events)
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """There is no more of it, or nothing of its form; returns what is text after all."""
+        """End the body early, or on a mismatch; returns the text that is content after all."""
         if self._is_in_call:
             self._is_in_call = False
             events.append(CallEnd(self._has_arguments))
@@ -74,7 +71,7 @@ class Body(abc.ABC):
 
     @abc.abstractmethod
     def _take(self, text: str, at: int, events: list[Event]) -> int:
-        """One part of the form, or the beginning of one; returns the place after it."""
+        """Consume one element of the format, or a prefix of one; returns the index after it."""
 
     def _begin(self, name: str, events: list[Event], call_id: str | None = None) -> None:
         self._is_in_call = True
@@ -83,7 +80,7 @@ class Body(abc.ABC):
         events.append(CallBegin(name, call_id))
 
     def _end(self, events: list[Event]) -> None:
-        """The call is whole, and so is this."""
+        """The call is complete, and with it the body."""
         self._is_in_call, self.is_done = False, True
         events.append(CallEnd(True))
 
@@ -103,11 +100,9 @@ class CallObject(Body):
     Arguments may be called parameters, be null, or be written as a string, as OpenAI's API does.
 
     Args:
-        names: of tools.
-        needs_arguments: without them it is no call.
-        name_key: of the field with the tool's name.
-        id_key: of the field with an id, which is the call's where it comes before the arguments;
-            none for "".
+        needs_arguments: an object without arguments is no call.
+        name_key: key of the tool's name.
+        id_key: key of the call id, used if it precedes the arguments; "" is none.
     """
 
     def __init__(
@@ -124,13 +119,13 @@ class CallObject(Body):
         self._name_key = name_key
         self._next = _Next.OPENING
         self._value: JsonScan | None = None
-        # of the key or value that is read: what it is, and its text where it is wanted as a whole
+        # the key or value being read: its kind, and its text where all of it is needed at once
         self._part = ""
         self._text: list[str] = []
         self._key = ""
         self._name: str | None = None
         self._call_id: str | None = None
-        # arguments that came before the name
+        # arguments that precede the name
         self._early: str | None = None
 
     def _take(self, text: str, at: int, events: list[Event]) -> int:
@@ -154,7 +149,7 @@ class CallObject(Body):
             self._text.append(text)
 
     def _take_structure(self, char: str, events: list[Event]) -> int:
-        """A character between keys and values; returns how many were taken."""
+        """Consume a separator of keys and values; returns the number of characters."""
         wanted = self._next
         if wanted in (_Next.KEY, _Next.KEY_OR_END) and char == '"':
             self._begin_part("key")
@@ -223,7 +218,7 @@ class CallObject(Body):
             self._end_string(json.loads(text), events)
 
     def _end_string(self, value: str | None, events: list[Event]) -> None:
-        """Arguments that are null, or JSON in a string."""
+        """Arguments given as null, or as JSON in a string."""
         inner = "{}" if value is None else value
         scan = JsonScan()
         is_object = inner.lstrip().startswith("{")
@@ -236,7 +231,7 @@ class CallObject(Body):
             self._give(inner, events)
 
     def _give(self, arguments: str, events: list[Event]) -> None:
-        """Begin the call, and tell all of its arguments."""
+        """Begin the call and emit all of its arguments."""
         assert self._name is not None
         self._begin(self._name, events, self._call_id)
         self._has_arguments = True
@@ -247,7 +242,6 @@ class NamedArguments(Body):
     """A JSON object: arguments of a tool whose name is known.
 
     Args:
-        name: of the tool.
         call_id: that the model has given to the call.
     """
 
@@ -277,11 +271,7 @@ class NamedArguments(Body):
 
 
 class CallsInTurn(Body):
-    """Calls one after the other, each a body of its own.
-
-    Args:
-        make_call: the body of each.
-    """
+    """A sequence of calls, each parsed by its own body."""
 
     def __init__(self, make_call: Callable[[], Body]) -> None:
         super().__init__()
@@ -289,14 +279,13 @@ class CallsInTurn(Body):
         self._call: Body | None = None
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """As of all bodies; what belongs to its calls is theirs."""
+        """See `Body.feed`; characters inside a call go to the body of that call."""
         self.is_waiting, self.is_last = False, is_last
         while at < len(text) and self.is_open and not self.is_waiting:
             at = self._take(text, at, events)
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._call is not None:
             self._call.cut(events)
         return self.raw
@@ -317,11 +306,11 @@ class CallsInTurn(Body):
 
     @abc.abstractmethod
     def _take_between(self, text: str, at: int) -> int:
-        """Read what stands around calls, up to the next one; see `_take`."""
+        """Consume separators up to the next call; see `_take`."""
 
     @abc.abstractmethod
     def _end_call(self) -> None:
-        """A call is over: say what may follow."""
+        """A call has ended: set what may follow."""
 
 
 class CallArray(CallsInTurn):

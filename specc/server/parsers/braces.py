@@ -36,7 +36,6 @@ class BracedArguments(Body):
     they come, words when they have ended.
 
     Args:
-        name: of the tool.
         schema: of its arguments: a string of one that may be no string is what it can be there.
         quote: the mark before and after a string.
     """

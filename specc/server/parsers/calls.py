@@ -45,7 +45,6 @@ class CallFormat:
         inner: further markers, inside of a call.
         interrupts: a text with which a call begins in the middle of thinking, and ends it.
         is_in_messages: calls are messages of their own, and read by the parser of thinking.
-        make_id: of calls.
         is_numbered: ids are `functions.name:0`, as templates want them.
     """
 
@@ -92,10 +91,6 @@ class CallParser(HeldParser):
     What has the form of a call up to its arguments is one, with what is there of these. Before
     that, anything that is not of the form (no JSON, the name of no tool) makes it text, markers
     included.
-
-    Args:
-        form: of calls.
-        tools: of the request.
     """
 
     def __init__(self, form: CallFormat, tools: Tools) -> None:
@@ -178,7 +173,7 @@ class CallParser(HeldParser):
         return True
 
     def _begin_text(self) -> None:
-        """What is held is text, white space before it included."""
+        """Treat held-back characters, and the white space before them, as content."""
         self._held = self._blanks.pop() + self._held
         self._place = _At.TEXT
 

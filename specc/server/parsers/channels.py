@@ -32,7 +32,6 @@ class ChannelsFormat:
         """For one output.
 
         Args:
-            prompt: that it follows.
             ends: what ends thinking as well, see `ReasoningParser`.
             tools: of no use here: another parser looks for calls.
         """

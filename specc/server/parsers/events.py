@@ -19,7 +19,6 @@ class CallBegin:
     """A call of a tool that the request has; the calls of an output come one after the other.
 
     Args:
-        name: of the tool.
         id: that the model has given to the call, of formats that have such.
     """
 
@@ -92,7 +91,6 @@ class Blanks:
         """Keep what is white at the beginning; returns the rest.
 
         Args:
-            text: that follows what is held.
             chars: that count as white; None are all that Unicode counts so.
         """
         rest = text.lstrip(chars)

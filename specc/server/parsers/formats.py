@@ -102,7 +102,6 @@ def _tag_section(
     """Calls with tags for names and values, all of them between two markers.
 
     Args:
-        marks: of each call.
         opening: before the first one.
         closing: after the last one.
         inner: further markers.

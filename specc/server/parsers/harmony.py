@@ -43,7 +43,6 @@ class HarmonyFormat:
         """For one output.
 
         Args:
-            prompt: that it follows.
             ends: of no use here.
             tools: that it may call.
         """

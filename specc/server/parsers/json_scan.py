@@ -29,8 +29,6 @@ class _In(enum.Enum):
 
 
 class _Next(enum.Enum):
-    """What structure may come next."""
-
     VALUE = enum.auto()
     VALUE_OR_END = enum.auto()
     KEY = enum.auto()
@@ -62,7 +60,6 @@ class JsonScan:
         """Take characters from a place on.
 
         Args:
-            text: to take from.
             at: the first character.
         Returns:
             the first character that was not taken: the first one after the value, or the one that

@@ -20,9 +20,6 @@ class MistralCalls(Body):
     """After `[TOOL_CALLS]`: `[{"name": …, "arguments": {…}}, …]`, or `name[ARGS]{…}`.
 
     The latter with or without `[ARGS]`, and with a `[CALL_ID]…` before it.
-
-    Args:
-        tools: of the request.
     """
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
@@ -39,7 +36,6 @@ class MistralCalls(Body):
         return super().raw + (self._inner.raw if self._inner else "")
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """As of all bodies."""
         while at < len(text) and self.is_open:
             if self._inner is None:
                 begin, at = at, self._take(text, at, events)
@@ -53,7 +49,6 @@ class MistralCalls(Body):
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._inner is not None:
             self._inner.cut(events)
         return self.raw
@@ -315,7 +310,6 @@ class MarkedParameters(Body):
         return at + len(certain)
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         self._value = None
         self._kept.clear()
         return super().cut(events)

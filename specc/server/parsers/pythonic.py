@@ -24,9 +24,6 @@ class PythonCall(Body):
 
     A call begins with its first `=`, or with `)` where it has no arguments; so what has arguments
     without names is text.
-
-    Args:
-        names: of tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:

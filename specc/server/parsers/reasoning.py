@@ -49,7 +49,6 @@ class ReasoningFormat:
         """For one output.
 
         Args:
-            prompt: that it follows.
             ends: what ends thinking as well, see `ReasoningParser`.
             tools: of no use here: another parser looks for calls.
         """

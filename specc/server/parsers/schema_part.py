@@ -1,4 +1,4 @@
-"""What a tool's JSON schema says of one value: enough to tell what a text stands for."""
+"""The part of a tool's JSON schema for one value: which types a text may be parsed as."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-# levels of references and choices, each of which may lead to the next, and parts of all of them
+# limits: nesting of references and choices, and subschemas in total
 _MAX_LEVELS, _MAX_PARTS = 32, 4096
 _NUMBER = frozenset(("integer", "number"))
-# names as schemas have them, and those that vLLM takes for them
+# JSON schema type names, and the aliases that vLLM accepts
 _NAMED = {
     "array": ("array", "arr", "list", "sequence", "tuple"),
     "boolean": ("boolean", "bool"),
@@ -21,7 +21,7 @@ _NAMED = {
 _TYPES = {name: frozenset((kind,)) for kind, names in _NAMED.items() for name in names}
 _TYPES |= dict.fromkeys(("number", "float", "float32", "float64", "double"), _NUMBER)
 _TYPES["any"] = frozenset(_NAMED) | _NUMBER
-# keywords that constrain one type alone: where nothing names a type, they tell which is meant
+# keywords that imply a type where none is named
 _MEANT = {
     "object": (
         "properties", "patternProperties", "additionalProperties", "unevaluatedProperties",
@@ -41,11 +41,11 @@ Found = TypeVar("Found")
 
 
 class SchemaPart:
-    """The part of a schema for one value; whatever it is, nothing of it is an error.
+    """Subschema of one value; malformed schemas constrain nothing and raise nothing.
 
     Args:
-        part: a schema; what is none says nothing.
-        root: that references in it are of; None is the part itself.
+        part: a schema; anything else constrains nothing.
+        root: base of references; None is the part itself.
     """
 
     def __init__(self, part: Any, root: Any = None) -> None:
@@ -54,19 +54,19 @@ class SchemaPart:
 
     @functools.cached_property
     def types(self) -> frozenset[str] | None:
-        """Types that the value may have; None where it is text, or where nothing is said of it.
+        """Types that the value may have; None if it is text or unconstrained.
 
-        `number` stands for those that are no integers, so both are there for JSON's `number`.
+        `number` means non-integers, so JSON's `number` gives both.
         """
         found = _Reader(self._root).types(self._part)
         return None if found in (None, _NOTHING, _TYPES["string"]) else found
 
     def admits(self, value: Any) -> bool:
-        """Whether a value has one of the types, and is one of those that are listed, if any are."""
+        """Whether a value has an allowed type and is in the enum, if there is one."""
         return _Reader(self._root).admits(self._part, value)
 
     def item(self, index: int) -> SchemaPart:
-        """Of an element, where the value is a list."""
+        """Subschema of list elements."""
 
         def pick(part: Mapping[str, Any]) -> Any:
             items = part.get("items")
@@ -78,13 +78,13 @@ class SchemaPart:
         return self._below(pick)
 
     def property(self, key: str) -> SchemaPart:
-        """Of what is under a key, where the value is an object."""
+        """Subschema of an object's property."""
 
         def known(part: Mapping[str, Any]) -> Any:
             return _mapping(part.get("properties")).get(key)
 
         def other(part: Mapping[str, Any]) -> Any:
-            # which pattern is meant is not looked at: they are others' regular expressions
+            # patterns are not matched: they are untrusted regular expressions
             found = [*_mapping(part.get("patternProperties")).values()]
             found += [part.get(n) for n in ("additionalProperties", "unevaluatedProperties")]
             return _any_of([one for one in found if isinstance(one, Mapping)])
@@ -93,14 +93,14 @@ class SchemaPart:
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
-        """Names that the value's keys have, where it is an object."""
+        """Property names of an object."""
         names: set[str] = set()
-        # nothing is picked: it is looked for in all parts
+        # pick nothing: just visit all subschemas
         _Reader(self._root).below(self._part, lambda p: names.update(_mapping(p.get("properties"))))
         return frozenset(names)
 
     def _below(self, *picks: Callable[[Mapping[str, Any]], Any]) -> SchemaPart:
-        """The first of these that is there."""
+        """The first subschema that is present."""
         for pick in picks:
             if (found := _Reader(self._root).below(self._part, pick)) is not None:
                 return SchemaPart(found, self._root)
@@ -108,23 +108,19 @@ class SchemaPart:
 
 
 class _Reader:
-    """Goes from a part to those that it consists of, chooses from or refers to.
+    """Visits a schema and the subschemas that it combines or references.
 
-    Each is read once, and a bounded number of them: schemas that refer to themselves cost by their
-    size, whatever they look like.
-
-    Args:
-        root: that references are of.
+    Each is visited once, up to a limit, so recursive schemas cost no more than their size.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        # id of a part → what was found; what leads back to itself says nothing new
+        # id of a subschema → result; cycles add nothing
         self._seen: dict[int, Any] = {}
         self._num_parts = 0
 
     def types(self, part: Any, levels: int = _MAX_LEVELS) -> frozenset[str] | None:
-        """None where nothing is said; no type where there is none, or it leads back to itself."""
+        """Types of a subschema; None if unconstrained, empty for none or a cycle."""
 
         def read(part: Mapping[str, Any]) -> frozenset[str] | None:
             said = [_declared(part), _listed(part)]
@@ -132,7 +128,7 @@ class _Reader:
             for choices in _choices(part):
                 found = [self.types(one, levels - 1) for one in choices]
                 if any(one is not None for one in found):
-                    # one that says nothing allows a text, too
+                    # an unconstrained alternative allows text, too
                     said.append(_union(_TYPES["string"] if one is None else one for one in found))
             known = _meet(said)
             if known is None:
@@ -166,7 +162,7 @@ class _Reader:
     def below(
         self, part: Any, pick: Callable[[Mapping[str, Any]], Any], levels: int = _MAX_LEVELS
     ) -> Any:
-        """The schema of something in a value: what `pick` finds in any of the parts, or None."""
+        """The first subschema that `pick` finds, or None."""
 
         def read(part: Mapping[str, Any]) -> Any:
             own = [pick(part), *(self.below(one, pick, levels - 1) for one in self._all_of(part))]
@@ -196,7 +192,7 @@ class _Reader:
         return found
 
     def _all_of(self, part: Mapping[str, Any]) -> list[Any]:
-        """Parts that hold beside it."""
+        """Subschemas that apply in conjunction."""
         all_of, reference = part.get("allOf"), part.get("$ref")
         found = [*all_of] if isinstance(all_of, list) else []
         if isinstance(reference, str) and reference.startswith("#"):
@@ -204,7 +200,7 @@ class _Reader:
         return found
 
     def _at(self, pointer: str) -> Any:
-        """What a pointer of JSON leads to; None is nothing."""
+        """Resolve a JSON pointer; None if it dangles."""
         found = self._root
         for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
@@ -220,12 +216,12 @@ def _declared(part: Mapping[str, Any]) -> frozenset[str] | None:
     names = declared if isinstance(declared, list) else [declared]
     found = [_TYPES.get(name.strip().lower()) for name in names if isinstance(name, str)]
     known = [one for one in found if one is not None]
-    # one that nobody knows may be any
+    # an unknown type may be any
     return _union(known) if known and len(known) == len(found) else None
 
 
 def _lists(part: Mapping[str, Any]) -> list[list[Any]]:
-    """Values that are listed."""
+    """Values of enum and const."""
     enum = part.get("enum")
     found = [enum] if isinstance(enum, list) and enum else []
     return [*found, [part["const"]]] if "const" in part else found
@@ -243,7 +239,7 @@ def _choices(part: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _meet(said: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that all allow; where they contradict each other, those that any does, as by vLLM."""
+    """Intersection of types; their union if that is empty, as in vLLM."""
     heard = [one for one in said if one is not None]
     known = [one for one in heard if one]
     if not known:
@@ -264,14 +260,14 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def type_of(value: Any) -> frozenset[str]:
-    """The type of a value that has been parsed, which 1.0 shares with 1."""
+    """JSON type of a parsed value; 1.0 is an integer, too."""
     if isinstance(value, float) and not value.is_integer():
         return frozenset(("number",))
     return _TYPES[_KINDS.get(type(value), "any")]
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    # to Python, 1 is True
+    # in Python, 1 == True
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 

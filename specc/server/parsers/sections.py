@@ -24,7 +24,6 @@ class Section(CallsInTurn):
     missing, the next mark does; where `closing` is, other text.
 
     Args:
-        make_call: the body of each call.
         before: marker before each call.
         closing: marker after the last one.
         after: marker after each call; none for "".
@@ -79,7 +78,6 @@ class HeadedCall(Body):
     """A head that holds the tool's name, and then its arguments, which are a JSON object mostly.
 
     Args:
-        names: of tools.
         head: markers and other words, in their order; `NAME` where the name stands. White space may
             stand between them.
         is_numbered: the name is written as `functions.name:0`, which is the id of the call.
@@ -112,7 +110,6 @@ class HeadedCall(Body):
         return super().raw + (self._arguments.raw if self._arguments else "")
 
     def feed(self, text: str, at: int, events: list[Event], is_last: bool = False) -> int:
-        """As of all bodies."""
         self.is_waiting = False
         while at < len(text) and self.is_open and not self.is_waiting:
             if self._arguments is None:
@@ -131,7 +128,6 @@ class HeadedCall(Body):
         return at
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if self._arguments is not None:
             self._arguments.cut(events)
         return self.raw

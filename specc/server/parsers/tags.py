@@ -31,8 +31,6 @@ _AFTER_VALUE = (END_OF_ARGUMENT, _ARGUMENT, _END_OF_CALL)
 
 
 class _At(enum.Enum):
-    """What a body reads."""
-
     HEAD = enum.auto()
     BETWEEN = enum.auto()
     TAG = enum.auto()
@@ -81,9 +79,7 @@ class _Tags(Body):
         """What is between the mark of a tag and its end, once that is there.
 
         Args:
-            text: to take from.
             at: the first character after the mark.
-            end: of the tag.
         """
         limit = at + _MAX_TAG + len(end)
         size = text.find(end, at, limit)
@@ -199,7 +195,6 @@ class AttributedCall(_Tags):
         return end
 
     def cut(self, events: list[Event]) -> str:
-        """As of all bodies."""
         if not self.is_bad and self.num_calls:
             self._part = ""
             self._kept.clear()
@@ -365,7 +360,6 @@ def _container(schema: SchemaPart, names: Collection[str]) -> str:
 
 
 def _json(element: _Element) -> str:
-    """The value of an element as JSON."""
     if not element.children:
         return _text_json("".join(element.texts), element.schema)
     names = [name for name, _ in element.children]

@@ -81,8 +81,6 @@ class ValueEnd:
     """Finds the end of one value.
 
     Args:
-        marks: of its call.
-        names: of tools.
         keys: whether a parameter of that name may follow.
         fits: whether a text is a value of a type other than text; None where it can only be text.
     """

@@ -21,7 +21,6 @@ class FunctionCall:
     """What is called.
 
     Args:
-        name: of the tool.
         arguments: JSON of an object, as the model wrote it.
     """
 
@@ -35,8 +34,6 @@ class ToolCall:
 
     Args:
         id: that the answer of the tool names as its `tool_call_id`.
-        function: what is called.
-        type: of OpenAI's API.
     """
 
     id: str

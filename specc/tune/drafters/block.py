@@ -34,7 +34,6 @@ def block_acceptance(
 
     Args:
         engine: with nobody else at work.
-        block: of the drafter, with its name.
         trajectories: outputs of the target.
         width: children of a node at most.
         depth: levels at most.
@@ -53,7 +52,6 @@ def block_chains(
     Args:
         engine: with nobody else at work.
         block: of the drafter, with its name.
-        trajectory: an output of the target.
         width: children of a node at most.
         depth: levels at most, no more than a block proposes.
     """

@@ -51,7 +51,6 @@ def head_chains(
     Args:
         engine: with nobody else at work.
         draft: number.
-        trajectory: an output of the target.
         width: children of a node at most.
         depth: levels at most.
     """
@@ -88,7 +87,6 @@ def _head_pass(
     """Let a head write rows; returns the logits of the last one, [1, V].
 
     Args:
-        engine: whose head it is.
         draft: number.
         tokens: of the sequence; row i reads token i + 1.
         first: row.

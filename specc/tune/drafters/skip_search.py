@@ -133,7 +133,6 @@ def search_skips(
     from the target's measured passes: as much less as their weights and layers are fewer.
 
     Args:
-        directory: engine.
         prompts: like those that it will serve; the first three count.
         options: what to measure; the first batch size, or 1.
         phases: tells the listener how far this is.

@@ -24,11 +24,6 @@ BLOCKS, BLOCK_SIZE, COUNT = 8, 4, 3  # blocks of the cache, their rows, and bloc
 MARGIN = 6  # blocks of canaries on each side
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 def int32(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

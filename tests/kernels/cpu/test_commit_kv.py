@@ -19,11 +19,6 @@ NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 CAPACITY = 24
 
 

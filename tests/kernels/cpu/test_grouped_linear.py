@@ -19,7 +19,6 @@ def operators() -> None:
 
 
 def owners(ends: list[int], rows: int) -> list[int | None]:
-    """The expert of each row."""
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 

@@ -9,13 +9,7 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import native
 from tests.kernels.cpu.quantized_weights import random_weight, whole_columns
 from tests.kernels.cpu.test_linear import in_poison
-from tests.kernels.cpu.test_linear_q import (
-    DTYPES,
-    EVERY,
-    numbers_of,
-    oracle,
-    same_bits,
-)
+from tests.kernels.cpu.test_linear_q import DTYPES, EVERY, numbers_of, oracle, same_bits
 
 K, N = 48, 100
 

@@ -17,7 +17,6 @@ from tests.kernel_flags import SOURCE_DIR, run_compiler, units
 
 
 def compiled(path: Path, text: str) -> Path:
-    """A library of one source."""
     source = path.with_suffix(".cpp")
     source.write_text(text)
     run_compiler([find_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)])

@@ -24,7 +24,6 @@ TRANSPORTS = ("shared", "sockets")
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
-    """What a rank has: any rank can make it."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     return torch.randn(size, generator=generator).to(dtype)
 

@@ -21,11 +21,6 @@ from tests.kernels.sampling_cases import INF, int32, options
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 def unchanged(args: tuple) -> list[Tensor]:
     flat = [x for arg in args for x in (arg if isinstance(arg, list) else [arg])]
     return [x.clone() for x in flat if isinstance(x, Tensor)]

@@ -14,11 +14,6 @@ from tests.kernels.sampling_cases import PADDING, int32, options
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 def accept_args(batch: int = 2, **changes: Any) -> dict[str, Any]:
     """Arguments of `accept`, all of them good: a root, two children, one draft row."""
     values, words = options(Rule.MSS, batch, repetition=1.5)

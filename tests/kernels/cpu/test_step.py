@@ -26,11 +26,6 @@ VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 100, 2048, 2049)
 SPECIAL = (NAN, NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 1.0, 3e38, -3e38)
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 @dataclass(frozen=True)
 class Logits:
     """Rows of logits: `kind` says which values, `padding` how many NaNs lie between two rows."""

@@ -25,11 +25,6 @@ EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
-@pytest.fixture(scope="module")
-def operators(native_operators):
-    return native_operators
-
-
 def same(got: Any, want: Any) -> None:
     pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
     for one, other in pairs:

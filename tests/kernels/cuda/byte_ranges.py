@@ -54,7 +54,6 @@ def first_conflict(
     """An owner of a range, one of another that overlaps it, and the first byte of both.
 
     Args:
-        ranges: any.
         others: any; may be the same.
         groups: [owners] owners of one group never conflict, and are passed over fast.
         is_conflict: whether two owners of different groups do.

@@ -19,19 +19,8 @@ from specc.kernels.cuda.sampling import gumbel_of_bits
 from specc.kernels.reference.accept import accept_reference
 from specc.kernels.reference.processing import penalize_reference, process_reference
 from specc.sampling.rows import Rule
-from tests.kernels.cuda.near_ties import (
-    check_equal_or_near,
-    is_permitted_cut,
-    permitted_walks,
-)
-from tests.kernels.cuda.typed_trees import (
-    Forest,
-    Row,
-    inside,
-    options_of,
-    sizes,
-    spoil_padding,
-)
+from tests.kernels.cuda.near_ties import check_equal_or_near, is_permitted_cut, permitted_walks
+from tests.kernels.cuda.typed_trees import Forest, Row, inside, options_of, sizes, spoil_padding
 
 # several blocks a part, a pass and a search, in vocabularies that an interpreter gets through
 SMALL = {

@@ -319,7 +319,6 @@ def check_call(case: Case, call: Call, run: Callable[[Call, int | None], Tensor]
 
     Args:
         case: whose type and splits it has.
-        call: of it.
         run: calls an operator so, with a number of splits.
     """
     before = [x.clone() for x in call.args[:3]]
@@ -373,7 +372,6 @@ def run_broken(call: Call, is_tree: bool) -> None:
     """Call `attend` with lengths beyond the table, blocks beyond the cache and starts elsewhere.
 
     Args:
-        call: of one sequence.
         is_tree: with its ancestors, or without any.
     """
     whole = list(call.args)

@@ -1,4 +1,4 @@
-"""Checks of `sample` on any device: noise to the last bit, tokens, distributions."""
+"""Checks of noise on any device, to the last bit; draws, and their distributions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda import sampling
-from specc.kernels.reference.sampling import (
-    LARGEST_UNIFORM,
-    gumbel_reference,
-    sample_reference,
-)
+from specc.kernels.cuda import row_noise, sampling
+from specc.kernels.reference.sampling import LARGEST_UNIFORM, gumbel_reference
 
 # known answers of Random123: counter, key, words
 PHILOX_VECTORS = [
@@ -47,7 +43,9 @@ def _philox_kernel(counter, key, out):
 def _noise_kernel(seed, offset, out, BQ: tl.constexpr):
     """Noise of the tokens of BQ counters, in the order of words."""
     o_q = tl.arange(0, BQ)
-    b_0, b_1, b_2, b_3 = sampling.token_bits(tl.load(seed), tl.load(offset), o_q)
+    b_0, b_1, b_2, b_3 = row_noise.noise_bits(
+        tl.load(seed), tl.load(offset), tl.full([], row_noise.TOKEN_NOISE, tl.int32), o_q
+    )
     o_t = o_q // sampling.LANES * (4 * sampling.LANES) + o_q % sampling.LANES
     tl.store(out + o_t, sampling.gumbel_of_bits(b_0))
     tl.store(out + o_t + sampling.LANES, sampling.gumbel_of_bits(b_1))
@@ -89,54 +87,6 @@ def check_noise(seed: int, offset: int, device: torch.device) -> None:
     _noise_kernel[(1,)](seeds, offsets, out, BQ=512, enable_fp_fusion=False)
     wanted = gumbel_reference(seeds.cpu(), offsets.cpu(), torch.arange(2048))
     assert torch.equal(out.cpu(), wanted)
-
-
-def check_sample(
-    num_rows: int,
-    vocab: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    kind: str = "random",
-    max_programs: int = sampling.MAX_PROGRAMS,
-) -> None:
-    """Rows of every temperature, seed and offset; what lies after a row would win at once."""
-    generator = torch.Generator().manual_seed(num_rows * vocab)
-    buffer = torch.full((num_rows, vocab + 16), float("nan"), dtype=dtype, device=device)
-    logits = torch.randn(num_rows, vocab, generator=generator) * 2
-    if kind == "ties":
-        logits = logits.round()
-    elif kind == "masked":
-        logits[torch.rand(num_rows, vocab, generator=generator) < 0.9] = float("-inf")
-        logits[-1] = float("-inf")
-    elif kind == "nan":
-        logits[:, vocab // 2] = float("nan")
-        logits[0, vocab - 1] = float("inf")
-    buffer[:, :vocab] = logits.to(dtype)
-    temperature = torch.tensor([0.0, 1.0, 0.3, 1e-6, 2.5])[torch.arange(num_rows) % 5].to(device)
-    big = torch.randint(-(2**62), 2**62, (2, num_rows, 2), generator=generator).to(device)
-    seed, offset = big[0, :, 0], big[1, :, 1]
-    before = buffer.clone()
-    most, sampling.MAX_PROGRAMS = sampling.MAX_PROGRAMS, max_programs
-    try:
-        tokens = sampling.sample(buffer[:, :vocab], temperature, seed, offset)
-    finally:
-        sampling.MAX_PROGRAMS = most
-    cpu = (buffer[:, :vocab].cpu(), temperature.cpu(), seed.cpu(), offset.cpu())
-    assert tokens.dtype == torch.int64
-    assert tokens.tolist() == sample_reference(*cpu).tolist()
-    assert torch.equal(before.view(-1).nan_to_num(7), buffer.view(-1).nan_to_num(7))
-
-
-def check_distribution(device: torch.device, num_rows: int = 100_000) -> None:
-    """Counts of the kernel's own draws; a distribution that is a little off is refused."""
-    logits = torch.linspace(-2, 2, 12)
-    counts = draws(
-        lambda *args: sampling.sample(*(arg.to(device) for arg in args)), logits, 0.8, num_rows
-    )
-    bound = chi_square_bound(11)
-    assert chi_square(counts, torch.softmax(logits / 0.8, dim=0)) < bound
-    assert chi_square(counts, torch.softmax(logits / 0.9, dim=0)) > bound
 
 
 def draws(

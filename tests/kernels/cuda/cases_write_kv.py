@@ -32,7 +32,6 @@ class Case:
         block_size: rows of a block; 0 is dense.
         dead: tokens (flat) that are dead.
         tail: tokens after those of the last sequence.
-        dtype: of keys and values.
         cache_dtype: None is the same.
         angle_dtype: of cos and sin; None is the same.
     """

@@ -287,7 +287,6 @@ def emulated(module: ModuleType, *parts: ModuleType) -> ModuleType:
     """The module, run again from its source with names that stand for Gluon's.
 
     Args:
-        module: of a kernel.
         parts: modules that it imports functions of kernels from; none of the others'.
     """
     fakes = _fakes()

@@ -32,7 +32,6 @@ from specc.kernels.cuda import (
     rms_norm,
     rope_write,
     rows,
-    sampling,
     slab_rows,
     tree_expand,
     trees,
@@ -256,16 +255,6 @@ def _rms_norm_calls() -> Iterator[Any]:
             yield rms_norm.add_rms_norm(x, x, weight, 1e-6)
 
 
-def _sampling_calls() -> Iterator[Any]:
-    for dtype in FLOATS:
-        odd = (131071, 262143) if dtype == torch.bfloat16 else ()
-        for vocab in (32768, 131072, 262144, *odd):
-            for batch in (1, 64, 256, 512, 1024, 2048):
-                logits = _meta(batch, vocab, dtype=dtype)
-                seed = _meta(batch, dtype=I64)
-                yield sampling.sample(logits, _meta(batch, dtype=torch.float32), seed, seed)
-
-
 def _accept_winners_calls() -> Iterator[Any]:
     # the last tree is a chain
     trees = ((1, 0), (7, 4), (32, 6), (60, 7), (256, 10), (1024, 63), (1024, 1023))
@@ -430,7 +419,6 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "rms_norm": _rms_norm_calls,
     "rope_write": _rope_write_calls,
     "rows": _rows_calls,
-    "sampling": _sampling_calls,
     "slab_rows": _slab_rows_calls,
     "tree_expand": _tree_expand_calls,
     "trees": _trees_calls,

@@ -195,7 +195,6 @@ class Seen:
     """A launch, and for which of its arguments Triton would compile another kernel.
 
     Args:
-        name: of the kernel.
         folded: integers that are 1: Triton makes them constants.
         unaligned: tensors that do not start at a multiple of 16 bytes.
     """

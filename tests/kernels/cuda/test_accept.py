@@ -12,15 +12,7 @@ from specc.kernels.cuda.launch import unfiltered
 from specc.kernels.reference.processing import are_unfiltered
 from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_accept as cases
-from tests.kernels.cuda.typed_trees import (
-    GREEDY,
-    MIXED,
-    PADDING,
-    PLAIN,
-    Row,
-    forest,
-    options_of,
-)
+from tests.kernels.cuda.typed_trees import GREEDY, MIXED, PADDING, PLAIN, Row, forest, options_of
 
 # the interpreter takes logarithms of 0
 pytestmark = [

@@ -2,14 +2,99 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from specc.kernels.cuda import commit_kv as kernels
-from tests.kernels.cuda import cases_commit_kv as cases
-from tests.kernels.cuda.cases_commit_kv import path_moves, random_moves
+from specc.kernels.reference.commit import commit_kv_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+Move = tuple[int, int]
+PADDING = 512
+
+
+def check_commit_kv(
+    moves: list[list[Move]],
+    device: torch.device,
+    *,
+    layers: int = 2,
+    parts: int = 2,
+    block_size: int = 4,
+    num_slots: int = 24,
+    heads: int = 2,
+    dim: int = 4,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    bad_blocks: dict[tuple[int, int], int] | None = None,
+    canary: int = 77,
+) -> None:
+    """`moves[b]` are (source, target) slots of sequence b, as many for each.
+
+    The slab lies between canaries, some of its blocks belong to nobody, and all of its rows differ.
+    Moves into slots beyond the table, or blocks beyond the slab (`bad_blocks`), are none.
+    """
+    batch, width = len(moves), max((len(row) for row in moves), default=0)
+    per_sequence = num_slots // block_size
+    num_blocks = batch * per_sequence + 3
+    ids = list(range(1, batch * per_sequence + 2))
+    random.Random(3).shuffle(ids)
+    table = torch.tensor(ids[: batch * per_sequence], dtype=torch.int32).view(batch, per_sequence)
+    shape = (layers, parts, num_blocks, block_size, heads, dim)
+    size = torch.Size(shape).numel()
+    memory = torch.full((size + 2 * PADDING,), canary, dtype=torch.uint8).to(dtype)
+    # neighbouring integers that all dtypes hold exactly
+    values = torch.arange(size) % 251
+    memory[PADDING:-PADDING] = values.to(dtype)
+    expected = memory.clone()
+    memory = memory.to(device)
+
+    def is_inside(b: int, slot: int) -> bool:
+        block = (b, slot // block_size)
+        return 0 <= slot < num_slots and block not in (bad_blocks or {})
+
+    good = [
+        [(s, t) if is_inside(b, s) and is_inside(b, t) else (-1, -1) for s, t in row]
+        for b, row in enumerate(moves)
+    ]
+
+    def slots(rows: list[list[Move]], at: int) -> torch.Tensor:
+        chosen = [[move[at] for move in row] for row in rows]
+        return torch.tensor(chosen, dtype=index_dtype).view(batch, width)
+
+    commit_kv_reference(
+        expected[PADDING:-PADDING].view(shape), slots(good, 0), slots(good, 1), table
+    )
+    for (b, block), found in (bad_blocks or {}).items():
+        table[b, block] = found
+    # a wider table, whose next column would be a block of the sequence
+    wide = torch.cat([table, torch.ones(batch, 2, dtype=torch.int32)], dim=1).to(device)
+    source = slots(moves, 0).to(device)
+    # strides of its own
+    target = slots(moves, 1).T.contiguous().T.to(device)
+    slab = memory[PADDING:-PADDING].view(shape)
+    result = kernels.commit_kv(slab, source, target, wide[:, :per_sequence])
+    assert result is None
+    assert torch.equal(memory.cpu().float(), expected.float())
+
+
+def path_moves(length: int, path: list[int], width: int) -> list[Move]:
+    """Moves of an accepted path: target row length + j takes row length + path[j]."""
+    moves = [(length + node, length + j) for j, node in enumerate(path)]
+    return moves + [(-1, -1)] * (width - len(path))
+
+
+def random_moves(seed: int, batch: int, width: int, num_slots: int) -> list[list[Move]]:
+    """Sources anywhere, ascending targets; some of both are none."""
+    generator = random.Random(seed)
+    moves = []
+    for _ in range(batch):
+        targets = sorted(generator.sample(range(num_slots), width))
+        row = [(generator.randrange(-1, num_slots), target) for target in targets]
+        moves.append([(s, t if generator.random() < 0.8 else -1) for s, t in row])
+    return moves
 
 
 @pytest.mark.parametrize(
@@ -54,7 +139,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
     ],
 )
 def test_commit_kv(moves, options, device):
-    cases.check_commit_kv(moves, device, **options)
+    check_commit_kv(moves, device, **options)
 
 
 @pytest.mark.parametrize("block_size", [4, 24], ids="block{}".format)
@@ -70,17 +155,17 @@ def test_commit_kv(moves, options, device):
     ],
 )
 def test_all_rows_are_read_before_any_is_written(moves, block_size, device):
-    cases.check_commit_kv([moves], device, block_size=block_size)
+    check_commit_kv([moves], device, block_size=block_size)
 
 
 def test_dead_moves_do_nothing(device):
-    cases.check_commit_kv([[(-1, 4), (6, -1), (-1, -1), (8, 6)]], device)
+    check_commit_kv([[(-1, 4), (6, -1), (-1, -1), (8, 6)]], device)
 
 
 def test_slots_beyond_the_table_are_not_touched(device):
     far = [(24, 1), (1, 24), (27, 26), (2**30, 3), (3, 2**30), (6, 5)]
-    cases.check_commit_kv([far, far], device)
-    cases.check_commit_kv([[(2**40, 1), (2, 2**62), (-(2**40), 3), (6, 5)]], device,
+    check_commit_kv([far, far], device)
+    check_commit_kv([[(2**40, 1), (2, 2**62), (-(2**40), 3), (6, 5)]], device,
                           index_dtype=torch.int64)  # fmt: skip
 
 
@@ -88,12 +173,12 @@ def test_slots_beyond_the_table_are_not_touched(device):
 def test_blocks_beyond_the_slab_are_not_touched(found, device):
     """15 is the first id that the slab lacks."""
     moves = [(6, 5), (9, 8), (2, 9), (3, 2)]
-    cases.check_commit_kv([moves, moves], device, bad_blocks={(0, 2): found, (1, 1): found})
+    check_commit_kv([moves, moves], device, bad_blocks={(0, 2): found, (1, 1): found})
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (1, 0)], ids=["no-sequence", "no-moves"])
 def test_nothing_to_do(shape, device):
-    cases.check_commit_kv([[(1, 0)] * shape[1]] * shape[0], device)
+    check_commit_kv([[(1, 0)] * shape[1]] * shape[0], device)
 
 
 def inputs() -> dict:

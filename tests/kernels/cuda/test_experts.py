@@ -1,27 +1,141 @@
-"""The chosen experts of tokens, in a few launches that follow from shapes alone."""
+"""The chosen experts of tokens, in a few launches that follow from shapes alone.
+
+Sizes are no multiples of tiles. Up to 256 pairs of token and expert every program finds its tile
+by itself; more are sorted first.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from specc.kernels.cuda import experts as module
 from specc.kernels.cuda.experts import experts
-from tests.kernels.cuda.cases_experts import (
-    CASES,
-    F16,
-    Case,
-    check_experts,
-    check_strides,
-    check_tiles,
-    check_tokens_alone,
-    make_operands,
-    without_tokens,
-)
+from specc.kernels.reference.products import experts_reference
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# relative to the largest result of a row: what the second product reads is rounded, and the result
+TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1.2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a mixture, and how tokens choose.
+
+    Args:
+        num_tokens: N.
+        top_k: K.
+        num_experts: E.
+        hidden: H.
+        size: I.
+        dtype: of tokens and matrices.
+        choice: `any` (distinct experts at random), `one` (all take the last expert, then others),
+            `half` (nobody takes an odd expert), `bad` (some ids name no expert), `none`.
+        weights: dtype of the weights, None for that of tokens.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    size: int
+    dtype: torch.dtype = F32
+    choice: str = "any"
+    activation: str = "silu"
+    weights: torch.dtype | None = F32
+
+
+CASES = {
+    "one-token": Case(1, 2, 4, 48, 40),
+    "one-token-bf16": Case(1, 8, 16, 264, 70, BF16, weights=None),
+    "one-expert-a-token": Case(5, 1, 3, 33, 17, F16),
+    # 20 rows of one expert: two tiles of it
+    "all-to-one": Case(20, 2, 4, 40, 24, F32, "one", "gelu"),
+    "all-to-one-bf16": Case(19, 2, 5, 130, 34, BF16, "one"),
+    "unused-experts": Case(7, 2, 8, 56, 20, F16, "half", "gelu_tanh", None),
+    "no-expert": Case(6, 3, 4, 40, 24, F32, "bad"),
+    "no-expert-at-all": Case(3, 2, 4, 40, 24, BF16, "none"),
+    "many-a-token": Case(3, 11, 12, 24, 16, F32, weights=None),
+    "wide": Case(2, 2, 3, 300, 270, BF16, activation="relu"),
+    "most-of-few": Case(64, 4, 5, 24, 16, F32),
+    "sorted": Case(65, 4, 6, 72, 40, F32),
+    "sorted-bf16": Case(150, 2, 3, 136, 72, BF16, weights=None),
+    "sorted-f16": Case(90, 3, 4, 40, 24, F16, activation="gelu"),
+    "sorted-all-to-one": Case(140, 2, 4, 40, 136, BF16, "one"),
+    "sorted-unused": Case(140, 2, 8, 40, 24, F32, "half", "gelu_tanh"),
+    "sorted-no-expert": Case(90, 3, 4, 40, 24, F32, "bad", "relu"),
+    # more experts than a program counts at a time
+    "sorted-many-experts": Case(26, 10, 132, 24, 16, F32),
+    # more pairs than a program of the sort reads at a time
+    "sorted-many-pairs": Case(260, 4, 4, 24, 16, F32),
+}
+
+
+def make_ids(case: Case) -> Tensor:
+    """[N, K] int64."""
+    shape = (case.num_tokens, case.top_k)
+    scores = torch.rand(case.num_tokens, case.num_experts)
+    if case.choice == "one":
+        scores[:, -1] = 2.0
+    if case.choice == "half":
+        scores[:, 1::2] -= 2.0
+    ids = scores.topk(case.top_k).indices
+    if case.choice in ("bad", "none"):
+        wrong = torch.tensor([-1, case.num_experts, 1 << 40, -(1 << 40)])
+        places = torch.arange(ids.numel()).view(shape)
+        is_wrong = places % 3 == 1 if case.choice == "bad" else places >= 0
+        ids = torch.where(is_wrong, wrong[places % 4], ids)
+    return ids
+
+
+def make_operands(case: Case, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(case.num_tokens * 31 + case.hidden)
+    scales = torch.logspace(-1, 1, case.num_tokens)[:, None]
+    stacks = {
+        "gate_up": torch.randn(case.num_experts, 2 * case.size, case.hidden),
+        "down": torch.randn(case.num_experts, case.hidden, case.size),
+    }
+    weights = torch.rand(case.num_tokens, case.top_k) + 0.1
+    operands = {
+        "x": (torch.randn(case.num_tokens, case.hidden) * scales).to(case.dtype),
+        "ids": make_ids(case),
+        "weights": weights.to(case.weights or case.dtype),
+        **{
+            name: (stack * stack.shape[-1] ** -0.5).to(case.dtype) for name, stack in stacks.items()
+        },
+    }
+    return {name: value.to(device) for name, value in operands.items()} | {
+        "activation": case.activation
+    }
+
+
+def check_experts(case: Case, device: torch.device) -> None:
+    operands = make_operands(case, device)
+    want, got = experts_reference(**operands), experts(**operands)
+    assert (got.dtype, got.shape) == (case.dtype, want.shape)
+    assert got.is_contiguous()
+    assert_close(got, want, case.dtype)
+    if case.choice == "none":
+        assert not got.any()
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    largest = want.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-3)
+    error = ((got.float() - want.float()).abs() / largest).max()
+    assert error <= TOLERANCE[dtype], f"{error} of the largest in a row"
+
+
+def without_tokens(case: Case) -> Case:
+    return replace(case, num_tokens=0)
 
 
 # the same in other types, and sizes that others have
@@ -50,15 +164,41 @@ def test_experts(name, device):
 
 
 def test_tokens_do_not_see_each_other(device):
-    check_tokens_alone(device)
+    """A token's result is the same bits whoever stands beside it, and at every run."""
+    case = Case(9, 3, 4, 72, 40, BF16)
+    operands = make_operands(case, device)
+    together = experts(**operands)
+    assert torch.equal(experts(**operands), together)
+    for row in range(0, case.num_tokens, 4):
+        names = ("x", "ids", "weights")
+        alone = experts(**operands | {name: operands[name][row : row + 1] for name in names})
+        assert torch.equal(alone[0], together[row])
 
 
 def test_strides(device):
-    check_strides(device)
+    """Rows of a wider tensor, of which every second column counts."""
+    operands = make_operands(Case(5, 2, 4, 40, 24), device)
+    want = experts(**operands)
+    for name in ("x", "ids", "weights"):
+        value = operands[name]
+        wide = value.new_full((value.shape[0], 2 * value.shape[1]), 3)
+        wide[:, ::2] = value
+        operands[name] = wide[:, ::2]
+    assert torch.equal(experts(**operands), want)
 
 
 def test_every_tile_has_a_program():
-    check_tiles()
+    """There is a program for every tile, whatever is chosen."""
+    generator = torch.Generator().manual_seed(5)
+    for num_pairs in (*range(1, 40), module.FEW, module.FEW + 1, 1000, 4096):
+        for num_experts in (1, 2, 7, 128):
+            for tile in (t for pair in module.GATE_UP.values() for t in pair):
+                most = tile.num_tiles(num_pairs, num_experts)
+                spread = torch.arange(num_pairs).clamp(max=num_experts - 1)
+                drawn = torch.randint(0, num_experts, (num_pairs,), generator=generator)
+                for ids in (spread, drawn, spread * 0):
+                    counts = torch.bincount(ids)
+                    assert int(((counts + tile.block_m - 1) // tile.block_m).sum()) <= most
 
 
 def test_no_tokens(device):

@@ -4,31 +4,111 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specc.kernels.cuda import attend_config, few_rows, few_rows_tiles
 from specc.kernels.cuda.few_rows import SKINNY, Choice, Product, forced, tile_for
-from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES
+from specc.kernels.cuda.few_rows_tiles import LINEAR_TILES, Tile
 from specc.kernels.cuda.skinny_linear import shipped, skinny_linear
 from specc.kernels.operators import linear
-from tests.kernels.cuda import cases_skinny_linear as cases
-from tests.kernels.cuda.cases_add_norm import BF16, F16, F32
+from specc.kernels.reference.products import skinny_linear_reference
+from tests.kernels.cuda.cases_add_norm import BF16, DTYPES, F16, F32, fitted
 from tests.kernels.cuda.test_add_norm import ids
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+# both round once; what differs is the order of a sum, relative to the largest result of a row
+TOLERANCE = {F32: 1e-5, F16: 1e-3, BF16: 8e-3}
+# (rows as dimensions, K, N): odd, less than a tile, as a router, parts of a sum that are empty and
+# one that is short, several blocks, all 16 rows
+SHAPES = (
+    ((1, 1), 64, 48),
+    ((1, 5), 200, 70),
+    ((16,), 300, 33),
+    ((1, 3), 33, 8),
+    ((2, 4), 1000, 7),
+    ((1, 11), 520, 130),
+)
+TILES = tuple((dtype, tile) for dtype in DTYPES for tile in few_rows.LINEAR_TILES[dtype])
+# each tile twice, with and without a bias, and with every shape some
+QUICK = tuple(
+    (*fitted(rows, size, tile), num_out, dtype, tile, bool(j))
+    for i, (dtype, tile) in enumerate(TILES)
+    for j in range(2)
+    for rows, size, num_out in (SHAPES[(2 * i + j) % len(SHAPES)],)
+)
+EVERY = tuple(
+    dict.fromkeys(
+        (*fitted(rows, size, tile), num_out, dtype, tile, bool((i + j) % 2))
+        for i, (dtype, tile) in enumerate(TILES)
+        for j, (rows, size, num_out) in enumerate(
+            (*SHAPES, *(((rows,), 160, 40) for rows in range(1, 17)))
+        )
+    )
+)
 
-@pytest.mark.parametrize("case", cases.QUICK, ids=ids(cases.QUICK))
+
+def make_operands(
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool = False,
+) -> dict[str, Any]:
+    """Input, weight and bias; rows differ in scale, so that a wrong one shows."""
+    dice = torch.Generator().manual_seed(size * 31 + num_out)
+    scales = torch.logspace(-1, 1, torch.Size(rows).numel()).view(*rows, 1)
+    x = torch.randn(*rows, size, generator=dice) * scales
+    weight = torch.randn(num_out, size, generator=dice)
+    bias = 3 * torch.randn(num_out, generator=dice)
+    return {
+        "input": x.to(dtype).to(device),
+        "weight": weight.to(dtype).to(device),
+        "bias": bias.to(dtype).to(device) if has_bias else None,
+    }
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    assert got.is_contiguous()
+    largest = want.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-3)
+    error = ((got.float() - want.float()).abs() / largest).max()
+    assert error <= TOLERANCE[dtype], f"{error} of the largest in a row"
+
+
+def check(
+    rows: tuple[int, ...],
+    size: int,
+    num_out: int,
+    dtype: torch.dtype,
+    tile: Tile | None,
+    has_bias: bool,
+    device: torch.device,
+) -> None:
+    """Compare with the oracle; a second launch finds its counters as the first did."""
+    operands = make_operands(rows, size, num_out, dtype, device, has_bias)
+    num_rows = torch.Size(rows).numel()
+    assert tile is None or num_rows > few_rows_tiles.MAX_ROWS or tile.takes(num_rows, size)
+    with few_rows.forced(tile):
+        found = [skinny_linear(**operands) for _ in range(2)]
+    assert_close(found[0], skinny_linear_reference(**operands), dtype)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=ids(QUICK))
 def test_tiles(case, device):
-    cases.check(*case, device)
+    check(*case, device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases.EVERY, ids=ids(cases.EVERY))
+@pytest.mark.parametrize("case", EVERY, ids=ids(EVERY))
 def test_tiles_with_every_shape_and_number_of_rows(case, device):
-    cases.check(*case, device)
+    check(*case, device)
 
 
 @pytest.mark.default(
@@ -39,20 +119,27 @@ def test_tiles_with_every_shape_and_number_of_rows(case, device):
     "float16-n16",
     "float16-n32x4",
 )
-@pytest.mark.parametrize(("dtype", "tile"), cases.TILES, ids=ids(cases.TILES))
+@pytest.mark.parametrize(("dtype", "tile"), TILES, ids=ids(TILES))
 def test_rows_do_not_depend_on_others(dtype, tile, device):
-    cases.check_rows_apart(dtype, tile, device)
+    """A row is the same bit for bit, whatever other rows a launch has."""
+    rows, size = fitted((tile.block_m,), 264, tile)
+    operands = make_operands(rows, size, 70, dtype, device)
+    with few_rows.forced(tile):
+        whole = skinny_linear(**operands)
+        for count in {1, 7} & set(range(tile.block_m)):
+            part = skinny_linear(**operands | {"input": operands["input"][:count].contiguous()})
+            assert torch.equal(part, whole[:count])
 
 
 def test_the_library(device):
-    cases.check((1, 5), 200, 70, F32, None, True, device)
+    check((1, 5), 200, 70, F32, None, True, device)
     # more rows than a kernel takes
-    cases.check((17,), 200, 70, F32, LINEAR_TILES[F32][0], False, device)
+    check((17,), 200, 70, F32, LINEAR_TILES[F32][0], False, device)
 
 
 def test_rows_of_a_transposed_tensor(device):
     """As what attention returns, in the order of heads."""
-    operands = cases.make_operands((4, 6), 32, 20, F32, device)
+    operands = make_operands((4, 6), 32, 20, F32, device)
     operands["input"] = operands["input"].transpose(0, 1)
     with forced(0):
         found = skinny_linear(**operands)
@@ -61,7 +148,7 @@ def test_rows_of_a_transposed_tensor(device):
 
 @pytest.mark.parametrize("number", range(len(LINEAR_TILES[F32])))
 def test_no_rows(number, device):
-    operands = cases.make_operands((0,), 8, 6, F32, device)
+    operands = make_operands((0,), 8, 6, F32, device)
     with forced(number):
         assert skinny_linear(**operands).shape == (0, 6)
 
@@ -70,7 +157,7 @@ def test_tiles_are_of_this_operator(device):
     """A choice of a product with a norm says nothing of one without."""
     weight = torch.zeros(8, 512, dtype=BF16, device=device)
     product = Product.of(SKINNY, 4, weight)
-    assert {tile for _, tile in cases.TILES} > set(product.tiles)
+    assert {tile for _, tile in TILES} > set(product.tiles)
     assert set(Product.of("add_norm_linear", 4, weight).tiles) < set(few_rows.TILES[BF16])
     assert Product.of(SKINNY, 17, weight).tiles == ()
     few_rows.choices[product] = Choice.of(product.tiles[3])
@@ -174,6 +261,6 @@ def test_configurations_of_a_dtype_are_told_by_names_and_splits():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_bad_input_is_refused(change, found, device):
-    operands = cases.make_operands((1, 4), 16, 8, F32, device)
+    operands = make_operands((1, 4), 16, 8, F32, device)
     with pytest.raises(ValueError, match=found):
         skinny_linear(**(operands | {k: v.to(device) for k, v in change.items()}))

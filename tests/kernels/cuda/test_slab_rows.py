@@ -35,8 +35,6 @@ class Given:
         counts: tokens of each sequence.
         width: of a row.
         per_token: slots of each token.
-        dtype: of rows.
-        device: that all of it lies on.
     """
 
     def __init__(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from specc.kernels.cuda import trees
-from tests.kernels.cuda import cases_trees as cases
+from specc.kernels.reference import trees as reference
+from tests.kernels import tree_cases
+from tests.kernels.cuda.cases_merge import inside, same
 from tests.kernels.tree_cases import Record, int32
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,7 +23,11 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
     ids=str,
 )
 def test_image_slots(batch, num_own, num_nodes, shared, device):
-    cases.check_image_slots(batch, num_own, num_nodes, device, shared)
+    chooser = random.Random(num_own)
+    image, slots = tree_cases.image_inputs(chooser, batch, num_own, num_nodes, shared)
+    wanted = reference.image_slots_reference(image, slots, num_nodes)
+    rows = slots.to(device) if shared else inside(slots, 3, device)
+    same((trees.image_slots(inside(image, 0, device), rows, num_nodes),), (wanted,))
 
 
 @pytest.mark.parametrize(
@@ -28,16 +36,24 @@ def test_image_slots(batch, num_own, num_nodes, shared, device):
     ids=str,
 )
 def test_vote_chain(batch, num_drafts, length, device):
-    cases.check_vote_chain(batch, num_drafts, length, device)
+    arguments = tree_cases.vote_inputs(random.Random(length), batch, num_drafts, length)
+    wanted = reference.vote_chain_reference(*arguments)
+    same((trees.vote_chain(*(tensor.to(device) for tensor in arguments)),), (wanted,))
 
 
 @pytest.mark.parametrize("num_drafts", [3, 8, 21], ids="drafts{}".format)
 def test_votes_are_added_in_the_order_of_the_drafts(num_drafts, device):
-    cases.check_order_of_votes(num_drafts, device)
+    """Weights whose sum depends on the order, and many ties of it."""
+    tokens = torch.randint(0, 2, (40, num_drafts, 2))
+    weights = 2.0 ** torch.randint(0, 26, (40, num_drafts))
+    wanted = reference.vote_chain_reference(tokens, weights)
+    same((trees.vote_chain(tokens.to(device), weights.to(device)),), (wanted,))
 
 
 def test_votes_are_rounded(device):
-    cases.check_rounded_vote(device)
+    chains, weights, wanted = tree_cases.ROUNDED_VOTE
+    arguments = torch.tensor([chains]), torch.tensor([weights])
+    assert trees.vote_chain(*(x.to(device) for x in arguments)).tolist() == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +70,29 @@ def test_votes_are_rounded(device):
     ],
 )
 def test_record_tokens(case, device):
-    cases.check_record_tokens(case, device)
+    pages, arguments, written = case.make()
+    wanted = pages.memory.clone()
+    for (block, row), token in written.items():
+        wanted[1 + block, row] = token
+    memory = pages.memory.to(device)
+    inputs = (pages.block_table, pages.cache_len, *arguments)
+    assert trees.record_tokens(memory[1:-1], *(x.to(device) for x in inputs)) is None
+    assert memory.tolist() == wanted.tolist()
 
 
 def test_what_has_no_row_is_not_written(device):
-    cases.check_what_has_no_row_is_not_written(device)
+    """Places beyond the table, blocks that the history lacks, counts beyond the output."""
+    memory = torch.zeros(5, 2, dtype=torch.int32, device=device)
+    # each row of the table is followed by a block that exists
+    table = int32([[0, 2, 2], [-1, 1, 2], [3, 0, 2], [1, 1, 2]])
+    lengths = int32([2, 1, 0, 2**31 - 2])
+    last = torch.tensor([[7]] * 4)
+    output = torch.arange(10, 22).view(4, 3)
+    accepted = int32([2, 1, 10**9, 2])
+    inputs = (lengths, last, output, accepted)
+    trees.record_tokens(memory[1:-1], table.to(device)[:, :2], *(x.to(device) for x in inputs))
+    # each table is 2 blocks of 2 rows; block 0 lies in memory[1]
+    assert memory.tolist() == [[0, 0], [17, 18], [13, 14], [7, 10], [0, 0]]
 
 
 def test_bad_inputs_are_refused_with_their_values():

@@ -128,7 +128,6 @@ def forest(
         rows: sampling options of the batch.
         widths: children of each node of a level.
         vocab: tokens.
-        dtype: of all logits.
         num_sources: drafts; the trees of several are merged.
         kind: `drawn`; `given` where no column has logits that it was drawn from; `some` where
             every third column has not; `holes` where some nodes are dead.

@@ -175,7 +175,6 @@ def test_a_step_of_fp8_is_rounded_once() -> None:
 
 
 def nearest_float32(x: Fraction) -> float:
-    """Of normal numbers."""
     if x == 0:
         return 0.0
     exponent = math.frexp(float(abs(x)))[1]

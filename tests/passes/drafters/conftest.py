@@ -38,7 +38,6 @@ class Loaded:
 
 @pytest.fixture(scope="session")
 def target() -> Any:
-    """A model of transformers."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
     return models.build_model("llama", vocab_size=VOCAB, **sizes)
 

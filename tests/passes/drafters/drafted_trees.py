@@ -61,7 +61,6 @@ class TreeDrafts:
 
     Args:
         program: of the head, after the pipeline.
-        module: that has its weights.
         prompts: tokens of each sequence.
         taps_of: tokens → [T, A · H] hidden states of the target.
     """

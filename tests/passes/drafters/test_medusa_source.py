@@ -20,13 +20,7 @@ from specc.passes.frontend.trace import trace
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import LAYERLESS_PHASES, Pipeline
 from tests.heads import LAYERS, VOCAB, WIDTH
-from tests.medusa_heads import (
-    MEDUSA_CASES,
-    MedusaReference,
-    config_of,
-    name_of,
-    write_medusa,
-)
+from tests.medusa_heads import MEDUSA_CASES, MedusaReference, config_of, name_of, write_medusa
 
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 BLOCK, BLOCKS = 4, 6

@@ -8,11 +8,7 @@ from torch import nn
 
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
-from specc.passes.frontend.attention_function import (
-    NAME,
-    attention_forward,
-    registered_attention,
-)
+from specc.passes.frontend.attention_function import NAME, attention_forward, registered_attention
 from specc.passes.frontend.trace import trace
 from tests import models
 

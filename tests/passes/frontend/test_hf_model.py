@@ -8,11 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from specc.errors import (
-    ModelNotFoundError,
-    NotCausalLMError,
-    UnsupportedAttentionError,
-)
+from specc.errors import ModelNotFoundError, NotCausalLMError, UnsupportedAttentionError
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.trace import trace
 from specc.passes.rewrite.classify_masks import ClassifyMasks

@@ -15,14 +15,7 @@ from specc.passes.rewrite.classify_masks import ClassifyMasks, meaning_of
 from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.recover_attention import RecoverAttention
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
-from tests.passes.modules import (
-    Tiny,
-    compiled,
-    dense_logits,
-    program_logits,
-    random_tokens,
-    traced,
-)
+from tests.passes.modules import Tiny, compiled, dense_logits, program_logits, random_tokens, traced
 from tests.passes.rewrite.test_classify_masks import Mask, as_float, attention_nodes, causal
 from tests.tiers import only
 

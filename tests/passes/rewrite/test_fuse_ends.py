@@ -7,20 +7,11 @@ import torch
 from torch import nn
 
 from specc.kernels import ops
-from specc.passes.lower.cuda.phases import cuda_phases
-from specc.passes.pipeline import Pipeline
-from tests.models import POSITIONS, VOCAB, build_model
-from tests.passes.modules import Runner, assert_runs_alike, compiled, reasons
+from tests.models import VOCAB, build_model
+from tests.passes.modules import assert_runs_alike, reasons
+from tests.passes.modules import lower_for_cuda as lower
 
 ENDS = (ops.embed_norm_rope_write, ops.add_norm_head)
-
-
-def lower(model):
-    program, _ = compiled(model)
-    before = Runner(program, model)
-    pipeline = Pipeline(cuda_phases(POSITIONS))
-    pipeline.run(program)
-    return before, Runner(program, model), program, pipeline
 
 
 def counts(program):

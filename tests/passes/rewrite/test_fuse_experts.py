@@ -9,13 +9,12 @@ from torch import nn
 
 from specc.kernels import ops
 from specc.passes.frontend.trace import trace
-from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import PassShape, peak_bytes
 from specc.passes.pipeline import Pipeline
 from specc.passes.rewrite.fuse_experts import FuseExperts
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
 from tests import models
-from tests.models import POSITIONS, build_model
+from tests.models import build_model
 from tests.passes.modules import (
     VOCAB,
     Runner,
@@ -26,15 +25,8 @@ from tests.passes.modules import (
     reasons,
     rewrites,
 )
+from tests.passes.modules import lower_for_cuda as lower
 from tests.tiers import every, only
-
-
-def lower(model):
-    program, _ = compiled(model)
-    before = Runner(program, model)
-    pipeline = Pipeline(cuda_phases(POSITIONS))
-    pipeline.run(program)
-    return before, Runner(program, model), program, pipeline
 
 
 @pytest.mark.default("qwen3_moe-dtype2")

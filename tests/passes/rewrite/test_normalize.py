@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from specc.errors import SpeccError, UnsupportedGraphError
 from specc.passes.facts import is_flat_call_graph, is_off_meta_device
 from specc.passes.rewrite.normalize import Normalize
-from tests.passes.modules import (
-    Tiny,
-    assert_same_numbers,
-    aten,
-    compiled,
-    traced,
-)
+from tests.passes.modules import Tiny, assert_same_numbers, aten, compiled, traced
 from tests.tiers import only
 
 

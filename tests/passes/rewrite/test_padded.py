@@ -19,11 +19,7 @@ from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
 from specc.passes.program import PADDED_INPUTS, Weight
 from specc.passes.rewrite.map_vocabulary import FitVocabulary
-from specc.passes.rewrite.padded import (
-    _require_same_weights,
-    logits_width,
-    padded_program,
-)
+from specc.passes.rewrite.padded import _require_same_weights, logits_width, padded_program
 from tests import models
 from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
 from tests.onnx_models import BothPrograms, Lowered, lowered

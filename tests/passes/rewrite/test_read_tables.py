@@ -67,8 +67,6 @@ class SomeColumns(Indexed):
 
 
 class EachColumn(Indexed):
-    """Columns are of different rows."""
-
     def rows(self, positions):
         wide = positions.unsqueeze(-1) + torch.arange(self.width)
         return torch.gather(self.table[None], 1, wide)

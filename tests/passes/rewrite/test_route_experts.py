@@ -123,8 +123,6 @@ class Weighted(Mixture):
 
 
 class AcrossTokens(Mixture):
-    """The sum is over tokens."""
-
     def added(self, out):
         return out.sum(dim=1).sum(dim=0, keepdim=True).expand(out.shape[1], -1)
 

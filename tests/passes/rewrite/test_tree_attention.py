@@ -15,13 +15,7 @@ from specc.passes.rewrite.normalize import Normalize
 from specc.passes.rewrite.require_supported import RequireAttention
 from specc.passes.rewrite.select_logits import SelectLogits
 from specc.passes.rewrite.tree_attention import RewriteTreeAttention
-from tests.passes.modules import (
-    Tiny,
-    assert_same_numbers_flat,
-    aten,
-    compiled,
-    traced,
-)
+from tests.passes.modules import Tiny, assert_same_numbers_flat, aten, compiled, traced
 from tests.tiers import only
 
 

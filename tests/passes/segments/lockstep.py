@@ -28,7 +28,6 @@ class Cut:
     """One program and its segments, each with caches of their own.
 
     Args:
-        program: the whole one.
         whole: the same, bound.
         segments: as the pass makes them.
         joined: the segments as one program, made of what is stored of them.

@@ -124,9 +124,7 @@ class Both:
     """One program and its cut.
 
     Args:
-        whole: the model as it is.
         ranks: the same program for each rank, with its weights and caches.
-        plan: of the cut.
         caches: of the whole one and of each rank: k and v of each layer.
         sums: bytes of each sum of the last pass of all ranks.
     """

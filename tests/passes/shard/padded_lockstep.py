@@ -36,11 +36,7 @@ class PaddedRanks:
     """A model whose padded program is whole, and cut for ranks.
 
     Args:
-        name: of a tiny model.
         num_ranks: that it is cut for.
-        rows: of its caches.
-        dtype: of the model.
-        phases: of the whole program.
         changes: fields of the model's configuration.
     """
 
@@ -106,7 +102,6 @@ class PaddedRanks:
         return [(found, run.written) for found, run in zip(logits, runs, strict=True)]
 
     def write(self, directory: Path) -> OnnxFile:
-        """The files of all ranks in a directory."""
         files = []
         for rank in range(self.plan.num_ranks):
             weights = directory / f"rank-{rank}.weights.safetensors"

@@ -39,7 +39,6 @@ class Reader(nn.Module):
     """A model of `NAMES` as inputs.
 
     Args:
-        name: of the model.
         slab: [1, 2, blocks, BLOCK, 1, 1] float32, its cache.
 
     `fed` holds, for each pass, what it was fed: (sequence, slot, position, text) of live tokens.

@@ -62,7 +62,6 @@ class Stepped:
     step, rows that a model need not have are spoiled.
 
     Args:
-        plan: to run.
         requests: the first state of each sequence.
         seed: of the proposals and the votes' weights.
         num_more: last tokens that rows have beyond those that the plan reads.

@@ -88,7 +88,6 @@ def lose(engine: Path, kind: str, shim: Path) -> Loss:
     """Run an engine whose weights stay in its file, and break that; see `KINDS`.
 
     Args:
-        engine: of segments.
         kind: what happens.
         shim: of `broken_disk.build_shim`.
     """

@@ -24,13 +24,7 @@ from specc.runtime.llm import LLM
 from specc.runtime.processes.bounded_pool import Cancellation, JobCancelled
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
-from tests.hostile_grammars import (
-    chained_gbnf,
-    chained_lark,
-    chained_references,
-    many_items,
-    slow,
-)
+from tests.hostile_grammars import chained_gbnf, chained_lark, chained_references, many_items, slow
 from tests.runtime.conftest import build_engine
 from tests.runtime.constraints.test_grammar_masks import EOS, VOCAB, byte_tokenizer
 

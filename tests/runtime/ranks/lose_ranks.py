@@ -41,15 +41,10 @@ class Loss:
     """What came of a rank that was lost.
 
     Args:
-        num_ranks: of the engine.
-        rank: that was lost.
         pid: its process.
-        signal: that it got.
-        phase: of the request, in which.
         seconds: until no process of the job was left.
         exit_code: of rank 0.
         error: that the open request got, or the next one; None where rank 0 was lost.
-        health: of the service then.
         log: what the processes wrote of it.
         num_stages: of the engine: 1, all ranks have all layers.
         num_requests: that were open, and got this error, all of them.
@@ -100,9 +95,7 @@ def lose(
 
     Args:
         engine: cut for `num_ranks`.
-        num_ranks: of it.
         rank: that gets the signal.
-        number: the signal.
         phase: of the request: one of `PHASES`.
         num_requests: that are open, all of which have to get the same error.
     Raises:

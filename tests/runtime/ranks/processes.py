@@ -54,7 +54,6 @@ class LedProcess:
         engine: directory.
         ranks: fields of `RankOptions`.
         environment: variables besides those of this process.
-        options: of the script.
     """
 
     def __init__(

@@ -20,14 +20,7 @@ from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.ranks.test_device_ranks import Launch
-from tests.runtime.ranks.test_led_engine import (
-    COUPLED,
-    GREEDY,
-    LOGPROBS,
-    MSS,
-    generate,
-    params,
-)
+from tests.runtime.ranks.test_led_engine import COUPLED, GREEDY, LOGPROBS, MSS, generate, params
 
 VIEW = "self_w16_s4"
 PLANS = (

@@ -42,8 +42,6 @@ class Launch:
     """Ranks in processes of their own, as torchrun starts them; ended with the block.
 
     Args:
-        engine: the directory.
-        num_ranks: of it.
         options: see `device_process.py`.
         num_local: ranks of each host; None: all are on one.
     """

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from specc.errors import FaultError
 from specc.runtime.ranks.open_group import open_group
-from specc.runtime.ranks.rank_group import (
-    Copies,
-    Gathering,
-    own_votes,
-    whole_logits,
-    whole_votes,
-)
+from specc.runtime.ranks.rank_group import Copies, Gathering, own_votes, whole_logits, whole_votes
 
 
 class Gathered(Copies):

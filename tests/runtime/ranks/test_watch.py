@@ -32,11 +32,7 @@ LIMIT_S = 1.0
 
 
 class Player:
-    """A follower whose every word a test says.
-
-    Args:
-        rank: of it.
-    """
+    """A follower whose every word a test says."""
 
     def __init__(self, rank: int) -> None:
         pairs = [socket.socketpair() for _ in range(2)]

@@ -16,11 +16,11 @@ from specc.speculation.plans import OFF, SpecPlan
 from tests.runtime.scheduling.test_scheduler import (
     CHAIN,
     MAX_SEQ_LEN,
-    advance,
     groups,
     make_request,
     make_scheduler,
     run,
+    running,
     spans,
 )
 
@@ -46,17 +46,6 @@ def scripted(policy: Any, *plans: SpecPlan, prefill_chunk: int = 100, **options:
     _, cache = make_scheduler(max_num_seqs=3, **options)
     known = {plan.name: plan for plan in (OFF, CHAIN, *plans)}
     return Scheduler(cache, known, policy, prefill_chunk, MAX_SEQ_LEN, shares_prefixes=False)
-
-
-def running(scheduler: Scheduler, *requests: Request) -> Batch:
-    """Admit and prefill; returns the first batch of steps, queued."""
-    for request in requests:
-        scheduler.add(request)
-    advance(scheduler)
-    batch = scheduler.schedule()
-    assert not batch.prefill
-    scheduler.hold(batch)
-    return batch
 
 
 def ahead_of(scheduler: Scheduler, *queued: Batch) -> dict[str, list[str]] | None:

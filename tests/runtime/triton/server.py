@@ -27,10 +27,7 @@ class TritonServer:
     """A server on free ports of 127.0.0.1, whose models are loaded by name.
 
     Args:
-        repository: of models.
         backends: directory that holds the backend `python`, and others.
-        directory: for the log.
-        models: to load at the start.
     Raises:
         RuntimeError: it is not ready in time; with its log.
     """

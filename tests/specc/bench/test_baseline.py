@@ -11,13 +11,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from specc.bench import baseline as bench_transformers
-from specc.bench.baseline import (
-    ASSISTED,
-    PLAIN,
-    STATIC,
-    TransformersContender,
-    make_contenders,
-)
+from specc.bench.baseline import ASSISTED, PLAIN, STATIC, TransformersContender, make_contenders
 from specc.bench.engine import EngineContender, add_margins, tokenize
 from specc.bench.rounds import Difference
 from specc.errors import RequestError

@@ -39,7 +39,6 @@ class Case:
     """A fault.
 
     Args:
-        phase: in which it strikes.
         fault: kill, term, int, or full.
         place: what is full: output, cache or temporary.
         replaces: whether there is an engine at the output.
@@ -67,8 +66,6 @@ class Faults:
     """Runs cases.
 
     Args:
-        target: checkpoint.
-        draft: checkpoint.
         root: directory to work in.
         backend: cpu or eager.
     """

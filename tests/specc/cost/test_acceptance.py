@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specc.cost.acceptance import (
-    expected_tokens,
-    node_acceptance,
-    parse_acceptance,
-    parse_ranks,
-)
+from specc.cost.acceptance import expected_tokens, node_acceptance, parse_acceptance, parse_ranks
 from specc.errors import ConfigError
 from specc.speculation.tree import TokenTree
 

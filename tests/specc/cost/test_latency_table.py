@@ -10,13 +10,7 @@ import pytest
 
 from specc.cost.critical_length import critical_length
 from specc.cost.draft_levels import draft_levels
-from specc.cost.latency_table import (
-    LatencyTable,
-    PassPart,
-    PassPoint,
-    PassSeconds,
-    StepShape,
-)
+from specc.cost.latency_table import LatencyTable, PassPart, PassPoint, PassSeconds, StepShape
 from specc.cost.roofline import LLAMA_1B, LLAMA_8B, Device, roofline
 from specc.cost.step_seconds import StepSeconds
 from specc.drafters.registry import drafter_of

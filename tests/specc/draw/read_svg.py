@@ -9,11 +9,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Svg:
-    """Content of an SVG file.
-
-    Args:
-        path: of the file.
-    """
+    """Content of an SVG file."""
 
     def __init__(self, path: Path) -> None:
         self.root = ElementTree.parse(path).getroot()

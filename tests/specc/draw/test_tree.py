@@ -20,7 +20,6 @@ RADIUS = 14
 
 
 def acceptance_of(tree: TokenTree) -> list[float]:
-    """Of each node, by its rank."""
     ranks = [0] * tree.num_nodes
     for parent in range(tree.num_nodes):
         for rank, child in enumerate(tree.children(parent)):

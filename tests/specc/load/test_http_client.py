@@ -40,7 +40,6 @@ class TinyServer:
 
     Args:
         pieces: of the body of a completion, strings and pauses.
-        status: of it.
         framing: `chunked`, `length` or `close`.
         ends: False breaks off in the middle.
         is_torn: every piece reaches the client in two halves.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,29 +14,11 @@ from specc.sampling.params import SamplingParams
 from specc.server.params import completion_params
 from specc.server.protocol import CompletionRequest, parse
 from tests.runtime.conftest import build_engine
-from tests.specc.server.serving import (
-    GREEDY,
-    MODEL,
-    Server,
-    alone,
-    greedy_ids,
-    greedy_text,
-    serve,
-)
+from tests.specc.server.serving import GREEDY, MODEL, Server, alone, greedy_ids, greedy_text, serve
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 PROMPT = "hello world"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(server) -> Iterator[None]:
-    yield
-    server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

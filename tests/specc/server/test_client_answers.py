@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.specc.server.serving import GREEDY, MODEL, Server, assert_error, serve
+from tests.specc.server.serving import GREEDY, MODEL, assert_error, serve
 from tests.specc.server.test_api import events
 from tests.specc.server.test_clients import BODIES, CHATS, COMPLETIONS, USER, ask, text_of
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 
-from tests.specc.server.serving import MODEL, Server, assert_error, serve, slow_down
+from tests.specc.server.serving import MODEL, assert_error, serve, slow_down
 
 COMPLETIONS = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
 
 
 @pytest.mark.parametrize("size", [96, 5000, 100_000])

@@ -13,24 +13,12 @@ from specc.sampling.params import SamplingParams
 from specc.server.fields import UnknownFields
 from specc.server.params import completion_params
 from specc.server.protocol import ChatRequest, CompletionRequest, parse
-from tests.specc.server.serving import (
-    GREEDY,
-    Server,
-    assert_error,
-    greedy_text,
-    serve,
-)
+from tests.specc.server.serving import GREEDY, Server, assert_error, greedy_text, serve
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 BODIES = {COMPLETIONS: {"prompt": "ab"}, CHATS: {"messages": USER}}
 REQUESTS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from tests.specc.server.serving import (
     slow_down,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 
@@ -34,12 +36,6 @@ def server() -> Iterator[Server]:
         assert running.complete(prompt="ab", **GREEDY)["choices"][0]["text"] == greedy_text(
             running.engine, "ab", 12
         )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(server) -> Iterator[None]:
-    yield
-    server.wait_until_idle()
 
 
 BAD = {

@@ -28,6 +28,8 @@ from tests.specc.server.serving import (
     wait_for,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 
@@ -41,12 +43,6 @@ def server() -> Iterator[Server]:
         assert running.complete(prompt="ab", **GREEDY)["choices"][0]["text"] == greedy_text(
             running.engine, "ab", 12
         )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(server) -> Iterator[None]:
-    yield
-    server.wait_until_idle()
 
 
 class Fault:

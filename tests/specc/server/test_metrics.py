@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -39,12 +37,6 @@ DASHBOARDS = (
     "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
 
 
 def samples(server: Server, prefix: str = "specc:") -> dict[tuple[str, str], float]:

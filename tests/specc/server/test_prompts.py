@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,9 @@ from tests.runtime.conftest import TinyModel, build_engine
 from tests.specc.server.serving import GREEDY, Server, greedy_ids, greedy_text, serve
 from tests.specc.server.test_api import events
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 PROMPT = "hello world"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(server) -> Iterator[None]:
-    yield
-    server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Serving:
-    """The process, and its ranks."""
-
     def __init__(self, engine: Path) -> None:
         port = free_port()
         options = ["--port", str(port), "--oversubscribe", "--rank-timeout", "5"]

@@ -154,7 +154,6 @@ def test_what_is_refused(server, name: str) -> None:
 
 
 def events_of(connection: StrictConnection, data: bytes) -> list[Any]:
-    """A byte at a time."""
     events = []
     for i in range(len(data)):
         connection.receive_data(data[i : i + 1])

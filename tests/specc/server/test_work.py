@@ -104,12 +104,6 @@ def test_levels_are_counted_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
                 check_counts(body)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serve() as running:
-        yield running
-
-
 def fill(head: str, unit: str, tail: str, size: int = 7 << 20) -> bytes:
     return (head + ",".join([unit] * (size // (len(unit) + 1))) + tail).encode()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-from specc.system.child_processes import ChildProcesses
+from specc.system.child_processes import run_child
 
 
 def wait_for(path: Path) -> int:
@@ -37,65 +37,33 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_output_and_environment() -> None:
-    result = ChildProcesses().run(["sh", "-c", "echo $A; echo no >&2; exit 3"], {"A": "b"})
+    result = run_child(["sh", "-c", "echo $A; echo no >&2; exit 3"], {"A": "b"})
     assert (result.returncode, result.stdout, result.stderr) == (3, "b\n", "no\n")
 
 
-def test_the_end_takes_grandchildren_along(tmp_path: Path) -> None:
-    children = ChildProcesses()
-    results: list[subprocess.CompletedProcess] = []
-    command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"]
-    thread = threading.Thread(target=lambda: results.append(children.run(command)))
-    thread.start()
+def run_in_child(*command: str) -> subprocess.Popen[bytes]:
+    code = "import sys; from specc.system.child_processes import run_child; run_child(sys.argv[1:])"
+    return subprocess.Popen([sys.executable, "-P", "-c", code, *command], stderr=subprocess.DEVNULL)
+
+
+def test_an_interrupt_takes_grandchildren_along(tmp_path: Path) -> None:
+    process = run_in_child("sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
     grandchild = wait_for(tmp_path / "pid")
-    children.end()
-    thread.join(10)
-    assert results[0].returncode < 0
+    process.send_signal(signal.SIGINT)
+    process.wait()
     wait_until_gone(grandchild)
-    # and nothing begins after the end
-    assert children.run(["touch", str(tmp_path / "late")]).returncode < 0
-    assert not (tmp_path / "late").exists()
 
 
 def test_a_killed_parent_takes_its_child_along(tmp_path: Path) -> None:
     child = f"""
 import os, time
-from specc.system.child_processes import end_with_parent
-end_with_parent()
+from specc.system.child_processes import die_with_parent
+die_with_parent()
 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
 time.sleep(60)
 """
-    parent = (
-        "import sys; from specc.system.child_processes import ChildProcesses as C;"
-        "C().run(sys.argv[1:])"
-    )
-    command = [sys.executable, "-P", "-c", parent, sys.executable, "-P", "-c", child]
-    process = subprocess.Popen(command)
+    process = run_in_child(sys.executable, "-P", "-c", child)
     pid = wait_for(tmp_path / "pid")
     process.kill()
     process.wait()
     wait_until_gone(pid)
-
-
-def test_a_child_whose_parent_has_gone_before_it_looked(tmp_path: Path) -> None:
-    """It takes seconds to import torch, and the parent may be killed meanwhile."""
-    child = f"""
-import os, time
-open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
-while os.getppid() == int(os.environ["SPECC_PARENT_PROCESS"]):
-    time.sleep(0.01)
-from specc.system.child_processes import end_with_parent
-end_with_parent()
-open({str(tmp_path / "late")!r}, "w").close()
-"""
-    code = (
-        "import sys; from specc.system.child_processes import ChildProcesses as C;"
-        "C().run(sys.argv[1:])"
-    )
-    command = [sys.executable, "-P", "-c", code, sys.executable, "-P", "-c", child]
-    process = subprocess.Popen(command)
-    pid = wait_for(tmp_path / "pid")
-    process.kill()
-    process.wait()
-    wait_until_gone(pid)
-    assert not (tmp_path / "late").exists()

@@ -25,33 +25,23 @@ from specc.errors import ConfigError
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import DynamicTree, SpecPlan
-from specc.tune.acceptance import STRIDE, Trajectory
+from specc.tune.acceptance import STRIDE
 from specc.tune.candidates import candidates
 from specc.tune.drafters.block import block_acceptance, block_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import _Readers, tune
-from tests import models
 from tests.draft_kinds.block import RIGS as BLOCKS
 from tests.draft_kinds.medusa import RIGS as MEDUSAS
 from tests.draft_kinds.rig import DraftRig
 from tests.draft_kinds.test_hydra import RIGS as HYDRAS
 from tests.head_reference import hidden_states
-from tests.heads import LAYERS, VOCAB, WIDTH
 from tests.lossless import Zoo
+from tests.specc.tune.runs import LENGTH, PROMPT, drawn
 
-CHILDREN, DEPTH, LENGTH, PROMPT = 48, 3, 20, 6
+CHILDREN, DEPTH = 48, 3
 QUIET = PhaseTimer(lambda event: None)
-
-
-@pytest.fixture(scope="module")
-def target(zoo: Zoo) -> Path:
-    sizes = {"intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-    return zoo.once(
-        "head-target", lambda path: models.save_tiny("llama", path, hidden_size=WIDTH, **sizes)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +67,6 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
 def rig_of(name: str) -> DraftRig:
     """What has a case of this name, of those that propose all levels in one pass."""
     return next(rig for rig in (*BLOCKS, *MEDUSAS, *HYDRAS) if name in rig.cases)
-
-
-def drawn(seed: int) -> Trajectory:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator).tolist()
-    request = Request(
-        "0", tokens[:PROMPT], SamplingParams(temperature=0, max_tokens=64), max_seq_len=64
-    )
-    request.token_ids += tokens[PROMPT:]
-    return Trajectory(request, PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -14,29 +14,19 @@ from specc.config import CompileConfig
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
-from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
-from specc.tune.acceptance import STRIDE, Trajectory
+from specc.tune.acceptance import STRIDE
 from specc.tune.drafters.head import head_acceptance, head_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import tune
-from tests import models
 from tests.head_reference import Reference, hidden_states
-from tests.heads import CASES, LAYERS, VOCAB, WIDTH, draw_tensors, write_head
+from tests.heads import CASES, draw_tensors, write_head
 from tests.lossless import Zoo
+from tests.specc.tune.runs import LENGTH, PROMPT, drawn
 
 CASE = CASES["safeailab-narrow"]
-CHILDREN, DEPTH, LENGTH, PROMPT = 48, 3, 20, 6
-
-
-@pytest.fixture(scope="module")
-def target(zoo: Zoo) -> Path:
-    sizes = {"intermediate_size": 48, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-    return zoo.once(
-        "head-target",
-        lambda path: models.save_tiny("llama", path, hidden_size=WIDTH, **sizes),
-    )
+CHILDREN, DEPTH = 48, 3
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +43,6 @@ def compiled(zoo: Zoo, target: Path) -> Path:
         probe=False,
     )
     return zoo.once("heads-tune", lambda path: build(target, head, path, config))
-
-
-def drawn(seed: int) -> Trajectory:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator).tolist()
-    request = Request(
-        "0", tokens[:PROMPT], SamplingParams(temperature=0, max_tokens=64), max_seq_len=64
-    )
-    request.token_ids += tokens[PROMPT:]
-    return Trajectory(request, PROMPT)
 
 
 @torch.no_grad()

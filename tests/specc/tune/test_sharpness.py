@@ -40,7 +40,6 @@ SHARP = {plan: sharpened(plan, {"draft_0": [FACTOR]}) for plan in (CHAIN, TREE, 
 
 @pytest.fixture(scope="module")
 def make(zoo: Zoo) -> Callable[..., Path]:
-    """An engine with these plans."""
     target = zoo.once("sharp-target", lambda path: models.save_tiny("qwen2", path))
 
     def write_draft(path: Path) -> None:

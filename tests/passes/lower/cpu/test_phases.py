@@ -10,13 +10,7 @@ from specc.passes.pipeline import Pipeline
 from specc.passes.program import bind_args
 from tests import models
 from tests.models import POSITIONS, build_model
-from tests.passes.modules import (
-    Runner,
-    assert_runs_alike,
-    aten,
-    compiled,
-    rewrites,
-)
+from tests.passes.modules import Runner, assert_runs_alike, aten, compiled, rewrites
 
 PASSES = ("FuseRMSNorm", "FuseAddRMSNorm", "FuseSwiGLU", "FuseRopeWrite", "SplitTreeAttention")
 # model → what each of these rewrites, and what its attention is asked for besides a scale

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from specc.kernels import ops
-from specc.passes.lower.cuda.phases import cuda_phases, launches, launches_per_layer
-from specc.passes.pipeline import Pipeline
+from specc.passes.lower.cuda.phases import launches, launches_per_layer
 from tests import models
-from tests.models import POSITIONS, build_model
+from tests.models import build_model
 from tests.passes.modules import (
     Runner,
     Tiny,
@@ -20,6 +19,7 @@ from tests.passes.modules import (
     rewrites,
     several_passes,
 )
+from tests.passes.modules import lower_for_cuda as lower
 from tests.tiers import every
 
 PASSES = ("FuseRMSNorm", "FuseAddRMSNorm", "FuseSwiGLU", "FuseRopeWrite", "SplitTreeAttention")
@@ -51,15 +51,6 @@ FUSED = {
 MIXTURES = ("mixtral", "qwen3_moe")
 PRODUCTS = (ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write)
 OPERATORS = (ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv)
-
-
-def lower(model):
-    """Runners before and after the phases, the program, and the pipeline of the phases."""
-    program, _ = compiled(model)
-    before = Runner(program, model)
-    pipeline = Pipeline(cuda_phases(POSITIONS))
-    pipeline.run(program)
-    return before, Runner(program, model), program, pipeline
 
 
 def in_bfloat16(model):

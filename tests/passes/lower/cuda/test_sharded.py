@@ -13,13 +13,7 @@ from specc.passes.pipeline import Pipeline
 from specc.passes.program import Program
 from specc.speculation.plans import SpecPlan
 from tests import models
-from tests.passes.shard.lockstep import (
-    Both,
-    assert_alike,
-    prompt_inputs,
-    shard_phases,
-    tree_inputs,
-)
+from tests.passes.shard.lockstep import Both, assert_alike, prompt_inputs, shard_phases, tree_inputs
 from tests.passes.shard.test_lockstep import PROMPTS
 from tests.tiers import every, only
 from tests.traces import trace_once

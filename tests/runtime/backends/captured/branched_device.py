@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.runtime.backends.captured.simulated_device import (
-    LateDevice,
-    SimulatedDevice,
-    _LateTape,
-)
+from tests.runtime.backends.captured.simulated_device import LateDevice, SimulatedDevice, _LateTape
 from tests.runtime.backends.captured.tape import Call, Tape, given_to, storage_of
 
 EARLY, LATE, BETWEEN = "early", "late", "between"
@@ -188,7 +184,6 @@ def conflicts(tape: BranchedTape, leaves_out: Iterable[Tensor] = ()) -> list[str
     """Bytes that one branch writes and the other one touches, by what operators are given.
 
     Args:
-        tape: of a capture.
         leaves_out: tensors that operators get whole and touch by the rows of a block table: caches.
     """
     without = {storage_of(tensor) for tensor in leaves_out}

@@ -25,7 +25,6 @@ def captured_engine(path: Path, device: SimulatedDevice, plans: Sequence[SpecPla
     """An engine of plain graphs as `cuda_backend` would have it; graphs are captured at first use.
 
     Args:
-        path: of an engine for the backend eager.
         device: that its steps, its prefill passes and its link use.
         plans: that it gets besides its own; their rows fit into its cache.
     """

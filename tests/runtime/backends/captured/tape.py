@@ -42,7 +42,6 @@ class Memory:
     """A storage that a recording has met.
 
     Args:
-        tensor: of it.
         is_own: the recording took it, so it stays for replays when nobody else holds it.
     """
 
@@ -84,8 +83,6 @@ class Memory:
 
 
 class _Recorded:
-    """A tensor of a recording."""
-
     def __init__(self, memory: Memory, tensor: Tensor, whose: str) -> None:
         self.memory, self._whose = memory, whose
         self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
@@ -174,13 +171,11 @@ class Tape:
             self.perform(call, held)
 
     def poison(self) -> None:
-        """All that the recording took."""
         for memory in self._memories.values():
             if memory.is_own and (whole := memory.whole()) is not None:
                 poison(whole)
 
     def live(self, call: Call, held: list[Tensor]) -> Call:
-        """A call with its tensors."""
         return Call(call.function, *(_filled(values, held) for values in call[1:]))
 
     def perform(self, call: Call, held: list[Tensor]) -> None:
@@ -283,7 +278,6 @@ def given_to(function: Any, args: tuple, kwargs: dict) -> list[tuple[bool, Tenso
 
 
 def _filled(values: Any, held: list[Tensor]) -> Any:
-    """With tensors at their places."""
     if isinstance(values, Place):
         return held[values.number]
     if isinstance(values, dict):

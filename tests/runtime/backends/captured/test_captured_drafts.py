@@ -107,7 +107,6 @@ class Steps(dict[str, CapturedStep]):
 
     Args:
         engine: whose models and caches they use.
-        device: that they run on.
     """
 
     def __init__(self, engine: Engine, device: SimulatedDevice) -> None:

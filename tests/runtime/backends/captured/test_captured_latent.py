@@ -51,7 +51,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(dense: Path) -> list[list[int]]:
-    """What transformers generates."""
     return _generated(dense.parent / "target")
 
 

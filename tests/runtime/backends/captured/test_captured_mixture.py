@@ -29,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings(f"error::{CaptureWarning.__module__}.Cap
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of one layer."""
     path = tmp_path_factory.mktemp("models") / "target"
     return models.save_tiny("qwen3_moe", path, num_hidden_layers=1)
 
@@ -55,7 +54,6 @@ def compiled(target: Path, drafts: Sequence[Path], plans: tuple[SpecPlan, ...]) 
 
 @pytest.fixture(scope="module")
 def wanted(target: Path) -> list[list[int]]:
-    """What transformers generates."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)

@@ -14,11 +14,7 @@ from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured import step_binder
 from specc.runtime.backends.captured.bound_step import BoundStep
 from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.overlapped_step import (
-    OverlappedStep,
-    halves_of,
-    whole_reason,
-)
+from specc.runtime.backends.captured.overlapped_step import OverlappedStep, halves_of, whole_reason
 from specc.runtime.backends.captured.step_binder import StepBinder
 from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.captured.step_scores import UNFILTERED, StepKind

@@ -12,13 +12,7 @@ from specc.kernels.cuda.launch import is_unfiltered
 from specc.runtime.backends.captured.step_scores import UNFILTERED
 from tests.mixed_sampling import mixed_sampling
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
-from tests.runtime.backends.captured.test_captured_step import (
-    PLANS,
-    Rig,
-    following,
-    make_rig,
-    same,
-)
+from tests.runtime.backends.captured.test_captured_step import PLANS, Rig, following, make_rig, same
 
 SAMPLING = ("sampling_values", "sampling_words")
 

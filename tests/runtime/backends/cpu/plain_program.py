@@ -17,7 +17,6 @@ class PlainProgram:
     """Runs a graph of placeholders and one tensor as output.
 
     Args:
-        graph: of operators.
         pool: memory; None: its own.
         bound: name of a placeholder → what it always is.
     """

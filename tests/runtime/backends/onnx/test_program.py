@@ -89,7 +89,6 @@ class Programs:
         return self._made[key]
 
     def both(self, *key: Any) -> BothPrograms:
-        """With caches of their own."""
         return BothPrograms(*self.files(*key), BLOCKS)
 
 

@@ -60,9 +60,6 @@ class Pass:
     """An enqueue, to be run now and at every replay.
 
     Args:
-        recorder: that knows of it.
-        engine: that runs.
-        context: that it was enqueued with.
         profile: that was active.
         shapes: input → shape.
         pieces: input or output → memory.

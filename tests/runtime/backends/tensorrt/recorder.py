@@ -111,7 +111,6 @@ class Recorder:
     they ran, replays included; `contexts` are all that were made.
 
     Args:
-        device: that passes run on.
         name: of the module; full TensorRT has no runtime configuration of shapes.
     """
 
@@ -412,12 +411,7 @@ def record_engine(
 
 
 def watch_addresses(recorder: Recorder, patch: Any) -> None:
-    """Let the recorder know whose memory an address is, from now on.
-
-    Args:
-        recorder: whose contexts get addresses.
-        patch: a pytest.MonkeyPatch.
-    """
+    """Let the recorder know whose memory an address is, from now on."""
     data_ptr = torch.Tensor.data_ptr
 
     def noted(tensor: torch.Tensor) -> int:

@@ -272,5 +272,4 @@ def test_a_plan_that_was_built_for_real(path: Path, rtx: Any, tmp_path: Path) ->
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it."""
     return json.loads(json.dumps(value))

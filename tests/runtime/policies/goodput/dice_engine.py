@@ -16,9 +16,7 @@ class DiceEngine:
     """One pass of the target for all groups.
 
     Args:
-        policy: that chooses.
         table: seconds, which are those of the policy.
-        seed: of the dice.
     """
 
     def __init__(self, policy: GoodputPolicy, table: LatencyTable, seed: int = 1) -> None:

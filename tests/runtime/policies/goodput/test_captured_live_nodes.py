@@ -17,12 +17,7 @@ from specc.runtime.scheduling.batch import Batch, RunResult, StepGroup
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import OFF
 from tests.runtime.live_rig import SLOW
-from tests.runtime.policies.goodput.test_live_nodes import (
-    CHAINS,
-    STATS,
-    make_requests,
-    new_policy,
-)
+from tests.runtime.policies.goodput.test_live_nodes import CHAINS, STATS, make_requests, new_policy
 
 
 def captured_policy(**options: object) -> tuple[GoodputPolicy, list[Request]]:

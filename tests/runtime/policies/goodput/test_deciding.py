@@ -78,7 +78,6 @@ def decided(tick_s: float, changed: int, monkeypatch) -> tuple[int, int]:
     Args:
         tick_s: by which each look at the clock finds it later.
         changed: requests of 8 that are replaced then.
-        monkeypatch: of the test.
     """
     policy = ticking_policy(tick_s)
     engine, requests = Engine(policy, TABLE), make_requests(8)

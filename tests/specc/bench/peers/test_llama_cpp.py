@@ -56,7 +56,6 @@ class CountedContext:
 
 
 def make_loop(target: CountedContext, draft: CountedContext | None, num: int) -> _Loop:
-    """A loop without the library."""
     loop = object.__new__(_Loop)
     loop._job = Job(
         "plain" if draft is None else ASSISTED, "", None, "float32", 1, [BATCH], 12, num

@@ -104,7 +104,6 @@ def target_of(layout: str | None, name: str = "llama", **options: Any) -> BenchP
 
 
 def logits_of(programs: BenchPrograms) -> Tensor:
-    """Of all rows of a prompt."""
     engine = make_engine(programs, draw(programs), RepeatingDevice(), "eager")
     generator = torch.Generator().manual_seed(2)
     count = 20

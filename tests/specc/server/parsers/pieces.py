@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specc.server.parsers.events import Parser
 from specc.server.parsers.message import CallDelta, Delta, MessageParser
@@ -59,3 +63,24 @@ def found(make: Callable[[], Parser], text: str, sizes: Sequence[int] = ()) -> F
     assert [call.id for call in message.calls] == [f"call_{i}" for i in range(len(message.calls))]
     calls = [(call.name or "", call.arguments) for call in message.calls]
     return Found(message.content, calls, parser.has_whole_calls)
+
+
+def check_pieces(
+    read: Callable[[str, tuple[int, ...]], Found], parts: st.SearchStrategy[str], count: int
+) -> None:
+    """Texts of such parts read the same in pieces of any sizes, and calls are JSON or content."""
+
+    @settings(max_examples=count, deadline=None)
+    @given(
+        st.lists(parts, max_size=8).map("".join),
+        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
+    )
+    def run(text: str, sizes: tuple[int, ...]) -> None:
+        whole = read(text, ())
+        assert read(text, sizes) == whole
+        if whole.is_whole:
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
+        if not whole.calls:
+            assert whole.content == text
+
+    run()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.server.parsers.calls import CallParser
@@ -15,7 +14,7 @@ from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from specc.server.parsers.reasoning import FORMATS
-from tests.specc.server.parsers.pieces import Found, counted, found
+from tests.specc.server.parsers.pieces import Found, check_pieces, counted, found
 from tests.specc.server.parsers.writers import WRITERS
 
 TOOLS: dict[str, Any] = {"add": {"type": "object"}, "now": None, "a.b-c/d:e": None}
@@ -215,20 +214,7 @@ PARTS = {
 
 @pytest.mark.parametrize("form", PARTS)
 def test_pieces_do_not_matter(form: str) -> None:
-    @settings(max_examples=150, deadline=None)
-    @given(
-        st.lists(st.sampled_from(PARTS[form]), max_size=8).map("".join),
-        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
-    )
-    def run(text: str, sizes: tuple[int, ...]) -> None:
-        whole = read(form, text)
-        assert read(form, text, sizes) == whole
-        if whole.is_whole:
-            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
-        if not whole.calls:
-            assert whole.content == text
-
-    run()
+    check_pieces(functools.partial(read, form), st.sampled_from(PARTS[form]), 150)
 
 
 @pytest.mark.parametrize("form", ["llama3_json", "granite", "hermes", "cohere_command3"])

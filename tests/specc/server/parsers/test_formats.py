@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.server.parsers.calls import CallParser
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
 from specc.server.parsers.reasoning import FORMATS, ReasoningParser
-from tests.specc.server.parsers.pieces import Found, counted, cut, joined
+from tests.specc.server.parsers.pieces import Found, check_pieces, counted, cut, joined
 from tests.specc.server.parsers.writers import WRITERS, Call, write_cohere, write_kimi
 
 # of values that are texts in tags within tags
@@ -125,20 +125,7 @@ def test_pieces_do_not_matter(form: str) -> None:
     parts += [text[at : at + 40] for at in range(0, len(text), 40)]
     parts += ['{"x": 1}', "}", " ", "\n", "é"]
 
-    @settings(max_examples=30, deadline=None)
-    @given(
-        st.lists(st.sampled_from(parts), max_size=8).map("".join),
-        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
-    )
-    def run(text: str, sizes: tuple[int, ...]) -> None:
-        whole = read(form, text)
-        assert read(form, text, sizes) == whole
-        if whole.is_whole:
-            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
-        if not whole.calls:
-            assert whole.content == text
-
-    run()
+    check_pieces(functools.partial(read, form), st.sampled_from(parts), 30)
 
 
 def test_ids_of_kimi_are_the_ones_that_its_model_writes() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.server.parsers.calls import CallParser
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import MessageParser
-from tests.specc.server.parsers.pieces import Found, counted, cut, joined
+from tests.specc.server.parsers.pieces import Found, check_pieces, counted, cut, joined
 from tests.specc.server.parsers.test_formats import TOOLS, read, values
 from tests.specc.server.parsers.writers import WRITERS, Call
 
@@ -232,20 +232,7 @@ def test_pieces_do_not_matter(form: str) -> None:
         lambda tags: without(text, *(tag for tag in tags if tag.strip() in text))
     )
 
-    @settings(max_examples=25, deadline=None)
-    @given(
-        st.lists(st.one_of(parts, whole_text), max_size=8).map("".join),
-        st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple),
-    )
-    def run(text: str, sizes: tuple[int, ...]) -> None:
-        whole = read(form, text)
-        assert read(form, text, sizes) == whole
-        if whole.is_whole:
-            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
-        if not whole.calls:
-            assert whole.content == text
-
-    run()
+    check_pieces(functools.partial(read, form), st.one_of(parts, whole_text), 25)
 
 
 def test_texts_still_come_as_they_are_written() -> None:
