@@ -19,8 +19,8 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.policies.base import Policy
 from specc.runtime.policies.named import GOODPUT
+from specc.simulate.comparison import SIMULATED, make_simulated_policy
 from specc.simulate.load import Drafting, Load, SimulatedRequest
-from specc.simulate.policies import SIMULATED, make_simulated_policy
 from specc.simulate.simulator import Iteration, Limits, simulate
 from specc.speculation.metrics import SpecStats
 from specc.speculation.plans import OFF, SpecPlan
@@ -68,10 +68,7 @@ class SimulatedSubject:
     ) -> LoadRun:
         drafts = {draft for plan in self.plans.values() for draft in plan.drafts}
         drafting = Drafting(dict.fromkeys(drafts, self.acceptance))
-        simulated = [
-            SimulatedRequest(r.arrival_s, r.num_prompt_tokens or 1, r.num_output_tokens, drafting)
-            for r in requests
-        ]
+        simulated = [_simulated(request, len(requests), drafting) for request in requests]
         load = Load(simulated, self.seed)
         chosen = self._policy(policy)
 
@@ -154,6 +151,16 @@ def limits_of(engine: Engine) -> Limits:
         prefill_chunk=engine.prefill_chunk,
         block_size=shape.block_size,
         shares_pass=EngineCore(engine, OFF.name).runner.shares_pass,
+    )
+
+
+def _simulated(request: LoadRequest, total: int, drafting: Drafting) -> SimulatedRequest:
+    return SimulatedRequest(
+        request.arrival_s,
+        request.num_prompt_tokens or 1,
+        request.num_output_tokens,
+        drafting,
+        load_share=request.index / max(1, total - 1),
     )
 
 

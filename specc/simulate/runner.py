@@ -181,7 +181,7 @@ def _tree(plan: SpecPlan, load: Load, truth: LatencyTable) -> TokenTree:
         )
     if plan.dynamic is None:
         return plan.tree_of(plan.drafters[0])
-    narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]]]
+    narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]][0]]
     return best_tree(narrow, plan.num_nodes, plan.dynamic.depth)
 
 

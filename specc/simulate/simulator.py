@@ -4,8 +4,8 @@ A latency table says how long an iteration takes, dice say what the target accep
 serving takes seconds, on any machine, and the same seed gives the same figures to the last bit, if
 the policy does not look at the clock of the host.
 
-    drafting = Drafting({"draft_0": [[0.8]]})
-    load = Load([SimulatedRequest(i / 20, 256, 128, drafting) for i in range(500)])
+    table = roofline()
+    load = make_load(20, 500, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(256), Lengths(128))
     policy = GoodputPolicy(plans, table, clock=lambda: 0.0)
     report = simulate(load, table, plans, policy, Limits(max_num_seqs=256))
     report.to_json()["mean_latency_s"]
@@ -258,6 +258,7 @@ class _SimulatedEngine:
                 temperature=0,
                 max_tokens=request.num_output_tokens,
                 ignore_eos=True,
+                speculative=request.speculative,
                 seed=0,
             )
             self._scheduler.add(

@@ -21,9 +21,9 @@ from specc.load.request import Workload
 from specc.load.result import LoadRun, RequestResult
 from specc.load.simulated import SimulatedSubject, plans_of
 from specc.load.sweep import Sweep, run_sweep
+from specc.simulate.comparison import compare
 from specc.simulate.load import Drafting, Load, SimulatedRequest
-from specc.simulate.policies import make_simulated_policy
-from specc.simulate.simulator import Limits, simulate
+from specc.simulate.simulator import Limits
 from specc.system.extras import install_command
 from tests import command_line
 from tests.specc.draw.read_svg import Svg
@@ -106,21 +106,23 @@ def test_a_simulation_is_that_of_the_simulator():
     subject = SimulatedSubject(TABLE, plans, limits, ACCEPTANCE, seed=3)
     drafting = Drafting({"draft_0": ACCEPTANCE})
     direct = Load(
-        [SimulatedRequest(r.arrival_s, 20, r.num_output_tokens, drafting) for r in requests],
+        [
+            SimulatedRequest(r.arrival_s, 20, r.num_output_tokens, drafting, load_share=i / 29)
+            for i, r in enumerate(requests)
+        ],
         3,
     )
+    wanted = compare({"one": direct}, TABLE, plans, limits)[0].reports
     for policy in ("off", "chain-2", "goodput"):
-        chosen = make_simulated_policy(policy, plans, TABLE, limits)
-        wanted = simulate(direct, TABLE, plans, chosen, limits).to_json()
         run = subject.run(policy, requests, lambda done, total: None, None)
         mean = sum(one.latency_s for one in run.results) / len(requests)
-        assert mean == pytest.approx(wanted["mean_latency_s"], rel=1e-6)
+        assert mean == pytest.approx(wanted[policy]["mean_latency_s"], rel=1e-6)
         ttft = sum(one.ttft_s for one in run.results) / len(requests)
-        assert ttft == pytest.approx(wanted["mean_ttft_s"], rel=1e-6)
+        assert ttft == pytest.approx(wanted[policy]["mean_ttft_s"], rel=1e-6)
         tpot = [one.tpot_s for one in run.results]
-        assert sum(tpot) / len(tpot) == pytest.approx(wanted["mean_tpot_s"], rel=1e-6)
-        assert run.duration_s == pytest.approx(wanted["end_s"])
-        assert run.plan_shares == pytest.approx(wanted["plan_shares"], rel=1e-6)
+        assert sum(tpot) / len(tpot) == pytest.approx(wanted[policy]["mean_tpot_s"], rel=1e-6)
+        assert run.duration_s == pytest.approx(wanted[policy]["end_s"])
+        assert run.plan_shares == pytest.approx(wanted[policy]["plan_shares"], rel=1e-6)
         assert run.is_virtual
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 
 import pytest
 
@@ -13,8 +15,8 @@ from specc.cost.roofline import roofline
 from specc.errors import ConfigError, RequestError
 from specc.runtime.policies.base import FixedPolicy
 from specc.runtime.policies.goodput.policy import GoodputPolicy
-from specc.simulate.load import Drafting, Load, SimulatedRequest, uniform
-from specc.simulate.policies import make_simulated_policy
+from specc.simulate.comparison import compare, make_simulated_policy
+from specc.simulate.load import Drafting, Lengths, Load, SimulatedRequest, make_load, uniform
 from specc.simulate.simulator import Iteration, Limits, SimulationReport, simulate
 from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 
@@ -36,20 +38,6 @@ def table() -> LatencyTable:
 
 def one(prompt: int, output: int, drafting: Drafting = GOOD, arrival: float = 0.0) -> Load:
     return Load([SimulatedRequest(arrival, prompt, output, drafting)])
-
-
-def many(
-    count: int, rate: float, prompt: int, output: int, drafting: Drafting = GOOD, seed: int = 0
-) -> Load:
-    """Evenly spaced requests, of half to one and a half of these lengths."""
-    shares = [0.5 + uniform(seed, i) for i in range(count)]
-    return Load(
-        [
-            SimulatedRequest(i / rate, round(prompt * x), round(output * x), drafting)
-            for i, x in enumerate(shares)
-        ],
-        seed,
-    )
 
 
 def run(load: Load, plan: str, limits: Limits = SMALL) -> SimulationReport:
@@ -128,14 +116,14 @@ def test_trees_accept_as_their_rows_say(plan):
 
 def test_longer_plans_accept_what_shorter_ones_do_at_the_same_places():
     """The dice belong to positions: they do not depend on what throws them."""
-    load = many(4, 1.0, 20, 30, seed=3)
+    load = make_load(1.0, 4, [(1, GOOD)], Lengths(20), Lengths(30), seed=3)
     ranks = {
         (request, position): load.rank(request, "draft_0", 0, position)
         for request in range(4)
         for position in range(20, 50)
     }
     assert set(ranks.values()) == {0, 1, None}
-    again = many(4, 9.0, 20, 30, seed=3)
+    again = make_load(9.0, 4, [(1, GOOD)], Lengths(20), Lengths(30), seed=3)
     assert all(again.rank(r, "draft_0", 0, p) == rank for (r, p), rank in ranks.items())
     assert any(
         dataclasses.replace(load, seed=4).rank(r, "draft_0", 0, p) != rank
@@ -150,8 +138,42 @@ def test_uniform_numbers_are_uniform():
     assert len(set(values)) == len(values)
 
 
+def test_arrivals_and_lengths_have_their_means():
+    load = make_load(
+        5.0, 4000, [(1, GOOD), (3, WRONG)], Lengths(100, 0.5), Lengths(50, 0.0), plain_share=0.25
+    )
+    requests = load.requests
+    assert requests[-1].arrival_s == pytest.approx(800, rel=0.05)
+    mean = sum(r.num_prompt_tokens for r in requests) / 4000
+    variance = sum((r.num_prompt_tokens - mean) ** 2 for r in requests) / 4000
+    assert (mean, math.sqrt(variance)) == (pytest.approx(100, rel=0.03), pytest.approx(50, rel=0.1))
+    assert {r.num_output_tokens for r in requests} == {50}
+    assert sum(r.drafting is WRONG for r in requests) == pytest.approx(3000, rel=0.05)
+    assert sum(not r.speculative for r in requests) == pytest.approx(1000, rel=0.1)
+    gaps = [b.arrival_s - a.arrival_s for a, b in itertools.pairwise(requests)]
+    assert all(gap >= 0 for gap in gaps)
+
+
+def test_bursts_come_together_at_the_same_rate():
+    load = make_load(5.0, 4000, [(1, GOOD)], Lengths(8), Lengths(8), burst=10)
+    times = [request.arrival_s for request in load.requests]
+    assert len(set(times)) == 400
+    assert times[-1] == pytest.approx(800, rel=0.15)
+
+
+def test_acceptance_drifts_over_an_output_or_over_the_load():
+    within = Drafting({"draft_0": [[1.0]]}, {"draft_0": [[0.0]]})
+    assert within.bounds("draft_0", 5, 0.25) == [0.75]
+    ranks = [one(400, 1000, within).rank(0, "draft_0", 0, 400 + i) for i in range(1000)]
+    assert ranks[:100].count(0) > 85 > 15 > ranks[-100:].count(0)
+    over = dataclasses.replace(within, over="load")
+    load = make_load(1.0, 400, [(1, over)], Lengths(8), Lengths(8))
+    ranks = [load.rank(i, "draft_0", 0, 9) for i in range(400)]
+    assert ranks[:50].count(0) > 40 > 10 > ranks[-50:].count(0)
+
+
 def test_the_same_seed_gives_the_same_bytes():
-    load = many(40, 30.0, 50, 40, seed=2)
+    load = make_load(30.0, 40, [(1, GOOD)], Lengths(50, 0.5), Lengths(40, 0.5), seed=2)
     plans = {plan.name: plan for plan in (OFF, CHAIN)}
 
     def served() -> str:
@@ -165,7 +187,7 @@ def test_the_same_seed_gives_the_same_bytes():
 
 
 def test_a_trace_adds_up():
-    load = many(12, 1.0, 20, 12, seed=2)
+    load = make_load(1.0, 12, [(1, GOOD)], Lengths(20, 0.5), Lengths(12, 0.5), seed=2)
     seen: list[Iteration] = []
     report = simulate(load, table(), PLANS, FixedPolicy(CHAIN.name), SMALL, trace=seen.append)
     requests = load.requests
@@ -186,31 +208,33 @@ def test_what_cannot_be_simulated_is_refused():
             simulate(one(4, 4), table(), {"off": OFF, plan.name: plan}, FixedPolicy("off"), SMALL)
     with pytest.raises(RequestError, match="blocks"):
         run(one(40, 100), "off", dataclasses.replace(SMALL, pool_blocks=2))
+    with pytest.raises(ConfigError, match="a load of"):
+        make_load(0.0, 4, [(1, GOOD)], Lengths(8), Lengths(8))
+    with pytest.raises(ConfigError, match="lengths"):
+        Lengths(8, least=9, most=4)
 
 
-def latencies(load: Load, plans: dict[str, SpecPlan], limits: Limits) -> dict[str, float]:
-    """Mean latency of each plan, and of goodput."""
-    found = {}
-    for choice in (*plans, "goodput"):
-        policy = make_simulated_policy(choice, plans, roofline(), limits)
-        report = simulate(load, roofline(), plans, policy, limits)
-        found[choice] = report.to_json()["mean_latency_s"]
-    return found
-
-
-def test_goodput_drafts_for_one_request_at_a_time():
+def test_a_comparison_serves_everyone_with_the_same_load():
     plans = {plan.name: plan for plan in (OFF, CHAIN)}
-    load = many(25, 2.0, 64, 64, Drafting({"draft_0": [[0.8]]}))
-    found = latencies(load, plans, Limits())
-    assert found["goodput"] < 1.05 * found[CHAIN.name] < found["off"]
+    # one at a time, a draft is worth it
+    load = make_load(2.0, 25, [(1, Drafting({"draft_0": [[0.8]]}))], Lengths(64), Lengths(64))
+    (row,) = compare({"idle": load}, roofline(), plans, Limits())
+    assert row.name == "idle"
+    data = row.to_json()
+    assert (data["best_fixed"], data["worst_fixed"]) == (CHAIN.name, "off")
+    assert data["goodput_over_best"] < 1.05
+    assert data["goodput_over_off"] == pytest.approx(
+        row.latency("goodput") / row.latency("off"), abs=1e-4
+    )
 
 
 @pytest.mark.slow
 def test_at_saturation_goodput_is_not_worse_than_off():
     plans = {plan.name: plan for plan in (OFF, SpecPlan.from_widths((1,) * 4))}
-    found = latencies(many(240, 60.0, 512, 128, seed=4), plans, Limits(max_num_seqs=64))
-    assert found["goodput"] < 1.03 * found["off"]
-    assert found["chain-4"] > 1.1 * found["goodput"]
+    load = make_load(60.0, 240, [(1, GOOD)], Lengths(512, 0.5), Lengths(128, 0.5), seed=4)
+    (row,) = compare({"busy": load}, roofline(), plans, Limits(max_num_seqs=64))
+    assert row.latency("goodput") < 1.03 * row.latency("off")
+    assert row.latency("chain-4") > 1.1 * row.latency("goodput")
 
 
 def test_adaptive_finds_the_length_that_pays():
@@ -218,7 +242,7 @@ def test_adaptive_finds_the_length_that_pays():
     chains = [OFF, *(SpecPlan.from_widths((1,) * length) for length in (2, 4))]
     plans = {plan.name: plan for plan in chains}
     for drafting, wanted in ((RIGHT, "chain-4"), (WRONG, "off")):
-        load = many(6, 0.01, 8, 200, drafting)
+        load = make_load(0.01, 6, [(1, drafting)], Lengths(8), Lengths(200))
         policy = make_simulated_policy("adaptive", plans, table(), SMALL)
         shares = simulate(load, table(), plans, policy, SMALL).to_json()["plan_shares"]
         assert shares[wanted] > 0.7
