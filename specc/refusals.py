@@ -159,6 +159,12 @@ STATES = Feature(
     "a target whose layers keep states (hybrids)",
     lambda x: "a target whose layers keep states" if x.keeps_states else None,
 )
+STATEFUL_DRAFT = Feature(
+    "a draft model whose layers keep states (hybrids)",
+    lambda x: next(
+        (f"{name}, a draft whose layers keep states" for name in x.stateful_drafts), None
+    ),
+)
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 
 _STAGED = (
@@ -409,6 +415,27 @@ REFUSALS: tuple[Refusal, ...] = (
             (STAGES, "one rank: no stage has states of its own yet", "leave out {other}"),
             (SEGMENTS, "one program: no segment has states of its own yet", "leave out {other}"),
             (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
+        )
+    ),
+    Refusal(
+        STATEFUL_DRAFT,
+        Backends(lambda facts, options: facts.drafts_keep_states),
+        "a backend whose steps tell a draft what its states have seen: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    *(
+        Refusal(
+            STATEFUL_DRAFT,
+            other,
+            needed,
+            "leave out {other}, or choose another draft",
+            "{a}, and {b}",
+        )
+        for other, needed in (
+            (RANKS, "one rank: no other knows what a draft's states have seen"),
+            (STAGES, "one rank: no other knows what a draft's states have seen"),
+            (SEGMENTS, "a target that is one program"),
         )
     ),
 )

@@ -334,7 +334,7 @@ def causal_pass(
         rows,
     )
     device = engine.cache.device
-    states = states_of_one(engine.cache, len(tokens)) if model is engine.target else []
+    states = states_of_one(engine.states_of(model), len(tokens))
     moved = [x.to(device) for x in (*states, *([] if more is None else [more]))]
     return model(*(x if x is None else x.to(device) for x in inputs), *moved)
 
