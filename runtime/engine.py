@@ -119,11 +119,12 @@ class Engine:
         return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def states_of(self, model: Model) -> StateSlabs | None:
-        """States of the layers of one of its models; None where they keep none."""
+        """States that the layers of a program read; None where they keep none."""
         for number, states in self.cache.draft_states.items():
             if self.drafts[number] is model:
                 return states
-        return self.cache.states if model is self.target else None
+        own = (self.target, *self.self_drafts.values())
+        return self.cache.states if any(x is model for x in own) else None
 
     @property
     def policy(self) -> str:

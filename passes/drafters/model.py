@@ -85,6 +85,10 @@ class ModelGrower(LevelGrower):
         """Rows of features that nodes below it read."""
         return []
 
+    def states(self, g: StepGraph) -> list[fx.Node]:
+        """What nodes below the root are told of its layers' states, where they keep some."""
+        return [g[DRAFT_STATES]] if self.program in g.stateful else []
+
     def slots(self, g: StepGraph, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Rows of nodes, and their positions."""
         slots, positions = g.rows(nodes, depths, self.rows_before)
@@ -121,7 +125,7 @@ class ModelGrower(LevelGrower):
             ancestors,
             self.block_table(g),
             g.arange(0, g.multiple(batch, count), 1, torch.int64),
-            *([g[DRAFT_STATES]] if self.program in g.stateful else []),
+            *self.states(g),
             *features,
         )
 

@@ -105,7 +105,8 @@ def fuse_step(
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        given = is_padded, block_size, windowed, draft_states
+        stateful = {*draft_states, *([TARGET] if states else [])}
+        given = is_padded, block_size, windowed, stateful
         stages["draft"] = draft_stage(plan, constants, *given)
     stages["verify"] = _verify_stage(plan, constants, reads_winners, bool(states))
     kept = {TARGET: states, **draft_states}

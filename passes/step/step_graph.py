@@ -40,7 +40,7 @@ class StepGraph:
         is_padded: model programs write the nodes of a pass to rows that follow each other.
         block_size: rows of a block of the caches, which views count in.
         windowed: self-drafts whose programs see a part of the cache by themselves.
-        stateful: drafts whose layers keep states.
+        stateful: models whose layers keep states.
     """
 
     def __init__(

@@ -149,8 +149,10 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                kept = states, draft_states(old.models)
-                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, *kept)
+                all_states = states, draft_states(old.models)
+                steps = write_steps(
+                    writer, plans, slabs, *of_cache, is_cut, old.windowed, *all_states
+                )
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:

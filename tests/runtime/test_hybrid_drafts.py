@@ -59,7 +59,9 @@ class InTurn(Policy):
 
     def observe(self, group: StepGroup, step: StepResult) -> None:
         if group.plan.models:
-            assert step.num_accepted == [group.plan.max_depth] * len(group.requests)
+            # of a dynamic tree, the likeliest path may be another than that of the likeliest tokens
+            least = 1 if group.plan.dynamic else group.plan.max_depth
+            assert min(step.num_accepted) >= least
             self.num_right += len(group.requests)
 
 
@@ -148,10 +150,13 @@ def test_states_in_any_order_of_events(seed: int, plain: PlainStates) -> None:
     """See the test of the same name of targets; two drafts that read different tokens."""
     Checked.plain = plain
     plans = (*PLANS, *TOGETHER, SECOND, LOOKUP)
-    engine = build_hybrid(plans, pool_blocks=24, num_checkpoints=3, grid=8, drafts_itself=True)
     figures, solo = Figures(), Solo(build_hybrid([]))
     prompts = [prompt_of(length, seed) for length in (3, 12, 17, 34)]
-    for round_ in range(2):
+    for round_, blocks in enumerate((18, None)):
+        # too few blocks, and enough for prefixes to stay
+        engine = build_hybrid(
+            plans, pool_blocks=blocks, num_checkpoints=6, grid=4, drafts_itself=True
+        )
         run_interleaving(
             engine, solo, 10 * seed + round_, prompts, figures, make_core=Checked, num_requests=9
         )
