@@ -76,12 +76,17 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
-    states, sizes = state_shapes(manifest.models[0]), state_sizes(manifest, max_num_seqs)
+    sizes = {model.name: state_sizes(manifest, max_num_seqs, model) for model in manifest.models}
+    states = {model.name: state_shapes(model) for model in manifest.models}
     if torch.device(device).type == "cpu":
-        beside = num_bytes(states, sizes)
+        beside = sum(num_bytes(states[name], sizes[name]) for name in states)
         _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
-    slabs = StateSlabs(states, sizes, device) if states else None
-    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass, slabs)
+    slabs = [
+        StateSlabs(shapes, sizes[name], device, name) if shapes else None
+        for name, shapes in states.items()
+    ]
+    drafts = {number: x for number, x in enumerate(slabs[1:]) if x is not None}
+    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass, slabs[0], drafts)
 
 
 def _check_room(
@@ -155,19 +160,24 @@ def state_shapes(model: ModelEntry) -> list[StateShape]:
     ]
 
 
-def state_sizes(manifest: Manifest, num_places: int) -> StateSizes:
-    """How many states an engine has, of so many requests."""
-    limits = manifest.limits
-    kept = limits.state_checkpoints, limits.state_grid
-    return StateSizes(num_places, replay_rows([x.plan for x in manifest.plans]), *kept)
+def state_sizes(manifest: Manifest, num_places: int, model: ModelEntry) -> StateSizes:
+    """How many states a model has, of so many requests; of drafts, none of prefixes."""
+    limits, rows = manifest.limits, replay_rows([x.plan for x in manifest.plans])
+    if model is not manifest.models[0]:
+        return StateSizes(num_places, rows)
+    return StateSizes(num_places, rows, limits.state_checkpoints, limits.state_grid)
 
 
 def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
     """States [places, …] and replay rows [places, R, W] of each layer that keeps some."""
-    if cache.states is None:
+    if not model.state_layers:
         return []
-    states, replay = cache.states.states, cache.states.replay
-    return [(states[x.slab][x.index], replay[x.slab][x.index]) for x in model.state_layers]
+    named = cache.environment
+    found = []
+    for x in model.state_layers:
+        states, replay = (named[f"{model.name}_{part}_{x.slab}"] for part in ("states", "replay"))
+        found.append((states[x.index], replay[x.index]))
+    return found
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:

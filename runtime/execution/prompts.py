@@ -24,6 +24,7 @@ from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
+from specc.runtime.execution.state_rows import is_behind
 from specc.runtime.scheduling.batch import Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.request import Request
@@ -76,7 +77,7 @@ class Prompts:
         returns waits for it.
         """
         with self._link.active():
-            inputs = self.before_pass(spans).of_target
+            inputs = self.before_pass(spans).of_model(self._cache.states is not None)
             voters = self._votes.of_spans(spans)
             mass = self._votes.mass(voters, len(spans))
             given = (*inputs, *([] if mass is None else [mass]))
@@ -111,9 +112,9 @@ class Prompts:
                 continue  # see `after_pass`
             mine = [span for span in spans if i in span.drafts]
             if mine == spans:
-                draft(*inputs.without_logits().of_model)
+                draft(*inputs.without_logits().of_model(i in self._cache.draft_states))
             elif mine:
-                self.causal_pass(draft, mine)
+                self._read(i, mine)
         return inputs
 
     def after_pass(self, spans: list[Span]) -> None:
@@ -147,7 +148,7 @@ class Prompts:
             behind = [
                 Span(s, s.draft_lens[i], s.cache_len)
                 for s, more in zip(group.requests, ahead, strict=True)
-                if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
+                if not more and is_behind(s, i, group.plan.catch_up)
             ]
             for spans in split_spans(behind, self._prefill_chunk):
                 self._read(i, spans)
@@ -156,12 +157,8 @@ class Prompts:
     def _read(self, draft: int, spans: list[Span]) -> None:
         """Feed a draft tokens of several requests, which the target has read."""
         inputs = self._send(causal_inputs(spans, self._cache))
-        self._drafts[draft](*inputs.of_draft(self._readers.get(draft)))
-
-    @torch.inference_mode()
-    def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
-        """Feed spans of several requests; returns [R, V] of the tokens that `rows` names."""
-        return model(*self._send(causal_inputs(spans, self._cache, rows)).of_model)
+        keeps_states = draft in self._cache.draft_states
+        self._drafts[draft](*inputs.of_draft(self._readers.get(draft), keeps_states))
 
     def _send(self, inputs: PassInputs) -> PassInputs:
         return PassInputs(*self._link.send(inputs))

@@ -40,6 +40,9 @@ class RequestBlocks:
         is_paged = bool(cache.shape.block_size) and cache.rows is None
         self._size = cache.shape.rows_per_block
         self._states = states = cache.states
+        self._places = cache.places
+        # drafts that read a prompt from its first token on: nobody has left them states of it
+        self._drafts = cache.draft_states.keys()
         keeps = states is None or states.sizes.num_checkpoints > 0
         self._shares_prefixes = shares_prefixes and is_paged and keeps
         self._prefixes = PrefixCache(self._pool, self._size, has_heads, states)
@@ -56,7 +59,7 @@ class RequestBlocks:
     @property
     def has_states(self) -> bool:
         """Layers keep states, which no pass gives back what it has changed of."""
-        return self._states is not None
+        return self._places is not None
 
     @property
     def grid(self) -> int:
@@ -81,9 +84,11 @@ class RequestBlocks:
         A block stays free for every request that runs and may still grow, else the next steps
         would take away what was given.
         """
-        if self._states is not None and not self._states.has_room:
+        if self._places is not None and not self._places.has_room:
             return False
         hit = self._find(request)
+        for draft in self._drafts:
+            hit.draft_lens[draft] = 0
         if not self._is_free(request, hit, running):
             return False
         for block in hit.blocks:
@@ -92,9 +97,9 @@ class RequestBlocks:
         request.admit([*hit.blocks, *self._pool.allocate(needed)], hit.num_rows, hit.draft_lens)
         request.num_published = len(hit.blocks)
         request.num_published_of = [length // self._size for length in hit.draft_lens]
-        if self._states is not None:
-            request.state_place = self._states.take()
-            if hit.checkpoint is not None:
+        if self._places is not None:
+            request.state_place = self._places.take()
+            if hit.checkpoint is not None and self._states is not None:
                 self._states.restore(hit.checkpoint, request.state_place)
                 self._states.checkpoints.use(hit.checkpoint)
         return True
@@ -330,8 +335,8 @@ class RequestBlocks:
         self._free_place(request)
 
     def _free_place(self, request: Request) -> None:
-        if self._states is not None and request.state_place != NOWHERE:
-            self._states.give_back(request.state_place)
+        if self._places is not None and request.state_place != NOWHERE:
+            self._places.give_back(request.state_place)
             request.state_place = NOWHERE
 
     def _is_free(self, request: Request, hit: Hit, running: Sequence[Request]) -> bool:

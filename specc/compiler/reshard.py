@@ -41,7 +41,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.lent_weights import is_lending, move_shared
-from specc.compiler.model_entries import cache_layout
+from specc.compiler.model_entries import cache_layout, draft_states
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
@@ -99,7 +99,8 @@ def reshard_engine(
         facts, options = backend.facts, backend.options
         states = old.models[0].state_slabs
         request = CompileRequest(config, None, facts, options, reads_hidden=keeps_hidden)
-        refuse(dataclasses.replace(request, keeps_states=bool(states)))
+        stateful = tuple(draft_states(old.models))
+        refuse(dataclasses.replace(request, keeps_states=bool(states), stateful_drafts=stateful))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -148,7 +149,10 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
+                all_states = states, draft_states(old.models)
+                steps = write_steps(
+                    writer, plans, slabs, *of_cache, is_cut, old.windowed, *all_states
+                )
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:

@@ -29,7 +29,6 @@ from specc.speculation.plans import OFF, SpecPlan
 from tests.specc.compiler.builds import NUM_TOKENS, PROMPTS, Custom, options, refused
 
 LOOKUP = SpecPlan.from_widths((1, 1), ("lookup-2",))
-SELF = SpecPlan.from_widths((1, 1), ("self_w16_s4",))
 
 
 class Hybrid(Custom):
@@ -147,7 +146,6 @@ def test_how_many_are_kept(program, changes, wanted, manifest: Manifest) -> None
 @pytest.mark.parametrize(
     ("plans", "changes", "found"),
     [
-        ((SELF,), {}, "--draft self:window=16,sink=4"),
         ((), {"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
         ((), {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ((), {"segments": True}, "--segments"),
@@ -172,9 +170,9 @@ def test_backends_without_states(backend) -> None:
 
 
 def test_a_hybrid_is_told_apart_when_it_is_traced(tmp_path) -> None:
-    config = options(SELF, backend="eager")
+    config = options(backend="eager", segments=True)
     found = refused(ConfigError, tmp_path, Hybrid(), None, config)
-    assert found.startswith("a target whose layers keep states, and --draft self:")
+    assert found == "a target whose layers keep states, and --segments"
 
 
 @pytest.mark.parametrize(
@@ -191,12 +189,6 @@ def test_grids_that_no_block_ends_at(program, changes, found, manifest: Manifest
     with pytest.raises(ConfigError) as caught:
         with_checkpoints(limits, config, program, torch.float32)
     assert found in caught.value.found
-
-
-def test_drafts_that_keep_states_are_refused(tmp_path) -> None:
-    config = options(SpecPlan.from_widths((1,)), backend="eager")
-    found = refused(ConfigError, tmp_path, Custom(), Hybrid(), config)
-    assert found == "draft_0, a draft whose layers keep states"
 
 
 @pytest.mark.parametrize(
