@@ -66,7 +66,7 @@ def test_backends_are_told_apart_by_their_facts_alone():
 
 # what is for drafts of every kind; the other modules of these folders are one kind's
 ALL_DRAFTERS = {
-    "specc.drafters": {"drafter", "facts", "one_pass", "registry", "views"},
+    "specc.drafters": {"drafter", "facts", "layers", "one_pass", "registry", "views"},
     "specc.passes.drafters": {
         "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "shared_weights",
         "tap_ids",
