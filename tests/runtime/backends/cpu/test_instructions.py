@@ -57,16 +57,40 @@ def test_nothing_is_allocated_for_sizes_that_were_seen() -> None:
     assert program.pool.counts() == (1, size, peak, growths)
 
 
+def _one_value() -> fx.Graph:
+    graph = fx.Graph()
+    x, _ = graph.placeholder("a"), graph.placeholder("b")
+    graph.output(graph.call_function(aten.mul.Tensor, (x, 1.01)))
+    return graph
+
+
 def test_chunks_become_one() -> None:
     """A pass that takes more than ever before takes it in pieces, the next one in one piece."""
-    graph = random_graph(4, num_nodes=120)
-    program = PlainProgram(graph)
+    pool = Pool()
+    program = PlainProgram(random_graph(4, num_nodes=120), pool)
     for rows in (100, 3000, 30_000):
         program(*_inputs(rows, rows))
-    _, size, _, growths = program.pool.counts()
+    _, size, _, growths = pool.counts()
     assert growths >= 4
-    program(*_inputs(30_000, 1))
-    assert program.pool.counts()[1::2] == (size, growths)
+    # one value as large as nearly all of them
+    PlainProgram(_one_value(), pool)(*_inputs(size * 9 // 10 // (4 * COLUMNS), 1))
+    assert pool.counts()[1] == size
+
+
+def test_places_that_lie_beside_each_other_become_one() -> None:
+    graph = fx.Graph()
+    x, _ = graph.placeholder("a"), graph.placeholder("b")
+    small = [graph.call_function(aten.mul.Tensor, (x, 1.0 + number)) for number in range(8)]
+    total = small[0]
+    for value in small[1:]:
+        total = graph.call_function(aten.add.Tensor, (total, value))
+    graph.output(graph.call_function(aten.cat.default, ([total] * 7,)))
+    pool, rows = Pool(), 10_000 * 100 // COLUMNS
+    # of thirteen such values
+    PlainProgram(_one_value(), pool)(*_inputs(13 * rows, 0))
+    before = pool.counts()
+    PlainProgram(graph, pool)(*_inputs(rows, 1))
+    assert pool.counts()[1] == before[1]
 
 
 def test_values_share_memory() -> None:
