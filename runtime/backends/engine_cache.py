@@ -76,7 +76,8 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
-    states, sizes = state_shapes(manifest.models[0]), state_sizes(manifest, max_num_seqs)
+    states = state_shapes(manifest.models[0])
+    sizes = state_sizes(manifest, max_num_seqs, wanted.replay_rows)
     if torch.device(device).type == "cpu":
         beside = num_bytes(states, sizes)
         _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
@@ -155,11 +156,19 @@ def state_shapes(model: ModelEntry) -> list[StateShape]:
     ]
 
 
-def state_sizes(manifest: Manifest, num_places: int) -> StateSizes:
-    """How many states an engine has, of so many requests."""
+def state_sizes(manifest: Manifest, num_places: int, num_rows: int | None = None) -> StateSizes:
+    """How many states an engine has.
+
+    Args:
+        manifest: of the engine.
+        num_places: requests that have some.
+        num_rows: replay rows of each; None: as many as the plans need.
+    """
     limits = manifest.limits
     kept = limits.state_checkpoints, limits.state_grid
-    return StateSizes(num_places, replay_rows([x.plan for x in manifest.plans]), *kept)
+    if num_rows is None:
+        num_rows = replay_rows([x.plan for x in manifest.plans])
+    return StateSizes(num_places, num_rows, *kept)
 
 
 def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:

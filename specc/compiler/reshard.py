@@ -41,7 +41,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.lent_weights import is_lending, move_shared
-from specc.compiler.model_entries import cache_layout
+from specc.compiler.model_entries import cache_layout, state_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
@@ -97,9 +97,8 @@ def reshard_engine(
         config = _config_of(old, backend, num_ranks, num_stages)
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
-        states = old.models[0].state_slabs
         request = CompileRequest(config, None, facts, options, reads_hidden=keeps_hidden)
-        refuse(dataclasses.replace(request, keeps_states=bool(states)))
+        refuse(dataclasses.replace(request, keeps_states=bool(old.models[0].state_layers)))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -147,7 +146,7 @@ def reshard_engine(
                 write_programs(writer, cut, own)
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
-                is_cut = parallel is not None
+                is_cut, states = parallel is not None, models[0].entry.state_slabs
                 steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
             warnings = []
             for model in cut:
@@ -331,7 +330,10 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)
-    model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
+    states, state_slabs = state_layout(program)
+    model.entry = dataclasses.replace(
+        model.entry, layers=layers, slabs=slabs, state_layers=states, state_slabs=state_slabs
+    )
     return records
 
 
