@@ -125,14 +125,15 @@ class Cut:
 
     A layout has a word for each dimension: a name, which stands for the same dimension wherever it
     is; `*` for one that stays whole; `.` for one of which nothing is said. `...` in front stands
-    for all that the result has in front, too.
+    for all that the result has in front, too; `?` after the last says that it may be absent.
 
     Args:
         operands: name → layout, of those that something is said of.
         result: layout of the result.
         why: the reason of `*`.
         contracted: operand and dimension that the result sums over.
-        heads: operands whose first named dimensions are heads of queries, and of keys.
+        heads: operands whose first named dimensions are heads of queries, and of keys; of a
+            recurrence, of values and of keys.
     """
 
     operands: Mapping[str, str]

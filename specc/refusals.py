@@ -169,6 +169,10 @@ SELF_DRAFT_OF_STATES = Feature(
     "a self-draft of a target whose layers keep states",
     lambda x: SELF_DRAFT.given(x) if x.keeps_states else None,
 )
+PARTS_OF_STATES = Feature(
+    "a hybrid for several ranks or stages",
+    lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
+)
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 
 _STAGED = (
@@ -411,12 +415,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "pass --backend {taker}",
         "{a}, and the backend {b}",
     ),
+    Refusal(
+        PARTS_OF_STATES,
+        Backends(lambda facts, options: facts.keeps_states and not facts.is_captured),
+        "the backend {backends}: ranks that replay captured steps do not fold states yet",
+        "pass --backend {taker}, or compile for one rank",
+        "{a} with layers that keep states, and the backend {b}",
+    ),
     *(
         Refusal(STATES, other, needed, do, "{a}, and {b}")
         for other, needed, do in (
-            (RANKS, "one rank: states are not cut by heads yet", "leave out {other}"),
-            (STAGES, "one rank: no stage has states of its own yet", "leave out {other}"),
-            (SEGMENTS, "one program: no segment has states of its own yet", "leave out {other}"),
             (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
         )
     ),

@@ -197,9 +197,10 @@ SpeccProgram* specc_program_new(SpeccCode* code, const int64_t* inputs, int64_t 
   });
 }
 SpeccProgram* specc_segments_new(SpeccProgram* const* segments, const int64_t* pieces,
-                                 int64_t count, const void* stream, int takes_mass) {
+                                 int64_t count, const void* stream, int takes_mass,
+                                 int takes_states) {
   return made_by([&] {
-    auto made = std::make_shared<specc::SegmentedProgram>(takes_mass != 0);
+    auto made = std::make_shared<specc::SegmentedProgram>(takes_mass != 0, takes_states != 0);
     if (stream != nullptr) made->set_stream(specc::stream_of(stream));
     const auto given = items(pieces, count);
     for (int64_t i = 0; i < count; ++i) made->add(segments[i]->callee, given[i]);

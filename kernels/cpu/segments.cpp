@@ -64,7 +64,7 @@ int64_t SegmentedProgram::num_threads() const {
 Tensor SegmentedProgram::call(std::span<const Tensor> given, Arena& arena, void*& block) {
   check(!segments_.empty(), "a segment first");
   std::vector<Tensor> inputs(given.begin(), given.end());
-  if (takes_mass_ && inputs.size() == kNumFlat)
+  if (takes_mass_ && inputs.size() == kNumFlat + takes_states_)
     inputs.push_back(shaped(std::array<int64_t, 2>{1, 0}, Element::kFloat32));
   const size_t count = inputs.size();
   HandedOn hidden(arena);

@@ -12,7 +12,8 @@ class WeightStream;
 
 class SegmentedProgram : public Callee {
  public:
-  explicit SegmentedProgram(bool takes_mass) : takes_mass_(takes_mass) {}
+  SegmentedProgram(bool takes_mass, bool takes_states)
+      : takes_mass_(takes_mass), takes_states_(takes_states) {}
 
   // The next segment; `piece` is that of the stream in which its weights lie, -1: they stay.
   void add(std::shared_ptr<Callee> program, int64_t piece);
@@ -29,7 +30,7 @@ class SegmentedProgram : public Callee {
   };
   std::vector<Segment> segments_;
   std::shared_ptr<WeightStream> stream_;
-  bool takes_mass_;
+  bool takes_mass_, takes_states_;
 };
 
 }  // namespace specc

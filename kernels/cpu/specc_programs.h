@@ -76,7 +76,8 @@ SPECC_EXPORT SpeccProgram* specc_program_new(SpeccCode* code, const int64_t* inp
 /* Segments, each on what the one before it returns. stream: of specc_stream_open, or null; piece of each: of the stream
  * that its weights lie in, or -1. */
 SPECC_EXPORT SpeccProgram* specc_segments_new(SpeccProgram* const* segments, const int64_t* pieces,
-                                              int64_t count, const void* stream, int takes_mass);
+                                              int64_t count, const void* stream, int takes_mass,
+                                              int takes_states);
 SPECC_EXPORT void specc_program_free(SpeccProgram* program);
 /* Weights, caches: the memory has to outlive the program. */
 SPECC_EXPORT int specc_program_bind(SpeccProgram* program, int64_t slot, const SpeccTensor* value);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from specc.artifact.backends import NATIVE
-from specc.kernels.operator import NoRule, OfHeads, Operand, Operator, PassLimits, nothing
+from specc.kernels.operator import Cut, OfHeads, Operand, Operator, PassLimits, nothing
 from specc.kernels.operators.acceptance import OF_STEPS
 from specc.kernels.reference import recurrence
 
@@ -13,7 +13,7 @@ _FLOAT_BYTES = 4
 # what threads of the C++ hold of a head's state: columns at a time, and threads that a machine may
 # have
 _COLUMNS, _THREADS = 32, 64
-_WHOLE = NoRule("ranks do not cut layers that keep states")
+_OVER_IT = "a convolution or recurrence goes over it"
 
 
 def _tree_conv_fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -27,7 +27,17 @@ TREE_CONV = Operator(
     reference=recurrence.tree_conv_reference,
     fake=_tree_conv_fake,
     tokens=OfHeads(tables=("x",), parameters=("weight", "bias")),
-    cut=_WHOLE,
+    cut=Cut(
+        {
+            "x": ". channels",
+            "weight": "channels *",
+            "bias": "channels",
+            "state": ". * channels",
+            "rows": ". . channels",
+        },
+        ". channels",
+        _OVER_IT,
+    ),
     cpu=True,
 )
 
@@ -59,7 +69,20 @@ TREE_RECURRENCE = Operator(
     reference=recurrence.tree_recurrence_reference,
     fake=_tree_recurrence_fake,
     tokens=OfHeads(of_tokens=("q", "k", "v", "g", "beta")),
-    cut=_WHOLE,
+    # replay rows are those of a rank's own operands, see `Shard`
+    cut=Cut(
+        {
+            "q": ". key_heads *",
+            "k": ". key_heads *",
+            "v": ". value_heads *",
+            "g": ". value_heads *?",
+            "beta": ". value_heads",
+            "state": ". value_heads * *",
+        },
+        ". value_heads *",
+        _OVER_IT,
+        heads=("v", "k"),
+    ),
     scratch=_tree_recurrence_scratch,
     cpu=True,
 )

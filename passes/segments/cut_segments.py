@@ -8,7 +8,8 @@ Of n places n + 1 segments. Each is a `Program` like any other, which passes may
 - inputs, in order: weights `w0` … and constants `c0` … that it reads, in the order in which it
   first reads them; all inputs of the runtime that the whole program has (`tokens`, `positions`, …,
   also those that it does not read); then, of all but the first, `hidden`; then the caches
-  `k_cache_0`, `v_cache_0`, … of its layers, numbered from 0;
+  `k_cache_0`, `v_cache_0`, … of its layers, numbered from 0, and `state_0`, `rows_0`, … of its
+  layers that keep states, numbered likewise;
 - `hidden` is the output of the segment before it: the one value that was alive at the place;
 - its output is the value at its own place, and of the last one the logits.
 
@@ -20,7 +21,8 @@ each kind has to be compiled.
 
 What a runtime needs is `segments_to_json`: kinds, each as a `program.json`, and for each segment
 its kind, the keys of its weights and constants in the order of the kind's inputs, and the numbers
-of its layers in the whole model. `specc.artifact.segments` reads it.
+of its layers in the whole model, of those that keep states apart from the others.
+`specc.artifact.segments` reads it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Segment:
         number: of the segment, from 0.
         program: see above; named after the whole one and its number.
         layers: number in the whole model of each layer whose caches it has.
+        state_layers: likewise, among those that keep states.
         keys: in the engine's weight file, of its weights and constants, in their order.
         kind: number of the first segment that is equal but for keys and layers.
     """
@@ -54,6 +57,7 @@ class Segment:
     number: int
     program: Program
     layers: tuple[int, ...]
+    state_layers: tuple[int, ...]
     keys: tuple[str, ...]
     kind: int
 
@@ -101,7 +105,7 @@ def cut_segments(program: Program, places: Sequence[CutPlace]) -> list[Segment]:
         part = _Part(program, f"{program.name}_{number}", hidden, value, value is output.args[0])
         made = part.build(calls, free)
         kind = kinds.setdefault(_text(made), number)
-        segments.append(Segment(number, made, part.layers, part.keys, kind))
+        segments.append(Segment(number, made, part.layers, part.state_layers, part.keys, kind))
         begin, hidden = end + 1, value
     return segments
 
@@ -115,6 +119,7 @@ def segments_to_json(segments: Sequence[Segment]) -> dict[str, Any]:
         "kinds": [program_to_json(segments[kind].program) for kind in order],
         "segments": [
             {"kind": order[item.kind], "keys": list(item.keys), "layers": list(item.layers)}
+            | ({"states": list(item.state_layers)} if item.state_layers else {})
             for item in segments
         ],
     }
@@ -136,6 +141,7 @@ class _Part:
         self._whole, self._hidden, self._value = whole, hidden, value
         self._new: dict[fx.Node, fx.Node] = {}
         self.layers: tuple[int, ...] = ()
+        self.state_layers: tuple[int, ...] = ()
         self.keys: tuple[str, ...] = ()
         inputs = whole.runtime_inputs + ((HIDDEN,) if hidden is not None else ())
         module = fx.GraphModule(torch.nn.Module(), fx.Graph())
@@ -157,6 +163,7 @@ class _Part:
         if self._hidden is not None:
             self._placeholder(self._hidden, HIDDEN)
         self._caches(inputs)
+        self._states(inputs)
         for node in wanted:
             self._copy(node)
         if self._value not in self._new:
@@ -216,6 +223,18 @@ class _Part:
         # a program that skips layers has caches under the numbers of the whole model's
         numbers = sorted({layer for layer, _ in whole.caches.values()})
         made.layers = [whole.layers[numbers.index(layer)] for layer in self.layers]
+
+    def _states(self, inputs: Sequence[fx.Node]) -> None:
+        """States and replay rows of the layers that keep some, as `_caches`."""
+        whole, made = self._whole, self._program
+        slabs = {whole.states[n.target]: n for n in inputs if n.target in whole.states}
+        self.state_layers = tuple(sorted({layer for layer, _ in slabs}))
+        for local, layer in enumerate(self.state_layers):
+            for part in ("state", "rows"):
+                name = f"{part}_{local}"
+                self._placeholder(slabs[layer, part], name)
+                made.states[name] = (local, part)
+        made.state_layers = [whole.state_layers[layer] for layer in self.state_layers]
 
     def _copy(self, node: fx.Node) -> None:
         missing = [item for item in node.all_input_nodes if item not in self._new]

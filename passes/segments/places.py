@@ -9,7 +9,7 @@ residual stream, in serial blocks two a layer, and a few more at both ends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from torch import Tensor, fx
 from specc.errors import ConfigError, UnsupportedGraphError
 from specc.kernels import ops
 from specc.passes.program import MASS, Program, Weight, is_update
+
+# what a layer attends by, and what keeps a state of its tokens
+_ATTENDING = (ops.tree_attention, ops.attend, ops.masked_attention)
+_KEEPING = (ops.tree_conv, ops.tree_recurrence)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def follows_from_inputs(program: Program) -> set[fx.Node]:
 
     The sums that attention adds to, `mass`, are none of them: they change during a pass.
     """
-    others = program.weights.keys() | program.caches.keys() | {MASS}
+    others = program.weights.keys() | program.caches.keys() | program.states.keys() | {MASS}
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -99,20 +103,23 @@ def layer_places(program: Program) -> list[CutPlace]:
     """Where each layer of a model begins, and where the last one ends.
 
     Segments between them are what comes before the first layer, each layer with its one attention,
-    and what comes after the last one.
+    or with what it has beside or in place of one that keeps states, and what comes after the last
+    one.
 
     Raises:
         UnsupportedGraphError: two attentions without a place between them.
     """
     places = stream_places(program)
-    calls = _attention_places(program)
-    starts = [
-        max((i for i, place in enumerate(places) if place.index < call), default=-1)
-        for call in calls
-    ]
-    for number, (before, start) in enumerate(itertools.pairwise([-1, *starts])):
+    of_states, calls = (_call_places(program, kinds) for kinds in (_KEEPING, _ATTENDING))
+
+    def start_of(call: int) -> int:
+        return max((i for i, place in enumerate(places) if place.index < call), default=-1)
+
+    attended = [start_of(call) for call in calls]
+    for number, (before, start) in enumerate(itertools.pairwise([-1, *attended])):
         if start <= before:
             raise _refusal(program, number)
+    starts = sorted({*attended, *map(start_of, of_states)})
     counts = [second - first for first, second in itertools.pairwise(starts)]
     # the last layer goes through as many values as the one before it
     end = min(starts[-1] + (counts[-1] if counts else 1), len(places) - 1)
@@ -157,9 +164,9 @@ def stream_places(program: Program) -> list[CutPlace]:
     """Places whose value is one of the residual stream: of the shape that the first layer reads.
 
     Raises:
-        UnsupportedGraphError: no place before the first attention.
+        UnsupportedGraphError: no place before the first attention, or whatever is in its place.
     """
-    places, calls = cut_places(program), _attention_places(program)
+    places, calls = cut_places(program), _call_places(program, (*_ATTENDING, *_KEEPING))
     before = [place for place in places if calls and place.index < calls[0]]
     if not before:
         raise _refusal(program, 0)
@@ -167,11 +174,9 @@ def stream_places(program: Program) -> list[CutPlace]:
     return [place for place in places if _described(place.value) == like]
 
 
-def _attention_places(program: Program) -> list[int]:
+def _call_places(program: Program, kinds: Sequence[object]) -> list[int]:
     index = {node: i for i, node in enumerate(program.graph.nodes)}
-    return sorted(
-        index[node] for node in program.calls(ops.tree_attention, ops.attend, ops.masked_attention)
-    )
+    return sorted(index[node] for node in program.calls(*kinds))
 
 
 def _weights_of(program: Program, node: fx.Node) -> Iterator[Weight]:

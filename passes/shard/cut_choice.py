@@ -1,9 +1,10 @@
 """Which classes of dimensions are cut for a number of ranks, and by how much.
 
 Classes that nothing blocks are still not free of each other. Some are cut together or not at all:
-heads of queries with those of keys, and all intervals that one product sums over. Others exclude
-each other: a weight that was cut along both dimensions would leave each rank a block of its
-diagonal, and the rest nowhere. Attention goes first, then the vocabulary, then what holds most.
+heads of queries with those of keys, those of a recurrence's values with its keys', and all
+intervals that one product sums over. Others exclude each other: a weight that was cut along both
+dimensions would leave each rank a block of its diagonal, and the rest nowhere. Heads are cut first,
+then the vocabulary, then what holds most.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from specc.errors import ConfigError
+from specc.kernels import ops
 from specc.passes.program import Program
 from specc.passes.shard.dimension_classes import DimensionClasses, Run
 from specc.passes.shard.relations import Element, Relations, is_tensor, size_of
@@ -134,12 +136,12 @@ class CutChoice:
                     self._apart[b].add(a)
 
     def _tie_heads(self) -> dict[Run, Pieces | None]:
-        """Each attention is cut by its heads as a whole, or not at all.
+        """Each attention, and each recurrence, is cut by its heads as a whole, or not at all.
 
         Returns what its classes are cut into; None is a number of heads that cannot be divided.
         """
         found: dict[Run, Pieces | None] = {}
-        for queries, keys in self._relations.heads:
+        for queries, keys in self._relations.heads.values():
             names = [*self._classes_of(queries), *self._classes_of(keys)]
             self._tie(names)
             num_heads, num_kv_heads = size_of(queries), size_of(keys)
@@ -194,13 +196,16 @@ class CutChoice:
 
     def _pieces(self, name: Run) -> Pieces | None:
         """What a class is cut into; None is a class that stays whole."""
+        if name in self._can_pad and name not in self._heads:
+            return Pieces(self._num_ranks, pads=True)
+        size = math.gcd(*(stop - start for _, start, stop in self.classes.members[name]))
         if name in self._heads:
             if (pieces := self._heads[name]) is None:
                 self._refuse(*self._heads_of(name))
+            elif size % pieces.parts:
+                # such as a norm over several heads
+                self._refuse(size, "groups of heads", self._heads_of(name)[2])
             return pieces
-        if name in self._can_pad:
-            return Pieces(self._num_ranks, pads=True)
-        size = math.gcd(*(stop - start for _, start, stop in self.classes.members[name]))
         if size % self._num_ranks == 0:
             return Pieces(self._num_ranks)
         if name in self._inner:
@@ -208,12 +213,23 @@ class CutChoice:
         return None
 
     def _heads_of(self, name: Run) -> tuple[int, str, str]:
-        for layer, (queries, keys) in zip(self._program.layers, self._relations.heads, strict=True):
+        for node, (queries, keys) in self._relations.heads.items():
+            is_recurrence = node.target is ops.tree_recurrence
             if name in self._classes_of(queries):
-                return size_of(queries), "attention heads", layer.name
+                what = "value heads" if is_recurrence else "attention heads"
+                return size_of(queries), what, self._layer_of(node)
             if name in self._classes_of(keys):
-                return size_of(keys), "key and value heads", layer.name
+                what = "key heads" if is_recurrence else "key and value heads"
+                return size_of(keys), what, self._layer_of(node)
         raise AssertionError(name)
+
+    def _layer_of(self, node: fx.Node) -> str:
+        """Name of the layer that attends, or keeps a state, by this call."""
+        program, kinds = self._program, (ops.tree_conv, ops.tree_recurrence)
+        if node.target in kinds:
+            return program.state_layers[program.calls(*kinds).index(node)].name
+        attended = [x for x in self._relations.heads if x.target not in kinds]
+        return program.layers[attended.index(node)].name
 
     def _summed_weight(self, name: Run) -> str:
         """The first weight of a product that sums over a class, with its shape."""

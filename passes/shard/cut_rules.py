@@ -10,7 +10,7 @@ from specc.kernels.operator import Cut, CutRule, Elementwise
 from specc.passes.program import bind_args
 from specc.passes.shard.relations import Element, Relations, is_tensor
 
-_WHOLE, _SILENT, _LEADING = "*", ".", "..."
+_WHOLE, _SILENT, _LEADING, _OPTIONAL = "*", ".", "...", "?"
 _NAMELESS = (_WHOLE, _SILENT)
 
 
@@ -59,7 +59,7 @@ class _Layouts:
                 self._found.contracted[self._node] = element
         if self._rule.heads is not None:
             queries, keys = map(self._heads, self._rule.heads)
-            self._found.heads.append((queries, keys))
+            self._found.heads[self._node] = queries, keys
 
     def _words_of(self, key: str) -> list[str]:
         return _words(self._rule.operands[key], self._operands[key].meta["val"].dim())
@@ -78,7 +78,9 @@ class _Layouts:
 
 def _words(layout: str, rank: int) -> list[str]:
     """A word for each dimension; those that `...` stands for are numbered from the left."""
-    words = layout.split()
+    *words, last = layout.split()
+    is_there = not last.endswith(_OPTIONAL) or rank > len(words)
+    words += [last.removesuffix(_OPTIONAL)] if is_there else []
     if words[0] != _LEADING:
         assert len(words) == rank, f"{layout} is not a layout of {rank} dimensions"
         return words

@@ -19,6 +19,7 @@ from specc.kernels import ops
 from specc.passes.program import Program, bind_args
 from specc.passes.proof.token_routing import CONVERSIONS, POINTWISE, name_of
 from specc.passes.shard.cut_rules import apply_cut
+from specc.passes.shard.norms_over_heads import ADDS_HEADS
 from specc.passes.shard.relations import Relations, is_tensor
 from specc.passes.shard.view_rules import VIEW_RULES, Rule
 
@@ -45,13 +46,21 @@ def _input(program: Program, found: Relations, node: fx.Node, by_key: dict[str, 
         if first is not node:
             for dim in range(node.meta["val"].dim()):
                 found.same(first, dim, node, dim)
-    elif node.target not in program.caches and not _is_of_heads(program, node):
+    elif node.target not in program.caches | program.states and not _is_of_heads(program, node):
         found.block_all(node, f"{node.target} is the same on every rank")
 
 
 def _is_of_heads(program: Program, node: fx.Node) -> bool:
-    """A constant of which a rank reads its own heads' values, see `Shard`."""
-    return node.target in program.constants and all(
+    """A constant of which a rank reads its own heads' values, see `Shard`.
+
+    Slopes of attention; and factors of the columns of a projection, before a layer keeps states.
+    """
+    if node.target not in program.constants:
+        return False
+    sizes = [size for size in node.meta["val"].shape if size != 1]
+    if program.state_layers and len(sizes) == 1:
+        return all(user.target is torch.ops.aten.mul.Tensor for user in node.users)
+    return all(
         user.target is ops.tree_attention and bind_args(user)["slopes"] is node
         for user in node.users
     )
@@ -250,7 +259,11 @@ def _reduce(found: Relations, node: fx.Node) -> None:
     gone = {dim % rank for dim in dims}
     keeps, place = node.meta["val"].dim() == rank, 0
     for dim in range(rank):
-        if dim in gone:
+        if dim in gone and node.meta.get(ADDS_HEADS):
+            if (element := found.element(source, dim)) is not None:
+                found.contracted[node] = element
+            place += keeps
+        elif dim in gone:
             found.block(source, dim, f"{name_of(node)} goes over it")
             place += keeps
         else:
@@ -273,16 +286,17 @@ def _along(found: Relations, node: fx.Node) -> None:
 
 
 def _cat(found: Relations, node: fx.Node) -> None:
+    """Each operand is a part of the result."""
     given = bind_args(node)
-    rank = node.meta["val"].dim()
-    along = given["dim"] % rank
-    found.block(node, along, "several values are joined along it")
-    for item in given["tensors"]:
-        for dim in range(rank):
-            if dim == along:
-                found.block(item, dim, "several values are joined along it")
-            else:
-                found.same(item, dim, node, dim)
+    along, start = given["dim"] % node.meta["val"].dim(), 0
+    sizes = [item.meta["val"].shape[along] for item in given["tensors"]]
+    if not all(isinstance(size, int) for size in sizes):
+        for item in (*given["tensors"], node):
+            found.block_all(item, "several values are joined along tokens")
+        return
+    for item, size in zip(given["tensors"], sizes, strict=True):
+        found.part(node, item, along, start, start + size)
+        start += size
 
 
 def _layer_norm(found: Relations, node: fx.Node) -> None:

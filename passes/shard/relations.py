@@ -56,7 +56,8 @@ class Relations:
         blocks: why a dimension must stay whole.
         contracted: product → its operand's dimension that is summed over.
         looked_up: lookup → the dimension of its table that indices choose from.
-        heads: queries' and keys' dimension of heads of each attention, in order.
+        heads: attention or recurrence → its queries' (or values') and keys' dimension of heads, in
+            order.
     """
 
     relations: list[Relation] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Relations:
     blocks: list[tuple[Element, str]] = field(default_factory=list)
     contracted: dict[fx.Node, Element] = field(default_factory=dict)
     looked_up: dict[fx.Node, Element] = field(default_factory=dict)
-    heads: list[tuple[Element, Element]] = field(default_factory=list)
+    heads: dict[fx.Node, tuple[Element, Element]] = field(default_factory=dict)
 
     def element(self, node: fx.Node, dim: int) -> Element | None:
         """None for dimensions that nothing can cut: those of size 1, and those of tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,12 @@ from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_cached
 from specc.passes.program import Program, add_placeholder, bind_args, emit_call, last_placeholder
 from specc.passes.proof.token_routing import name_of
+from specc.passes.rewrite.tree_recurrence import state_layer, state_sizes
 from specc.passes.shard.biases import PartBiases, add_after
 from specc.passes.shard.cut_choice import CutChoice
 from specc.passes.shard.dimension_rules import parts_of, relations_of, slice_of
+from specc.passes.shard.keep_heads import keep_heads
+from specc.passes.shard.norms_over_heads import split_means
 from specc.passes.shard.place_reduces import check_sums, place_reduces
 from specc.passes.shard.relations import is_tensor
 from specc.sharding.shard_plan import (
@@ -30,9 +34,11 @@ from specc.sharding.shard_plan import (
     ShardPlan,
     WeightCut,
     local_offset,
+    local_size,
 )
 
 aten = torch.ops.aten
+_OF_LAYERS = (ops.tree_attention, ops.masked_attention, ops.tree_conv, ops.tree_recurrence)
 
 
 class Shard(Pass):
@@ -54,6 +60,9 @@ class Shard(Pass):
         self._num_ranks = num_ranks
 
     def run(self, program: Program) -> PassResult:
+        if program.state_layers:
+            keep_heads(program)
+            split_means(program)
         _forget_names(program)
         cut = _Cut(program, self._num_ranks)
         if cut.shared_biases:
@@ -77,6 +86,7 @@ class _Cut:
         nodes = list(program.graph.nodes)
         # as predicted, before anything changes
         self._shapes = {node: self._local_shape(node) for node in nodes if is_tensor(node)}
+        self._size_replay_rows()
         self._check_dims(nodes)
         self._parts = {node for node in nodes if self._is_part(node)}
         self._reduces = place_reduces(
@@ -123,6 +133,15 @@ class _Cut:
             self._choice.local_size(node, dim) if isinstance(size, int) else str(size)
             for dim, size in enumerate(node.meta["val"].shape)
         )
+
+    def _size_replay_rows(self) -> None:
+        """A row of a recurrence is what a rank has of its operands, one after the other."""
+        for node in self._program.calls(ops.tree_recurrence):
+            given = bind_args(node)
+            parts = [given[name] for name in ("k", "v", "g", "beta") if given[name] is not None]
+            columns = sum(math.prod(self._shapes[part][1:]) for part in parts)
+            rows = given["rows"]
+            self._shapes[rows] = (*self._shapes[rows][:-1], columns)
 
     def _new_literals(self, node: fx.Node) -> dict[int, Any]:
         """Position of an argument → what it is after the cut."""
@@ -178,6 +197,7 @@ class _Cut:
                     node.update_arg(place, value)
         self._cut_inputs()
         self._infer()
+        self._cut_states()
         self._take_own_rows()
         for node in self._lookups:
             self._mask_lookup(node)
@@ -189,7 +209,8 @@ class _Cut:
     def _cut_inputs(self) -> None:
         program = self._program
         for node in program.graph.find_nodes(op="placeholder"):
-            if node.target in program.weights or node.target in program.caches:
+            is_cut = node.target in program.constants and self._choice.cut_dims(node)
+            if is_cut or node.target in program.weights | program.caches | program.states:
                 shape = self._shapes[node]
                 value = node.meta["val"]
                 sizes = [
@@ -200,12 +221,26 @@ class _Cut:
             if node.target in program.weights:
                 weight = program.weights[node.target]
                 program.weights[node.target] = dataclasses.replace(weight, shape=shape)
-        for place, (queries, keys) in enumerate(self._relations.heads):
+        attended = [x for x in self._relations.heads if x.target is not ops.tree_recurrence]
+        for place, node in enumerate(attended):
+            queries, keys = self._relations.heads[node]
             program.layers[place] = dataclasses.replace(
                 program.layers[place],
                 num_heads=self._choice.local_size(*queries),
                 num_kv_heads=self._choice.local_size(*keys),
             )
+
+    def _cut_states(self) -> None:
+        """What layers keep of a sequence follows from their operands, which are a rank's."""
+        program = self._program
+        calls = program.calls(ops.tree_conv, ops.tree_recurrence)
+        for place, node in enumerate(calls):
+            layer = state_layer(node, program.state_layers[place].name)
+            program.state_layers[place] = layer
+            for part in ("state", "rows"):
+                found = self._shapes[bind_args(node)[part]]
+                if found != (wanted := state_sizes(layer, part, *found[:2])):
+                    raise AssertionError(f"{part} of {layer.name} is {found}, not {wanted}")
 
     def _infer(self) -> None:
         """Compute every value's shape anew, and see that it is what the classes predicted."""
@@ -233,18 +268,19 @@ class _Cut:
         for node in graph.find_nodes(op="placeholder"):
             if node.target not in self._program.constants or not self._choice.cut_dims(node):
                 continue
-            (cut,) = self._choice.cut((node, 0))
-            total = int(node.meta["val"].shape[0])
-            if (
-                node.meta["val"].dim() != 1
-                or cut.copies != 1
-                or (cut.start, cut.stop) != (0, total)
-            ):
+            whole = self._program.constants[node.target]
+            (dim,) = self._choice.cut_dims(node)
+            cut, total = self._choice.cut((node, dim)), whole.shape[dim]
+            if whole.numel() != total or cut[-1].stop != total:
                 raise AssertionError(f"constant {node.target} is cut by {cut}")
-            name = f"rows_of_{node.target}"
-            rows = self._constant(RankConstant(name, OWN_ROWS, cut.local_size, total), node)
+            node.meta["val"] = node.meta["val"].new_empty(whole.shape)
+            name, follow = f"rows_of_{node.target}", len(cut) == 1 and cut[0].copies == 1
+            kind = RankConstant(
+                name, OWN_ROWS, local_size(cut), total, cut=() if follow else tuple(cut)
+            )
+            rows = self._constant(kind, node)
             with graph.inserting_before(min(node.users)):
-                own = emit_call(graph, aten.index_select.default, node, 0, rows)
+                own = emit_call(graph, aten.index_select.default, node, dim, rows)
             node.replace_all_uses_with(own, lambda user, own=own: user is not own)
 
     def _mask_lookup(self, node: fx.Node) -> None:
@@ -336,7 +372,7 @@ class _Cut:
     def _collectives(self) -> list[Collective]:
         found, layer = [], 0
         for node in self._program.graph.nodes:
-            if node.target in (ops.tree_attention, ops.masked_attention):
+            if node.target in _OF_LAYERS:
                 layer += 1
             if node.target is not ops.all_reduce:
                 continue

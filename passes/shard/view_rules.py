@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from specc.passes.program import bind_args
-from specc.passes.shard.relations import Relations
+from specc.passes.shard.relations import Relations, size_of
 
 Rule = Callable[[Relations, fx.Node], None]
 
@@ -85,8 +85,7 @@ def _view(found: Relations, node: fx.Node) -> None:
         elif len(after) == 1:
             _nest(found, node, after[0], source, before)
         else:
-            _block(found, source, before, "dimensions become others")
-            _block(found, node, after, "dimensions become others")
+            _regroup(found, source, before, node, after)
 
 
 def _nest(found: Relations, joined: fx.Node, dim: int, apart: fx.Node, dims: Sequence[int]) -> None:
@@ -99,6 +98,24 @@ def _nest(found: Relations, joined: fx.Node, dim: int, apart: fx.Node, dims: Seq
     assert small is not None
     found.nested(large, small, inner)
     _block(found, apart, dims[1:], "it is the inner part of a dimension")
+
+
+def _regroup(
+    found: Relations, source: fx.Node, before: Sequence[int], node: fx.Node, after: Sequence[int]
+) -> None:
+    """Several dimensions are several others: an index of the outermost is a run of another one."""
+    sides = [(source, before), (node, after)]
+    (few, many) = sorted(sides, key=lambda side: int(side[0].meta["val"].shape[side[1][0]]))
+    small, large = (found.element(item, dims[0]) for item, dims in (few, many))
+    # groups have no dimensions of size 1
+    assert small is not None
+    assert large is not None
+    scale, rest = divmod(size_of(large), size_of(small))
+    first = 0 if rest else 1
+    if not rest:
+        found.nested(large, small, scale)
+    for item, dims in sides:
+        _block(found, item, dims[first:], "dimensions become others")
 
 
 def _block(found: Relations, node: fx.Node, dims: Sequence[int], why: str) -> None:

@@ -43,6 +43,8 @@ class LoadLimits:
         overlaps: of backends that capture, steps draft for one half of their sequences while they
             verify the other half, see `check_overlap`.
         skips: of other backends, plans whose steps are not loaded.
+        replay_rows: of each sequence's states, where the plans of the manifest do not say it: a
+            rank that follows has none.
     """
 
     max_num_seqs: int | None = None
@@ -55,6 +57,7 @@ class LoadLimits:
     mmap: bool | None = None
     overlaps: bool = False
     skips: frozenset[str] = frozenset()
+    replay_rows: int | None = None
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,9 @@ class StagedRunner(SharedRunner):
                 ends, prefill_s = prompts()
                 result = RunResult(**ends._asdict(), prefill_s=prefill_s)
             for one in begun:
-                found = hooked(one.step, one.group.requests, one.finish)
+                wanted = self._kept.wanted(one.group)
+                found = hooked(one.step, one.group.requests, one.finish, wanted)
+                self._kept.end(one.group, found)
                 if "draft" in found.stage_s:
                     found.stage_s["draft"] += one.catch_up_s
                 result.steps.append(found)

@@ -41,7 +41,7 @@ from specc.runtime.ranks.followed_device import FollowedDevice, KeptDevice
 from specc.runtime.ranks.followed_device_drafts import FollowedDeviceDrafts
 from specc.runtime.ranks.followed_drafts import FollowedDrafts
 from specc.runtime.ranks.open_group import open_group
-from specc.runtime.ranks.order_checks import commit_of, drawn_inputs, pass_inputs
+from specc.runtime.ranks.order_checks import commit_of, copy_of, drawn_inputs, pass_inputs
 from specc.runtime.ranks.orders import Kind, Message, json_message, json_of, refused
 from specc.runtime.ranks.rank_group import (
     RankGroup,
@@ -53,6 +53,7 @@ from specc.runtime.ranks.rendezvous import Launched
 from specc.runtime.ranks.signs import Signs
 from specc.runtime.ranks.stage_groups import STAGED, StageGroups, place_of
 from specc.runtime.ranks.stage_passes import StagePasses
+from specc.speculation.plans import replay_rows
 from specc.version import __version__
 
 _ORDERS_BETWEEN_CHECKS = 64
@@ -102,7 +103,7 @@ class FollowedEngine:
         models = {**loaded.models, **loaded.self_drafts}
         self._models = [(name, models.get(name)) for name in names]
         self._lone, self._drafts = lone, drafts
-        self._slabs = loaded.cache.slabs
+        self._slabs, self._states = loaded.cache.slabs, loaded.cache.states
         self._operators = loaded.operators
         self._group = group
         self._num_orders = 0
@@ -124,6 +125,11 @@ class FollowedEngine:
         if order.kind is Kind.DRAFT:
             found = self._drafts.answer(order)
             return None if found is None else values_message(found, order.sequence)
+        if order.kind is Kind.STATES:
+            if self._states is None:
+                raise refused("a copy of states of an engine without")
+            self._states.repeat(copy_of(order), self._operators)
+            return None
         name, model = self._models[order.model]
         if model is None:
             return None
@@ -153,7 +159,8 @@ class FollowedEngine:
     def checksum(self) -> bytes:
         """Of the caches of the models that all ranks run; see `checksum`."""
         names = [name for name in self._loaded.models if name not in self._lone]
-        return checksum([slab for name in names for slab in self._slabs[name]])
+        states = [] if self._states is None else self._states.slabs
+        return checksum([*(slab for name in names for slab in self._slabs[name]), *states])
 
     def _commit(self, name: str, order: Message) -> None:
         """As the last stage of a step does, see `passes/step/fuse_step.py`."""
@@ -163,6 +170,11 @@ class FollowedEngine:
         target = commit.cache_len[:, None] + places
         for slab in self._slabs[name]:
             self._operators.commit_kv(slab, source, target, commit.block_table)
+        if commit.states is None:
+            return
+        if self._states is None:
+            raise refused(f"a commit of states of {name}, which keeps none")
+        self._states.fold_all(source, commit.cache_len, commit.states, self._operators)
 
 
 def follow(
@@ -373,6 +385,7 @@ def load_part(
         setup["offload_weights"],
         setup["num_local"],
         setup["mmap"],
+        replay_rows=replay_rows([entry.plan for entry in manifest.plans]),
     )
     # of what is free, rank 0's drafts take their share, too
     limits = replace(limits, offload_weights=offload_bytes(manifest, limits))

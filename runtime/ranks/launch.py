@@ -187,6 +187,8 @@ def _led(path: Path, manifest: Manifest, loaded: LoadedPrograms, leader: Leader)
         if name in homes
     }
     models: dict[str, Model] = {**own, **led, **lone}
+    if loaded.cache.states is not None:
+        loaded.cache.states.tell = leader.copy_states
     target = led[manifest.models[0].name]
     # whose rows others keep, too
     kept: dict[str, LedModel | LoneDraft] = {**led, **lone}

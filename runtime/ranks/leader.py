@@ -17,6 +17,7 @@ from torch import Tensor
 from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.answers import checksum
 from specc.runtime.ranks.job import Job
+from specc.runtime.ranks.order_checks import copy_tensors
 from specc.runtime.ranks.orders import Commit, Kind, Message
 from specc.runtime.ranks.rank_group import (
     NUM_INPUTS,
@@ -27,6 +28,7 @@ from specc.runtime.ranks.rank_group import (
 )
 from specc.runtime.ranks.stage_passes import StagePasses
 from specc.runtime.ranks.watch import Watch
+from specc.runtime.scheduling.state_slabs import StateCopy
 
 # more than `Watch` takes for ranks that do not end
 _JOIN_S = 15.0
@@ -89,7 +91,7 @@ class Leader:
 
         Args:
             model: number of the model.
-            inputs: of its program. Of the ninth, see `whole_votes`.
+            inputs: of its program. Of votes among them, see `whole_votes`.
             run: the program of this rank.
         Returns:
             [R, V] logits.
@@ -213,7 +215,16 @@ class Leader:
         Raises:
             RankError: a rank is lost.
         """
-        self._job.order(Kind.COMMIT, tuple(commit), model, holds=True)
+        given = tuple(x for x in commit if x is not None)
+        self._job.order(Kind.COMMIT, given, model, holds=True)
+
+    def copy_states(self, copy: StateCopy) -> None:
+        """Have the others do with their states what is done here, before their next order.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self._job.order(Kind.STATES, copy_tensors(copy), holds=True)
 
     def checksums(self, slabs: list[Tensor]) -> list[bytes]:
         """[32] sha256 of the caches that all ranks have a part of, rank by rank.

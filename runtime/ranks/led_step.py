@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specc.runtime.backends.step import FinishStep, StagedStep
 from specc.runtime.backends.step_io import (
+    STATES,
     BeforeAccept,
     Drafted,
     StepInputs,
@@ -186,8 +187,10 @@ class LedStep:
         return torch.cat(winners, dim=1)
 
     def _commit(self, inputs: StepInputs, drafted: Drafted, found: StepResult) -> None:
-        """Rows of the target, and of each draft, whose slots are its own."""
-        if self._is_in_place:
+        """Rows and states of the target, and rows of each draft, whose slots are its own."""
+        # without a tree, the only node is in the states
+        states = inputs.extra.get(STATES) if self.plan.speculates else None
+        if self._is_in_place and states is None:
             return
         commit = Commit(
             found.values[_PATH],
@@ -196,8 +199,8 @@ class LedStep:
             inputs.block_table,
             self._slots,
         )
-        self.target.leader.commit(self.target.number, commit)
-        for name, draft in self._drafts.items():
+        self.target.leader.commit(self.target.number, commit._replace(states=states))
+        for name, draft in self._drafts.items() if not self._is_in_place else ():
             slots = drafted.values[slots_of(name)]
             self.target.leader.commit(draft.number, commit._replace(slots=slots))
 
@@ -261,4 +264,5 @@ def part_of(nodes: FlatTokens, batch: int, first: int, last: int) -> FlatTokens:
         nodes.cache_len,
         nodes.block_table,
         torch.arange(batch * (last - first)),
+        nodes.states,
     )

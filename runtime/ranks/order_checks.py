@@ -14,6 +14,7 @@ from torch import Tensor
 from specc.runtime.execution.draws import Draws
 from specc.runtime.ranks.orders import Commit, Message, Spec, refused, specs_of
 from specc.runtime.ranks.rank_group import own_votes
+from specc.runtime.scheduling.state_slabs import StateCopy, StateMove
 
 # name, dtype and shape of a tensor, where letters are sizes; None is any shape
 _Wanted = tuple[str, torch.dtype, str | None]
@@ -29,7 +30,8 @@ _PASS = (
     ("block_table", torch.int32, "Bn"),
     ("logit_rows", torch.int64, "R"),
 )
-# one more where blocks are voted on
+# one more where layers keep states, and one more where blocks are voted on
+_STATES = ("states", torch.int32, "B2")
 _MASS = ("mass", torch.float32, "MC")
 _DRAW = (
     *_PASS,
@@ -44,17 +46,17 @@ _COMMIT = (
     ("block_table", torch.int32, "Bn"),
     ("slots", torch.int32, None),
 )
+_COPY = (("copy", torch.int32, "H"), ("source", torch.int32, "P"))
 
 
 def pass_inputs(message: Message) -> tuple[Tensor | None, ...]:
-    """The inputs of a model that a PASS holds: eight, and one more where there are votes.
+    """The inputs of a model that a PASS holds: eight, states where it keeps some, and votes.
 
     Raises:
         FaultError: they are others.
     """
-    wanted = _with_mass(message, _PASS)
-    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
-    return (*message.tensors[: len(_PASS)], *_own_mass(message, _PASS))
+    _check_sizes(_check(message.kind.name, specs_of(message), _all(message, _PASS), "ancestors"))
+    return (*message.tensors[: len(_PASS)], *_more(message, _PASS))
 
 
 def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
@@ -63,10 +65,9 @@ def drawn_inputs(message: Message) -> tuple[Draws, tuple[Tensor | None, ...]]:
     Raises:
         FaultError: it holds something else.
     """
-    wanted = _with_mass(message, _DRAW)
-    _check_starts(_check(message.kind.name, specs_of(message), wanted, "ancestors"))
+    _check_sizes(_check(message.kind.name, specs_of(message), _all(message, _DRAW), "ancestors"))
     draws = Draws(*message.tensors[len(_PASS) : len(_DRAW)])  # type: ignore[arg-type]
-    return draws, (*message.tensors[: len(_PASS)], *_own_mass(message, _DRAW))
+    return draws, (*message.tensors[: len(_PASS)], *_more(message, _DRAW))
 
 
 def commit_of(message: Message) -> Commit:
@@ -75,7 +76,10 @@ def commit_of(message: Message) -> Commit:
     Raises:
         FaultError: it is no commit, or its paths are not as long as it says.
     """
-    sizes = _check(message.kind.name, specs_of(message), _COMMIT)
+    has_states = len(message.tensors) > len(_COMMIT)
+    wanted = (*_COMMIT, _STATES) if has_states else _COMMIT
+    sizes = _check(message.kind.name, specs_of(message), wanted)
+    _check_places(sizes)
     commit = Commit(*message.tensors)  # type: ignore[arg-type]
     slots = tuple(commit.slots.shape)
     if len(slots) not in (1, 2) or slots[:-1] not in ((), (sizes["B"],)):
@@ -86,16 +90,49 @@ def commit_of(message: Message) -> Commit:
     return commit
 
 
-def _with_mass(message: Message, wanted: tuple[_Wanted, ...]) -> tuple[_Wanted, ...]:
-    return (*wanted, _MASS) if len(message.tensors) == len(wanted) + 1 else wanted
+def copy_of(message: Message) -> StateCopy:
+    """What a STATES holds; its numbers are compared with the states by what does it.
+
+    Raises:
+        FaultError: it holds something else.
+    """
+    sizes = _check(message.kind.name, specs_of(message), _COPY)
+    head, source = message.tensors
+    assert head is not None
+    assert source is not None
+    if sizes["H"] != len(StateCopy._fields) - 1 or int(head[0]) not in set(StateMove):
+        raise refused(f"STATES with {head.tolist()[:8]}")
+    what, *numbers = head.tolist()
+    return StateCopy(StateMove(what), *numbers, tuple(source.tolist()))
 
 
-def _own_mass(message: Message, wanted: Sequence[_Wanted]) -> tuple[Tensor, ...]:
-    """What this rank adds its votes to, where there is such a tensor."""
-    return tuple(own_votes(mass) for mass in message.tensors[len(wanted) :] if mass is not None)
+def copy_tensors(copy: StateCopy) -> tuple[Tensor, Tensor]:
+    """What `copy_of` reads."""
+    *head, source = copy
+    return tuple(torch.tensor(x, dtype=torch.int32) for x in (head, source))  # type: ignore[return-value]
 
 
-def _check_starts(sizes: dict[str, int]) -> None:
+def _all(message: Message, wanted: tuple[_Wanted, ...]) -> tuple[_Wanted, ...]:
+    """What a pass has to hold: states are integers, and votes are not."""
+    more = message.tensors[len(wanted) :]
+    has_states = bool(more) and more[0] is not None and not more[0].is_floating_point()
+    has_mass = len(more) > has_states
+    return (*wanted, *[_STATES] * has_states, *[_MASS] * has_mass)
+
+
+def _more(message: Message, wanted: Sequence[_Wanted]) -> tuple[Tensor, ...]:
+    """Places of states, and what this rank adds its votes to, where there are such tensors."""
+    more = (tensor for tensor in message.tensors[len(wanted) :] if tensor is not None)
+    return tuple(own_votes(x) if x.is_floating_point() else x for x in more)
+
+
+def _check_places(sizes: dict[str, int]) -> None:
+    if (columns := sizes.get("2", 2)) != 2:
+        raise refused(f"{columns} columns of places of states, not 2")
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    _check_places(sizes)
     if sizes["S"] != sizes["B"] + 1:
         raise refused(f"a pass of {sizes['B']} sequences with {sizes['S']} starts")
     if sizes.get("M", sizes["B"]) < sizes["B"]:

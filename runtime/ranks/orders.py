@@ -44,12 +44,13 @@ Spec = tuple[torch.dtype, tuple[int, ...]] | None
 class Kind(enum.IntEnum):
     """What a message is.
 
-    Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs), DRAW (the same
-    and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a step, see `Commit`),
-    DRAFT (a plan's number, and what its drafts on other ranks read), CHECKSUM (of the caches), END;
-    of engines on devices WORK (what a table says, see `device_work.py`), CAPTURE (it, as the graph
-    of this number), REPLAY (a graph); where the target has stages, before all orders MEET (how to
-    open groups and links, as JSON). Reports of the others: HELLO (what they are, as JSON), OFFER
+    Orders of rank 0: SETUP (what to load, as JSON), PASS (a model's eight inputs, and what more it
+    takes), DRAW (the same and three tensors of `Draws`: a pass that yields tokens), COMMIT (of a
+    step, see `Commit`), STATES (a `StateCopy`), DRAFT (a plan's number, and what its drafts on
+    other ranks read), CHECKSUM (of caches and states), END; of engines on devices WORK (what a
+    table says, see `device_work.py`), CAPTURE (it, as the graph of this number), REPLAY (a graph);
+    where the target has stages, before all orders MEET (how to open groups and links, as JSON).
+    Reports of the others: HELLO (what they are, as JSON), OFFER
     (groups and links that they have made, as JSON), READY, ERROR (as JSON; also from rank 0, which
     then ends), SUM (32 bytes), DRAFTED (the answer to a DRAFT, or to a PASS of a draft of theirs;
     it comes where orders go). BEAT goes both ways: the sender is alive, and has done the order of
@@ -67,6 +68,7 @@ class Kind(enum.IntEnum):
     REPLAY = 9
     DRAFT = 10
     MEET = 11
+    STATES = 12
     HELLO = 16
     READY = 17
     ERROR = 18
@@ -101,6 +103,7 @@ class Commit(NamedTuple):
         cache_len: [B] int32 committed rows before the step.
         block_table: [B, n] int32.
         slots: [N] or [B, N] int32 row after the committed ones that holds each node, or -1.
+        states: [B, 2] int32 that the step's passes had, where the model keeps states; else None.
     """
 
     path: Tensor
@@ -108,6 +111,7 @@ class Commit(NamedTuple):
     cache_len: Tensor
     block_table: Tensor
     slots: Tensor
+    states: Tensor | None = None
 
 
 class Header(NamedTuple):

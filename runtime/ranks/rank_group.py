@@ -16,7 +16,7 @@ from specc.runtime.execution.draws import Draws
 _LOOK_S = 0.2
 T = TypeVar("T")
 
-# of a model's program; one more where blocks are voted on
+# of a model's program; one more where layers keep states, and one more where blocks are voted on
 NUM_INPUTS = 8
 
 # before the address in a ticket
@@ -177,14 +177,12 @@ def whole_votes(group: RankGroup, inputs: Sequence[Tensor | None]) -> None:
 
     Args:
         group: of this rank.
-        inputs: of the pass. The ninth, where there is one, is the mass of blocks (see
+        inputs: of the pass. The last, where it is no integers, is the mass of blocks (see
             `block_mass_reference`), and is changed: rows that vote become those of all ranks.
     """
-    if len(inputs) <= NUM_INPUTS:
-        return
-    mass = inputs[NUM_INPUTS]
-    assert mass is not None
-    mass.copy_(torch.where(mass < 0, mass, group.add(mass)))
+    for mass in inputs[NUM_INPUTS:]:
+        if mass is not None and mass.is_floating_point():
+            mass.copy_(torch.where(mass < 0, mass, group.add(mass)))
 
 
 def own_votes(mass: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ the end of a step folds the accepted path.
 from __future__ import annotations
 
 import contextlib
+import enum
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +19,40 @@ import torch
 from torch import Tensor
 
 from specc.artifact.state_entry import kept_states
+from specc.errors import FaultError
 from specc.runtime.scheduling.state_checkpoints import StateCheckpoints
 from specc.system.huge_pages import zeroed_slab
 
 # of a request without a place
 NOWHERE = -1
+
+
+class StateMove(enum.IntEnum):
+    """What may happen to states between passes, see `StateSlabs`."""
+
+    KEEP = 0
+    RESTORE = 1
+    FOLD = 2
+    SAVE = 3
+    UNDO = 4
+
+
+class StateCopy(NamedTuple):
+    """One of these, as others that have a part of the states have to repeat it.
+
+    Args:
+        what: happens.
+        place: of a request; of SAVE, how many of the first ones.
+        checkpoint: of a prefix.
+        length: of FOLD, committed rows of the request before the step.
+        source: of FOLD, slots of accepted nodes.
+    """
+
+    what: StateMove
+    place: int = 0
+    checkpoint: int = 0
+    length: int = 0
+    source: tuple[int, ...] = ()
 
 
 class FoldOptions(NamedTuple):
@@ -99,6 +129,9 @@ class StateSlabs:
         self._kept = [_zeros(s, (sizes.num_kept, *s.shape), device) for s in shapes]
         self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
         self._free = list(range(sizes.num_places))
+        self._saved: list[Tensor] = []
+        # tells ranks that have the other parts of what is copied
+        self.tell: Callable[[StateCopy], None] | None = None
 
     @property
     def environment(self) -> dict[str, Tensor]:
@@ -106,6 +139,11 @@ class StateSlabs:
         model = self._model
         states = {f"{model}_states_{i}": slab for i, slab in enumerate(self.states)}
         return states | {f"{model}_replay_{i}": slab for i, slab in enumerate(self.replay)}
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """States of requests, and those of prefixes."""
+        return [*self.states, *self._kept]
 
     @property
     def has_room(self) -> bool:
@@ -131,6 +169,7 @@ class StateSlabs:
 
     def keep(self, place: int, checkpoint: int) -> None:
         """Copy the states of a request to a reserved checkpoint; queued after its last pass."""
+        self._tell(StateMove.KEEP, place, checkpoint)
         for states, kept in zip(self.states, self._kept, strict=True):
             kept[:, checkpoint] = states[:, place]
 
@@ -146,6 +185,7 @@ class StateSlabs:
             length: committed rows of the request before the step.
             operators: namespace of the `specc::` operators that run here.
         """
+        self._tell(StateMove.FOLD, place, checkpoint, length, tuple(source))
         given = (
             torch.tensor([list(source)], dtype=torch.int32, device=self._device),
             torch.tensor([length], dtype=torch.int32, device=self._device),
@@ -155,25 +195,89 @@ class StateSlabs:
             for layer in range(shape.layers):
                 state = kept[layer, checkpoint][None, None]
                 rows = replay[layer, place][None, None]
-                if shape.fold is None:
-                    operators.fold_conv(state, rows, *given)
-                else:
-                    operators.fold_recurrence(state, rows, *given, **shape.fold._asdict())
+                _fold(shape, state, rows, given, operators)
+
+    def fold_all(self, source: Tensor, cache_len: Tensor, states: Tensor, operators: Any) -> None:
+        """Let the states see what a step has accepted, as its last stage does.
+
+        Args:
+            source: [B, P] int32, this and the rest as of `fold_conv_reference`.
+            cache_len: [B] int32.
+            states: [B, 2] int32.
+            operators: namespace of the `specc::` operators that run here.
+        """
+        for shape, slab, replay in zip(self._shapes, self.states, self.replay, strict=True):
+            _fold(shape, slab, replay, (source, cache_len, states), operators)
 
     @contextlib.contextmanager
     def unchanged(self, count: int) -> Iterator[None]:
         """What passes do meanwhile to the states of the first places is undone."""
-        before = [slab[:, :count].clone() for slab in self.states]
+        self._save(count)
         try:
             yield
         finally:
-            for slab, states in zip(self.states, before, strict=True):
-                slab[:, :count] = states
+            self._undo()
+
+    def repeat(self, copy: StateCopy, operators: Any) -> None:
+        """Do what another rank has done with its part.
+
+        Args:
+            copy: what that was.
+            operators: namespace of the `specc::` operators that run here.
+        Raises:
+            FaultError: a place or checkpoint that is not there.
+        """
+        what, place, checkpoint, length, source = copy
+        sizes = self.sizes
+        num_places = sizes.num_places + (what is StateMove.SAVE)
+        is_kept = what in (StateMove.KEEP, StateMove.RESTORE, StateMove.FOLD)
+        num_kept = sizes.num_kept if is_kept else 1
+        if not (0 <= place < num_places and 0 <= checkpoint < num_kept):
+            raise FaultError(
+                f"{what.name} of states, place {place} and checkpoint {checkpoint}",
+                f"one of {sizes.num_places} places and {sizes.num_kept} checkpoints",
+                "load the same engine on all ranks",
+            )
+        match what:
+            case StateMove.KEEP:
+                self.keep(place, checkpoint)
+            case StateMove.RESTORE:
+                self.restore(checkpoint, place)
+            case StateMove.FOLD:
+                self.fold(checkpoint, place, source, length, operators)
+            case StateMove.SAVE:
+                self._save(place)
+            case StateMove.UNDO:
+                self._undo()
+
+    def _save(self, count: int) -> None:
+        self._tell(StateMove.SAVE, count)
+        self._saved = [slab[:, :count].clone() for slab in self.states]
+
+    def _undo(self) -> None:
+        self._tell(StateMove.UNDO)
+        for slab, states in zip(self.states, self._saved, strict=True):
+            slab[:, : states.shape[1]] = states
+        self._saved = []
+
+    def _tell(self, *copy: Any) -> None:
+        if self.tell is not None:
+            self.tell(StateCopy(*copy))
 
     def restore(self, checkpoint: int, place: int) -> None:
         """Give a request the states of a prefix, before its first pass."""
+        self._tell(StateMove.RESTORE, place, checkpoint)
         for states, kept in zip(self.states, self._kept, strict=True):
             states[:, place] = kept[:, checkpoint]
+
+
+def _fold(
+    shape: StateShape, state: Tensor, rows: Tensor, given: Sequence[Tensor], operators: Any
+) -> None:
+    if shape.fold is None:
+        operators.fold_conv(state, rows, *given)
+    else:
+        operators.fold_recurrence(state, rows, *given, **shape.fold._asdict())
 
 
 def num_bytes(shapes: Sequence[StateShape], sizes: StateSizes) -> int:

@@ -276,7 +276,8 @@ class Manifest:
         return dataclasses.replace(self, models=models, parallel=parallel, memory_plan=memory)
 
     def _stage_entry(self, number: int) -> ModelEntry:
-        return self.models[0].stage(number, self.stages[number].layers)
+        stage = self.stages[number]
+        return self.models[0].stage(number, stage.layers, stage.state_layers)
 
     def _memory_of(self, model: ModelEntry, rank: int) -> MemoryEntry:
         """Of a model on one rank that runs it."""

@@ -279,12 +279,14 @@ def check_parallel(
 
 def _check_stages(parallel: ParallelEntry, target: ModelEntry) -> None:
     """Raises EngineError: a layer that no stage runs, or not in its turn."""
-    layers = [layer for stage in parallel.stages for layer in stage.layers]
-    if layers != list(range(len(target.layers))) or len(parallel.stages) < 2:
-        raise invalid(
-            f"parallel.stages have layers {layers}",
-            f"2 stages or more, with the {len(target.layers)} layers of {target.name} in order",
-        )
+    for name, field in (("layers", "layers"), ("layers that keep states", "state_layers")):
+        layers = [layer for stage in parallel.stages for layer in getattr(stage, field)]
+        count = len(getattr(target, field))
+        if layers != list(range(count)) or len(parallel.stages) < 2:
+            raise invalid(
+                f"parallel.stages have {name} {layers}",
+                f"2 stages or more, with the {count} {name} of {target.name} in order",
+            )
 
 
 def check_sizes(

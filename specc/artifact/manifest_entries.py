@@ -52,6 +52,7 @@ class StageEntry:
 
     Args:
         layers: numbers of its attention layers in the target.
+        state_layers: numbers of its layers that keep states, among these of the target.
         dtype: of what it gives on, and of the logits of the last one.
         shape: of that, on each rank; None for the number of tokens or rows.
         memory: of each rank.
@@ -61,6 +62,10 @@ class StageEntry:
     dtype: str
     shape: tuple[int | None, ...] = field(metadata=within(0, MOST_POSITIONS))
     memory: MemoryEntry
+    # engines whose layers keep none do not say so
+    state_layers: tuple[int, ...] = number(
+        0, MOST_LAYERS, default=(), metadata={MAY_BE_ABSENT: True}
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from specc.artifact.state_entry import StateLayerEntry, StateSlabEntry
 from specc.bounds import (
@@ -77,6 +79,11 @@ class SlabEntry:
     def cached_columns(self) -> tuple[int, ...]:
         """Widths of the rows that a token and a KV head have."""
         return cached_columns(self.head_dim, self.value_dim, self.values_in_keys)
+
+
+# layers of one kind, and their slabs
+L = TypeVar("L", LayerEntry, StateLayerEntry)
+S = TypeVar("S", SlabEntry, StateSlabEntry)
 
 
 @dataclass(frozen=True)
@@ -266,7 +273,9 @@ class ModelEntry(ProgramFiles):
         """Its segments, see `specc.artifact.segments`, where it is cut into some."""
         return f"{self.dir}/segments.json"
 
-    def stage(self, number: int, layers: tuple[int, ...]) -> ModelEntry:
+    def stage(
+        self, number: int, layers: tuple[int, ...], state_layers: tuple[int, ...] = ()
+    ) -> ModelEntry:
         """The part of a model that one stage of a pipeline runs.
 
         It has all slabs of the whole model, those of which it has no layer without rows, so that
@@ -275,19 +284,19 @@ class ModelEntry(ProgramFiles):
         Args:
             number: of the stage.
             layers: numbers of its layers in the model.
+            state_layers: likewise, of those that keep states.
         """
-        counts = [0] * len(self.slabs)
-        own = []
-        for place in layers:
-            layer = self.layers[place]
-            own.append(dataclasses.replace(layer, index=counts[layer.slab]))
-            counts[layer.slab] += 1
-        slabs = tuple(
-            dataclasses.replace(slab, num_layers=count)
-            for slab, count in zip(self.slabs, counts, strict=True)
+        own, slabs = _part_of_slabs([self.layers[place] for place in layers], self.slabs)
+        kept = [self.state_layers[place] for place in state_layers]
+        states, state_slabs = _part_of_slabs(kept, self.state_slabs)
+        return dataclasses.replace(
+            self,
+            dir=f"{self.dir}/stage-{number}",
+            layers=own,
+            slabs=slabs,
+            state_layers=states,
+            state_slabs=state_slabs,
         )
-        directory = f"{self.dir}/stage-{number}"
-        return dataclasses.replace(self, dir=directory, layers=tuple(own), slabs=slabs)
 
     def part_of(self, file: str, rank: int | None) -> str:
         """The file of one rank in the place of a file of the model; None is the file itself."""
@@ -304,6 +313,24 @@ class ModelEntry(ProgramFiles):
     def shard_file(self) -> str:
         """How the model is cut, see `specc.sharding.shard_plan.ShardPlan`."""
         return f"{self.dir}/shard.json"
+
+
+def _part_of_slabs(layers: Sequence[L], slabs: Sequence[S]) -> tuple[tuple[L, ...], tuple[S, ...]]:
+    """Some layers, and all slabs with rows for these alone.
+
+    Args:
+        layers: in order.
+        slabs: of all layers.
+    """
+    counts = [0] * len(slabs)
+    own: list[L] = []
+    for layer in layers:
+        own.append(dataclasses.replace(layer, index=counts[layer.slab]))
+        counts[layer.slab] += 1
+    return tuple(own), tuple(
+        dataclasses.replace(slab, num_layers=count)
+        for slab, count in zip(slabs, counts, strict=True)
+    )
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def find_pieces(
     for number, segment in enumerate(model.segments):
         own = [key for key in segment.keys if readers[key] == [number]]
         # before the first layer a table is looked up: whole, it would be read for a few rows
-        if number == 0 and not segment.layers:
+        if number == 0 and not (segment.layers or segment.states):
             continue
         run = _longest_run(sorted(own, key=lambda key: places[key]), places)
         if run:

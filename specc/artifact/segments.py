@@ -23,11 +23,13 @@ class SegmentEntry:
         kind: number of its program among `SegmentedModel.kinds`.
         keys: in the engine's weight file, of the kind's weights and constants in their order.
         layers: number in the model of each layer of the kind, in its order.
+        states: likewise, of those that keep states, among these.
     """
 
     kind: int
     keys: tuple[str, ...]
     layers: tuple[int, ...]
+    states: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,24 @@ class SegmentedModel:
             raise ValueError(f"segments of schema {data['schema_version']}, not {SCHEMA_VERSION}")
         kinds = tuple(data["kinds"])
         segments = tuple(
-            SegmentEntry(item["kind"], tuple(item["keys"]), tuple(item["layers"]))
+            SegmentEntry(
+                item["kind"],
+                tuple(item["keys"]),
+                tuple(item["layers"]),
+                # engines whose layers keep none do not say so
+                tuple(item.get("states", ())),
+            )
             for item in data["segments"]
         )
         for number, item in enumerate(segments):
             inputs = kinds[item.kind]["inputs"]
             bound = sum(entry["kind"] in _BOUND for entry in inputs)
-            layers = {entry["layer"] for entry in inputs if entry["kind"] == "cache"}
-            if len(item.keys) != bound or len(item.layers) != len(layers):
+            if len(item.keys) != bound:
                 raise ValueError(f"segment {number} with {len(item.keys)} keys, not {bound}")
+            for kind, own in (("cache", item.layers), ("state", item.states)):
+                layers = {entry["layer"] for entry in inputs if entry["kind"] == kind}
+                if len(own) != len(layers):
+                    raise ValueError(f"segment {number} with layers {list(own)}, not {len(layers)}")
         if not segments:
             raise ValueError("no segment")
         return cls(str(data["name"]), kinds, segments)

@@ -15,7 +15,7 @@ CONV, RECURRENCE = "conv", "recurrence"
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # passes that fill a checkpoint at a time, before another one gives way for it
 _SPARE = 2
-# fields of models, limits and memory
+# fields of models, limits, memory and stages
 _OF_STATES = {
     "state_layers", "state_slabs", "state_checkpoints", "state_grid", "states", "checkpoints",
 }  # fmt: skip
@@ -126,7 +126,7 @@ def drop_states(data: dict[str, Any]) -> None:
     none of these fields open them.
     """
     stages = (data.get("parallel") or {}).get("stages", [])
-    entries = [*data["models"], data["limits"], *(stage["memory"] for stage in stages)]
+    entries = [*data["models"], data["limits"], *stages, *(stage["memory"] for stage in stages)]
     entries += [x for x in data["memory_plan"].values() if isinstance(x, dict)]
     for entry in entries:
         for name in _OF_STATES & entry.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ def _stages_to_json(manifest: Manifest) -> list[dict[str, Any]]:
         {
             "ranks": list(_ranks(manifest, number)),
             "layers": list(stage.layers),
+            **({"state_layers": list(stage.state_layers)} if stage.state_layers else {}),
             "weights": stage.memory.weights,
             "cache": stage.memory.cache,
             "bytes_per_token": None if number == last else _bytes_per_token(stage),
@@ -111,15 +112,17 @@ def _stages_to_json(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _stages_table(manifest: Manifest) -> Table:
     """A line for each stage: layers, bytes, and what goes from one to the next."""
-    columns = ("stage", "ranks", "layers", "weights a rank", "caches a rank", "hands on a token")
-    table = make_table(columns, columns[3:])
+    sizes = ("weights a rank", "caches a rank", "hands on a token")
+    kept = ("keep states",) if any(stage.state_layers for stage in manifest.stages) else ()
+    table = make_table(("stage", "ranks", "layers", *kept, *sizes), sizes)
     last = len(manifest.stages) - 1
     for number, stage in enumerate(manifest.stages):
         ranks = _ranks(manifest, number)
         table.add_row(
             str(number),
             _span(ranks[0], ranks[-1]),
-            _span(stage.layers[0], stage.layers[-1]),
+            _numbers(stage.layers),
+            *(_numbers(stage.state_layers) for _ in kept),
             format_bytes(stage.memory.weights),
             format_bytes(stage.memory.cache),
             "logits or tokens" if number == last else f"{_bytes_per_token(stage)} bytes",
@@ -137,6 +140,10 @@ def _ranks(manifest: Manifest, number: int) -> range:
     assert manifest.parallel is not None
     size = manifest.parallel.tensor_parallel_size
     return range(number * size, (number + 1) * size)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return _span(layers[0], layers[-1]) if layers else "none"
 
 
 def _span(first: int, last: int) -> str:

@@ -41,7 +41,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.lent_weights import is_lending, move_shared
-from specc.compiler.model_entries import cache_layout, draft_states
+from specc.compiler.model_entries import cache_layout, draft_states, state_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
@@ -97,10 +97,10 @@ def reshard_engine(
         config = _config_of(old, backend, num_ranks, num_stages)
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
-        states = old.models[0].state_slabs
         request = CompileRequest(config, None, facts, options, reads_hidden=keeps_hidden)
+        keeps_states = bool(old.models[0].state_layers)
         stateful = tuple(draft_states(old.models))
-        refuse(dataclasses.replace(request, keeps_states=bool(states), stateful_drafts=stateful))
+        refuse(dataclasses.replace(request, keeps_states=keeps_states, stateful_drafts=stateful))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -149,10 +149,8 @@ def reshard_engine(
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
                 is_cut = parallel is not None
-                all_states = states, draft_states(old.models)
-                steps = write_steps(
-                    writer, plans, slabs, *of_cache, is_cut, old.windowed, *all_states
-                )
+                states = models[0].entry.state_slabs, draft_states(old.models)
+                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, *states)
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:
@@ -335,7 +333,10 @@ def _cut_anew(context: CompileContext, model: CompiledModel) -> list[PassRecord]
     model.unlowered = kept.unlowered
     model.whole = whole.to_json(program) if keeps_whole else None
     layers, slabs = cache_layout(program)
-    model.entry = dataclasses.replace(model.entry, layers=layers, slabs=slabs)
+    states, state_slabs = state_layout(program)
+    model.entry = dataclasses.replace(
+        model.entry, layers=layers, slabs=slabs, state_layers=states, state_slabs=state_slabs
+    )
     return records
 
 

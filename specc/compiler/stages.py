@@ -51,11 +51,12 @@ def cut_stages(program: Program, num_stages: int) -> tuple[Segment, ...]:
         ConfigError: a stage would have no layer, also where other weights are so large that the
             most equal stages have none.
     """
-    check_num_stages(num_stages, len(program.layers))
+    num_layers = len(program.layers) + len(program.state_layers)
+    check_num_stages(num_stages, num_layers)
     stages = tuple(cut_segments(program, stage_places(program, num_stages)))
-    if empty := [stage.number for stage in stages if not stage.layers]:
+    if empty := [x.number for x in stages if not (x.layers or x.state_layers)]:
         raise ConfigError(
-            f"--pipeline-parallel-size {num_stages}, and a target of {len(program.layers)} layers:"
+            f"--pipeline-parallel-size {num_stages}, and a target of {num_layers} layers:"
             f" stages as equal in bytes as can be leave none of them to stage {empty[0]}",
             "a layer or more in each stage",
             "choose a smaller --pipeline-parallel-size",
@@ -95,7 +96,7 @@ def constants_of(program: Program) -> dict[str, Tensor]:
 def staged(model: CompiledModel) -> Iterator[tuple[Segment, ModelEntry]]:
     """Stages of a model, and what the manifest says of each; none where it has one alone."""
     for stage in model.stages:
-        yield stage, model.entry.stage(stage.number, stage.layers)
+        yield stage, model.entry.stage(stage.number, stage.layers, stage.state_layers)
 
 
 def staged_specs(model: CompiledModel, specs: Sequence[WeightSpec]) -> dict[str, list[WeightSpec]]:
@@ -151,6 +152,7 @@ def stage_entries(context: CompileContext, target: CompiledModel) -> tuple[Stage
                 str(value.dtype).removeprefix("torch."),
                 tuple(size if isinstance(size, int) else None for size in value.shape),
                 MemoryEntry(**memory.to_json()),
+                stage.state_layers,
             )
         )
     return tuple(entries)

@@ -131,7 +131,8 @@ def read_model(engine: Path, manifest: Manifest, entry: ModelEntry) -> CompiledM
     # a whole draft, which is taken over: kernels for a GPU have the place of its attention
     is_lowered = whole_json is program_json and facts_of(manifest.backend).is_on_gpu
     layers = [] if is_lowered else [(layer.name, layer.window) for layer in entry.layers]
-    program = read_program(whole_json, constants, layers, list(dict.fromkeys(keys)))
+    names = [layer.name for layer in entry.state_layers]
+    program = read_program(whole_json, constants, layers, list(dict.fromkeys(keys)), names)
     if is_lowered:
         program.layers += map(_layer_of, entry.layers)
     program.integers = integers_of(program_json, reader)

@@ -206,6 +206,7 @@ class RankConstant:
         rows: that each rank holds.
         total: that there are.
         dtype: of the input.
+        cut: of `own_rows`, which they are, where they do not follow each other.
     """
 
     name: str
@@ -213,11 +214,14 @@ class RankConstant:
     rows: int
     total: int
     dtype: str = "int64"
+    cut: Cut = ()
 
     def value(self, rank: int) -> Tensor:
         first = rank * self.rows
         if self.kind == FIRST_ROW:
             return torch.tensor([first])
+        if self.kind == OWN_ROWS and self.cut:
+            return torch.cat([torch.arange(*piece) for piece in pieces_of(self.cut, rank)])
         if self.kind == OWN_ROWS:
             return torch.arange(first, first + self.rows)
         value = torch.zeros(self.rows, dtype=getattr(torch, self.dtype))
@@ -233,7 +237,7 @@ class Collective:
         node: in the graph.
         kind: `all_reduce`.
         after: the node whose values are summed.
-        layer: attention layers before it.
+        layer: calls of layers that attend or keep states before it.
         bytes_per_token: of the values of one token.
     """
 
@@ -295,7 +299,12 @@ class ShardPlan:
         return {weight.key: weight for weight in self.weights}
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        for item in data["constants"]:
+            if not item["cut"]:
+                # most plans have none
+                del item["cut"]
+        return data
 
     @classmethod
     def read(cls, path: Path) -> ShardPlan:
@@ -329,7 +338,10 @@ class ShardPlan:
             data["num_ranks"],
             weights,
             tuple(Collective(**item) for item in data["collectives"]),
-            tuple(RankConstant(**item) for item in data["constants"]),
+            tuple(
+                RankConstant(**item | {"cut": tuple(Interval(**x) for x in item.get("cut", ()))})
+                for item in data["constants"]
+            ),
             data["vocab_size"],
             data["local_vocab_size"],
         )

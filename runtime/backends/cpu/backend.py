@@ -47,10 +47,12 @@ class CpuBackend(RuntimeBackend):
         models: dict[str, CpuProgram | CpuSegments] = {}
         for model in manifest.models:
             bound = readable_weights(model, target, weights), caches_of(model, cache)
+            states = states_of(model, cache)
             if manifest.segments is not None and model is target:
-                models[model.name] = _load_segments(path, manifest, limits, *bound, pool, reserve)
+                models[model.name] = _load_segments(
+                    path, manifest, limits, *bound, pool, reserve, states
+                )
             else:
-                states = states_of(model, cache)
                 models[model.name] = CpuProgram(
                     read_json(path / model.program_file), *bound, pool, reserve, states
                 )
@@ -94,12 +96,13 @@ def _load_segments(
     caches: Sequence[tuple[Tensor, Tensor]],
     pool: Pool,
     reserve: int,
+    states: Sequence[tuple[Tensor, Tensor]],
 ) -> CpuSegments:
     """The target, of engines that have it as segments."""
     target, file = manifest.models[0], path / manifest.weights_file(manifest.models[0], limits.rank)
     model = SegmentedModel.read(path / target.segments_file)
     offload = offload_of(manifest, limits, model, file)
-    return CpuSegments(model, weights, caches, offload, file, pool, reserve)
+    return CpuSegments(model, weights, caches, offload, file, pool, reserve, states)
 
 
 BACKEND = CpuBackend()

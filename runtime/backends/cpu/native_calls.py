@@ -60,7 +60,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "specc_set_poison": (None, (_INT,)),
     "specc_program_new": (_POINTER, (_POINTER, _INTS, _INT64, _INT64)),
     "specc_segments_new": (
-        _POINTER, (ctypes.POINTER(_POINTER), _INTS, _INT64, _POINTER, _INT),
+        _POINTER, (ctypes.POINTER(_POINTER), _INTS, _INT64, _POINTER, _INT, _INT),
     ),
     "specc_program_free": (None, (_POINTER,)),
     "specc_program_bind": (_INT, (_POINTER, _INT64, _TENSOR)),

@@ -18,7 +18,7 @@ from specc.kernels.ranks import rank_error
 from specc.kernels.weight_stream import WeightStream
 from specc.runtime.backends.cpu.native_calls import Pool, functions, made
 from specc.runtime.backends.cpu.program import CpuProgram, run_program, with_ancestors
-from specc.runtime.backends.program_files import takes_mass
+from specc.runtime.backends.program_files import takes_mass, takes_states
 
 _log = logging.getLogger(__name__)
 # the sentences of kernels/cpu/weight_stream.cpp
@@ -39,6 +39,7 @@ class CpuSegments:
         file: of the weights, where some of them stay in it.
         pool: memory of the engine's programs; None: its own.
         reserve: bytes that its values are known to take.
+        states: per layer of the whole model that keeps some, see `CpuProgram`.
     Raises:
         EngineError: an input has no weight, or instructions cannot run.
     """
@@ -52,6 +53,7 @@ class CpuSegments:
         file: Path | None = None,
         pool: Pool | None = None,
         reserve: int = 0,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.name, self.weights = model.name, weights
         self.offload = offload
@@ -74,7 +76,14 @@ class CpuSegments:
                 pieces[piece.segment] = place
                 bound |= _views(self.stream.piece(place), piece, weights)
         self._segments = [
-            CpuProgram(program, bound, [caches[i] for i in segment.layers], self._pool, reserve)
+            CpuProgram(
+                program,
+                bound,
+                [caches[i] for i in segment.layers],
+                self._pool,
+                reserve,
+                [states[i] for i in segment.states],
+            )
             for program, segment in zip(programs, model.segments, strict=True)
         ]
         count = len(self._segments)
@@ -88,6 +97,7 @@ class CpuSegments:
                 count,
                 None if self.stream is None else self.stream.handle,
                 takes_mass(programs[0]),
+                takes_states(programs[0]),
             )
         )
         self._finalizer = weakref.finalize(self, library.specc_program_free, self.pointer)

@@ -32,16 +32,14 @@ class EagerBackend(RuntimeBackend):
         models: dict[str, ModelProgram | SegmentedProgram] = {}
         for model in manifest.models:
             bound = readable_weights(model, target, weights), caches_of(model, cache)
+            states = states_of(model, cache)
             if manifest.segments is not None and model is target:
                 models[model.name] = SegmentedProgram.load(
-                    path / model.segments_file, *bound, rehearses=True
+                    path / model.segments_file, *bound, rehearses=True, states=states
                 )
             else:
                 models[model.name] = ModelProgram(
-                    read_json(path / model.program_file),
-                    *bound,
-                    rehearses=True,
-                    states=states_of(model, cache),
+                    read_json(path / model.program_file), *bound, rehearses=True, states=states
                 )
         self_drafts = {
             entry.name: ModelProgram(

@@ -199,6 +199,7 @@ class SegmentedProgram(nn.Module):
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         rehearses: bool = False,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> SegmentedProgram:
         """Programs of all segments.
 
@@ -207,14 +208,16 @@ class SegmentedProgram(nn.Module):
             weights: key → tensor of each weight and constant.
             caches: per layer of the whole model, the k and v cache [blocks, block_size, HK, D].
             rehearses: see `ModelProgram`.
+            states: per layer of the whole model that keeps some, see `ModelProgram`.
         Raises:
             EngineError: an input has no weight, or one of another shape or dtype.
         """
         segments: list[ModelProgram] = []
         for number, segment in enumerate(model.segments):
             own = [caches[layer] for layer in segment.layers]
+            kept = [states[layer] for layer in segment.states]
             program = model.program(number)
-            segments.append(ModelProgram(program, weights, own, "cpu", rehearses))
+            segments.append(ModelProgram(program, weights, own, "cpu", rehearses, kept))
         made = cls(model.name, segments)
         made.weights = weights
         return made
@@ -226,9 +229,10 @@ class SegmentedProgram(nn.Module):
         weights: Mapping[str, Tensor],
         caches: Sequence[tuple[Tensor, Tensor]],
         rehearses: bool = False,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> SegmentedProgram:
         """See `bind`; `path` is the file of the segments."""
-        return cls.bind(SegmentedModel.read(path), weights, caches, rehearses)
+        return cls.bind(SegmentedModel.read(path), weights, caches, rehearses, states)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         """Inputs and result are those of `ModelProgram.forward`, of a whole model."""

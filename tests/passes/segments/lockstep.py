@@ -17,7 +17,7 @@ from specc.passes.segments.cut_segments import Segment, cut_segments, segments_t
 from specc.passes.segments.places import CutPlace, layer_places
 from specc.runtime.backends.eager.program import ModelProgram, SegmentedProgram
 from tests import models
-from tests.passes.shard.lockstep import Inputs, make_caches, whole_weights
+from tests.passes.shard.lockstep import Inputs, make_caches, make_states, whole_weights
 from tests.traces import trace_once
 
 Choose = Callable[[Program], Sequence[CutPlace]]
@@ -31,7 +31,8 @@ class Cut:
         whole: the same, bound.
         segments: as the pass makes them.
         joined: the segments as one program, made of what is stored of them.
-        caches: of the whole one, and of the segments: k and v of each layer.
+        caches: of the whole one, and of the segments: k and v of each layer; then states and replay
+            rows of each that keeps some.
     """
 
     program: Program
@@ -55,9 +56,10 @@ class Cut:
         weights = whole_weights(model, program)
         weights |= {constant_key(key): value for key, value in program.constants.items()}
         caches = make_caches(program), make_caches(program)
-        whole = ModelProgram(before, weights, caches[0])
-        joined = bind_segments(segments_to_json(segments), weights, caches[1])
-        return cls(program, whole, segments, joined, caches)
+        states = make_states(program), make_states(program)
+        whole = ModelProgram(before, weights, caches[0], states=states[0])
+        joined = bind_segments(segments_to_json(segments), weights, caches[1], states[1])
+        return cls(program, whole, segments, joined, (caches[0] + states[0], caches[1] + states[1]))
 
     def check(self, inputs: Inputs) -> Tensor:
         """Run both, compare logits and all caches to the bit; returns the logits."""
@@ -71,6 +73,9 @@ class Cut:
 
 
 def bind_segments(
-    data: dict[str, Any], weights: dict[str, Tensor], caches: list[tuple[Tensor, Tensor]]
+    data: dict[str, Any],
+    weights: dict[str, Tensor],
+    caches: list[tuple[Tensor, Tensor]],
+    states: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> SegmentedProgram:
-    return SegmentedProgram.bind(SegmentedModel.from_json(data), weights, caches)
+    return SegmentedProgram.bind(SegmentedModel.from_json(data), weights, caches, states=states)

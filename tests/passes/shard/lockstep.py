@@ -24,6 +24,7 @@ from tests.passes.modules import stored_rows
 from tests.traces import trace_once
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
+NUM_STATES, NUM_ROWS = 3, 16
 # float32 sums in another order: about a hundred times less than what a wrong piece makes
 TOLERANCE = 5e-5
 Inputs = tuple[Tensor | None, ...]
@@ -127,6 +128,7 @@ class Both:
         ranks: the same program for each rank, with its weights and caches.
         caches: of the whole one and of each rank: k and v of each layer.
         sums: bytes of each sum of the last pass of all ranks.
+        states: as caches: states and replay rows of each layer that keeps some.
     """
 
     whole: ModelProgram
@@ -134,6 +136,7 @@ class Both:
     plan: ShardPlan
     caches: list[list[tuple[Tensor, Tensor]]]
     sums: Sequence[int] = ()
+    states: Sequence[list[tuple[Tensor, Tensor]]] = ()
 
     @classmethod
     def make(cls, name: str, num_ranks: int, **changes: Any) -> Both:
@@ -161,15 +164,17 @@ class Both:
         kept = {
             constant_key(key): value for key, value in (whole.constants | cut.constants).items()
         }
-        caches = [make_caches(whole)]
-        programs = [ModelProgram(program_to_json(whole), weights | kept, caches[0])]
+        caches, states = [make_caches(whole)], [make_states(whole)]
+        program_json = program_to_json(whole)
+        programs = [ModelProgram(program_json, weights | kept, caches[0], states=states[0])]
         lowered = program_to_json(cut)
         for rank in range(num_ranks):
             own = {key: plan.by_key[key].take(value, rank) for key, value in weights.items()}
             own |= kept | {constant_key(c.name): c.value(rank) for c in plan.constants}
             caches.append(make_caches(cut))
-            programs.append(ModelProgram(lowered, own, caches[-1]))
-        return cls(programs[0], programs[1:], plan, caches)
+            states.append(make_states(cut))
+            programs.append(ModelProgram(lowered, own, caches[-1], states=states[-1]))
+        return cls(programs[0], programs[1:], plan, caches, states=states)
 
     def run_ranks(self, inputs: Inputs) -> list[Tensor]:
         """The logits of each rank: its columns."""
@@ -212,6 +217,23 @@ def make_caches(program: Program) -> list[tuple[Tensor, Tensor]]:
             values = keys[..., : widths[1]]
         made.append((keys, values))
     return made
+
+
+def make_states(program: Program) -> list[tuple[Tensor, Tensor]]:
+    """Of a program's own heads and channels; what nobody has written is noise."""
+    return [
+        (
+            torch.full((NUM_STATES, *layer.shape), 30.0, dtype=layer.dtype),
+            torch.full((NUM_STATES, NUM_ROWS, layer.columns), 30.0, dtype=layer.dtype),
+        )
+        for layer in program.state_layers
+    ]
+
+
+def with_states(inputs: Inputs, certain: Sequence[int]) -> Inputs:
+    """A pass of sequences of which so many nodes each are certain; places are not in order."""
+    places = torch.arange(NUM_STATES - 1, NUM_STATES - 1 - len(certain), -1)
+    return (*inputs, torch.stack([places, torch.tensor(certain)], 1).int())
 
 
 def prompt_inputs(prompts: Sequence[Sequence[int]]) -> Inputs:

@@ -296,7 +296,8 @@ def test_what_is_written_stays_whole() -> None:
     row.meta["val"] = torch.empty(7, 24)
     written = graph.call_function(ops.write_rows, (row, *list(inputs.values())[1:]))
     written.meta["val"] = None
-    program: Any = SimpleNamespace(graph=graph, weights={}, caches=("x", "slab"), constants={})
+    caches = dict.fromkeys(("x", "slab"), (0, "k"))
+    program: Any = SimpleNamespace(graph=graph, weights={}, caches=caches, states={}, constants={})
     blocks = {element for element, _ in relations_of(program).blocks}
     assert {(row, 1), (inputs["slab"], 2)} <= blocks
     assert (inputs["x"], 1) not in blocks

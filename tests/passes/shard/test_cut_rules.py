@@ -61,7 +61,7 @@ def test_a_layout_of_other_dimensions_is_no_layout(call):
 def test_heads_are_the_first_named_dimensions(call):
     rule = Cut({"x": ". heads", "weight": "* . heads"}, ". .", "so", heads=("x", "weight"))
     x, weight, _ = call.args
-    assert relations(call, rule).heads == [((x, 1), (weight, 2))]
+    assert relations(call, rule).heads == {call: ((x, 1), (weight, 2))}
 
 
 def test_without_a_rule_everything_stays_whole(call):

@@ -143,22 +143,13 @@ def test_how_many_are_kept(program, changes, wanted, manifest: Manifest) -> None
     assert (found.state_checkpoints, found.state_grid) == wanted
 
 
-@pytest.mark.parametrize(
-    ("plans", "changes", "found"),
-    [
-        ((), {"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
-        ((), {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
-        ((), {"segments": True}, "--segments"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together(plans, changes, found) -> None:
-    config, facts = options(*plans, **changes), facts_of("eager")
-    asked = CompileRequest(config, plans, facts, facts.options)
-    refuse(asked)
-    with pytest.raises(ConfigError) as caught:
-        refuse(dataclasses.replace(asked, keeps_states=True))
-    assert caught.value.found == f"a target whose layers keep states, and {found}"
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_captured_steps_of_several_ranks_fold_nothing(option) -> None:
+    facts = dataclasses.replace(facts_of("cuda"), keeps_states=True)
+    config = options(**{option: 2})
+    with pytest.raises(ConfigError, match="ranks that replay captured steps do not fold states"):
+        refuse(CompileRequest(config, (), facts, facts.options, keeps_states=True))
+    refuse(CompileRequest(config, (), facts_of("cpu"), facts.options, keeps_states=True))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])

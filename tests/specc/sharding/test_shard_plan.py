@@ -10,6 +10,7 @@ import torch
 from specc.sharding.shard_plan import (
     ALL_REDUCE,
     FIRST_ROW,
+    OWN_ROWS,
     PADDING,
     Collective,
     Interval,
@@ -74,6 +75,16 @@ def test_constants_of_ranks(dtype: str) -> None:
     assert padding.value(0).dtype == getattr(torch, dtype)
 
 
+def test_own_rows_of_intervals() -> None:
+    follow = RankConstant("rows", OWN_ROWS, 2, 8)
+    assert [follow.value(rank).tolist() for rank in (0, 3)] == [[0, 1], [6, 7]]
+    rows = RankConstant("rows", OWN_ROWS, 6, 16, cut=FUSED)
+    assert [rows.value(rank).tolist() for rank in (1, 2)] == [
+        [2, 3, 8, 9, 12, 13],
+        [4, 5, 10, 11, 14, 15],
+    ]
+
+
 def test_json_says_all_of_a_plan() -> None:
     plan = ShardPlan(
         4,
@@ -82,7 +93,11 @@ def test_json_says_all_of_a_plan() -> None:
             WeightCut("b", "bfloat16", (3,), (WHOLE,), is_first_only=True),
         ),
         (Collective("all_reduce", ALL_REDUCE, "linear", 1, 6),),
-        (RankConstant("first", FIRST_ROW, 2, 5), RankConstant("p", PADDING, 2, 5, "bfloat16")),
+        (
+            RankConstant("first", FIRST_ROW, 2, 5),
+            RankConstant("p", PADDING, 2, 5, "bfloat16"),
+            RankConstant("rows", OWN_ROWS, 6, 16, cut=FUSED),
+        ),
         5,
         2,
     )
