@@ -408,7 +408,6 @@ REFUSALS: tuple[Refusal, ...] = (
             (RANKS, "one rank: states are not cut by heads yet", "leave out {other}"),
             (STAGES, "one rank: no stage has states of its own yet", "leave out {other}"),
             (SEGMENTS, "one program: no segment has states of its own yet", "leave out {other}"),
-            (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
         )
     ),
 )
