@@ -52,7 +52,10 @@ def make(
     ("name", "form", "quantized", "layout", "backend"),
     [
         # Qwen3-Next-80B-A3B-…-FP8
-        ("qwen3_next_hybrid", made.float8_blocks(32), (DELTA, ATTENTION, MLP), "fp8-g32", "eager"),
+        pytest.param(
+            "qwen3_next_hybrid", made.float8_blocks(32), (DELTA, ATTENTION, MLP), "fp8-g32",
+            "cpu", marks=SLOW,
+        ),
         # Qwen3.5-…-FP8
         pytest.param(
             "qwen3_5", made.float8_blocks(32), (DELTA, ATTENTION, MLP), "fp8-g32", "cpu", marks=SLOW
@@ -112,7 +115,7 @@ def test_published_layouts(
     check_plans(engine, PLANS, num_prompts=3, max_tokens=16)
 
 
-@pytest.mark.parametrize("left", ["in_proj_z", "in_proj_qkv"])
+@pytest.mark.parametrize("left", ["in_proj_z", pytest.param("in_proj_qkv", marks=SLOW)])
 def test_projections_that_are_quantized_in_part(tmp_path: Path, left: str) -> None:
     """Of projections beside each other, one is in floats: they are not fused."""
     parts = [part for part in ("in_proj_qkv", "in_proj_z", "out_proj") if part != left]
