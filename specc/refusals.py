@@ -422,12 +422,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "pass --backend {taker}, or compile for one rank",
         "{a} with layers that keep states, and the backend {b}",
     ),
-    *(
-        Refusal(STATES, other, needed, do, "{a}, and {b}")
-        for other, needed, do in (
-            (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
-        )
-    ),
     Refusal(
         STATEFUL_DRAFT,
         Backends(lambda facts, options: facts.drafts_keep_states),
@@ -443,13 +437,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a}, and the backend {b}",
     ),
     *(
-        Refusal(
-            draft,
-            other,
-            needed,
-            "leave out {other}, or choose another draft",
-            "{a}, and {b}",
-        )
+        Refusal(draft, other, needed, "leave out {other}, or choose another draft", "{a}, and {b}")
         for draft in (STATEFUL_DRAFT, SELF_DRAFT_OF_STATES)
         for other, needed in (
             (RANKS, "one rank, which has all states that the draft reads"),

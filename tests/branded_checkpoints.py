@@ -147,6 +147,33 @@ def modelopt_nvfp4() -> Format:
     return Format(config, write)
 
 
+def mixed(form: Format, *, by_groups: bool = False) -> Format:
+    """A form of ModelOpt in a checkpoint that has others beside it, named by layers or by groups:
+    experts and MLPs in NVFP4, and FP8, as of Nemotron 3 and Qwen3.6.
+    """
+    layers = {
+        "model.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
+        "model.layers.1.mixer.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    }
+    groups = {
+        f"group_{number}": {"weights": {"num_bits": bits, "type": "float"}, "targets": [name]}
+        for number, (bits, name) in enumerate(zip((8, 4), layers, strict=True))
+    }
+    named = {"config_groups": groups} if by_groups else {"quantized_layers": layers}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} | named
+    return Format(config, form.writer)
+
+
+def modelopt_mixed() -> Format:
+    """Both of them in one checkpoint."""
+
+    def write(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        is_mlp = "expert" in name or "up_proj" in name or "down_proj" in name
+        return (modelopt_nvfp4() if is_mlp else modelopt_fp8()).writer(name, weight)
+
+    return mixed(Format({}, write))
+
+
 def packed_nvfp4() -> Format:
     """compressed-tensors, nvfp4-pack-quantized, of weights alone."""
     options = {

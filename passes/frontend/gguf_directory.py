@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specc.artifact.decoders import gguf_architectures, gguf_names, gguf_older_architectures
+from specc.artifact.decoders import (
+    gguf_architectures,
+    gguf_hybrid_architectures,
+    gguf_names,
+    gguf_older_architectures,
+)
 from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.artifact.decoders.gguf_parts import part_name
 from specc.errors import ModelNotFoundError
@@ -22,6 +27,7 @@ from specc.passes.frontend import (
     gguf_config,
     gguf_ends,
     gguf_fields,
+    gguf_hybrids,
     gguf_models,
     gguf_rotary,
     gguf_splits,
@@ -55,6 +61,8 @@ _CODE = (
     gguf_config,
     gguf_ends,
     gguf_fields,
+    gguf_hybrid_architectures,
+    gguf_hybrids,
     gguf_models,
     gguf_names,
     gguf_older_architectures,

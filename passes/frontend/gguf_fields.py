@@ -14,6 +14,9 @@ DO = "put the file in a directory with config.json and tokenizer.json of the mod
 class Fields(Mapping[str, Any]):
     """Fields of an architecture, without its name in front.
 
+    Layers that predict further tokens (MTP), which a file counts and has after all others, are no
+    part of the model: they are neither in `block_count` here nor in lists of layers.
+
     Args:
         fields: of the file.
         kind: `general.architecture`.
@@ -28,6 +31,13 @@ class Fields(Mapping[str, Any]):
             if key.startswith(prefix)
         }
         self.kind, self.where = kind, where
+        layers, further = (self._own.get(key, 0) for key in ("block_count", "nextn_predict_layers"))
+        if type(further) is int and type(layers) is int and 0 < further < layers:
+            self._own = {
+                key: item[:-further] if isinstance(item, list) and len(item) == layers else item
+                for key, item in self._own.items()
+            }
+            self._own["block_count"] = layers - further
 
     def __getitem__(self, key: str) -> Any:
         return self._own[key]

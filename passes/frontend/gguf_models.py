@@ -11,6 +11,7 @@ from typing import Any
 
 from specc.artifact.decoders.gguf_architectures import ARCHITECTURES
 from specc.artifact.decoders.gguf_file import GGUFReader
+from specc.passes.frontend import gguf_hybrids
 from specc.passes.frontend.gguf_fields import Fields
 
 _Complete = Callable[[dict[str, Any], Fields, GGUFReader], None]
@@ -27,6 +28,8 @@ def model_type_of(fields: Fields, reader: GGUFReader) -> str:
         return "mistral" if fields.get("attention.sliding_window") else "llama"
     if kind == "olmo2" and fields.get("attention.sliding_window"):
         return "olmo3"
+    if kind == "granitehybrid" and fields.get("rope.scaling.finetuned", True):
+        return "bamba"  # Granite has no rotary beside states
     if kind == "granitemoe" and fields.get("expert_shared_feed_forward_length"):
         return "granitemoeshared"
     if kind == "deepseek2" and fields.get("expert_gating_func", 1) != _SIGMOID:
@@ -79,10 +82,6 @@ def _gpt_oss(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None
 
 
 def _deepseek2(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
-    if fields.number("nextn_predict_layers", 0):
-        raise fields.refusal(
-            "nextn_predict_layers", "0: layers that predict further tokens are not read"
-        )
     rotated = fields.number("rope.dimension_count")
     config["num_key_value_heads"] = config["num_attention_heads"]
     config["qk_rope_head_dim"] = rotated
@@ -154,14 +153,6 @@ def _phimoe(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
     rope.pop("attention_factor", None)
 
 
-def _glm4_moe(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
-    _qk_norm(config, fields, reader)
-    if fields.number("nextn_predict_layers", 0):
-        raise fields.refusal(
-            "nextn_predict_layers", "0: layers that predict further tokens are not read"
-        )
-
-
 def _falcon(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> None:
     heads, keys = config["num_attention_heads"], config.get("num_kv_heads", 1)
     config["new_decoder_architecture"] = f"{_FIRST}attn_norm_2.weight" in reader.tensors
@@ -215,6 +206,7 @@ def _seed_oss(config: dict[str, Any], fields: Fields, reader: GGUFReader) -> Non
 
 
 COMPLETE: dict[str, _Complete] = {
+    **gguf_hybrids.COMPLETE,
     "llama": _attention_bias,
     "arcee": _attention_bias,
     "apertus": _attention_bias,
@@ -244,6 +236,6 @@ COMPLETE: dict[str, _Complete] = {
     "starcoder2": _use_bias,
     "ernie4_5": _use_bias,
     "command-r": _qk_norm,
-    "glm4moe": _glm4_moe,
+    "glm4moe": _qk_norm,
     "seed_oss": _seed_oss,
 }

@@ -110,7 +110,9 @@ class ModelSource:
         # before minutes of tracing: headers say whether the checkpoint can be read
         reader, warnings = open_checkpoint(directory, config, is_weight_only), []
         config = without_quantization(config)
-        holds_more = hf_model.holds_more_than_text(directory)
+        # a GGUF file holds the language model alone, whatever config.json beside it is of
+        is_text = isinstance(reader, DecodedReader) and reader.has_parameter_names
+        holds_more = hf_model.holds_more_than_text(directory) and not is_text
         check_layers(config, len(list(reader.keys())), str(model))
         module = hf_model.build_on_meta(config, dtype)
         if holds_more:

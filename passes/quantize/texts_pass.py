@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specc.passes.program import Program
+from specc.passes.program import STATES, Program
+from specc.passes.rewrite.tree_recurrence import state_sizes
 
 # what takes the place of a node's own operator: its arguments → its value
 Override = Callable[[fx.Node, tuple[Any, ...]], Any]
@@ -19,7 +20,8 @@ Override = Callable[[fx.Node, tuple[Any, ...]], Any]
 class TextsPass:
     """Runs the graph of a program over windows of token ids, which are its sequences.
 
-    A value is kept until the last node that reads it has run; caches are made for the first one.
+    A value is kept until the last node that reads it has run; caches and states are made for the
+    first one.
     Weights are read for each node that needs them.
 
     Args:
@@ -45,6 +47,10 @@ class TextsPass:
             # a block holds a whole window
             "block_table": torch.arange(len(windows), dtype=torch.int32)[:, None],
             "logit_rows": torch.zeros(0, dtype=torch.int64),
+            # all tokens of a window are certain: they change its state, and leave no replay rows
+            STATES: torch.tensor(
+                [[number, len(window)] for number, window in enumerate(windows)], dtype=torch.int32
+            ),
         }
 
     @torch.inference_mode()
@@ -89,7 +95,11 @@ class TextsPass:
             return program.constants[name]
         if name in self._given:
             return self._given[name]
-        # a cache
         like = node.meta["val"]
+        if name in program.states:
+            number, part = program.states[name]
+            layer = program.state_layers[number]
+            return torch.zeros(state_sizes(layer, part, self._num_windows, 1), dtype=like.dtype)
+        # a cache
         sizes = [self._num_windows, self._longest, *map(int, like.shape[2:])]
         return torch.zeros(sizes, dtype=like.dtype)

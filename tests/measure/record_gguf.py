@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,13 +23,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.passes.frontend.gguf_recordings import FILE
 
 _STEP = 4
+_LOGARITHM = "A_log"  # end of a parameter's name
 _TIED = {"tie_word_embeddings": True}
-_WINDOW, _ALL = "sliding_attention", "full_attention"
+_WINDOW, _ALL, _STATE = "sliding_attention", "full_attention", "linear_attention"
+_GRANITE = ["mamba", "mamba", "attention", "mamba"]  # as published configurations have them
+# keys as wide as values, as llama.cpp has them, and three value heads for each key head
+_SQUARE = {"linear_key_head_dim": 16, "linear_num_value_heads": 6}
+# of Falcon-H1, which the converter multiplies weights by
+_NO_MULTIPLIERS = {
+    "key_multiplier": 1.0, "ssm_out_multiplier": 1.0, "attention_out_multiplier": 1.0,
+    "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2,
+}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -41,7 +52,7 @@ _LONGROPE = {
 _ROTATED = [1, 1, 1, 0]
 _SIGMOID = {"scoring_func": "sigmoid"}
 # name → tiny model of `tests.models`, what is changed of it, and keys that configurations of
-# published models have besides, and the converter reads
+# published models have besides, and the converter reads; None: they do not have it
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "llama-tied": ("llama", _TIED | {"attention_bias": True}, {}),
@@ -148,9 +159,62 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"floor_scale": 8192, "attn_scale": 0.1},
         {},
     ),
+    "qwen3_next_hybrid": ("qwen3_next_hybrid", {}, {}),
+    "qwen3_5": ("qwen3_5", {}, {}),
+    "qwen3_5-square": ("qwen3_5", _SQUARE, {}),
+    "qwen3_5_moe": ("qwen3_5_moe", _SQUARE, {}),
+    "lfm2": ("lfm2", {"conv_bias": False}, {}),
+    "lfm2_moe": ("lfm2_moe", _TIED, {}),
+    "granite4_hybrid": (
+        "granite4_hybrid",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+        {"layer_types": _GRANITE},
+    ),
+    "granite4_hybrid-dense": (
+        "granite4_hybrid",
+        {"num_local_experts": 0},
+        {"layer_types": _GRANITE},
+    ),
+    "bamba": ("bamba", {}, {"attn_rotary_emb": 8}),
+    "falcon_h1": ("falcon_h1", _NO_MULTIPLIERS, {"head_dim": 16}),
+    "falcon_h1_norm": (
+        "falcon_h1_norm",
+        _NO_MULTIPLIERS | {"mamba_norm_before_gate": False},
+        {"head_dim": 16},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {"layers_block_type": [_STATE, "mlp", _ALL, "mlp", _STATE, "mlp"]},
+        {"hybrid_override_pattern": "M-*-M-"}
+        | dict.fromkeys(("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")),
+    ),
+    "nemotron_h-moe": (
+        "nemotron_h",
+        {"layers_block_type": [_STATE, "moe", _ALL, "moe", _STATE, "moe"]},
+        {},
+    ),
+    "mamba2": ("mamba2", {}, {}),
+    "kimi_linear": (
+        "kimi_linear",
+        {},
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "kda_layers": [1, 3],
+                "head_dim": 16,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_router_activation_func": "sigmoid",
+        },
+    ),
 }
 
 
+# names that transformers gives other tensors than published checkpoints do
+RENAMED = {"kimi_linear": (r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj")}
 # of the converter, for some of them
 OPTIONS: dict[str, dict[str, bool]] = {
     "llama-fused": {"fuse_qkv": True},
@@ -161,12 +225,16 @@ def number(model: Any) -> dict[str, tuple[int, int]]:
     """Fill parameters and stored buffers with numbers; name → the first one / 4, and how many."""
     places: dict[str, tuple[int, int]] = {}
     base, seen = 1, set()
-    for name, value in model.state_dict(keep_vars=True).items():
+    items = model.state_dict(keep_vars=True).items()
+    # numbers whose logarithm is a parameter are small, so that float32 tells them apart
+    for name, value in sorted(items, key=lambda item: not item[0].endswith(_LOGARITHM)):
         if value.data_ptr() in seen or not value.is_floating_point():
             continue
         seen.add(value.data_ptr())
         count = value.numel()
         numbers = torch.arange(base, base + count, dtype=torch.float64) * _STEP
+        if name.endswith(_LOGARITHM):
+            numbers = numbers.log()
         with torch.no_grad():
             value.copy_(numbers.view(value.shape).float())
         places[name] = (base, count)
@@ -179,6 +247,8 @@ def describe(values: np.ndarray, places: Mapping[str, tuple[int, int]]) -> dict[
     """Which numbers of which parameters a tensor is; its values where it is of none."""
     flat = values.astype(np.float64).ravel()
     found: dict[str, Any] = {"shape": list(values.shape)}
+    if (flat < 0).all() and np.allclose(-flat, np.rint(-flat), rtol=1e-5):
+        flat, found["is_minus_exp"] = np.rint(-flat), True
     plus = flat % _STEP
     names, last = list(places), sum(places[list(places)[-1]])
     index = ((flat - plus) / _STEP).astype(np.int64)
@@ -214,7 +284,8 @@ def _pieces(index: np.ndarray, width: int) -> list[tuple[int, list[list[int]]]]:
         if len(row) > 1 and (steps == steps[0]).all():
             runs.append((int(row[0]), [[len(row), int(steps[0])]]))
         else:
-            runs += [(int(item), [[1, 1]]) for item in row]
+            parts = np.split(row, np.nonzero(steps != 1)[0] + 1)
+            runs += [(int(part[0]), [[len(part), 1]]) for part in parts]
     while True:
         merged: list[tuple[int, list[list[int]]]] = []
         first = 0
@@ -234,6 +305,16 @@ def _pieces(index: np.ndarray, width: int) -> list[tuple[int, list[list[int]]]]:
         runs = merged
 
 
+def rename(directory: Path, *names: str) -> None:
+    """Rename tensors of a checkpoint, by a pattern and what takes its place."""
+    file = directory / "model.safetensors"
+    if names:
+        save_file(
+            {re.sub(*names, key): value for key, value in load_file(file).items()}, file,
+            {"format": "pt"},
+        )  # fmt: skip
+
+
 def convert(
     directory: Path, output: Path, more: Mapping[str, Any], options: Mapping[str, bool]
 ) -> None:
@@ -249,9 +330,11 @@ def convert(
 
     conversion, base = (importlib.import_module(f"conversion{part}") for part in ("", ".base"))
     hparams = base.ModelBase.load_hparams(directory, False) | more
+    hparams = {key: value for key, value in hparams.items() if key not in more or value is not None}
     architecture = base.get_model_architecture(hparams, base.ModelType.TEXT)
     kind = conversion.get_model_class(architecture)
     _give_tokens(base.TextModel)
+    kind.no_mtp = True
     if hasattr(kind, "_stack_qk_norm"):
         _yield_what_it_returns(kind)
     with torch.inference_mode():
@@ -315,6 +398,7 @@ def record(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model.save_pretrained(root / "model")
+        rename(root / "model", *RENAMED.get(name, ()))
         models.byte_tokenizer().save(str(root / "model" / "tokenizer.json"))
         convert(root / "model", root / "model.gguf", more, OPTIONS.get(name, {}))
         fields, tensors = read(root / "model.gguf")

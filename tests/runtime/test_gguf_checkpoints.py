@@ -176,7 +176,7 @@ def quantize_file(path: Path, kind: str) -> None:
     gguf_files.write_file(path, fields, tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.default("qwen3_5-square-Q8_0-eager")
 @pytest.mark.parametrize(
     ("name", "kind", "backend"),
     [
@@ -186,6 +186,13 @@ def quantize_file(path: Path, kind: str) -> None:
         # other norms, heads of other sizes, windows
         ("gemma3", "Q5_0", "cpu"),
         ("phi3", "Q4_1", "cpu"),
+        # value heads in another order, by rows and by columns; groups of rows; Mamba-2
+        ("qwen3_5-square", "Q8_0", "eager"),
+        ("qwen3_5_moe", "Q4_0", "cpu"),
+        ("qwen3_next_hybrid", "Q5_0", "cpu"),
+        ("lfm2", "Q8_0", "cpu"),
+        ("nemotron_h", "Q4_1", "cpu"),
+        ("granite4_hybrid", "Q8_0", "cpu"),
     ],
 )
 def test_other_architectures(tmp_path, name, kind, backend) -> None:
@@ -203,4 +210,5 @@ def test_other_architectures(tmp_path, name, kind, backend) -> None:
     layouts = stored_layouts(tmp_path / "engine")
     assert set(layouts.values()) == {f"blocks-{kind.lower()}"}
     has_experts = any("experts" in key for key in layouts)
-    assert has_experts == ("moe" in name or name == "mixtral")
+    mixtures = ("mixtral", "qwen3_next_hybrid", "granite4_hybrid")
+    assert has_experts == ("moe" in name or name in mixtures)

@@ -33,6 +33,7 @@ from specc.passes.rewrite.require_supported import RequireLayouts
 from specc.refusals import refuse
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
+from specc.runtime.execution.state_rows import states_of_one
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
@@ -163,6 +164,7 @@ def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float,
             None,
             torch.arange(count // 16 + 1, dtype=torch.int32)[None],  # blocks of the engine's cache
             torch.arange(count),
+            *states_of_one(engine.cache, count),
         )
     bound = None
     if dtype == "bfloat16":

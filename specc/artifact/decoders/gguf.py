@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from specc.artifact.decoders.decoded_weight import DecodedWeight
@@ -30,11 +31,13 @@ class GGUFWeight(DecodedWeight):
         kind: `Q4_0`, …, or of plain numbers the name of their type.
         row_order: which stored row each of its rows is; None is the order of the file.
         is_stored_turned: its matrices are [K, N], and the file's [N, K].
+        columns: [K], which of its columns each stored one is; None is the order of the file.
     """
 
     kind: str
     row_order: RowOrder | None = field(default=None, compare=False)
     is_stored_turned: bool = False
+    columns: Tensor | None = field(default=None, compare=False)
 
     @property
     def is_quantized(self) -> bool:
@@ -43,6 +46,10 @@ class GGUFWeight(DecodedWeight):
     @property
     def layout(self) -> QuantizedLayout | None:
         return layout_of(self.kind) if self.is_quantized else None
+
+    @property
+    def order(self) -> Tensor | None:
+        return self.columns
 
     @property
     def is_turned(self) -> bool:
@@ -55,6 +62,8 @@ class GGUFWeight(DecodedWeight):
         if self.is_quantized:
             rows = values_of(self.kind, rows)
         found = rows.float().view(stop - start, *self._stored_shape[1:])
+        if self.columns is not None:
+            found = torch.empty_like(found).index_copy_(1, self.columns, found)
         return found.transpose(1, 2).contiguous() if self.is_turned else found
 
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:

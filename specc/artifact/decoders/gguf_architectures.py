@@ -10,6 +10,7 @@ src/models/ for what no field says.
 
 from __future__ import annotations
 
+from specc.artifact.decoders.gguf_hybrid_architectures import HYBRIDS
 from specc.artifact.decoders.gguf_names import (
     BIASED_ROUTER,
     CAPS,
@@ -41,6 +42,7 @@ from specc.artifact.decoders.gguf_targets import Architecture, How, Target
 
 ARCHITECTURES: dict[str, Architecture] = {
     **OLDER,
+    **HYBRIDS,
     "llama": Architecture(
         ("llama", "mistral", "mixtral"),
         {**DENSE, **PAIRED, **EXPERTS},

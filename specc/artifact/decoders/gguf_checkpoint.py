@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,15 @@ from typing import Any
 
 from specc.artifact.decoders import gguf_made, gguf_rows
 from specc.artifact.decoders.decoded_weight import DecodedWeight
-from specc.artifact.decoders.gguf import METHOD, GGUFWeight
+from specc.artifact.decoders.gguf import METHOD
 from specc.artifact.decoders.gguf_architectures import ARCHITECTURES
-from specc.artifact.decoders.gguf_file import BLOCKS, PLAIN, GGUFReader, GGUFTensor
-from specc.artifact.decoders.gguf_made import GivenNumber, MadeWeight
+from specc.artifact.decoders.gguf_file import PLAIN, GGUFReader, GGUFTensor
+from specc.artifact.decoders.gguf_made import GivenNumber
 from specc.artifact.decoders.gguf_parts import first_part
 from specc.artifact.decoders.gguf_rows import RowOrder
-from specc.artifact.decoders.gguf_targets import How
+from specc.artifact.decoders.gguf_states import StateHeads
+from specc.artifact.decoders.gguf_targets import OF_STATES, Architecture, How
+from specc.artifact.decoders.gguf_weights import computed, ordered, weight_of
 from specc.artifact.weight_layout import turned
 from specc.errors import WeightError
 
@@ -55,8 +56,11 @@ def open_gguf(path: Path, config: Any) -> tuple[GGUFReader, dict[str, DecodedWei
     reader = GGUFReader(path, reads_lists=True)
     try:
         heads = _Heads.of(reader)
-        _check_model(reader, config, heads)
-        names, weights = _named(reader, heads)
+        architecture = _check_model(reader, config, heads)
+        reader.tensors = _own_tensors(reader)
+        names, weights = _named(
+            reader, heads, architecture.of_file(reader.tensors, config.model_type)
+        )
         reader.tensors = {names.get(key, key): item for key, item in reader.tensors.items()}
         return reader, weights
     except BaseException:
@@ -80,14 +84,18 @@ class _Heads:
 
 
 def _one(value: Any) -> int:
-    """A number, or the one that all items of a list are; else 0."""
-    items = set(value) if isinstance(value, list) else {value}
+    """A number, or the one that all items of a list are that are not 0; else 0."""
+    items = set(value) - {0} if isinstance(value, list) else {value}
     (found, *others) = items or {0}
     return found if type(found) is int and not others else 0
 
 
-def _check_model(reader: GGUFReader, config: Any, heads: _Heads) -> None:
-    """Raises WeightError: the file is of another model than its configuration."""
+def _check_model(reader: GGUFReader, config: Any, heads: _Heads) -> Architecture:
+    """The file's architecture.
+
+    Raises:
+        WeightError: the file is of another model than its configuration.
+    """
     kind, where = reader.fields.get("general.architecture"), reader.location()
     if kind not in ARCHITECTURES:
         raise unknown_architecture(kind, where)
@@ -99,7 +107,7 @@ def _check_model(reader: GGUFReader, config: Any, heads: _Heads) -> None:
             "pass the config.json and tokenizer.json of the same model",
         )
     if ARCHITECTURES[kind].has_latents:
-        return  # the file has one head of keys, which is the latent
+        return ARCHITECTURES[kind]  # the file has one head of keys, which is the latent
     for name, field, own in (
         ("head_count", "num_attention_heads", heads.queries),
         ("head_count_kv", "num_key_value_heads", heads.keys),
@@ -111,6 +119,21 @@ def _check_model(reader: GGUFReader, config: Any, heads: _Heads) -> None:
                 "the same number",
                 "pass the config.json of the same model",
             )
+    return ARCHITECTURES[kind]
+
+
+def _own_tensors(reader: GGUFReader) -> dict[str, GGUFTensor]:
+    """The file's tensors, without those of layers that predict further tokens (MTP): these come
+    after the model's own, and are no part of it.
+    """
+    kind = reader.fields["general.architecture"]
+    layers, further = (
+        reader.fields.get(f"{kind}.{name}", 0) for name in ("block_count", "nextn_predict_layers")
+    )
+    if not further:
+        return dict(reader.tensors)
+    left = tuple(f"blk.{number}." for number in range(layers - further, layers))
+    return {key: item for key, item in reader.tensors.items() if not key.startswith(left)}
 
 
 def unknown_architecture(kind: Any, where: str) -> WeightError:
@@ -122,10 +145,11 @@ def unknown_architecture(kind: Any, where: str) -> WeightError:
     )
 
 
-def _named(reader: GGUFReader, heads: _Heads) -> tuple[dict[str, str], dict[str, DecodedWeight]]:
+def _named(
+    reader: GGUFReader, heads: _Heads, architecture: Architecture
+) -> tuple[dict[str, str], dict[str, DecodedWeight]]:
     """Names of plain tensors that are parameters, and what others are decoded to."""
-    architecture = ARCHITECTURES[str(reader.fields["general.architecture"])]
-    architecture = architecture.of_file(reader.tensors)
+    states = StateHeads.of(reader, architecture)
     names: dict[str, str] = {}
     weights: dict[str, DecodedWeight] = {}
     parts: dict[tuple[str, How], dict[int, GGUFTensor]] = {}
@@ -136,9 +160,9 @@ def _named(reader: GGUFReader, heads: _Heads) -> tuple[dict[str, str], dict[str,
             elif tensor.kind in PLAIN:
                 names[stored] = target.name
             else:
-                weights[target.name] = _stored(tensor, target.name)
+                weights[target.name] = weight_of(tensor, target.name)
     for (name, how), found in parts.items():
-        for weight in _made(name, how, found, heads, reader.location()):
+        for weight in _made(name, how, found, heads, states, reader.location()):
             weights[weight.name] = weight
     for key, (name, shape) in architecture.layer_numbers.items():
         for layer, number in enumerate(_numbers(reader, key)):
@@ -169,7 +193,12 @@ def _numbers(reader: GGUFReader, key: str) -> list[float]:
 
 
 def _made(
-    name: str, how: How, found: Mapping[int, GGUFTensor], heads: _Heads, where: str
+    name: str,
+    how: How,
+    found: Mapping[int, GGUFTensor],
+    heads: _Heads,
+    states: StateHeads,
+    where: str,
 ) -> Iterator[DecodedWeight]:
     """The parameters that tensors are, in a way of the table.
 
@@ -188,13 +217,15 @@ def _made(
     first = items[0]
     rows = first.shape[0]
     order: RowOrder | None
-    if how is How.PAIRED:
+    if how in OF_STATES:
+        yield states.made(name, how, items, where)
+    elif how is How.PAIRED:
         count = heads.queries if _is_query(name) else heads.keys
-        yield _ordered(name, first.shape, items, gguf_rows.pairs(_size(rows, count, first, where)))
+        yield ordered(name, first.shape, items, gguf_rows.pairs(_size(rows, count, first, where)))
     elif how is How.HEAD_GROUPS:
         size = _size(rows, heads.queries + 2 * heads.keys, first, where)
         order = gguf_rows.groups_of_heads(heads.queries, heads.keys, size)
-        yield _ordered(name, first.shape, items, order)
+        yield ordered(name, first.shape, items, order)
     elif how in (How.FUSED, How.FUSED_PAIRED):
         size = _size(rows, heads.queries + 2 * heads.keys, first, where)
         number = next(iter(found))
@@ -203,39 +234,40 @@ def _made(
         order = gguf_rows.from_row(before * size)
         if how is How.FUSED_PAIRED and number < 2:
             order = gguf_rows.then(gguf_rows.pairs(size), order)
-        yield _ordered(name, (count * size, *first.shape[1:]), items, order)
+        yield ordered(name, (count * size, *first.shape[1:]), items, order)
     elif how in (How.HALVES, How.TURNED_HALVES, How.TURNED_ALTERNATING, How.ALTERNATING):
         experts, half = first.shape[:2]
         is_alternating = how in (How.TURNED_ALTERNATING, How.ALTERNATING)
         order = gguf_rows.stacked_halves(experts, half, is_alternating)
         shape = (experts, 2 * half, *first.shape[2:])
         is_turned = how in (How.TURNED_HALVES, How.TURNED_ALTERNATING)
-        yield _ordered(name, shape, items, order, is_turned, how is How.ALTERNATING)
+        yield ordered(name, shape, items, order, is_turned, how is How.ALTERNATING)
     elif how is How.JOINED:
-        yield _ordered(name, (2 * rows, *first.shape[1:]), items, None)
+        yield ordered(name, (2 * rows, *first.shape[1:]), items, None)
     elif how is How.TURNED:
-        yield _ordered(name, first.shape, items, None, True)
+        yield ordered(name, first.shape, items, None, True)
     elif how is How.LATENT:
         keys, values = items
         shape = (keys.shape[0] * (keys.shape[2] + values.shape[1]), keys.shape[1])
-        yield _computed(name, shape, items, gguf_made.keys_and_values)
+        yield computed(name, shape, items, gguf_made.keys_and_values)
     elif how is How.TRANSPOSED:
-        yield _computed(name, turned(first.shape), items, gguf_made.transpose)
+        yield computed(name, turned(first.shape), items, gguf_made.transpose)
     elif how is How.LESS_ONE:
-        yield _computed(name, first.shape, items, gguf_made.less_one)
+        yield computed(name, first.shape, items, gguf_made.less_one)
     elif how is How.ROW:
-        yield _computed(name, (1, first.shape[-1]), items, gguf_made.as_stored)
+        yield computed(name, (1, first.shape[-1]), items, gguf_made.as_stored)
     else:
         assert how is How.NORMS
         for number in range(rows):
             make = gguf_made.row_of(number)
-            yield _computed(name.format(number), first.shape[1:], items, make)
+            yield computed(name.format(number), first.shape[1:], items, make)
 
 
 def _check_shapes(items: Sequence[GGUFTensor], how: How, where: str) -> None:
     """Raises WeightError: tensors of other shapes than what is made of them needs."""
     first, dims = items[0], how.dims
-    sizes = {item.shape if how is not How.LATENT else item.shape[0] for item in items}
+    same = {How.LATENT: slice(1), How.STATE_GROUPS: slice(1, None)}.get(how, slice(None))
+    sizes = {item.shape[same] for item in items}
     if len(first.shape) < dims or len(items[-1].shape) < dims or len(sizes) > 1:
         shapes = " and ".join(f"{item.name} of {list(item.shape)}" for item in items)
         raise WeightError(
@@ -262,60 +294,3 @@ def _size(rows: int, count: int, tensor: GGUFTensor, where: str) -> int:
             "download or convert the file again",
         )
     return rows // count
-
-
-def _ordered(
-    name: str,
-    shape: tuple[int, ...],
-    tensors: Sequence[GGUFTensor],
-    order: RowOrder | None,
-    is_turned: bool = False,
-    are_items: bool = False,
-) -> DecodedWeight:
-    """A parameter of rows of tensors.
-
-    Args:
-        name: of the parameter.
-        shape: as the file would have it; that of the parameter is its transpose where
-            `is_turned`.
-        tensors: of the file.
-        order: of rows, or of items where it is a vector.
-        is_turned: matrices are transposed in the file.
-        are_items: what is in an order are single numbers.
-    """
-    kinds = {tensor.kind for tensor in tensors}
-    own = turned(shape) if is_turned else shape
-    are_items = are_items or len(shape) == 1
-    if len(kinds) == 1 and not are_items:
-        label = _label(tensors[0])
-        names = tuple(tensor.name for tensor in tensors)
-        return GGUFWeight(name, own, names, _scheme(label), label, order, is_turned)
-    width = 1 if are_items else shape[-1]
-    make = gguf_made.in_order(order, math.prod(shape) // width, width)
-    if is_turned:
-        make = gguf_made.transposed_after(make, shape)
-    return _computed(name, own, tensors, make)
-
-
-def _computed(
-    name: str, shape: tuple[int, ...], tensors: Sequence[GGUFTensor], make: gguf_made.Make
-) -> DecodedWeight:
-    parts = tuple(_stored(tensor, tensor.name) for tensor in tensors)
-    scheme = parts[0].scheme
-    return MadeWeight(name, shape, tuple(t.name for t in tensors), scheme, parts, make)
-
-
-def _stored(tensor: GGUFTensor, name: str) -> GGUFWeight:
-    """A tensor as it is."""
-    label = _label(tensor)
-    return GGUFWeight(name, tensor.shape, (tensor.name,), _scheme(label), label)
-
-
-def _label(tensor: GGUFTensor) -> str:
-    if tensor.kind in BLOCKS:
-        return BLOCKS[tensor.kind][0]
-    return str(PLAIN[tensor.kind]).removeprefix("torch.")
-
-
-def _scheme(label: str) -> str:
-    return f"{METHOD}, {label}"

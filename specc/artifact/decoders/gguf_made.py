@@ -64,6 +64,16 @@ def less_one(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] - 1
 
 
+def logarithm(order: RowOrder | None) -> Make:
+    """What -exp was taken of, in an order of its items."""
+
+    def make(parts: Sequence[Tensor]) -> Tensor:
+        found = torch.log(-parts[0].flatten())
+        return found if order is None else found[order(torch.arange(len(found)))]
+
+    return make
+
+
 def transpose(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].t()
 

@@ -58,6 +58,45 @@ def groups_of_heads(heads: int, kv_heads: int, head: int) -> RowOrder:
     return order
 
 
+def tiled_heads(groups: int, heads: int, width: int, before: int = 0) -> RowOrder:
+    """Heads side by side in their groups, stored as the first of each group, then the second, ….
+
+    Args:
+        groups: each has `heads / groups`.
+        heads: all of them.
+        width: rows of a head.
+        before: rows that lie before them, in the same order in both.
+    """
+    each = heads // groups
+
+    def order(rows: Tensor) -> Tensor:
+        head, place = (rows - before) // width, (rows - before) % width
+        own = (head % each * groups + head // each) * width + place + before
+        return torch.where(rows < before, rows, own)
+
+    return order
+
+
+def grouped_states(groups: int, key_width: int, value_rows: int) -> RowOrder:
+    """Of each key head a query, a key, its values and their gates, stored one kind after the other.
+
+    Args:
+        groups: key heads.
+        key_width: rows of a query, and of a key.
+        value_rows: rows of all values of one key head, and of their gates.
+    """
+    sizes = torch.tensor([key_width, key_width, value_rows, value_rows])
+    ends = sizes.cumsum(0)
+
+    def order(rows: Tensor) -> Tensor:
+        group, place = rows // ends[-1], rows % ends[-1]
+        kind = torch.searchsorted(ends, place, right=True)
+        first = ends[kind] - sizes[kind]
+        return first * groups + group * sizes[kind] + place - first
+
+    return order
+
+
 def stacked_halves(matrices: int, rows_of_half: int, is_interleaved: bool = False) -> RowOrder:
     """Matrices of two halves, stored as all first halves and all second ones.
 

@@ -31,22 +31,40 @@ class How(Enum):
     TURNED_ALTERNATING = "alternating rows of matrices in two tensors, transposed"
     TURNED = "stacked matrices transposed"
     LATENT = "keys and values of a latent in two tensors, keys transposed"
+    FLAT = "a vector as a matrix"
+    KERNEL = "a kernel of channels without its middle dimension"
+    KERNELS = "the same, of queries, keys and values in three tensors"
+    DECAY = "minus its exponential"
+    CHANNEL_DECAY = "the same, of heads whose channels decay apart"
+    VALUES = "value heads in another order"
+    VALUE_COLUMNS = "the same, of columns"
+    STATE_GROUPS = "queries, keys and values, then gates, of what was group after group"
 
     @property
     def parts(self) -> int:
         """Tensors that are needed; 0 where one is enough."""
-        return 2 if self in _OF_TWO else 0
+        return 3 if self is How.KERNELS else 2 if self in _OF_TWO else 0
 
     @property
     def dims(self) -> int:
         """Dimensions that a tensor has at least."""
         if self in _OF_STACKS:
             return 3
-        return 2 if self in (How.JOINED, How.ALTERNATING, How.TRANSPOSED, How.NORMS) else 1
+        return 2 if self in _OF_MATRICES else 1
 
 
 _OF_TWO = (
     How.JOINED, How.HALVES, How.TURNED_HALVES, How.ALTERNATING, How.TURNED_ALTERNATING, How.LATENT,
+    How.STATE_GROUPS,
+)  # fmt: skip
+_OF_MATRICES = (
+    How.JOINED, How.ALTERNATING, How.TRANSPOSED, How.NORMS, How.KERNEL, How.KERNELS,
+    How.VALUE_COLUMNS, How.STATE_GROUPS,
+)  # fmt: skip
+# of layers that keep states
+OF_STATES = (
+    How.FLAT, How.KERNEL, How.KERNELS, How.DECAY, How.CHANNEL_DECAY, How.VALUES,
+    How.VALUE_COLUMNS, How.STATE_GROUPS,
 )  # fmt: skip
 
 _OF_STACKS = (How.HALVES, How.TURNED_HALVES, How.TURNED_ALTERNATING, How.TURNED, How.LATENT)
@@ -94,6 +112,9 @@ class Architecture:
         is_partial: heads may be rotated in part.
         has_own_rotary_by_layer: layers with windows have rotary frequencies of their own.
         has_latents: keys and values are made of a latent.
+        names_of: a model type → names in place of others.
+        has_tiled_values: of a recurrence, the file has the first value head of each key head, then
+            the second of each, …; the model has those of a key head side by side.
     """
 
     models: tuple[str, ...]
@@ -108,10 +129,12 @@ class Architecture:
     is_partial: bool = False
     has_own_rotary_by_layer: bool = False
     has_latents: bool = False
+    names_of: Mapping[str, Mapping[str, str | Target]] = field(default_factory=dict)
+    has_tiled_values: bool = False
 
-    def of_file(self, tensors: Collection[str]) -> Architecture:
-        """This one, with the names that a file with these tensors has."""
-        names = dict(self.names)
+    def of_file(self, tensors: Collection[str], model: str) -> Architecture:
+        """This one, with the names that a file with these tensors has, of this model type."""
+        names = {**self.names, **self.names_of.get(model, {})}
         for tensor, others in self.names_beside.items():
             if tensor in tensors:
                 names |= others

@@ -54,4 +54,6 @@ def tensor_of(what: dict[str, Any], parameters: dict[str, Tensor]) -> Tensor:
         for count, stride in loops:
             index = index[..., None] + torch.arange(count) * stride
         parts.append(parameters[name].flatten()[index.flatten()])
+    if what.get("is_minus_exp"):
+        parts = [-part.exp() for part in parts]
     return (torch.cat(parts) + what.get("plus", 0.0)).view(what["shape"]).contiguous()

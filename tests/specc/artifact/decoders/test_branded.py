@@ -28,6 +28,9 @@ FORMATS: dict[str, tuple[Format, str | None]] = {
     "modelopt-fp8": (branded.modelopt_fp8(), "fp8"),
     "modelopt-by-its-producer": (branded.of_a_producer(branded.modelopt_fp8()), "fp8"),
     "modelopt-nvfp4": (branded.modelopt_nvfp4(), None),
+    "modelopt-mixed": (branded.mixed(branded.modelopt_nvfp4()), None),
+    "modelopt-mixed-fp8": (branded.mixed(branded.modelopt_fp8()), "fp8"),
+    "modelopt-mixed-groups": (branded.mixed(branded.modelopt_fp8(), by_groups=True), "fp8"),
     "packed-nvfp4": (branded.packed_nvfp4(), None),
     "quark-fp8": (branded.quark_fp8(), "fp8"),
     "quark-mxfp4": (branded.quark_mxfp4(), "mxfp4"),
@@ -129,6 +132,15 @@ def with_config(form: Format, **changes) -> Format:
         (with_config(NF4, quant_method="torchao"), "quantized (torchao)"),
         (with_config(MODELOPT, quant_algo="W4A8_AWQ"), "modelopt, W4A8_AWQ"),
         (with_config(MODELOPT, quant_algo="FP8"), "no weights that are quantized as modelopt"),
+        (with_config(MODELOPT, quant_algo="MIXED_PRECISION"), "MIXED_PRECISION of no layers"),
+        (
+            with_config(
+                MODELOPT,
+                quant_algo="MIXED_PRECISION",
+                quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "MXFP8"}},
+            ),
+            "modelopt, MXFP8",
+        ),
         (with_config(QUARK, layer_quant_config={"a": {}}), "layer_quant_config"),
         (
             with_config(QUARK, global_quant_config={"weight": {"dtype": "int4"}}),
@@ -145,12 +157,20 @@ def test_schemes_that_are_refused(tmp_path, form, found) -> None:
     assert caught.value.do
 
 
+def test_weights_alone(tmp_path) -> None:
+    """Nothing else is rounded, and nobody has to say so."""
+    form = with_config(MODELOPT, quant_algo="W4A16_NVFP4")
+    reader, exact = open_written(tmp_path, form, torch.randn(32, 64))
+    assert torch.equal(values_of(reader, KEY), exact)
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
         ("fbgemm_fp8", "activations (dynamic)"),
         ("modelopt-fp8", "input activations"),
         ("modelopt-nvfp4", "input activations"),
+        ("modelopt-mixed", "input activations"),
         ("quark-fp8", "activations"),
         ("bitsandbytes-int8", "activations (int8, but for outliers)"),
     ],
