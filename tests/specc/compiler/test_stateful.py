@@ -152,7 +152,7 @@ def test_captured_steps_of_several_ranks_fold_nothing(option) -> None:
     refuse(CompileRequest(config, (), facts_of("cpu"), facts.options, keeps_states=True))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
 def test_backends_without_states(backend) -> None:
     facts = facts_of(backend)
     with pytest.raises(ConfigError) as caught:
