@@ -30,7 +30,6 @@ class BlockCase:
         boundaries: that its taps are, in order.
         config: keys at the top of config.json.
         nested: keys of `dflash_config`.
-        layer: keys that describe its layers.
         from_anchor: what its rows predict, see `BlockDraft`.
         is_causal: what they see in layers with a window, or in all.
         window: of each layer, 0 is none; see `BlockSpec`.

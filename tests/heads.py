@@ -31,7 +31,6 @@ class Case:
         vocab: V.
         boundaries: that its taps are, in order.
         config: keys at the top of config.json, flags among them.
-        layer: keys that describe its layers.
         biases: projections of the first layer that have one; `fc`, too.
     """
 

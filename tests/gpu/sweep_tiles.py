@@ -206,11 +206,7 @@ class NoGraphs:
 
 
 class Sweep:
-    """Measurements until time is over.
-
-    Args:
-        graphs: what measures.
-    """
+    """Measurements until time is over."""
 
     def __init__(self, options: argparse.Namespace, graphs: Any) -> None:
         from tests.gpu.sweep_lines import append, read
