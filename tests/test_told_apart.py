@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specc.artifact.backends import backend_names
+from specc.drafters.block import BIAS_KINDS
 from specc.drafters.registry import ALL
 from tests.test_layering import ROOT, module_of, sources
 
@@ -72,8 +73,8 @@ ALL_DRAFTERS = {
     },
     "specc.runtime.drafters": {"block_choice", "host_drafter", "host_drafts", "suffix_index"},
 }  # fmt: skip
-# those two are names of operands and of an operator, too
-KINDS = {facts.kind for facts in ALL} - {"self", "lookup"}
+# those two are names of operands and of an operator, too; scores of paths are kinds as well
+KINDS = {facts.kind for facts in ALL} - {"self", "lookup"} | set(BIAS_KINDS)
 # words of other programs, and of other protocols
 _OTHER_WORDS = ("specc/bench/peers/", "specc/bench/rounds.py", "specc/server/protocol.py")
 
@@ -95,7 +96,8 @@ def names_of_kinds(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        'head.kind == "medusa"', 'KINDS = ("dflash", "dspark")', 'draft == "suffix"',
+        'head.kind == "medusa"', 'score == "gated"', 'draft == "suffix"',
+        'KINDS = ("dflash", "dspark")',
         "from specc.drafters.block import BlockDraft", "from specc.drafters import medusa",
         "from specc.passes.drafters.mtp_spec import MtpSpec",
     ],

@@ -23,7 +23,6 @@ TREE_EXPAND = Operator(
     cut=OF_STEPS,
     cuda="tree_expand:tree_expand",
     cpu=True,
-    stored=False,
 )
 
 

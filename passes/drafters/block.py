@@ -1,8 +1,4 @@
-"""Block drafters (DFlash, DSpark): one pass, then trees of its rows of logits.
-
-Where logits depend on the token before, a tree is drawn level by level; else all nodes of a depth
-have the same children.
-"""
+"""Block drafters (DFlash, DSpark): one pass, then trees of its rows of logits."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from specc.artifact.safetensors_io import TensorReader
 from specc.drafters.block import BlockDraft
@@ -29,8 +25,7 @@ from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
 from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
 from specc.passes.drafters.kinds import block_layout_of
-from specc.passes.drafters.path_states import PathGrower
-from specc.passes.drafters.product_tree import ProductProposer
+from specc.passes.drafters.lattice import Lattice
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
@@ -38,43 +33,18 @@ from specc.passes.program import Weight
 from specc.passes.rewrite.read_features import ReadFeatures
 from specc.passes.step.proposer import Proposer
 from specc.passes.step.step_graph import StepGraph
+from specc.speculation.live_nodes import can_cut
 from specc.speculation.plans import SpecPlan
-
-
-class BiasGrower(PathGrower):
-    """Of a drafter after its pass."""
-
-    def __init__(self, drafter: Drafter, bias: BlockBias) -> None:
-        super().__init__(drafter)
-        self.bias = bias
-        self.has_states = bias.has_states
-
-    @property
-    def confidence(self) -> list[fx.Node]:
-        return self.bias.confidence
-
-    def first_level(self, g: StepGraph) -> fx.Node:
-        return self.bias.logits_after(g, g.last(g["last_tokens"], 1), 1, 0)
-
-    def feed_level(
-        self,
-        g: StepGraph,
-        tokens: fx.Node,
-        ancestors: fx.Node | None,
-        first_slot: int | fx.Node,
-        count: int,
-        depth: int,
-        parents: fx.Node | None = None,
-    ) -> fx.Node:
-        return self.bias.logits_after(g, tokens, count, depth, parents)
 
 
 class CompilerBlock(CompilerDrafter):
     def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
         assert isinstance(drafter, BlockDraft)
-        if drafter.is_product:
-            return ProductProposer(drafter, partial(block_levels, g, plan, drafter))
-        return BiasGrower(drafter, BlockBias.of(g, plan, drafter))
+        levels = block_levels(g, plan, drafter)
+        if not drafter.is_biased:
+            return Lattice(drafter, levels)
+        asks = drafter.says_confidence and can_cut(plan)
+        return Lattice(drafter, levels, BlockBias(drafter, asks))
 
     def says(self, raw: Mapping[str, Any], name: str) -> bool:
         return block_layout_of(raw, (), name) is not None
@@ -164,6 +134,15 @@ def _fit_block(
     )
     target_ids = read_target_ids(reader, num_rows, target.vocab_size, name)
     is_partial = config.block.is_biased and target_ids is not None
+    candidates = switches.candidates or 0
+    if candidates and not (config.block.is_biased and candidates <= num_rows):
+        is_biased = "" if config.block.is_biased else ", of the same tokens after every token"
+        raise HeadError(
+            f"{name}: --draft-assume candidates={candidates}, and logits of {num_rows}"
+            f" tokens{is_biased}",
+            f"1 … {num_rows} candidates, of a drafter whose logits depend on the token before",
+            "leave out candidates",
+        )
     return BlockSpec(
         kind=kind,
         layout=layout,
@@ -174,7 +153,7 @@ def _fit_block(
         is_last_normed=is_last_normed,
         shared=shared,
         warnings=config.warnings,
-        block=replace(config.block, is_partial=is_partial),
+        block=replace(config.block, is_partial=is_partial, candidates=candidates),
         draft_vocab_size=num_rows,
         target_ids=target_ids,
         windows=config.windows,

@@ -18,79 +18,48 @@ specforge/modeling/draft/dspark_heads.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import fx
 
-from specc.drafters.block import (
-    BIAS_TENSORS,
-    CONFIDENCE_TENSORS,
-    GATED,
-    OF_TOKEN,
-    RNN,
-    BlockDraft,
-)
-from specc.passes.drafters.block_pass import block_levels
+from specc.drafters.block import CONFIDENCE_TENSORS, GATED, OF_TOKEN, RNN, BlockDraft
+from specc.passes.drafters.lattice import PathScore
 from specc.passes.drafters.path_states import PathStates
 from specc.passes.step.step_graph import StepGraph
-from specc.speculation.live_nodes import can_cut
-from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
 
 
-@dataclass
-class BlockBias:
-    """Logits of the children of nodes, level by level from the root on.
+class BlockBias(PathScore):
+    """The score of such a drafter.
 
     Args:
         block: the drafter.
-        levels: what its pass has made of each depth, [B, V] or [B, V + d]: hidden states come after
-            the logits where the drafter reads them.
         asks_confidence: how likely children are accepted is computed along with their logits.
     """
 
-    block: BlockDraft
-    levels: tuple[fx.Node, ...]
-    asks_confidence: bool = False
-    # of the nodes that were asked about, [B, count]
-    confidence: list[fx.Node] = field(default_factory=list)
-    _states: PathStates = field(default_factory=PathStates)
+    def __init__(self, block: BlockDraft, asks_confidence: bool = False) -> None:
+        super().__init__()
+        self.block, self.asks_confidence = block, asks_confidence
+        self.has_states = block.bias_kind == RNN
+        self._states = PathStates()
 
-    @classmethod
-    def of(cls, g: StepGraph, plan: SpecPlan, block: BlockDraft) -> BlockBias:
-        """Of a plan's drafter, after its pass."""
-        asks = block.says_confidence and can_cut(plan)
-        return cls(block, tuple(block_levels(g, plan, block)), asks)
+    def table(self, g: StepGraph) -> fx.Node:
+        return g[f"{self.block.draft}_bias_out"]
 
-    @property
-    def has_states(self) -> bool:
-        """Whether nodes leave something to their children besides their tokens."""
-        return self.block.bias_kind == RNN
+    def columns(self, g: StepGraph) -> fx.Node | None:
+        return g[f"{self.block.draft}_bias_columns"] if self.block.is_partial else None
 
-    def logits_after(
+    def factors(
         self,
         g: StepGraph,
         tokens: fx.Node,
+        hidden: fx.Node | None,
         count: int,
         depth: int,
-        parents: fx.Node | None = None,
+        parents: fx.Node | None,
     ) -> fx.Node:
-        """Logits [B * count, V] of the children of some nodes of a depth.
-
-        Args:
-            g: the stage.
-            tokens: [B, count] of the nodes.
-            count: nodes of a sequence.
-            depth: of all of them; those of a depth are asked about before those below.
-            parents: where nodes leave states: the place of each one's parent among the nodes of the
-                depth above, in the order in which they were asked about, [count] or [B, count]
-                int64; None where that is one node, or the root has none.
-        """
-        base, hidden = self._level(g, count, depth)
-        bias_in, bias_out, columns = (f"{self.block.draft}_{name}" for name in BIAS_TENSORS)
-        known = g.call(aten.embedding.default, g[bias_in], g.flat(tokens))
+        bias_in = g[f"{self.block.draft}_bias_in"]
+        known = g.call(aten.embedding.default, bias_in, g.flat(tokens))
         if self.asks_confidence:
             assert hidden is not None
             self.confidence.append(self._confidence(g, hidden, known, count))
@@ -101,23 +70,7 @@ class BlockBias:
         elif self.has_states:
             assert hidden is not None
             known = self._step(g, known, hidden, count, depth, parents)
-        bias = g.call(aten.linear.default, known, g[bias_out])
-        if self.block.is_partial:
-            bias = g.call(aten.constant_pad_nd.default, bias, [0, 1], 0)
-            bias = g.call(aten.index_select.default, bias, 1, g[columns])
-        return g.call(aten.add.Tensor, base, bias)
-
-    def _level(self, g: StepGraph, count: int, depth: int) -> tuple[fx.Node, fx.Node | None]:
-        """U_k [B * count, V] and h_k [B * count, d]."""
-        level, width = self.levels[depth], self.block.hidden_columns
-        if count > 1:
-            wide = g.call(aten.unsqueeze.default, level, 1)
-            wide = g.call(aten.expand.default, wide, [-1, count, -1])
-            level = g.call(aten.flatten.using_ints, wide, 0, 1)
-        if not width:
-            return level, None
-        base = g.call(aten.slice.Tensor, level, 1, 0, -width)
-        return base, g.last(level, width)
+        return known
 
     def _confidence(self, g: StepGraph, hidden: fx.Node, known: fx.Node, count: int) -> fx.Node:
         weight, offset = (g[f"{self.block.draft}_{name}"] for name in CONFIDENCE_TENSORS)

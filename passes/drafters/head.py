@@ -48,7 +48,7 @@ class HeadGrower(ModelGrower):
         """The draft's row of each one's parent, [count] int32."""
         return g.constant(f"{name}_parents", int32([tree.parents[node] for node in nodes]))
 
-    def parents_of_best(self, g: StepGraph, rows: fx.Node, level: int, k: int) -> fx.Node:
+    def parents_of_best(self, g: StepGraph, rows: fx.Node, first: int) -> fx.Node:
         return rows
 
 

@@ -81,12 +81,14 @@ class HeadSwitches:
         tap_convention: what ids of layers mean, see `tap_ids`.
         is_last_normed: of a tap after the last layer, whether it is taken after the final norm.
         sample_from_anchor: of a block drafter, see `BlockDraft.from_anchor`.
+        candidates: of one whose logits depend on tokens before, see `OnePassEntry.candidates`.
     """
 
     norm_before_residual: bool | None = None
     tap_convention: str | None = None
     is_last_normed: bool | None = None
     sample_from_anchor: bool | None = None
+    candidates: int | None = None
 
 
 @dataclass(frozen=True)

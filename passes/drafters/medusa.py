@@ -18,9 +18,9 @@ from specc.passes.drafters.block_pass import levels_of, rows_by_depth
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.head_spec import HeadSwitches, TargetFacts
 from specc.passes.drafters.kinds import medusa_layout_of
+from specc.passes.drafters.lattice import Lattice
 from specc.passes.drafters.medusa_head import MedusaHead
 from specc.passes.drafters.medusa_spec import MEDUSA_FILE, MedusaSpec, fit_medusa
-from specc.passes.drafters.product_tree import ProductProposer
 from specc.passes.program import RowInput
 from specc.passes.rewrite.read_features import TAPPED, ReadFeatures
 from specc.passes.rewrite.stack_logits import StackLogits
@@ -65,7 +65,7 @@ class CompilerMedusa(CompilerDrafter):
 
     def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
         assert isinstance(drafter, MedusaHeads)
-        return ProductProposer(drafter, partial(medusa_levels, g, drafter, plan.max_depth))
+        return Lattice(drafter, medusa_levels(g, drafter, plan.max_depth))
 
     def says(self, raw: Mapping[str, Any], name: str) -> bool:
         return medusa_layout_of(raw, ()) is not None

@@ -7,6 +7,7 @@ from torch import fx
 
 from specc.drafters.drafter import Drafter
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
+from specc.passes.step.draft_budget import draft_budget
 from specc.passes.step.draft_dynamic import draft_dynamic
 from specc.passes.step.draft_levels import draft_tree
 from specc.passes.step.proposer import Grower, Proposals, Proposer
@@ -25,6 +26,9 @@ class LevelGrower(Grower):
 
     def propose_best(self, g: StepGraph, plan: SpecPlan, root: fx.Node) -> dict[str, fx.Node]:
         return draft_dynamic(g, self, plan, root)
+
+    def propose_budget(self, g: StepGraph, plan: SpecPlan, root: fx.Node) -> dict[str, fx.Node]:
+        return draft_budget(g, self, plan, root)
 
     @property
     def confidence(self) -> list[fx.Node]:

@@ -75,7 +75,7 @@ class PathGrower(LevelGrower):
             return None
         return g.constant(f"{name}_above", places_above(tree, nodes))
 
-    def parents_of_best(self, g: StepGraph, rows: fx.Node, level: int, k: int) -> fx.Node | None:
-        if level == 1 or not self.has_states:
+    def parents_of_best(self, g: StepGraph, rows: fx.Node, first: int) -> fx.Node | None:
+        if first == 0 or not self.has_states:
             return None
-        return g.call(aten.sub.Scalar, rows, 1 + (level - 2) * k)
+        return g.call(aten.sub.Scalar, rows, first)

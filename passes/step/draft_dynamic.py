@@ -54,7 +54,8 @@ def draft_dynamic(
         words = None
         if grower.reads_rows:
             words, _ = g.parts(specc.ancestor_words.default, 2, g.cat(*fed_parents))
-        parts, parents_of = [], grower.parents_of_best(g, best_parents, level, k)
+        first_above = 0 if level == 1 else num_fed - 2 * k
+        parts, parents_of = [], grower.parents_of_best(g, best_parents, first_above)
         for first_fed, last_fed in plan.tiles(k):
             size, row = last_fed - first_fed, num_fed - k + first_fed
             rows = None if words is None else g.node_rows(words, row, row + size, num_fed)

@@ -22,11 +22,28 @@ def sharpen(g: StepGraph, plan: SpecPlan, draft: Drafter, logits: fx.Node, depth
 
 
 def children(
-    g: StepGraph, logits: fx.Node, count: int, columns: fx.Node, depth: int, scored: bool = False
+    g: StepGraph,
+    logits: fx.Node,
+    count: int,
+    columns: fx.Node,
+    depth: int,
+    scored: bool = False,
+    words: fx.Node | None = None,
 ) -> list[fx.Node]:
-    """Tokens [B * F, count] and scores of the children of F frontier nodes."""
-    rows = (g["cache_len"], columns, depth, g["sampling_values"], g["sampling_words"])
-    return g.parts(specc.draft_children.default, 2, logits, count, *rows, scored)
+    """Tokens [B * F, count] and scores of the children of F frontier nodes.
+
+    Args:
+        g: the stage.
+        logits: [B * F, V].
+        count: children of a node.
+        columns: [F] int32 proposal column of each node's first child.
+        depth: of the nodes.
+        scored: whether scores are wanted.
+        words: in place of `sampling_words`.
+    """
+    words = g["sampling_words"] if words is None else words
+    rows = (g["cache_len"], columns, depth, g["sampling_values"])
+    return g.parts(specc.draft_children.default, 2, logits, count, *rows, words, scored)
 
 
 def draft_tree(

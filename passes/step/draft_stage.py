@@ -28,10 +28,10 @@ def draft_stage(
     """Grow the tree of a plan that speculates.
 
     Outputs `tokens` [B, N] and, where the tree is data, `parents` [B, N], `ancestors` [B * N, W],
-    `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; of merged trees also `image`
-    [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from. Where a drafter says how
-    likely its tokens are accepted, and the target may verify a part of a tree, `confidence` [B, F]
-    says it of each node with children: of one of them.
+    `depths` [B * N] and `slot_of_<draft>` [B, N] of draft models; where proposals are not the
+    nodes, also `image` [B, T]. `q_0`, `q_1`, … are the logits that children were drawn from. Where
+    a drafter says how likely its tokens are accepted, and the target may verify a part of a tree,
+    `confidence` [B, F] says it of each node with children: of one of them.
     """
     g = StepGraph(
         constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed
@@ -40,7 +40,9 @@ def draft_stage(
         outputs = _static(g, plan)
     elif plan.dynamic is not None:
         root = g.last(g["last_tokens"], 1)
-        outputs = _proposer(g, plan, plan.drafters[0]).propose_best(g, plan, root)
+        proposer = _proposer(g, plan, plan.drafters[0])
+        grow = proposer.propose_budget if plan.dynamic.knows_counts else proposer.propose_best
+        outputs = grow(g, plan, root)
     else:
         outputs = _combined(g, plan)
     return g.finish(**outputs)
@@ -52,8 +54,10 @@ def _proposer(g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
 
 def num_levels(plan: SpecPlan) -> int:
     """Levels of logits that the draft stage leaves as `q_0`, `q_1`, …; 0 where no rule reads q."""
-    if plan.dynamic is not None or not set(plan.rules) - {0, 1}:
+    if not set(plan.rules) - {0, 1}:
         return 0
+    if plan.dynamic is not None:
+        return plan.max_depth
     return sum(plan.tree_of(draft).max_depth for draft in plan.asked)
 
 

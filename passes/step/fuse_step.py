@@ -32,7 +32,7 @@ from specc.passes.step.step_graph import (
     state_names,
 )
 from specc.speculation.plan_json import plan_to_json
-from specc.speculation.plans import MERGE, SpecPlan
+from specc.speculation.plans import SpecPlan
 
 aten = torch.ops.aten
 specc = torch.ops.specc
@@ -270,7 +270,7 @@ def _walk(g: StepGraph, plan: SpecPlan, reads_winners: bool) -> list[fx.Node]:
         specc.accept.default,
         3,
         g["logits"], g["tokens"], parents, plan.max_depth,
-        g["image"] if plan.combine == MERGE else None,
+        g["image"] if plan.has_image else None,
         g["q_rows"] if levels else None,
         levels,
         g["sampling_values"], g["sampling_words"], g["cache_len"], g[HISTORY], g["block_table"],

@@ -59,6 +59,10 @@ class Proposer(ABC):
         """The nodes that it finds likeliest below a root [B, 1]; outputs as of `draft_stage`."""
         raise NotImplementedError(f"{self.drafter.name} has no dynamic trees")
 
+    def propose_budget(self, g: StepGraph, plan: SpecPlan, root: fx.Node) -> dict[str, fx.Node]:
+        """Levels of static sizes, shared out below a root [B, 1]; outputs as of `draft_stage`."""
+        raise NotImplementedError(f"{self.drafter.name} has no dynamic trees")
+
 
 class Grower(Proposer):
     """A draft that is asked level by level."""
@@ -100,10 +104,13 @@ class Grower(Proposer):
         """What it reads of the parents of some nodes of one depth of a static tree."""
         return None
 
-    def parents_of_best(self, g: StepGraph, rows: fx.Node, level: int, k: int) -> fx.Node | None:
-        """The same of a level of a dynamic tree, whose parents have these rows [B, k].
+    def parents_of_best(self, g: StepGraph, rows: fx.Node, first: int) -> fx.Node | None:
+        """The same of a level of a dynamic tree.
 
-        Nodes of a level have rows one after the other, the root row 0.
+        Args:
+            g: the stage.
+            rows: [B, k] int32 of the parents. Nodes of a level have rows one after the other.
+            first: row of the first node of the level above; 0 is the root's.
         """
         return None
 

@@ -149,7 +149,8 @@ def _level_rows(plan: SpecPlan, draft: Drafter) -> list[int]:
         # of all levels at once
         return [draft.num_logits(plan.max_depth)]
     if plan.dynamic is not None:
-        levels = [1, *[plan.dynamic.top_k] * (plan.dynamic.depth - 1)]
+        dynamic = plan.dynamic
+        levels = list(dynamic.path_widths if draft.keeps_paths else dynamic.fed_widths)
     else:
         tree = plan.tree_of(draft)
         leaves = set(tree.leaves)

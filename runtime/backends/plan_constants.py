@@ -1,6 +1,7 @@
 """Constants of a step program that follow from its plan: what the compiler wrote, once more.
 
-`passes/step/draft_stage.py`, `draft_levels.py` and `draft_dynamic.py` say what each is for.
+`draft_stage.py`, `draft_levels.py`, `draft_dynamic.py` and `draft_budget.py` of `passes/step` and
+`lattice.py` of `passes/drafters` say what each is for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specc.speculation.dynamic_tree import BudgetTree
 from specc.speculation.plans import MERGE, SpecPlan
 from specc.speculation.tree import TokenTree
 
@@ -108,8 +110,13 @@ def _product_levels(draft: str, tree: TokenTree, column: int) -> dict[str, Tenso
 def _dynamic(plan: SpecPlan) -> dict[str, Tensor]:
     assert plan.dynamic is not None
     dynamic, k = plan.dynamic, plan.dynamic.top_k
+    if isinstance(dynamic, BudgetTree):
+        return _budget(plan, dynamic)
     sizes = {last - first for first, last in plan.tiles(k)}
     columns = {"frontier_columns" + (f"_{n}" if n < k else ""): _int32([0] * n) for n in sizes}
+    # of drafts that go on from every node that the tree may have
+    sizes = {1} | {last - first for n in dynamic.path_widths for first, last in plan.tiles(n)}
+    columns |= {f"level_columns_{n}": _int32([0] * n) for n in sizes}
     return {
         **({"view_root": torch.ones(1, 1, dtype=torch.int64)} if plan.self_drafts else {}),
         "root_column": _int32([0]),
@@ -118,6 +125,21 @@ def _dynamic(plan: SpecPlan) -> dict[str, Tensor]:
         "fed_rows": _int32(range(dynamic.num_fed)),
         **columns,
     }
+
+
+def _budget(plan: SpecPlan, tree: BudgetTree) -> dict[str, Tensor]:
+    """Of levels that are shared out: places of a level, a node's beside each other."""
+    made: dict[str, Tensor] = {}
+    (drafter,), column = plan.drafters, 1
+    for depth, (above, own) in enumerate(zip(tree.fed_widths, tree.levels, strict=True)):
+        # all nodes of a product have the same children
+        for first, last in ((0, 1),) if drafter.is_product else plan.tiles(above):
+            name = f"budget_{depth}_columns" + (f"_{first}" if first else "")
+            made[name] = _int32([column + node * own for node in range(first, last)])
+        column += above * own
+    made["q_rows"] = _int32(tree.q_rows(drafter.is_product))
+    made[f"slot_of_{drafter.name}"] = _int32(tree.fed_slots())
+    return made | ({"view_root": torch.ones(1, 1, dtype=torch.int64)} if plan.self_drafts else {})
 
 
 def _tiles(plan: SpecPlan, nodes: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:

@@ -112,11 +112,12 @@ class SegmentsEntry:
 
 @dataclass(frozen=True)
 class DynamicEntry:
-    """See `specc.speculation.plans.DynamicTree`."""
+    """See `specc.speculation.dynamic_tree`: of a `BudgetTree` there are levels."""
 
     num_nodes: int = field(metadata=within(1, MAX_NODES))
     top_k: int = field(metadata=within(1, MAX_NODES))
     depth: int = field(metadata=within(1, MAX_NODES))
+    levels: tuple[int, ...] = number(1, MAX_NODES, default=(), metadata={MAY_BE_ABSENT: True})
 
 
 @dataclass(frozen=True)

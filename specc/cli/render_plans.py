@@ -27,7 +27,10 @@ def describe_plan(plan: SpecPlan) -> str:
     if not plan.speculates:
         return "plain decoding, 1 token a pass"
     size = f"{plan.num_nodes} nodes a pass, root included"
-    if plan.dynamic is not None:
+    if plan.dynamic is not None and plan.dynamic.knows_counts:
+        levels = ", ".join(map(str, plan.dynamic.level_sizes))
+        text = f"{size}: {levels} on its levels, below the nodes that the draft is surest of"
+    elif plan.dynamic is not None:
         text = f"the {size}, that the draft finds likeliest, at most {plan.max_depth} deep"
     else:
         leaves = len(plan.shape.leaves)

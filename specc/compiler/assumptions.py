@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specc.bounds import MOST_IDS
 from specc.config import CompileConfig
 from specc.drafters.registry import facts_of
 from specc.errors import ConfigError
@@ -14,9 +15,10 @@ from specc.passes.drafters.tap_ids import CONVENTIONS
 # what a draft is taken for of which nothing else is said
 AS_FILES_SAY = "files"
 _CONVENTION = "tap_convention"
+_NUMBER = "candidates"
 _VALUES: dict[str, dict[str, Any]] = {
     field.name: {"true": True, "false": False} for field in dataclasses.fields(HeadSwitches)
-} | {_CONVENTION: {name: name for name in CONVENTIONS}}
+} | {_CONVENTION: {name: name for name in CONVENTIONS}, _NUMBER: {}}
 
 
 def parse_switches(text: str) -> HeadSwitches:
@@ -30,14 +32,17 @@ def parse_switches(text: str) -> HeadSwitches:
     found: dict[str, Any] = {}
     for part in [] if text.strip() == AS_FILES_SAY else text.split(","):
         name, _, value = (item.strip() for item in part.partition("="))
-        if value not in _VALUES.get(name, {}) or name in found:
-            known = [f"{key}={'|'.join(values)}" for key, values in _VALUES.items()]
+        values = _VALUES.get(name, {})
+        if name == _NUMBER and value.isdecimal() and 0 < int(value) <= MOST_IDS:
+            values = {value: int(value)}
+        if value not in values or name in found:
+            known = [f"{key}={'|'.join(values) or 'NUMBER'}" for key, values in _VALUES.items()]
             raise ConfigError(
                 f"--draft-assume {text}",
                 f"{', '.join(known)}, each at most once; or {AS_FILES_SAY}",
                 f"for example --draft-assume {_CONVENTION}={CONVENTIONS[0]}",
             )
-        found[name] = _VALUES[name][value]
+        found[name] = values[value]
     return HeadSwitches(**found)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specc.cost.acceptance import check_acceptance, is_falling
+from specc.cost.acceptance import check_acceptance, is_falling, row_at
 from specc.cost.best_tree_dp import TreeTables
 from specc.cost.best_tree_heap import grow_best_first
 from specc.errors import TreeError
+from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.tree import MAX_NODES, TokenTree
 
 
@@ -39,6 +40,32 @@ def best_tree(
     # one table for all depths, where the limit changes nothing
     tree = to_tree(tables.parents(num_nodes, None))
     return tree if tree.max_depth <= limit else to_tree(tables.parents(num_nodes, limit))
+
+
+def likely_tree(shape: DynamicTree, acceptance: Sequence[Sequence[float]]) -> TokenTree:
+    """The tree that a draft grows where its nodes are accepted as on average.
+
+    Args:
+        shape: of a tree that is data.
+        acceptance: by depth and sibling rank, see specc/cost/acceptance.py.
+    """
+    if not shape.knows_counts:
+        narrow = [row[: shape.top_k] for row in acceptance]
+        return best_tree(narrow, shape.num_nodes, shape.depth)
+    rows = check_acceptance(acceptance)
+    parents, level, first = [-1], [1.0], 0
+    for depth, size in enumerate(shape.level_sizes):
+        row = row_at(rows, depth)
+        places = [
+            (-above * (row[rank] if rank < len(row) else 0.0), node, rank)
+            for node, above in enumerate(level)
+            for rank in range(size)
+        ]
+        # ties go to the earlier place, so that these are the first children of each node
+        taken = sorted(sorted(places)[:size], key=lambda place: place[1:])
+        parents += [first + node for _, node, _ in taken]
+        first, level = first + len(level), [-value for value, _, _ in taken]
+    return TokenTree(tuple(parents))
 
 
 def check_size(num_nodes: int, max_depth: int | None) -> None:

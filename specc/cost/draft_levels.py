@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 from specc.drafters.drafter import Drafter
 from specc.speculation.plans import SpecPlan
@@ -19,10 +18,8 @@ def draft_levels(plan: SpecPlan) -> tuple[tuple[Drafter, tuple[int, ...]], ...]:
     """
     if not plan.speculates:
         return ()
-    if plan.dynamic is not None:
-        levels = [1, *itertools.repeat(plan.dynamic.top_k, plan.dynamic.depth - 1)]
-    else:
-        levels = fed_rows(plan.shape)
+    dynamic = plan.dynamic
+    levels = fed_rows(plan.shape) if dynamic is None else list(dynamic.fed_widths)
 
     def passes(drafter: Drafter) -> tuple[int, ...]:
         first = drafter.first_level(plan.catch_up)

@@ -24,7 +24,9 @@ FACTS = DrafterFacts(
     methods=("dflash",),
     assumes=("tap_convention", "is_last_normed", "sample_from_anchor"),
 )
-DSPARK_FACTS = replace(FACTS, kind="dspark", methods=("dspark",))
+DSPARK_FACTS = replace(
+    FACTS, kind="dspark", methods=("dspark",), assumes=(*FACTS.assumes, "candidates")
+)
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
 # how logits depend on tokens before, see `passes/drafters/block_bias.py`
@@ -98,7 +100,8 @@ class BlockDraft(OnePass):
         is_known = self.bias_kind in BIAS_KINDS and self.confidence in ("", OF_ROW, OF_TOKEN)
         is_read = (self.hidden_columns > 0) == self.reads_hidden
         is_named = not (self.is_flat or self.kind)
-        return is_known and is_read and is_named and (self.is_biased or not self.reads_hidden)
+        is_plain = not (self.reads_hidden or self.candidates)
+        return is_known and is_read and is_named and (self.is_biased or is_plain)
 
     @property
     def num_written(self) -> int:
@@ -193,6 +196,9 @@ class BlockDraft(OnePass):
         bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
         if self.is_partial:
             bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
+        if self.candidates:
+            order = logits.sort(dim=1, descending=True, stable=True).indices
+            logits = logits.scatter(1, order[:, self.candidates :], -torch.inf)
         return logits + bias
 
     def constants(self, depth: int) -> dict[str, Tensor]:
@@ -217,6 +223,7 @@ class BlockDraft(OnePass):
             layers = ", ".join(map(str, self.causal_layers))
             sees += f" (in layers {layers} up to itself)"
         biased = f"; {_DEPENDS[self.bias_kind]}" if self.is_biased else ""
+        biased += f", among the {self.candidates} best of each row" if self.candidates else ""
         biased += "; says how likely each token is accepted" if self.confidence else ""
         return (
             f"blocks of {self.size} rows, of which each sees the others {sees}:"

@@ -85,6 +85,13 @@ class Drafter(ABC):
         return False
 
     @property
+    def keeps_paths(self) -> bool:
+        """Whether a dynamic tree goes on from every node that it may have, see
+        `DynamicTree.path_widths`; else from as many of each level as a node has children.
+        """
+        return False
+
+    @property
     def computes_levels(self) -> bool:
         """Whether steps compute about as much for each level below the first as its one pass."""
         return False
@@ -215,12 +222,15 @@ class Drafter(ABC):
         """
         return tuple(Rule)
 
-    def check_plan(self, plan: str, depth: int, dynamic: DynamicTree | None) -> None:  # noqa: B027
+    def check_plan(  # noqa: B027
+        self, plan: str, depth: int, widest: int, dynamic: DynamicTree | None
+    ) -> None:
         """Raises ConfigError, TreeError: it does not propose such a tree.
 
         Args:
             plan: its name.
             depth: levels of its tree.
+            widest: children of a node, at most.
             dynamic: its shape, where the tree is data.
         """
 

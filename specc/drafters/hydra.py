@@ -66,6 +66,7 @@ class HydraHeads(OnePass):
     @property
     def is_possible(self) -> bool:
         is_plain = not (self.is_biased or self.is_flat or self.is_partial or self.confidence)
+        is_plain = is_plain and not self.candidates
         reads = self.hidden_columns > 0 and self.hidden_columns % FIRST_READS == 0
         return is_plain and reads and self.from_anchor and self.num_layers > 0
 

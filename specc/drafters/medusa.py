@@ -38,6 +38,7 @@ class MedusaHeads(OnePass):
     @property
     def is_possible(self) -> bool:
         is_plain = not (self.is_biased or self.hidden_columns or self.confidence or self.kind)
+        is_plain = is_plain and not self.candidates
         return self.is_flat and self.from_anchor and is_plain
 
     def num_read(self, depth: int) -> int:

@@ -42,6 +42,7 @@ class OnePassEntry:
         draft: name of the drafter, in a plan.
         kind: of the draft; empty of block drafters and Medusa heads, which `is_flat` tells apart.
         num_layers: of each head, of kinds whose steps compute heads.
+        candidates: K best tokens of each row alone may follow, where it is biased; 0 is all.
         is_tied: layers of a head after its first are one.
     """
 
@@ -59,6 +60,7 @@ class OnePassEntry:
     confidence: str = ""
     kind: str = field(default="", metadata={MAY_BE_ABSENT: True})
     num_layers: int = number(0, MOST_LAYERS, default=0, metadata={MAY_BE_ABSENT: True})
+    candidates: int = number(0, MOST_IDS, default=0, metadata={MAY_BE_ABSENT: True})
     is_tied: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +89,11 @@ class OnePass(OnePassEntry, Drafter):
     @property
     def is_product(self) -> bool:
         return not self.depends_on_path
+
+    @property
+    def keeps_paths(self) -> bool:
+        """A node costs a small product, if anything, where it costs others a pass."""
+        return not self.computes_levels
 
     @property
     def most_depth(self) -> int:
@@ -143,7 +150,7 @@ class OnePass(OnePassEntry, Drafter):
             return tuple(rule for rule in Rule if rule is not Rule.MSS)
         return super().rules(shape, is_merged)
 
-    def check_plan(self, plan: str, depth: int, dynamic: DynamicTree | None) -> None:
+    def check_plan(self, plan: str, depth: int, widest: int, dynamic: DynamicTree | None) -> None:
         if depth > self.num_proposed:
             raise ConfigError(
                 f"plan {plan} of depth {depth}, and {self.draft}, which proposes"
@@ -151,7 +158,14 @@ class OnePass(OnePassEntry, Drafter):
                 f"a tree of depth {self.num_proposed} or less",
                 f"pass --num-speculative-tokens {self.num_proposed}",
             )
-        if dynamic is not None and self.is_product:
+        if self.candidates and widest > self.candidates:
+            raise ConfigError(
+                f"plan {plan} of {widest} children, and {self.draft}, which chooses them among"
+                f" {self.candidates} tokens",
+                f"{self.candidates} children of a node or fewer",
+                f"choose a narrower tree, or pass --draft-assume candidates={widest}, or more",
+            )
+        if dynamic is not None and self.keeps_paths:
             check_candidates(plan, dynamic, f"a {self.facts.called}")
 
     @property
@@ -178,24 +192,21 @@ class OnePass(OnePassEntry, Drafter):
 def check_candidates(plan: str, tree: DynamicTree, called: str) -> None:
     """Compare what a best-first tree is chosen from with what a step has room for.
 
-    Every depth keeps as many paths as the tree has nodes, not K as with draft models.
+    Each level has the best nodes of those above, and the children of as many.
 
     Args:
         plan: its name.
         tree: its shape.
         called: what people call the draft that offers them.
     Raises:
-        TreeError: more than `4 * MAX_NODES` candidates.
+        TreeError: more than `4 * MAX_NODES` candidates at a time.
     """
-    count, width = 1, 1
-    for _ in range(tree.depth):
-        count += width * tree.top_k
-        width = min(width * tree.top_k, tree.num_nodes - 1)
+    count = tree.num_nodes + max(tree.path_widths) * tree.top_k
     if count > 4 * MAX_NODES:
         raise TreeError(
-            f"plan {plan}, which {called} offers {count} candidates",
+            f"plan {plan}, which {called} offers {count} candidates at a time",
             f"at most {4 * MAX_NODES}",
-            "choose fewer nodes, children or levels",
+            "choose fewer nodes or children",
         )
 
 

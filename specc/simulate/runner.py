@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specc.cost.best_tree import best_tree
+from specc.cost.best_tree import likely_tree
 from specc.cost.latency_table import LatencyTable, PassPart, StepShape, verify_part
 from specc.errors import ConfigError
 from specc.runtime.backends.step_io import StepResult
@@ -181,8 +181,7 @@ def _tree(plan: SpecPlan, load: Load, truth: LatencyTable) -> TokenTree:
         )
     if plan.dynamic is None:
         return plan.tree_of(plan.drafters[0])
-    narrow = [row[: plan.dynamic.top_k] for row in rows[plan.drafts[0]]]
-    return best_tree(narrow, plan.num_nodes, plan.dynamic.depth)
+    return likely_tree(plan.dynamic, rows[plan.drafts[0]])
 
 
 def _children(tree: TokenTree) -> list[list[int]]:

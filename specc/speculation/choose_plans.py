@@ -9,7 +9,8 @@ from specc.close_name import advice
 from specc.drafters.drafter import Drafter
 from specc.drafters.registry import FIRST, drafters_of, model_draft, parse_draft
 from specc.errors import ConfigError, TreeError
-from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
+from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
+from specc.speculation.plans import MERGE, VOTE, SpecPlan
 from specc.speculation.tree import TokenTree
 
 BEST, MEASURED = "best", "measured"
@@ -123,7 +124,8 @@ def as_shape(tree: Tree) -> TokenTree | DynamicTree:
 
 
 def parse_tree(text: str) -> Tree:
-    """`3,2,1`, widths; `dynamic:N,K,D`, the N best nodes of K children a node on D levels.
+    """`3,2,1`, widths; `dynamic:N,K,D`, the N best nodes of K children a node on D levels;
+    `budget:4,6,4`, nodes of each level.
 
     Raises:
         TreeError: neither of these.
@@ -134,14 +136,17 @@ def parse_tree(text: str) -> Tree:
         if kind == "dynamic":
             num_nodes, top_k, depth = numbers
             return DynamicTree(num_nodes, top_k, depth)
+        if kind == "budget":
+            return BudgetTree.of(numbers)
         if not colon:
             return numbers
     except ValueError:
         pass
     raise TreeError(
         f"--tree {text}",
-        "widths separated by commas, or dynamic:NODES,CHILDREN,LEVELS",
-        "for example --tree 3,2,1 or --tree dynamic:16,4,4",
+        "widths separated by commas, dynamic:NODES,CHILDREN,LEVELS, or budget: and the nodes of"
+        " each level",
+        "for example --tree 3,2,1, --tree dynamic:16,4,4 or --tree budget:4,6,4",
     )
 
 

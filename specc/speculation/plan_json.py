@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from specc.drafters.registry import drafters_from_json
 from specc.errors import EngineError
-from specc.speculation.dynamic_tree import DynamicTree
+from specc.speculation.dynamic_tree import shape_from_json, shape_to_json
 from specc.speculation.plans import SpecPlan
 
 
@@ -18,7 +17,7 @@ def plan_to_json(plan: SpecPlan) -> dict[str, Any]:
         "name": plan.name,
         "widths": list(plan.widths),
         "parents": list(plan.parents),
-        "dynamic": asdict(plan.dynamic) if plan.dynamic else None,
+        "dynamic": shape_to_json(plan.dynamic),
         "drafts": list(plan.drafts),
         "combine": plan.combine,
         "tile": plan.tile,
@@ -44,7 +43,7 @@ def blocks_of(plan: SpecPlan) -> list[dict[str, Any]]:
 def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
     """Raises EngineError: no plan."""
     try:
-        numbers = [*data["widths"], *data["parents"], *dict(data["dynamic"] or {}).values()]
+        numbers = [*data["widths"], *data["parents"]]
         numbers += [] if data["tile"] is None else [data["tile"]]
         if wrong := [number for number in numbers if type(number) is not int]:
             raise TypeError(f"{wrong[0]!r:.40} is no integer")
@@ -52,7 +51,7 @@ def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
             name=data["name"],
             widths=tuple(data["widths"]),
             parents=tuple(data["parents"]),
-            dynamic=DynamicTree(**data["dynamic"]) if data["dynamic"] else None,
+            dynamic=shape_from_json(data["dynamic"]),
             drafters=drafters_from_json(
                 data["drafts"], data.get("heads", ()), data.get("blocks", ())
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,7 +90,7 @@ class SpecPlan:
             )
         self._check_sharpness()
         for drafter in self.drafters:
-            drafter.check_plan(self.name, self.max_depth, self.dynamic)
+            drafter.check_plan(self.name, self.max_depth, self.most_children, self.dynamic)
 
     def _check_sharpness(self) -> None:
         """Raises ConfigError: not one factor above 0 for each depth of each draft that is asked."""
@@ -141,9 +142,8 @@ class SpecPlan:
 
     @classmethod
     def from_dynamic(cls, dynamic: DynamicTree, draft: str | Drafter = FIRST[0]) -> SpecPlan:
-        name = f"dynamic-{dynamic.num_nodes}-{dynamic.top_k}-{dynamic.depth}"
         drafters = drafters_of(draft)
-        return cls(prefix_of(drafters, "") + name, dynamic=dynamic, drafters=drafters)
+        return cls(prefix_of(drafters, "") + dynamic.name, dynamic=dynamic, drafters=drafters)
 
     @cached_property
     def speculates(self) -> bool:
@@ -202,6 +202,11 @@ class SpecPlan:
         return self.tree_of(self.drafters[0]).num_nodes
 
     @cached_property
+    def has_image(self) -> bool:
+        """Whether proposals are not the nodes, one each: which node one is, is data."""
+        return self.combine == MERGE or (self.dynamic is not None and self.dynamic.knows_counts)
+
+    @cached_property
     def num_rows(self) -> int:
         """Cache rows after the committed ones that a step may write, of any model."""
         sizes = [drafter.num_written for drafter in self.models]
@@ -218,6 +223,14 @@ class SpecPlan:
     @cached_property
     def max_depth(self) -> int:
         return self.dynamic.depth if self.dynamic is not None else self.shape.max_depth
+
+    @cached_property
+    def most_children(self) -> int:
+        """Of a node of what a draft proposes."""
+        if self.dynamic is not None:
+            return self.dynamic.top_k
+        parents = self.shape.parents[1:]
+        return max(Counter(parents).values(), default=0)
 
     @cached_property
     def catch_up(self) -> int:
@@ -318,8 +331,11 @@ class SpecPlan:
 
         Other drafts may have more to say.
         """
-        if self.dynamic is not None or self.combine == VOTE or self.tile is not None:
+        is_kept = self.dynamic is not None and not self.dynamic.knows_counts
+        if is_kept or self.combine == VOTE or self.tile is not None:
             return ANY_PROPOSALS
+        if self.dynamic is not None:
+            return tuple(Rule)
         is_merged = self.combine == MERGE
         own = [set(drafter.rules(self.shape, is_merged)) for drafter in self.drafters]
         return tuple(rule for rule in Rule if all(rule in rules for rules in own))

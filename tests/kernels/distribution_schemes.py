@@ -1,8 +1,8 @@
-"""Eight schemes that look like speculative sampling and change the distribution.
+"""Ten schemes that look like speculative sampling and change the distribution.
 
 Each misuses the operators in one way, and stands beside the lossless form of the same tree: the
-statistic has to refuse the one and pass the other. All trees have one level, so that nothing but
-the scheme is at work.
+statistic has to refuse the one and pass the other. Trees have one level, so that nothing but the
+scheme is at work, where it is one of a level.
 """
 
 from __future__ import annotations
@@ -10,27 +10,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from specc.kernels.reference.processing import process_reference
+from specc.passes.step import draft_budget
 from specc.sampling.rows import Rule, Value, Word
 from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import Proposals, Propose, State, World
 from tests.kernels.distribution_trees import Part, alone, draft_tree, merge, voted
+from tests.kernels.eager_stage import budget_tree
 
+# nodes of the levels that are shared out
+_SHARED = (3, 4, 4)
 # operators, world, state, whether it is done wrongly → tree
 Build = Callable[[Any, World, State, bool], Proposals]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A tree, and the rule that verifies it."""
+    """A tree, and the rule that verifies it.
+
+    Args:
+        build: of it.
+        rule: that verifies it.
+        temperature: of the sequences.
+        is_deep: it does harm below the first level alone, so to few of the sequences.
+    """
 
     build: Build
     rule: Rule = Rule.MSS
     temperature: float = 1.0
+    is_deep: bool = False
 
     def proposing(self, is_wrong: bool) -> Propose:
         return lambda operators, world, state: self.build(operators, world, state, is_wrong)
@@ -138,6 +151,20 @@ def _other_temperature(operators: Any, world: World, state: State, is_wrong: boo
     return alone(_star(operators, world, replace(state, values=values), 1), 1)
 
 
+def _by_tokens(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """A level whose nodes are kept for what was drawn, as where the best of a tree are: nodes lose
+    the draws that the draft found unlikely.
+    """
+    if not is_wrong:
+        return budget_tree(operators, world.drafts[0], _SHARED, state)
+
+    def words_of_tokens(g: Any) -> Any:
+        return g["sampling_words"]
+
+    with mock.patch.object(draft_budget, "_words_of_counts", words_of_tokens):
+        return budget_tree(operators, world.drafts[0], _SHARED, state)
+
+
 SCHEMES = {
     "top-k-with-softmax-q": Scheme(_most_likely),
     "iid-sorted-by-q": Scheme(_sorted),
@@ -147,4 +174,6 @@ SCHEMES = {
     "merged-duplicate-dropped": Scheme(_merged_once),
     "vote-with-one-drafts-q": Scheme(_majority),
     "q-at-another-temperature": Scheme(_other_temperature),
+    "budget-by-drawn-tokens": Scheme(_by_tokens, is_deep=True),
+    "budget-by-drawn-tokens-swor": Scheme(_by_tokens, Rule.SWOR, is_deep=True),
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specc.speculation.tree import TokenTree
 from tests.kernels.distribution import Proposals, Propose, State, World, logits_after
+from tests.kernels.eager_stage import budget_tree
 
 NGRAM = 3
 SHAPES = {
@@ -22,6 +23,8 @@ SHAPES = {
 }
 # children of a node, levels, and nodes that are kept
 DYNAMIC = (3, 3, 7)
+# nodes of each level that is shared out
+BUDGET = (3, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ def voted(operators: Any, parts: Sequence[Part]) -> Part:
 
 
 def depth_of(shape: str) -> int:
+    if shape == "budget":
+        return len(BUDGET)
     return DYNAMIC[1] if shape == "dynamic" else SHAPES[shape].max_depth
 
 
@@ -218,6 +223,8 @@ def proposing(combination: str, shape: str) -> Propose:
     depth = depth_of(shape)
 
     def propose(operators: Any, world: World, state: State) -> Proposals:
+        if shape == "budget":
+            return budget_tree(operators, world.drafts[0], BUDGET, state)
         if combination == "lookup":
             return alone(lookup_part(operators, state, depth), depth)
         first = source(operators, world, 0, shape, state)

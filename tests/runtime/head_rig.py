@@ -19,7 +19,8 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
-from specc.speculation.plans import DynamicTree, SpecPlan
+from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
+from specc.speculation.plans import SpecPlan
 from tests.head_reference import Reference, hidden_states
 from tests.heads import VOCAB
 from tests.mtp import MtpReference
@@ -28,6 +29,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 BLOCK, CHUNK = 4, 7
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((2, 2, 1))
 DYNAMIC = SpecPlan.from_dynamic(DynamicTree(6, 3, 3))
+BUDGET = SpecPlan.from_dynamic(BudgetTree.of((2, 3, 2)))
 
 
 def options(**changes: Any) -> CompileConfig:

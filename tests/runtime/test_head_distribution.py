@@ -45,7 +45,7 @@ from tests.runtime.head_draws import (
     fitted,
     row_of,
 )
-from tests.runtime.head_rig import CHAIN, DYNAMIC, TREE, load, options
+from tests.runtime.head_rig import BUDGET, CHAIN, DYNAMIC, TREE, load, options
 
 LAYERS, PLACES = 4, (2, 3)
 # kind → a head with logits for some of the target's tokens, where the layout has that
@@ -90,7 +90,7 @@ HYDRAS = {
     "hydra_prefix": replace(HYDRA_CASES["prefix"], vocab=VOCAB, boundaries=(LAYERS,)),
 }
 KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS)
-PLANS = (CHAIN, TREE, DYNAMIC)
+PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
 SIZES = {
@@ -112,6 +112,7 @@ def ids(value: Any) -> str:
 def config_of(**changes: Any) -> CompileConfig:
     """Prompts of a whole batch are read in one pass, so that steps are full."""
     chunk = BATCH * len(PROMPT)
+    changes = {"plans": PLANS, **changes}
     return options(max_batch_size=BATCH, max_seq_len=24, prefill_chunk=chunk, **changes)
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from specc.cost.acceptance import check_acceptance, path_probabilities, row_at
-from specc.cost.best_tree import best_tree
+from specc.cost.best_tree import likely_tree
 from specc.drafters.drafter import Drafter
 from specc.runtime.policies.goodput.constants import TUNED
 from specc.speculation.plans import VOTE, SpecPlan
@@ -59,11 +59,7 @@ class PlanPrior:
         if is_chain(plan) or not drafter.is_asked or plan.combine == VOTE:
             return list(first)
         rows = [self._row(drafter.name, depth, rate) for depth, rate in enumerate(first, start=1)]
-        if plan.dynamic is None:
-            tree = plan.shape
-        else:
-            narrow = [row[: plan.dynamic.top_k] for row in rows]
-            tree = best_tree(narrow, plan.num_nodes, plan.dynamic.depth)
+        tree = plan.shape if plan.dynamic is None else likely_tree(plan.dynamic, rows)
         reached = [0.0] * (plan.max_depth + 1)
         for node, probability in enumerate(path_probabilities(tree, rows)):
             reached[tree.depths[node]] += probability

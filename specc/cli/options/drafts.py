@@ -34,7 +34,8 @@ class DraftOptions:
     trees: tuple[str, ...] = option(
         (),
         "Shape of the proposals: how many children each node of a level gets, or"
-        " dynamic:NODES,CHILDREN,LEVELS for a tree that the draft chooses anew at every step."
+        " dynamic:NODES,CHILDREN,LEVELS for a tree that the draft chooses anew at every step, or"
+        " budget:N1,N2,… for so many nodes on each level, which go where the draft is surest."
         " Repeat the option for several plans; the first is the default.",
         "--tree",
         metavar="W1,W2,…",

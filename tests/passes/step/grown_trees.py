@@ -6,7 +6,7 @@ Only the choice of a node's children from its logits is left to the oracle of th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specc.drafters.registry import drafter_of
 from specc.kernels.reference.accept import draft_children_reference
-from specc.sampling.rows import MIN_TEMPERATURE, Value
+from specc.sampling.rows import MIN_TEMPERATURE, Rule, Value
+from specc.speculation.dynamic_tree import BudgetTree
 from specc.speculation.plans import VOTE, SpecPlan
 from specc.speculation.sharpness import factor_of
 from tests.passes.step.reading_models import logits_of
@@ -90,6 +91,11 @@ class Proposed:
 
 def propose(plan: SpecPlan, request: Request) -> Proposed:
     """What a plan's drafts make of a request together."""
+    if isinstance(plan.dynamic, BudgetTree):
+        (draft,) = plan.drafts
+        tree, image = grow_budget(plan, draft, request)
+        q = [text and (draft, text) for text in tree.q]
+        return Proposed(tree, image, {draft: tree.slots}, {draft: tree}, q)
     if plan.dynamic is not None:
         (draft,) = plan.drafts
         tree = grow_dynamic(plan, draft, request)
@@ -147,7 +153,7 @@ def grow(plan: SpecPlan, draft: str, request: Request, column: int) -> Grown:
 def drawn_from(plan: SpecPlan, request: Request, draft: str, text: tuple[int, ...]) -> Tensor:
     """[V] logits that the children of a node are drawn from."""
     is_greedy = request.values[Value.TEMPERATURE] < MIN_TEMPERATURE
-    if is_greedy and plan.dynamic is not None:
+    if is_greedy and plan.dynamic is not None and not plan.dynamic.knows_counts:
         # scores would be others
         return logits_of(draft, text)
     return logits_of(draft, text) * factor_of(
@@ -208,6 +214,62 @@ def grow_dynamic(plan: SpecPlan, draft: str, request: Request) -> Grown:
         passes,
         num_ties=num_ties,
     )
+
+
+def grow_budget(
+    plan: SpecPlan,
+    draft: str,
+    request: Request,
+    logits_after: Callable[..., Tensor] | None = None,
+    is_product: bool = False,
+) -> tuple[Grown, list[int]]:
+    """Levels of so many nodes, shared out before they are drawn; and the node of each place.
+
+    `q` is that of each place: those of a node above beside each other, whatever they became.
+
+    Args:
+        plan: of such a tree.
+        draft: of the plan.
+        request: whose text it goes on from.
+        logits_after: arguments as of `drawn_from`, which it stands for.
+        is_product: all nodes of a depth have the same children.
+    """
+    logits_after = logits_after or drawn_from
+    assert isinstance(plan.dynamic, BudgetTree)
+    is_drawn = request.words[2] in (Rule.MSS, Rule.SWOR)
+    is_drawn = is_drawn and request.values[Value.TEMPERATURE] >= MIN_TEMPERATURE
+    paths: list[tuple[int, ...]] = [()]
+    parents, reached = [-1], [torch.tensor(0.0)]
+    image, q, passes, num_ties = [0], [None], [], 0
+    above = [0]
+    for level, size in enumerate(plan.dynamic.levels):
+        places = []
+        for node in above:
+            text = (*request.text, *paths[node])
+            logits = logits_after(plan, request, draft, text)
+            column = len(image) + (0 if is_product else len(places))
+            drawn = children(logits, request, level, size, column)
+            # what its children are is not looked at where they are draws
+            sure = [score for _, score in drawn]
+            if is_drawn:
+                sure = list(logits.float().log_softmax(0).sort(descending=True).values[:size])
+            for (token, _), score in zip(drawn, sure, strict=True):
+                places.append((reached[node] + score, node, token))
+                q.append(text)
+        order = sorted(range(len(places)), key=lambda i: (-float(places[i][0]), i))
+        last = [float(places[i][0]) for i in order[size - 1 : size + 1]]
+        num_ties += len(last) == 2 and last[0] == last[1]
+        taken = sorted(order[:size])
+        image += [len(paths) + taken.index(i) if i in taken else -1 for i in range(len(places))]
+        above = list(range(len(paths), len(paths) + size))
+        for i in taken:
+            value, node, token = places[i]
+            paths.append((*paths[node], token))
+            parents.append(node)
+            reached.append(value)
+        passes.append([(node, paths[node]) for node in above])
+    slots = [node if node < above[0] else -1 for node in range(len(paths))]
+    return Grown(list(paths), parents, slots, passes[:-1], q, num_ties), image
 
 
 def look_up(text: Sequence[int], ngram: int, count: int) -> list[int]:

@@ -112,34 +112,6 @@ def test_static_trees(tree: TokenTree, tile: int | None, block: BlockDraft) -> N
                 torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", KINDS[:2], ids=["gated", "rnn"])
-@pytest.mark.parametrize("tile", [None, 2])
-def test_trees_that_are_data(tile: int | None, block: BlockDraft) -> None:
-    """The K best nodes of a level go on, each with what its own path leaves."""
-    k, depth, kept = 3, 4, 20
-    plan: SpecPlan = replace(plan_of(DynamicTree(kept + 1, k, depth), block), tile=tile)
-    _, made, environment = run(plan, (9, 2), weights=weights_of(block))
-    rows = drawn(depth * BATCH, VOCAB + WIDTH, seed=4).view(depth, BATCH, -1)
-    for b in range(BATCH):
-        root = int(environment["last_tokens"][b, -1])
-        level, found = [(0.0, [root])], []
-        for _ in range(depth):
-            grown = []
-            for score, path in level:
-                odds = logits_after(block, rows[:, b], path).log_softmax(-1)
-                grown += [
-                    (score + float(odds[t]), [*path, t]) for t in odds.topk(k).indices.tolist()
-                ]
-            level = sorted(grown, reverse=True)[:k]
-            found += grown
-        wanted = [path for _, path in sorted(found, reverse=True)[:kept]]
-        tokens, parents = made["tokens"][b].tolist(), made["parents"][b].tolist()
-        paths = [[root]]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            paths.append([*paths[parent], token])
-        assert sorted(paths[1:]) == sorted(wanted)
-
-
 @pytest.mark.parametrize("tree", [TokenTree.chain(4), UNEVEN], ids=["chain", "uneven"])
 @pytest.mark.parametrize("kind", [VANILLA, RNN])
 @pytest.mark.parametrize("read", [OF_ROW, OF_TOKEN])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 from dataclasses import replace
@@ -17,7 +16,7 @@ from specc.artifact.graph_io import graph_from_json
 from specc.cost.draft_levels import draft_levels
 from specc.drafters.block import BIAS_TENSORS, BlockDraft
 from specc.drafters.medusa import MedusaHeads
-from specc.errors import ConfigError, EngineError, TreeError
+from specc.errors import ConfigError, EngineError
 from specc.kernels import ops as _ops  # noqa: F401
 from specc.kernels.reference.accept import draft_children_reference
 from specc.passes.step.fuse_step import fuse_step
@@ -79,18 +78,24 @@ class Noted(nn.Module):
         ties: logits are whole numbers.
         width: columns.
         rows_each: rows for each that has any.
+        lacks: tokens of `ABSENT` have logits of -inf.
     """
 
-    def __init__(self, ties: bool, width: int = VOCAB, rows_each: int = 1) -> None:
+    def __init__(
+        self, ties: bool, width: int = VOCAB, rows_each: int = 1, lacks: bool = False
+    ) -> None:
         super().__init__()
-        self.ties, self.width, self.rows_each = ties, width, rows_each
+        self.ties, self.width, self.rows_each, self.lacks = ties, width, rows_each, lacks
         self.calls: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Tensor) -> Tensor:
         names = (*NAMES[:-1], "logit_rows", "feature_rows")
         self.calls.append(dict(zip(names, inputs, strict=True)))
         logits = drawn(len(inputs[7]) * self.rows_each, self.width, seed=4)
-        return logits.round() if self.ties else logits
+        logits = logits.round() if self.ties else logits
+        if self.lacks:
+            logits[:, list(ABSENT)] = -torch.inf
+        return logits
 
 
 def run(
@@ -99,11 +104,12 @@ def run(
     rule: Rule | None = None,
     ties: bool = False,
     weights: dict[str, Tensor] = WEIGHTS,
+    lacks: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """The one call of the drafter, what the stage makes, and its environment."""
     step = json.loads(json.dumps(fuse_step(plan, {"target": 1, "draft_0": 1}).to_json()))
     (block,), batch = plan.drafters, len(lengths)
-    drafter = Noted(ties, VOCAB + block.hidden_columns, block.size if block.is_flat else 1)
+    drafter = Noted(ties, VOCAB + block.hidden_columns, block.size if block.is_flat else 1, lacks)
     torch.manual_seed(0)
     values = torch.zeros(batch, len(Value))
     words = torch.zeros(batch, len(Word), dtype=torch.int64)
@@ -234,73 +240,6 @@ def test_trees_of_dspark(widths: tuple[int, ...], rule: Rule | None, block: Bloc
     assert environment["q_rows"].tolist() == [-1, *(rows[node] for node in sorted(rows))]
 
 
-def test_the_likeliest_tree_of_dspark() -> None:
-    """Expanded level by level, as of draft models: K nodes of a level go on."""
-    plan = plan_of(DynamicTree(12, 3, 3), BIASED)
-    _, made, _ = run(plan, (9, 2))
-    base = drawn(6, VOCAB, seed=4).view(3, 2, VOCAB)
-    _, _, environment = run(plan, (9, 2))
-    for b in range(2):
-        root = environment["last_tokens"][b, -1]
-        level, found = [(0.0, (int(root),))], []
-        for d in range(3):
-            grown = []
-            for score, path in level:
-                row = base[d, b] + bias_after(torch.tensor([path[-1]]), BIASED)[0]
-                odds = row.log_softmax(-1)
-                for token in row.topk(3).indices.tolist():
-                    grown.append((score + float(odds[token]), (*path, token)))
-            level = sorted(grown, reverse=True)[:3]
-            found += grown
-        wanted = sorted(found, reverse=True)[:11]
-        paths: list[tuple[int, ...]] = [(int(root),)]
-        for token, parent in zip(
-            made["tokens"][b, 1:].tolist(), made["parents"][b, 1:].tolist(), strict=True
-        ):
-            paths.append((*paths[parent], token))
-        assert sorted(paths[1:]) == sorted(path for _, path in wanted)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("shape", [(6, 3, 3), (12, 4, 4), (30, 5, 3), (3, 2, 1)])
-def test_the_best_tree(shape: tuple[int, int, int], ties: bool) -> None:
-    """Greedy: as good as what a heap over all paths finds, node by node, and with its parents."""
-    num_nodes, top_k, depth = shape
-    plan = plan_of(DynamicTree(*shape))
-    _, made, _ = run(plan, (9, 2), ties=ties)
-    logits = torch.randn(depth * 2, VOCAB, generator=torch.Generator().manual_seed(4))
-    logits = (logits.round() if ties else logits).view(depth, 2, VOCAB)
-    for b in range(2):
-        rows = [logits[d, b].log_softmax(-1) for d in range(depth)]
-        wanted = best_first(rows, top_k, num_nodes - 1)
-        scores, paths = [], set()
-        tokens, parents = made["tokens"][b].tolist(), made["parents"][b].tolist()
-        found: list[tuple[int, ...]] = [()]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            found.append((*found[parent], token))
-            paths.add(found[-1])
-            scores.append(sum(float(rows[d][t]) for d, t in enumerate(found[-1])))
-        assert len(paths) == num_nodes - 1
-        torch.testing.assert_close(torch.tensor(sorted(scores)), torch.tensor(sorted(wanted)))
-
-
-def best_first(rows: list[Tensor], top_k: int, count: int) -> list[float]:
-    """Scores of the best paths: each that is taken brings its next sibling and its first child."""
-    ranked = [row.sort(descending=True).values.tolist()[:top_k] for row in rows]
-    heap = [(-ranked[0][0], (0,))]
-    taken: list[float] = []
-    while len(taken) < count:
-        score, path = heapq.heappop(heap)
-        taken.append(-score)
-        d, rank = len(path) - 1, path[-1]
-        if rank + 1 < top_k:
-            more = score + ranked[d][rank] - ranked[d][rank + 1]
-            heapq.heappush(heap, (more, (*path[:-1], rank + 1)))
-        if d + 1 < len(rows):
-            heapq.heappush(heap, (score - ranked[d + 1][0], (*path, 0)))
-    return taken
-
-
 def named_levels(plan: SpecPlan) -> dict[str, tuple[int, ...]]:
     return {draft.name: rows for draft, rows in draft_levels(plan)}
 
@@ -364,18 +303,6 @@ def test_rules_of_merged_trees() -> None:
     assert SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE).rules == tuple(Rule)
     biased = SpecPlan.from_widths((2, 1), ("draft_0", "lookup-3"), MERGE)
     assert biased.with_drafters({"draft_0": BIASED}).rules == tuple(Rule)
-
-
-def test_candidates_of_a_best_first_tree() -> None:
-    """Each depth keeps as many paths as the tree has nodes, where draft models keep K."""
-    wide = BlockDraft(17, MASK)
-    plan_of(DynamicTree(16, 16, 15), wide)
-    with pytest.raises(TreeError, match=r"a block drafter offers 196\d{3} candidates"):
-        plan_of(DynamicTree(1000, 16, 15), wide)
-    plan_of(DynamicTree(1000, 16, 15), replace(wide, is_biased=True))
-    heads = MedusaHeads(16)
-    with pytest.raises(TreeError, match=r"a set of Medusa heads offers 196\d{3} candidates"):
-        plan_of(DynamicTree(1000, 16, 15), heads)
 
 
 def test_logits_of_a_block_have_no_tiles() -> None:

@@ -27,7 +27,8 @@ from specc.passes.step.step_graph import (
 )
 from specc.runtime.backends.captured.step_buffers import PADDING
 from specc.sampling.rows import Rule
-from specc.speculation.plans import MERGE, OFF, VOTE, DynamicTree, SpecPlan
+from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
+from specc.speculation.plans import MERGE, OFF, VOTE, SpecPlan
 from specc.speculation.sharpness import sharpened
 from specc.speculation.tree import TokenTree
 from tests.passes.step.grown_trees import Proposed, Request, drawn_from, look_up, propose
@@ -48,6 +49,10 @@ def dynamic(*sizes: int) -> SpecPlan:
     return SpecPlan.from_dynamic(DynamicTree(*sizes))
 
 
+def budget(*levels: int, draft: str = "draft_0") -> SpecPlan:
+    return SpecPlan.from_dynamic(BudgetTree.of(levels), draft)
+
+
 PLANS = [
     widths(1),
     widths(1, 1, 1),
@@ -61,6 +66,10 @@ PLANS = [
     dynamic(16, 3, 4),
     # all candidates
     dynamic(22, 3, 3),
+    budget(1, 1, 1),
+    budget(3),
+    budget(2, 4, 3, draft="draft_1"),
+    budget(4, 6, 6, 2),
     widths(1, 1, 1, 1, drafts=("lookup-1",)),
     widths(1, 1, 1, drafts=("lookup-2",)),
     widths(1, 1, 1, drafts=("suffix",)),
@@ -82,6 +91,7 @@ SHARP = [
         {"draft_0": [0.5, 1.5], "draft_1": [4.0, 1.0, 0.5]},
     ),
     sharpened(widths(1, 1, 1, drafts=PAIR, combine=VOTE), {"draft_1": [0.25]}),
+    sharpened(budget(3, 4), {"draft_0": [0.5, 2.0]}),
     replace(sharpened(widths(3, 2, 1), {"draft_0": [0.75]}), tile=4),
 ]
 # tiles of one node, of parts of levels, and of more nodes than the tree has
@@ -97,6 +107,7 @@ TILES = [
     (dynamic(22, 3, 3), 5),
     # of the draft's levels alone
     (dynamic(4, 5, 3), 4),
+    (budget(4, 6, 2), 3),
     (widths(1, 1, 1, drafts=("lookup-2",)), 3),
     (widths(1, 1, 1, drafts=("suffix",)), 1),
     (widths(2, 2, 1, drafts=PAIR, combine=MERGE), 3),
@@ -116,7 +127,7 @@ STEPPED = [pytest.param(plan, id=name_of(plan)) for plan in PLANS + TILED]
 QUICK = (
     "tree-3-2-1", "dynamic-4-2-2", "lookup1-chain-4", "suffix-chain-3", "merge-0+1-tree-2-2-1",
     "vote-0+1-chain-3", "tree-n8-d3-9788-tile-2", "tree-3-2-1-sharp-cefa",
-    "dynamic-6-2-3-sharp-259f",
+    "dynamic-6-2-3-sharp-259f", "budget-4-6-6-2",
 )  # fmt: skip
 
 
@@ -141,8 +152,8 @@ def check_tree(run: Stepped, env: dict, b: int, wanted: Proposed) -> None:
         assert env["parents"][row].tolist() == tree.parents
         depths = env["depths"].view(-1, num_nodes)[row].tolist()
         assert [depths[i] for i in alive] == [len(tree.paths[i]) for i in alive]
-    assert ("image" in env) == (plan.combine == MERGE)
-    if wanted.image is not None:
+    assert ("image" in env) == (plan.has_image and (plan.combine == MERGE or plan.tile is None))
+    if "image" in env:
         assert env["image"][row].tolist() == wanted.image
     assert wanted.slots.keys() == set(plan.model_names)
     for draft, slots in wanted.slots.items():
@@ -262,8 +273,9 @@ OFF_TREE = SpecPlan("off", drafters=drafters_of("suffix"))
 
 
 @pytest.mark.default(
-    "lookup1-chain-4", "merge-0+1-tree-2-2-1", "tree-3-2-1-sharp-cefa", "dynamic-6-2-3-sharp-259f"
-)
+    "lookup1-chain-4", "merge-0+1-tree-2-2-1", "tree-3-2-1-sharp-cefa", "dynamic-6-2-3-sharp-259f",
+    "budget-4-6-6-2",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "plan",
     only(QUICK, [*STEPPED, *(pytest.param(x, id=name_of(x)) for x in SHARP)]),
@@ -367,6 +379,7 @@ def events_of(plan: SpecPlan) -> Counter[str]:
         ),
         (SpecPlan.from_tree(UNEVEN), "leaf without a row,row moved"),
         (dynamic(3, 4, 1), "ties,leaf without a row"),
+        (budget(4, 6, 6, 2), "ties,equal siblings,leaf without a row,row moved"),
         pytest.param(
             dynamic(16, 3, 4), "ties,leaf without a row,row moved", marks=pytest.mark.slow
         ),
@@ -429,6 +442,7 @@ def test_levels_of_logits_that_rules_look_at():
     assert counts["merge-0+1-chain-2"] == 2 + 2
     assert counts["merge-2+0+1-tree-n8-d3-9788"] == 3 + 3 + 3
     assert counts["merge-lookup3+1+suffix+0-tree-2-1"] == 2 + 2
+    assert counts["budget-4-6-6-2"] == 4
     for name, count in counts.items():
         has_none = name.startswith(("dynamic", "vote", "lookup", "suffix", "merge-lookup2+suffix"))
         assert (count == 0) == has_none, name

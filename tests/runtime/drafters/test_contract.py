@@ -41,7 +41,17 @@ from tests.runtime.draft_cases import (
     serve_with_pauses,
     write_target,
 )
-from tests.runtime.head_rig import BLOCK, CHAIN, DYNAMIC, TREE, load, options, prompts_of, serve
+from tests.runtime.head_rig import (
+    BLOCK,
+    BUDGET,
+    CHAIN,
+    DYNAMIC,
+    TREE,
+    load,
+    options,
+    prompts_of,
+    serve,
+)
 
 RIGS = tuple(all_rigs())
 PLANS = (CHAIN, TREE, DYNAMIC)
@@ -227,6 +237,18 @@ def test_beside_other_drafts(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
         # also what is drawn with replacement
         oracle.reset()
         serve(core, oracle, texts, num_tokens=8, temperature=1.5, rule="mss")
+
+
+@rigs("eagle3")
+def test_levels_that_are_shared_out(rig: DraftRig, zoo: Zoo) -> None:
+    """Every pass of a draft reads what its nodes' parents left, and outputs are the target's."""
+    path = rig.engine(zoo, label="budget", plans=(BUDGET,))
+    core, oracle = EngineCore(load(path), BUDGET.name), rig.oracle(zoo)
+    oracle.watch(core)
+    serve(core, oracle, prompts_of(BLOCK)[:4], num_tokens=8, temperature=1.5, rule="mss")
+    assert rig.num_looked(oracle) > 8
+    engine = Engine.load(path)
+    assert outputs(EngineCore(engine, BUDGET.name)) == outputs(EngineCore(engine, "off"))
 
 
 @pytest.mark.slow

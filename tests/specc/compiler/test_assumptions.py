@@ -35,6 +35,7 @@ def test_what_is_written() -> None:
     text = " tap_convention=entering, is_last_normed = false,norm_before_residual=true"
     assert parse_switches(text) == HeadSwitches(True, ENTERING, False)
     assert parse_switches("sample_from_anchor=false").sample_from_anchor is False
+    assert parse_switches("candidates=64").candidates == 64
     one = config_of("is_last_normed=true")
     assert switches_of(one, 2) == [HeadSwitches(is_last_normed=True)] * 2
     each = config_of("files", "is_last_normed=true")
@@ -53,6 +54,9 @@ def test_what_is_written() -> None:
         "is_last_normed=true,is_last_normed=true",
         "files,is_last_normed=true",
         "layers=3",
+        "candidates=0",
+        "candidates=true",
+        "candidates=9999999999",
     ],
 )
 def test_what_is_no_assumption(text: str) -> None:

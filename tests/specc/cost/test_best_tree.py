@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specc.cost.acceptance import check_acceptance, expected_tokens, is_falling, path_probabilities
-from specc.cost.best_tree import best_tree, to_tree
+from specc.cost.best_tree import best_tree, likely_tree, to_tree
 from specc.cost.best_tree_dp import TreeTables
 from specc.cost.best_tree_heap import grow_best_first
 from specc.errors import ConfigError, TreeError
+from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
 from specc.speculation.tree import MAX_NODES, TokenTree
 from tests.tiers import every
 
@@ -241,3 +242,13 @@ def test_bad_acceptance(name):
 def test_bad_sizes(num_nodes, max_depth):
     with pytest.raises(TreeError):
         best_tree([[0.5]], num_nodes, max_depth)
+
+
+def test_trees_that_drafts_choose() -> None:
+    """Nodes of a level that is shared out go where paths are likeliest, as many as there are."""
+    rows = [[0.6, 0.3, 0.05], [0.5, 0.4], [0.9]]
+    assert likely_tree(DynamicTree(4, 2, 2), rows) == best_tree([r[:2] for r in rows], 4, 2)
+    # .6 and .3; of .30, .24, .15, .12 the first three; .9 of each of those, and nothing after it
+    found = likely_tree(BudgetTree.of((2, 3, 4)), rows)
+    assert found.parents == (-1, 0, 0, 1, 1, 2, 3, 3, 4, 5)
+    assert likely_tree(BudgetTree.of((1, 1, 1)), rows).parents == TokenTree.chain(3).parents

@@ -9,7 +9,8 @@ import pytest
 from specc.drafters.registry import drafters_of
 from specc.errors import ConfigError, TreeError
 from specc.speculation.choose_plans import choose_plans, parse_tree, policy_of, split_drafts
-from specc.speculation.plans import OFF, DynamicTree, SpecPlan
+from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
+from specc.speculation.plans import OFF, SpecPlan
 from specc.speculation.tree import TokenTree
 
 TWO = ("draft_0", "draft_1")
@@ -126,6 +127,7 @@ def test_every_plan_of_a_draft_is_its_own_name():
         ("3,2,1", (3, 2, 1)),
         ("1", (1,)),
         ("dynamic:16,4,4", DynamicTree(16, 4, 4)),
+        ("budget:4,6,4", BudgetTree.of((4, 6, 4))),
     ],
 )
 def test_parse_tree(text, tree):
@@ -134,7 +136,18 @@ def test_parse_tree(text, tree):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "3,", "a", "dynamic:", "dynamic:3", "dynamic:a,b,c", "static:3,2", "dynamic:1,2,3,4"],
+    [
+        "",
+        "3,",
+        "a",
+        "dynamic:",
+        "dynamic:3",
+        "dynamic:a,b,c",
+        "static:3,2",
+        "dynamic:1,2,3,4",
+        "budget:",
+        "budget:4;6",
+    ],
 )
 def test_malformed_trees(text):
     with pytest.raises(TreeError) as error:
@@ -161,6 +174,21 @@ def test_dynamic_trees_that_cannot_be(numbers, found):
     with pytest.raises(TreeError) as error:
         DynamicTree(*numbers)
     assert found in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("levels", "found"),
+    [
+        ((), "a budget of levels (none)"),
+        ((3, 0), "a budget of levels 3, 0"),
+        ((1000, 30), "a budget of 1031 nodes"),
+        ((64, 64), "a budget of 129 nodes, which have 4161 places"),
+    ],
+)
+def test_budgets_that_cannot_be(levels, found):
+    with pytest.raises(TreeError) as error:
+        BudgetTree.of(levels)
+    assert error.value.found.startswith(found)
 
 
 def test_policy_follows_the_combination():

@@ -15,7 +15,9 @@ from specc.artifact.manifest_entries import PlanEntry
 from specc.drafters.block import BlockDraft
 from specc.drafters.registry import drafter_of
 from specc.errors import ConfigError
+from specc.sampling.params import SamplingParams
 from specc.sampling.rows import Rule
+from specc.speculation.dynamic_tree import BudgetTree
 from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import (
     MERGE,
@@ -60,6 +62,8 @@ PLANS = {
     "dynamic-3-4-1": dynamic(3, 4, 1),
     "dynamic-3-1-5": dynamic(3, 1, 5),
     "draft1-dynamic-6-2-3": dynamic(6, 2, 3, draft="draft_1"),
+    "budget-4-6-4": SpecPlan.from_dynamic(BudgetTree.of((4, 6, 4))),
+    "draft1-budget-1-1": SpecPlan.from_dynamic(BudgetTree.of((1, 1)), "draft_1"),
     "merge-0+1-chain-2": widths(1, 1, drafts=PAIR, combine=MERGE),
     "merge-1+lookup3+suffix-tree-2-1": widths(2, 1, drafts=MIXED, combine=MERGE),
     "merge-0+1-tree-n8-d3-90f5": SpecPlan.from_tree(UNEVEN, PAIR, MERGE),
@@ -87,6 +91,8 @@ SIZES = {
     # the draft reads the root and a node of each level but the last, more than are verified
     "dynamic-3-1-5": (3, 5, 5, 2, (1, 1, 0, 0, 0)),
     "draft1-dynamic-6-2-3": (6, 6, 3, 2, (2, 3, 0)),
+    "budget-4-6-4": (15, 15, 3, 2, (4, 6, 4)),
+    "draft1-budget-1-1": (3, 3, 2, 2, (1, 1)),
     "merge-0+1-chain-2": (5, 5, 2, 3, (2, 2)),
     "merge-1+lookup3+suffix-tree-2-1": (9, 9, 2, 3, (4, 4)),
     "merge-0+1-tree-n8-d3-90f5": (15, 15, 3, 4, (6, 6, 2)),
@@ -156,7 +162,7 @@ def test_tiles_cover_all_nodes_once():
 
 def test_whether_the_tree_is_known(named):
     name, plan = named
-    is_data = re.match("dynamic|draft1-dynamic|merge|vote|lookup|suffix", name)
+    is_data = re.match("(draft1-)?(dynamic|budget)|merge|vote|lookup|suffix", name)
     assert plan.is_static == (not is_data)
     if plan.is_static:
         assert plan.tree == plan.shape
@@ -316,6 +322,19 @@ def test_the_largest_tree_has_every_node(name):
     if plan.speculates:
         leaves = sum(len(plan.tree_of(draft).leaves) for draft in drafts)
         assert len(tree.leaves) == leaves
+
+
+@pytest.mark.parametrize("draft", ["draft_0", "draft_1"])
+def test_rules_of_trees_that_are_data(draft):
+    """Best-first by what was drawn stays refused; counts that were fixed before do not."""
+    drawn = ("mss", "swor")
+    best = SpecPlan.from_dynamic(DynamicTree(9, 3, 2), draft)
+    shared = SpecPlan.from_dynamic(BudgetTree.of((3, 5)), draft)
+    for rule in drawn:
+        params = SamplingParams(temperature=1.0, rule=rule)
+        assert not best.suits(params)
+        assert shared.suits(params)
+        assert not dataclasses.replace(shared, tile=2).suits(params)
 
 
 def test_one_drafter_that_draws_once_is_enough_to_refuse_mss():
