@@ -18,7 +18,8 @@ from pathlib import Path
 
 LIBRARY_DIR = Path(__file__).parent / "lib"
 SOURCE_DIR = Path(__file__).parent / "cpu"
-CHECKOUT = Path(__file__).parents[1]
+# resolved: a copy of a checkout has links to its packages
+CHECKOUT = Path(__file__).resolve().parents[1]
 # where else libraries may lie: of tests with other flags
 DIR_VARIABLE = "SPECC_LIBRARY_DIR"
 ISA_VARIABLE = "SPECC_ISA"
