@@ -118,11 +118,8 @@ def fit_hydra(
     """Heads, compared with their target.
 
     Args:
-        reader: of their checkpoint.
         raw: contents of config.json.
-        directory: of their files.
         weights: what `reader` reads.
-        target: that they are to draft for.
     Raises:
         HeadError: another target's, tensors too many or too few, or what specc does not compute.
         NotCausalLMError: numbers that no model has.

@@ -77,7 +77,6 @@ class QuantizedInputs:
 
         Args:
             beside: the input that it is made of; it stays.
-            layout: of the new one.
             is_turned: that one has matrices [K, N].
         Raises:
             ConfigError: a rank would have a part of a group of columns.
@@ -143,7 +142,6 @@ def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Ten
 
     Args:
         program: that changes.
-        node: the product.
         blocks: the input with the weight's integers.
         columns: [K] int64.
     Raises:

@@ -61,7 +61,6 @@ class BlockVotes:
 
     Args:
         cache: of the engine; without `block_mass` nobody ever votes.
-        link: to its device.
     """
 
     def __init__(self, cache: KVCache, link: Link) -> None:
@@ -81,7 +80,6 @@ class BlockVotes:
         """Requests whose votes are due.
 
         Args:
-            group: whose step it is.
             first: row of the pass that its first request has.
         """
         if self._cache.block_mass is None or not group.plan.chooses_blocks:

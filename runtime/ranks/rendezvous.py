@@ -40,11 +40,9 @@ class Launched:
     """What a launcher says of this process.
 
     Args:
-        rank: of it.
         size: processes.
         num_local: of these on this machine, which have consecutive ranks.
         local_rank: of this process among those.
-        address: of the store.
         port: of the store.
         has_store: the launcher runs the store; else rank 0 does.
         attempt: of the launcher, which may start all ranks again.
@@ -130,7 +128,6 @@ class Rendezvous:
 
     Args:
         launched: this process.
-        options: of the ranks.
     """
 
     def __init__(self, launched: Launched, options: RankOptions) -> None:

@@ -36,7 +36,6 @@ class ServiceState:
         num_running: requests that have cache blocks.
         num_waiting: requests that wait for a slot and blocks.
         num_blocks: of the cache.
-        num_blocks_used: by requests.
         num_blocks_cached: that no request uses and that hold prefixes for later ones.
         prefix_hits: prompt tokens found in the cache so far.
         prefix_queries: prompt tokens looked for so far.

@@ -50,7 +50,6 @@ class TokenizerFiles:
     """The tokenizer of an engine.
 
     Args:
-        entry: of the manifest.
         file: where it was read; None where the engine takes token ids only.
         data: content of the engine's file.
         warnings: what the user should know.

@@ -41,7 +41,6 @@ class Vocabulary:
     """The tokens of a tokenizer.
 
     Args:
-        source: its file.
         texts: id → bytes of ordinary tokens, within a text.
         single_bytes: of these ids, the pieces that stand for a byte of what has no piece.
         roles: role → ids of special tokens.

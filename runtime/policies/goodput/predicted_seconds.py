@@ -76,7 +76,6 @@ class PredictedSeconds:
         """Seconds that these groups take in an iteration, those of prompts not counted.
 
         Args:
-            shapes: groups.
             prompts: that come along; None is as lately.
         """
         shapes = [self._with_nodes(shape) for shape in shapes]
@@ -143,7 +142,6 @@ class PredictedSeconds:
         """The same of a group whose seconds of drafting are known, by the table.
 
         Args:
-            plan: of the group.
             drafting_s: seconds.
             part: what it brings to the target's pass.
             unused: tokens of nobody in that pass.
@@ -168,7 +166,6 @@ class PredictedSeconds:
         """Seconds by which groups make one pass of the target longer.
 
         Args:
-            parts: of the groups.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
             is_cut: see `pass_s`.
@@ -220,7 +217,6 @@ class PredictedSeconds:
 
         Args:
             batch: as it ran.
-            result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
         shapes = self._shapes(batch, result)
@@ -334,7 +330,6 @@ class PredictedSeconds:
         Of one that never ran, that of another plan.
 
         Args:
-            plan: of the steps.
             is_cut: they verify parts of trees, as where drafters end them; where none did, as those
                 of whole ones.
         """

@@ -60,8 +60,6 @@ class Probes:
 
     Args:
         plans: off first.
-        seconds: of steps.
-        acceptance: of requests.
     """
 
     def __init__(
@@ -123,7 +121,6 @@ class Probes:
         """What the next iteration tries instead of the best division, if anything.
 
         Args:
-            requests: that decode.
             options: as of `allocate`.
             best: division of the batch.
             cost: as of `allocate`.

@@ -33,7 +33,6 @@ class QueueingModel:
     """Compares plans by the batch that a lasting load would make.
 
     Args:
-        seconds: of steps.
         most: sequences that run together.
     """
 
