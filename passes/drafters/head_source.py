@@ -24,7 +24,6 @@ class HeadReader(ForwardingReader):
 
     Args:
         tensors: parameter → tensor in it.
-        target: reader of the target's weights.
         shared: parameter → tensor of the target.
     """
 

@@ -112,10 +112,8 @@ def match_block_tensors(
     """The same of a block drafter.
 
     Args:
-        layers: configuration of its layers.
         num_taps: A.
         draft_vocab_size: Vd.
-        more: shapes of its other tensors.
     """
     d = int(layers.hidden_size)
     needed: Shapes = {"fc.weight": (d, num_taps * target.width)}
@@ -177,8 +175,6 @@ def match_parameters(
 def check_left(left: Iterable[str], name: str) -> None:
     """Refuse a checkpoint with tensors that nothing reads.
 
-    Args:
-        left: their names.
     Raises:
         HeadError: there is one that says what a head computes.
     """

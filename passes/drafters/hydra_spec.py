@@ -61,7 +61,6 @@ class HydraSpec(HeadSpec):
     """Hydra heads that fit their target; `config` is the target's, of one layer.
 
     Args:
-        block: what they propose.
         shapes: of all parameters, those of steps among them.
         windows: keys that the prefix layer sees, 0 is all; none without one.
         weights: file or directory of these.

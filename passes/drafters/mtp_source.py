@@ -105,7 +105,6 @@ class _AsLayer(ForwardingReader):
 
     Args:
         given: what the layer's tensors begin with in it.
-        taken: what they begin with here.
     """
 
     def __init__(self, reader: TensorReader, given: str, taken: str) -> None:

@@ -57,11 +57,7 @@ def whole_shape(program: Program, weight: Weight) -> tuple[int, ...]:
 
 
 class QuantizedInputs:
-    """The quantized weights that a pass adds to a program, each once.
-
-    Args:
-        program: that changes.
-    """
+    """The quantized weights that a pass adds to a program, each once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -141,8 +137,6 @@ def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Ten
     integers.
 
     Args:
-        program: that changes.
-        blocks: the input with the weight's integers.
         columns: [K] int64.
     Raises:
         ConfigError: see `_of_own_groups`.

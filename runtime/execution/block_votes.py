@@ -21,7 +21,6 @@ class Voters(NamedTuple):
 
     Args:
         rows: of the pass.
-        requests: whose rows these are.
         counts: queries of each that vote.
         lengths: committed rows of each, once the votes are there.
     """

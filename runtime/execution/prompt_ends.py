@@ -116,7 +116,6 @@ def first_tokens(
 
     Args:
         logits: [R, V] of the last tokens of R prompts.
-        cache: that holds their tokens.
         operators: namespace of the `specc::` operators.
     Returns:
         [R] int64 on the device.

@@ -96,7 +96,6 @@ def leave_parts(
 
     Args:
         stage: of all ranks; it becomes that of rank 0.
-        parts: of the other ranks.
         asked: names of inputs that the others are given.
         led: models whose passes all ranks run; they come after the parts, since a rank that waits
             to be rid of its results cannot take part in one.

@@ -38,7 +38,6 @@ class SharedGroup:
     `specc.kernels.ranks.rank_error` makes one.
 
     Args:
-        ticket: what the others open.
         descriptor: what keeps the memory there for them; None where there is none.
     """
 

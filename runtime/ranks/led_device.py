@@ -35,11 +35,7 @@ _COMMIT = torch.ops.specc.commit_kv.default
 
 
 class DeviceLeader:
-    """Orders work of devices: at once, or as a graph that is captured now and replayed later.
-
-    Args:
-        leader: gives the orders.
-    """
+    """Orders work of devices: at once, or as a graph that is captured now and replayed later."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader = leader

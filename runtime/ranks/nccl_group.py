@@ -29,7 +29,6 @@ class NcclRankGroup:
     """This process's rank in a group over NCCL, see `RankGroup`; `join_nccl` makes it.
 
     Args:
-        ticket: what the others join.
         processes: torch's backend object.
     """
 

@@ -45,7 +45,6 @@ class NcclStages(NcclRankGroup):
     What rank 0 gives goes to all ranks; sums, and logits that are cut, are those of a stage.
 
     Args:
-        ticket: what the others join.
         processes: torch's backend object of all ranks.
         parts: groups and links of this rank, see `StagePlace.members`.
     """

@@ -124,11 +124,7 @@ class Launched:
 
 
 class Rendezvous:
-    """Where launched ranks meet.
-
-    Args:
-        launched: this process.
-    """
+    """Where launched ranks meet."""
 
     def __init__(self, launched: Launched, options: RankOptions) -> None:
         self._launched = launched

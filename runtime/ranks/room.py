@@ -83,7 +83,6 @@ def mmap_of_ranks(
     Args:
         manifest: of the engine; of a whole one each rank would hold a copy.
         ranks: on this machine.
-        limits: what was asked for.
     Raises:
         EngineError: weights shall be held, and there is no room.
     """

@@ -41,7 +41,6 @@ class ServiceState:
         prefix_queries: prompt tokens looked for so far.
         plans: requests of the last iteration by plan.
         decision: of the goodput policy, None with others.
-        stats: counters of the engine.
         up_s: seconds since the service began.
         num_failures: iterations of the engine that failed.
         measured: share of the engine's passes that is measured, while they are measured; else None.

@@ -49,7 +49,6 @@ class CheckedModels:
 
     Args:
         candidates: the target first.
-        tokens: the engine's tokenizer.
         warnings: what the user should know.
         kv_windows: rows that the layers of each attend to; None is all of them.
         plans: of the engine, with the heads among its drafts.
@@ -81,7 +80,6 @@ class CheckedModels:
         Args:
             target: as the user has passed it.
             drafts: likewise.
-            config: options.
             tokenizer: directory or tokenizer.json, where the target is a module.
             request: what is known before the models are.
         Raises:
@@ -155,7 +153,6 @@ def check_ranks(
     """Sizes that a configuration names; what it does not name, the cut itself checks.
 
     Args:
-        config: options.
         model: configuration of a model; None for a module without one.
         is_draft: whether it is a draft.
     Raises:

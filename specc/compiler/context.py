@@ -290,7 +290,6 @@ def tile_plans(
 
     Args:
         programs: of the models, after their last phase.
-        config: options.
     Raises:
         ConfigError: not even the logits of one node of each sequence fit.
     """
@@ -325,7 +324,6 @@ def engine_limits(
     """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
 
     Args:
-        config: options.
         default_chunk: tokens of a prefill pass where nobody says how many.
     Raises:
         ConfigError: more tokens than a model has positions, or a cache that cannot be.

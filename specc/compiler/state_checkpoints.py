@@ -28,7 +28,6 @@ def with_checkpoints(
     waits for its next turn.
 
     Args:
-        config: options.
         program: of the target, after its last phase.
     Raises:
         ConfigError: options for states of a target without, or places where no block ends.

@@ -152,7 +152,6 @@ def _about_ends(eos: Sequence[int], more: Sequence[int], tokens: TokenMap) -> li
     Args:
         eos: tokens that generation_config.json or config.json names.
         more: those that the tokenizer alone names.
-        tokens: the tokenizer's.
     """
     if not more:
         return []

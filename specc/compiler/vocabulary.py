@@ -60,7 +60,6 @@ class Vocabulary:
         """Read a tokenizer.json and, beside it, what its special tokens are for.
 
         Args:
-            file: that the tokenizers library reads.
             config: of the model, or None.
         Raises:
             VocabMismatchError: no JSON, or tokens that specc knows no bytes of.

@@ -46,7 +46,6 @@ class PredictedSeconds:
     verifies parts of trees.
 
     Args:
-        table: what to start from.
         shares_pass: groups are verified in one pass of the target; else each in its own.
         graph_sizes: sequences of captured steps, ascending: a batch takes the smallest that holds
             it, with rows of nobody; () are steps of as many as there are.
@@ -216,7 +215,6 @@ class PredictedSeconds:
         """Compare an iteration's seconds with the table's.
 
         Args:
-            batch: as it ran.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
         shapes = self._shapes(batch, result)
@@ -267,7 +265,6 @@ class PredictedSeconds:
         """Count an iteration that has steps; every one, since shares are what is asked for.
 
         Args:
-            batch: as it ran.
             result: after its commit.
             is_due: its seconds are to be predicted, too.
         """

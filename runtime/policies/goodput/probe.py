@@ -122,7 +122,6 @@ class Probes:
 
         Args:
             options: as of `allocate`.
-            best: division of the batch.
             cost: as of `allocate`.
             serves: whether a plan would stay in use if it gave so many tokens a step.
             hopes: acceptance is likely to be better than it was.

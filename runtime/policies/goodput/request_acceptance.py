@@ -178,7 +178,6 @@ class RequestAcceptance:
         """Expected tokens of a step of which the target verifies the levels to depth 0, 1, ….
 
         Args:
-            plan: one that speculates.
             request: which may be unknown.
             most: tokens that the request can still take; 1 or more.
         """

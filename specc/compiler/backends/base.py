@@ -95,11 +95,7 @@ class CompilerBackend:
         """
 
     def instead_of(self, error: SpeccError) -> str:
-        """What to tell a user who named no backend, and for whom a better one cannot compile.
-
-        Args:
-            error: why that one cannot.
-        """
+        """What to tell a user who named no backend, and for whom a better one cannot compile."""
         return f"{error.found}, so the engine is for the backend {self.name}; {error.do}"
 
     def adapt(self, config: CompileConfig) -> CompileConfig:
