@@ -235,13 +235,6 @@ def set_config(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change the tensors of a checkpoint in place."""
-    tensors = load_file(directory / FILE)
-    change(tensors)
-    save_file(tensors, directory / FILE, {"format": "pt"})
-
-
 @dataclass(frozen=True)
 class Format:
     """One way to quantize a tiny model: its configuration, and how its layers are written."""
