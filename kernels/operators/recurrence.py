@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specc.artifact.backends import NATIVE
+from specc.artifact.backends import NATIVE, PARTS
 from specc.kernels.operator import NoRule, OfHeads, Operand, Operator, PassLimits, nothing
 from specc.kernels.operators.acceptance import OF_STEPS
 from specc.kernels.reference import recurrence
@@ -28,6 +28,7 @@ TREE_CONV = Operator(
     fake=_tree_conv_fake,
     tokens=OfHeads(tables=("x",), parameters=("weight", "bias")),
     cut=_WHOLE,
+    cuda="tree_conv:tree_conv",
     cpu=True,
 )
 
@@ -42,7 +43,12 @@ def _states_at_once(limits: PassLimits) -> int:
 
 
 def _tree_recurrence_scratch(limits: PassLimits, k: Operand, v: Operand, **_: object) -> int:
-    """In C++: columns of the states of a path, of each thread. In torch: states, and products."""
+    """In C++: columns of the states of a path, of each thread. In torch: states, and products.
+
+    On a GPU states are in registers.
+    """
+    if limits.attention == PARTS:
+        return 0
     heads, value_dim = map(int, v.shape[1:])
     key_dim = int(k.shape[2])
     if limits.attention == NATIVE:
@@ -61,6 +67,7 @@ TREE_RECURRENCE = Operator(
     tokens=OfHeads(of_tokens=("q", "k", "v", "g", "beta")),
     cut=_WHOLE,
     scratch=_tree_recurrence_scratch,
+    cuda="tree_recurrence:tree_recurrence",
     cpu=True,
 )
 
@@ -71,6 +78,7 @@ FOLD_CONV = Operator(
     fake=nothing,
     tokens=OF_STEPS,
     cut=OF_STEPS,
+    cuda="tree_conv:fold_conv",
     cpu=True,
 )
 
@@ -81,5 +89,6 @@ FOLD_RECURRENCE = Operator(
     fake=nothing,
     tokens=OF_STEPS,
     cut=OF_STEPS,
+    cuda="tree_recurrence:fold_recurrence",
     cpu=True,
 )

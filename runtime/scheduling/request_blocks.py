@@ -218,6 +218,19 @@ class RequestBlocks:
             found.append(replace(group, kept=kept) if any(kept) else group)
         return found
 
+    def may_keep(self, groups: Iterable[StepGroup], ahead: LookAhead) -> bool:
+        """Whether `keep_steps` may have something to keep of these, wherever steps in flight end.
+
+        Then their results come first: what is found later depends on tokens alone.
+        """
+        for group in groups:
+            most = group.plan.max_depth + 1
+            for request in group.requests:
+                rows = self.rows_to_checkpoint(request)
+                if rows is not None and rows <= ahead.most(request) + most and most <= self.grid:
+                    return True
+        return False
+
     def publish_steps(self, groups: Iterable[StepGroup]) -> None:
         """Let later requests find what steps have kept, where they have come so far.
 

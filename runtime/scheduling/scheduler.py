@@ -208,6 +208,8 @@ class Scheduler:
         None where that depends on results in flight.
         """
         groups = self._divided(ready, plan, ahead, beside)
+        if groups and ahead.is_queued and self._blocks.may_keep(groups, ahead):
+            groups = None
         if groups is None:
             self.policy.choose_again()
         return groups

@@ -56,6 +56,8 @@ class StepBytes:
         kv_cache: committed rows of all sequences, once in each pass, as far as it sees them.
         features: of a draft that reads hidden states, rows of the target's and those that it hands
             on to itself.
+        states: of layers that keep some, once in the target's pass, and once where the accepted
+            path is folded in.
     """
 
     target_weights: int
@@ -63,11 +65,12 @@ class StepBytes:
     embeddings: int
     kv_cache: int
     features: int = 0
+    states: int = 0
 
     @property
     def total(self) -> int:
         weights = self.target_weights + self.draft_weights
-        return weights + self.embeddings + self.kv_cache + self.features
+        return weights + self.embeddings + self.kv_cache + self.features + self.states
 
 
 class LayerCache(Protocol):
@@ -186,7 +189,8 @@ def count_step_bytes(
             cache += drafted / len(drafts) * sequences * seen
     for drafter in plan.models:
         weights["draft"] += _tensor_bytes(step, drafter, models[drafter.name].copies)
-    parts = map(round, (embeddings, cache, features))
+    states = (1 + plan.speculates) * sequences * _state_bytes(models[_TARGET].program)
+    parts = map(round, (embeddings, cache, features, states))
     return StepBytes(weights[_TARGET], weights["draft"], *parts)
 
 
@@ -208,6 +212,15 @@ def _tensor_bytes(step: Mapping[str, Any], drafter: Drafter, copies: Mapping[str
                 count = _num_products(node)
                 total += count * copies[keys[node.target]].nbytes
     return total
+
+
+def _state_bytes(program: Mapping[str, Any]) -> int:
+    """Of the states of one sequence."""
+    return sum(
+        prod(item["shape"]) * getattr(torch, item["dtype"]).itemsize
+        for item in program["inputs"]
+        if item["kind"] == "state" and item["part"] == "state"
+    )
 
 
 def _feature_bytes(program: Mapping[str, Any], plan: SpecPlan) -> int:

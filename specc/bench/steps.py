@@ -18,9 +18,10 @@ from specc.bench.device import Replay, TimedGraphs
 from specc.bench.rounds import Spread
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.captures import CaptureWarning
-from specc.runtime.backends.step_io import StepInputs, StepResult
+from specc.runtime.backends.step_io import STATES, StepInputs, StepResult
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of, sampling_rows
+from specc.runtime.execution.state_rows import state_rows
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 
@@ -83,9 +84,12 @@ class StepBench:
         blocks = torch.arange(shape.num_blocks, dtype=torch.int32)
         table = blocks.view(self._batch, shape.blocks_per_sequence)
 
+        has_states = engine.cache.states is not None
+        extra = {STATES: state_rows(range(self._batch))} if has_states else {}
+
         def inputs_of(sampling: SamplingParams) -> StepInputs:
             request = Request("0", [0], sampling, max_seq_len=2)
-            return StepInputs(rows, table, *sampling_rows([request] * self._batch))
+            return StepInputs(rows, table, *sampling_rows([request] * self._batch), extra)
 
         self._inputs, self._sampled = inputs_of(SamplingParams(temperature=0)), inputs_of(SAMPLED)
 

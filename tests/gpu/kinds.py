@@ -1,10 +1,10 @@
 """Engines of every other kind: their tokens are those of the same graphs on the CPU, and replays.
 
-Self-drafts, quantized weights, a mixture, cached latents, a head that reads hidden states, block
-drafters, Medusa heads, offloaded weights, lookups and merged trees, in float32. Each is compiled
-here, run operator by operator with the oracles on the CPU, and then in captured steps on the
-device. Tokens do not depend on what drafts propose: of block drafters and Medusa heads, what the
-target accepts is compared, too.
+Self-drafts, quantized weights, a mixture, cached latents, a hybrid, a head that reads hidden
+states, block drafters, Medusa heads, offloaded weights, lookups and merged trees, in float32. Each
+is compiled here, run operator by operator with the oracles on the CPU, and then in captured steps
+on the device. Tokens do not depend on what drafts propose: of block drafters and Medusa heads, what
+the target accepts is compared, too.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Kind:
 
 def _pair_draft(path: Path) -> None:
     path.symlink_to(ROOT / "examples/pair/draft")
+
+
+def _hybrid(path: Path) -> None:
+    path.symlink_to(ROOT / "examples/hybrid/target")
 
 
 def _mixture(path: Path, noise: float = 0.0) -> None:
@@ -133,6 +137,8 @@ KINDS = {
         _latents,
         vocab=96,
     ),
+    # gated delta rules, and what their states are after steps of any plan
+    "hybrid": Kind((_CHAIN, _TREE, _DYNAMIC), _pair_draft, _hybrid),
     "head": Kind((_CHAIN, _TREE), _head, _head_target, vocab=96),
     # blocks whose layers differ in what their rows see, and logits that tokens before them change
     "block": _of_one_pass(partial(_block, name="z-lab-mixed")),

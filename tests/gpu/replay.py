@@ -141,10 +141,14 @@ def compare(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, An
     Raises:
         AssertionError: a replay differs in a result or in a cache; or there is no graph.
     """
-    from specc.runtime.backends.step_io import StepInputs
+    from specc.runtime.backends.step_io import STATES, StepInputs
+    from specc.runtime.execution.state_rows import state_rows
 
+    given = StepInputs(*inputs)
+    if engine.cache.states is not None:
+        given = given._replace(extra={STATES: state_rows(range(len(given.rows)))})
     fill(engine.cache.environment, engine.vocab_size)
-    return replays_alike(step, engine.cache.environment, StepInputs(*inputs), device)
+    return replays_alike(step, engine.cache.environment, given, device)
 
 
 def compare_dependent(engine: Any, step: Any, inputs: Any, device: Device) -> dict[str, Any]:

@@ -79,6 +79,9 @@ CASES = {
     "qwen3-8b dspark": _case("qwen3-8b", CHAIN | {"draft": "dspark"}, stop="parts of off"),
     "30b-a3b mixture": _case("qwen3-30b-a3b/qwen3-0.6b", CHAIN),
     "16b latent attention": _case("deepseek-v2-lite", {}, None),
+    "27b hybrid": _case("qwen3.5-27b/qwen3-0.6b-248k", CHAIN, stop=None),
+    "27b hybrid tree": _case("qwen3.5-27b/qwen3-0.6b-248k", {"trees": ("2,2,1",)}, "0.7,.2"),
+    "9b hybrid batch 8": _case("qwen3.5-9b/qwen3-0.6b-248k", CHAIN, batch=8),
 }
 
 

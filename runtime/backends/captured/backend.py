@@ -164,9 +164,9 @@ class DeviceOperators:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operator = getattr(torch.ops.specc, name)
 
-        def launch(*args: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> Any:
             with self._graphs.active():
-                return operator(*args)
+                return operator(*args, **options)
 
         return launch
 
@@ -204,14 +204,19 @@ def fit_device(
         weights -= max(0, whole - weights_budget)
     rows = manifest.limits.cache_rows(num_seqs, kv_cache_tokens)
     caches = sum(entry.cache for entry in plan) * rows // manifest.limits.cache_rows()
+    # states are each sequence's own; those of prefixes are as many as the engine says
+    states = sum(entry.states for entry in plan) * num_seqs // most
+    states += sum(entry.checkpoints for entry in plan)
     passes = sum(entry.logits + entry.workspace for entry in plan)
-    needed = weights + caches + passes
+    needed = weights + caches + states + passes
     if needed > free:
         raise EngineError(
             f"{format_bytes(free)} of memory free on {graphs.device}",
             f"{format_bytes(needed)}: weights {format_bytes(weights)}, caches"
             f" {format_bytes(caches)} for {num_seqs} sequences of"
-            f" {manifest.limits.max_seq_len} tokens, passes {format_bytes(passes)}",
+            f" {manifest.limits.max_seq_len} tokens,"
+            + (f" states {format_bytes(states)}," if states else "")
+            + f" passes {format_bytes(passes)}",
             "lower max_num_seqs, compile with a smaller --max-batch-size or --max-seq-len, or end"
             " what else uses the GPU",
         )

@@ -79,7 +79,8 @@ class CapturedRunner(Runner):
         too: they could wait while the results are ready to be read. Of steps whose masks or live
         nodes follow from these results, one is queued, and the last of all: up to its verification,
         or to the first pass of a draft that obeys a grammar; `PendingBatch.complete` makes the
-        masks and queues the rest. Where a batch has several of these, the results come first.
+        masks and queues the rest. Where a batch has several of these, the results come first. A
+        step that may leave states for later requests runs stage by stage, with nothing in flight.
         """
         self._verify_whole_trees(batch)
         owns = [own for group in batch.groups if (own := self._queueable(group)) is not None]
@@ -160,14 +161,14 @@ class CapturedRunner(Runner):
 
     def _advance(self, group: StepGroup) -> StepResult:
         step = self._step_of(group)
-        if step.is_split or (has_masks(group.requests) and not step.takes_masks):
+        if step.is_split or group.kept or (has_masks(group.requests) and not step.takes_masks):
             return super()._advance(group)
         return step.submit(self.inputs(group), extras=self._extras(step, group)).result()
 
     def _queueable(self, group: StepGroup) -> _QueuedGroup | None:
         """The step of a group, where it can be queued now."""
         step = self._step_of(group)
-        if step.is_split:
+        if step.is_split or group.kept:
             return None
         if has_masks(group.requests) and not step.takes_masks:
             return None
@@ -232,12 +233,12 @@ class CapturedRunner(Runner):
         return extras if any(extras) else None
 
     def _verify_whole_trees(self, batch: Batch) -> None:
-        """Verify whole trees where a step takes no parts: with a hook.
+        """Verify whole trees where a step takes no parts: with a hook, or stage by stage.
 
         What commits the batch, and who learns of it, counts what was verified.
         """
         for place, group in enumerate(batch.groups):
-            if group.live and not self._step_of(group).takes_live:
+            if group.live and (group.kept or not self._step_of(group).takes_live):
                 batch.groups[place] = replace(group, live=())
 
     def _asks_confidence(self, group: StepGroup) -> bool:

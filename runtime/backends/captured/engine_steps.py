@@ -93,6 +93,7 @@ def make_buffers(
         num_votes=max(len(plan.drafters) if plan.combine == VOTE else 0 for plan in plans),
         num_proposals=depth if any(plan.reads_proposals for plan in plans) else 0,
         num_chosen=max(plan.num_chosen(cache.shape.rows_per_block) for plan in plans),
+        has_states=cache.states is not None,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specc.runtime.backends.captured.state_rows import StateRows
 from specc.runtime.backends.graph_device import Event, GraphDevice
-from specc.runtime.backends.step_io import StepInputs
+from specc.runtime.backends.step_io import STATES, StepInputs
 from specc.sampling.rows import Value, Word
 
 # committed rows of a padding row: so far below zero that every slot of it is negative, which
@@ -74,6 +74,7 @@ class StepBuffers:
         num_votes: drafts of the plans that vote; 0 where none does.
         num_proposals: tokens that the host proposes; 0 where it proposes none.
         num_chosen: blocks that the host chooses for self-drafts; 0 where it chooses none.
+        has_states: layers keep states, and steps are told whose are where.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepBuffers:
         num_votes: int = 0,
         num_proposals: int = 0,
         num_chosen: int = 0,
+        has_states: bool = False,
     ) -> None:
         self.max_batch = max_batch
         self.result_width = result_width
@@ -100,6 +102,8 @@ class StepBuffers:
             # live nodes of a tree; read where not all of them are, and 0 of padding
             "live": (1, torch.int32),
             "block_table": (blocks_per_sequence, torch.int32),
+            # place, and how many nodes are certain; padding has no live token to fold
+            STATES: (2 * has_states, torch.int32),
             "sampling_values": (len(Value), torch.float32),
             "vote_weights": (num_votes, torch.float32),
         }

@@ -24,7 +24,7 @@ from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.cuda.streamed_program import StreamedProgram, load_streamed
 from specc.runtime.backends.device_models import DeviceModels
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.backends.engine_cache import caches_of, states_of
 from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import (
     MappedWeights,
@@ -176,4 +176,10 @@ def _load_model(
     program = read_json(path / model.dir / "program.json")
     # copies: kernels keep counters beside weights, and a draft may run while the target does
     copies = {key: lent[key].clone() for key in lent_keys(program)}
-    return ModelProgram(program, with_lent(own, copies), caches_of(model, cache), device)
+    return ModelProgram(
+        program,
+        with_lent(own, copies),
+        caches_of(model, cache),
+        device,
+        states=states_of(model, cache),
+    )

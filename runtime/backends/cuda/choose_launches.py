@@ -28,7 +28,8 @@ from specc.errors import FaultError
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.cuda.kept_measurements import KeptLaunches
 from specc.runtime.backends.graph_device import Graph, GraphDevice
-from specc.runtime.backends.step_io import StepInputs
+from specc.runtime.backends.step_io import STATES, StepInputs
+from specc.runtime.execution.state_rows import state_rows
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.sampling.rows import Value, Word
 
@@ -266,8 +267,12 @@ class _Trial:
         if context < 1 or blocks * bucket > shape.num_blocks or step.by_block:
             return None
         rows = min(context + grown, shape.rows_per_block)
+        # of sequences, not of blocks
+        own = {} if cache.states is None else cache.states.environment
         regions = [
-            slab[:, :, : blocks * bucket, :rows]
+            slab[:, :bucket]
+            if name in own
+            else slab[:, :, : blocks * bucket, :rows]
             if slab.dim() > 4
             else slab[: blocks * bucket, :rows]
             if name == "history"
@@ -280,7 +285,9 @@ class _Trial:
         values = torch.zeros(bucket, len(Value))
         values[:, [Value.TOP_P, Value.REPETITION]] = 1.0
         words = torch.zeros(bucket, len(Word), dtype=torch.int64)
-        return cls(step, regions, graphs, StepInputs([last] * bucket, table, values, words))
+        extra = {STATES: state_rows(range(bucket))} if own else {}
+        inputs = StepInputs([last] * bucket, table, values, words, extra)
+        return cls(step, regions, graphs, inputs)
 
     def __enter__(self) -> _Trial:
         dice = torch.Generator().manual_seed(_SEED)

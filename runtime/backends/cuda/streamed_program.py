@@ -15,7 +15,7 @@ from specc.artifact.offload import OffloadPlan, plan_offload
 from specc.errors import EngineError
 from specc.runtime.backends.captured.weight_copies import WeightCopies, find_weights
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.engine_cache import caches_of
+from specc.runtime.backends.engine_cache import caches_of, states_of
 from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.backends.program_files import (
     check_program,
@@ -35,6 +35,7 @@ class StreamedProgram(ModelProgram):
         caches: per layer, the k and v cache, on the device.
         graphs: the device.
         budget: bytes of its memory that weights may take.
+        states: see `ModelProgram`.
     Raises:
         ConfigError: they need more.
         EngineError: an input has no weight, or the host has no memory for what is copied.
@@ -47,14 +48,16 @@ class StreamedProgram(ModelProgram):
         caches: Sequence[tuple[Tensor, Tensor]],
         graphs: GraphDevice,
         budget: int,
+        states: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        check_program(program, len(caches))
+        check_program(program, len(caches), len(states))
         self.offload = plan_streams(program, weights, budget)
         _check_host(self.offload)
         copies = WeightCopies(graphs, self.offload, weights)
         kept = [key for piece in self.offload.kept for key in piece.keys]
         bound = {key: weights[key].to(graphs.device) for key in (*kept, *self.offload.rest)}
-        super().__init__(program, bound | copies.tensors, caches, graphs.device)
+        bound |= copies.tensors
+        super().__init__(program, bound, caches, graphs.device, states=states)
         copies.insert(self.graph)
         self._graph.recompile()
 
@@ -75,7 +78,8 @@ def load_streamed(
     target = manifest.models[0]
     weights = map_weights(path, manifest, manifest.weights_file(target))
     program = read_json(path / target.program_file)
-    return StreamedProgram(program, weights, caches_of(target, cache), graphs, budget)
+    own = caches_of(target, cache), graphs, budget, states_of(target, cache)
+    return StreamedProgram(program, weights, *own)
 
 
 def plan_streams(

@@ -21,11 +21,18 @@ from specc.runtime.backends.cuda import choose_launches
 from specc.runtime.backends.cuda.backend import choose_on_gpu
 from specc.runtime.backends.cuda.step_rows import step_rows
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.engine_cache import caches_of, slab_shapes
+from specc.runtime.backends.engine_cache import (
+    caches_of,
+    slab_shapes,
+    state_shapes,
+    states_of,
+)
 from specc.runtime.backends.graph_device import GraphDevice
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
+from specc.runtime.scheduling.state_slabs import StateSizes, StateSlabs
+from specc.speculation.plans import replay_rows
 from specc.system.files import format_bytes
 
 
@@ -50,6 +57,13 @@ def check_memory(programs: BenchPrograms, extra: int, free: int) -> None:
         )
 
 
+def make_states(programs: BenchPrograms, device: torch.device) -> StateSlabs | None:
+    """States of the full batch, and none of prefixes; None where no layer keeps some."""
+    shapes = state_shapes(programs.models[0].entry)
+    sizes = StateSizes(programs.limits.max_batch_size, replay_rows(programs.plans))
+    return StateSlabs(shapes, sizes, device) if shapes else None
+
+
 def make_engine(
     programs: BenchPrograms,
     weights: Mapping[str, Mapping[str, Tensor]],
@@ -68,13 +82,15 @@ def make_engine(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
     specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
-    cache = KVCache(shape, specs, getattr(torch, programs.dtype), graphs.device)
+    states = make_states(programs, graphs.device)
+    cache = KVCache(shape, specs, getattr(torch, programs.dtype), graphs.device, states=states)
     models = {
         model.entry.name: ModelProgram(
             model.program,
             weights[model.entry.name],
             caches_of(model.entry, cache),
             graphs.device,
+            states=states_of(model.entry, cache),
         )
         for model in programs.models
     }
@@ -89,6 +105,7 @@ def make_engine(
         shape.blocks_per_sequence,
         2 + depth + 1 + len(models) - 1,
         num_last=last_tokens_of(programs.plans),
+        has_states=states is not None,
     )
     buckets = (limits.max_batch_size,)
     steps = {

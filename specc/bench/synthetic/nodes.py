@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.in_memory import BenchPrograms
+from specc.bench.synthetic.engine import make_states
 from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
@@ -26,9 +27,10 @@ from specc.runtime.backends.captured.bound_step import BoundStep, StepParts
 from specc.runtime.backends.captured.confident_step import CONFIDENCE
 from specc.runtime.backends.captured.live_pass import without_output
 from specc.runtime.backends.eager.program import ModelProgram
-from specc.runtime.backends.engine_cache import caches_of, slab_shapes
+from specc.runtime.backends.engine_cache import caches_of, slab_shapes, states_of
 from specc.runtime.backends.program_files import place
 from specc.runtime.backends.step_constants import drafter_tensors, step_constants
+from specc.runtime.backends.step_io import STATES
 from specc.runtime.execution.batch_rows import last_tokens_of
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.sampling.rows import Value, Word
@@ -44,6 +46,9 @@ _ALLOCATIONS |= {aten.new_empty_strided, aten.detach, aten.lift_fresh}
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # arguments that are caches as a whole
 _CACHES = ("k_cache", "v_cache", "slab")
+# of states, which are read and written, and replay rows, of which a pass writes as many as it has
+# tokens, and a fold reads those of a path
+_STATE, _REPLAY = "state", "rows"
 # argument of which a kernel reads rows that tokens name
 _TABLE = "embedding"
 # a quantized weight as scales and zero points: its bytes are those of its levels
@@ -110,7 +115,8 @@ def step_nodes(
         limits.max_seq_len, limits.max_nodes, limits.block_size, limits.max_batch_size
     )
     specs = {model.entry.name: slab_shapes(model.entry) for model in programs.models}
-    cache = KVCache(shape, specs, getattr(torch, programs.dtype), META)
+    states = make_states(programs, META)
+    cache = KVCache(shape, specs, getattr(torch, programs.dtype), META, states=states)
     counter = _Counter(context, launches, live or LiveValues())
     modules = {model.entry.name: _CountedModel(model, cache, counter) for model in programs.models}
     bound = _bind(programs, plan, cache, modules, is_filtered)
@@ -151,8 +157,8 @@ class _CountedModel(nn.Module):
             for item in model.program["inputs"]
             if item["kind"] in ("weight", "constant")
         }
-        caches = caches_of(model.entry, cache)
-        self._program = ModelProgram(model.program, self.weights, caches, META)
+        caches, states = caches_of(model.entry, cache), states_of(model.entry, cache)
+        self._program = ModelProgram(model.program, self.weights, caches, META, states=states)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
         self._counter.model = self._name
@@ -191,6 +197,7 @@ def _bind(
         "proposals": empty(depth, dtype=torch.int64),
         "vote_weights": empty(len(plan.drafts), dtype=torch.float32),
         "chosen_blocks": empty(plan.num_chosen(cache.shape.rows_per_block), dtype=torch.int64),
+        STATES: empty(2, dtype=torch.int32),
     }
     results = empty(2 + depth + 1 + len(modules) - 1, dtype=torch.int64)
     lens = tuple(plan.draft_lens.values())
@@ -238,12 +245,13 @@ class _Counter(TorchDispatchMode):
 
     def note(self, kernel: str, tensors: Mapping[str, Tensor], is_dependent: bool) -> None:
         """A launch of the operator that is running."""
-        operator = self._operator
-        left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE)
+        operator, is_state = self._operator, _STATE in tensors
+        left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE, *([_REPLAY] if is_state else []))
         given = {name: x for name, x in tensors.items() if name not in left_out}
         moved = sum(_bytes(x) for x in given.values())
         if operator == _EXPERTS and (weight := given.get("weight")) is not None:
             moved -= round(_bytes(weight) * (1 - self._share))
+        moved += _bytes(tensors[_STATE]) if is_state else 0
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
         kind = ATTEND if operator in _ATTENTION else OTHER

@@ -71,6 +71,21 @@ def _qwen3_moe(hidden: int, intermediate: int, layers: int, heads: int, **more: 
     return _qwen3(hidden, intermediate, layers, heads, **fields, **more)
 
 
+def _qwen35(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    """Gated delta rules in three of four layers."""
+    rotary = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+    fields = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "max_position_embeddings": 262144,
+        "rope_parameters": rotary,
+    }
+    return _qwen3(hidden, intermediate, layers, heads, **fields, **more)
+
+
 _TIED = {"tie_word_embeddings": True}
 # attention over latents, and one dense layer before mixtures with experts that all tokens share
 _DEEPSEEK_V2_LITE = {
@@ -124,6 +139,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, moe_intermediate_size=768),
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "qwen3.5-9b": _qwen35(4096, 12288, 32, 16, linear_num_value_heads=32),
+    "qwen3.5-27b": _qwen35(5120, 17408, 64, 24, linear_num_value_heads=48),
+    # no published model: layers of qwen3-0.6b with the vocabulary of Qwen3.5, as a draft of these
+    "qwen3-0.6b-248k": _qwen3(1024, 3072, 28, 16, vocab_size=248320, **_TIED),
 }
 
 

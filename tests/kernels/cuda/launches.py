@@ -39,7 +39,7 @@ from specc.kernels.cuda import (
 )
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
-from tests.kernels.cuda import launches_products, launches_typed
+from tests.kernels.cuda import launches_products, launches_states, launches_typed
 
 # multiprocessors of the device that is launched on
 NUM_SMS = 132
@@ -425,4 +425,5 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "write_kv": _write_kv_calls,
     **launches_typed.CALLS,
     **launches_products.CALLS,
+    **launches_states.CALLS,
 }

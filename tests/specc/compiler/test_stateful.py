@@ -163,7 +163,7 @@ def test_what_does_not_go_together(plans, changes, found) -> None:
     assert caught.value.found == f"a target whose layers keep states, and {found}"
 
 
-@pytest.mark.parametrize("backend", ["cuda", "onnx", "tensorrt"])
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
 def test_backends_without_states(backend) -> None:
     facts = facts_of(backend)
     with pytest.raises(ConfigError) as caught:
