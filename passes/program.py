@@ -69,7 +69,6 @@ class Weight:
     """One weight input: the concatenation of these model parameters along dim 0.
 
     Args:
-        parameters: names in the model.
         shape: of the concatenation.
         in_blocks: whether the engine's file holds it in blocks; see `specc.artifact.weight_layout`.
         quantized: how it holds it as integers, in blocks of their own.
@@ -146,7 +145,6 @@ class StateLayer:
         shape: of a sequence's state: [K - 1, C] inputs of a convolution, oldest first; [HV, DK, DV]
             of a recurrence.
         columns: of a replay row, the input of one region node: C; k, v, g, and beta in that order.
-        dtype: of state and rows.
         key_heads: HK of a recurrence, which divides HV.
         has_beta: of a recurrence: it corrects what its key finds (delta rule).
     """

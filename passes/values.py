@@ -23,7 +23,6 @@ def value_of_call(graph: fx.Graph, target: Callable, args: Any, kwargs: Any) -> 
     that are symbols, computing it takes milliseconds.
 
     Args:
-        args: nodes, and others.
         kwargs: likewise.
     """
     key = _key_of_call(target, args, kwargs)

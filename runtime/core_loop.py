@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class CoreLoop:
-    """Iterations of an engine's core, led by whichever caller's turn it is.
-
-    Args:
-        core: of the engine.
-    """
+    """Iterations of an engine's core, led by whichever caller's turn it is."""
 
     def __init__(self, core: EngineCore) -> None:
         self._loop = SharedLoop(core.engine.turn, functools.partial(_advance, core))
@@ -38,8 +34,6 @@ class CoreLoop:
         Whatever ends this early (an error, a closed stream) drops the requests.
 
         Args:
-            core: of the engine.
-            requests: of one caller.
             by_iteration: yield after each iteration.
             by_event: yield when there are tokens of a stream.
         """

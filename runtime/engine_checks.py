@@ -18,8 +18,6 @@ _DTYPES |= {"fp32": "float32"}
 def engine_directory(found: Any) -> Path:
     """The directory of an engine that is not loaded yet.
 
-    Args:
-        found: what a caller calls the engine.
     Raises:
         ConfigError: it is no path.
         EngineError: it is a checkpoint, or the name of one.

@@ -90,7 +90,6 @@ class InFlight:
 
     Args:
         scheduler: picks batches and commits their results.
-        runner: runs or queues them.
         num_batches: of disjoint requests in flight, of a target in stages; None is another target.
         interval_s: seconds that steps in a row may take before requests are looked at; 0 has none.
     """

@@ -45,7 +45,6 @@ class PhaseTimer:
     """Times the phases of an operation and tells a listener.
 
     Args:
-        listen: called with every event.
         seconds: of the phases that have ended.
         num_phases: that the operation will have; they are numbered then. 0: nobody knows.
     """

@@ -44,12 +44,7 @@ WORDS = ("bright", "cold", "day", "April", "clocks", "striking", "thirteen", "wa
 
 
 class Process:
-    """`specc serve` with few files, and what it takes of the machine.
-
-    Args:
-        engine: directory.
-        scratch: for its template and its log.
-    """
+    """`specc serve` with few files, and what it takes of the machine."""
 
     def __init__(self, engine: Path, scratch: Path) -> None:
         template, self.log = scratch / "template.jinja", scratch / "log"
@@ -150,7 +145,6 @@ class Run:
     """Phases of quiet and attack, with ordinary requests all the time.
 
     Args:
-        process: ready.
         rate: ordinary requests a second.
     """
 
@@ -267,7 +261,6 @@ async def run_attacks(
     """Serve an engine, attack it, and end it.
 
     Args:
-        engine: directory.
         names: of attacks, see `ATTACKS`.
         seconds: for all phases together.
         phase_s: seconds of each.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specc.drafters.block import OF_ROW, OF_TOKEN
-from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH
+from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, layer_config, write_files
 
 MASK = 5
 
@@ -30,7 +28,6 @@ class BlockCase:
         boundaries: that its taps are, in order.
         config: keys at the top of config.json.
         nested: keys of `dflash_config`.
-        layer: keys that describe its layers.
         from_anchor: what its rows predict, see `BlockDraft`.
         is_causal: what they see in layers with a window, or in all.
         window: of each layer, 0 is none; see `BlockSpec`.
@@ -231,30 +228,12 @@ BLOCK_CASES = {
 
 def write_block(directory: Path, case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     """Write a drafter; returns its tensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config_of(case)), encoding="utf-8")
-    tensors = draw_tensors(case, seed)
-    save_file(tensors, str(directory / "model.safetensors"))
-    return tensors
+    return write_files(directory, config_of(case), draw_tensors(case, seed))
 
 
 def config_of(case: BlockCase) -> dict[str, Any]:
     """Contents of config.json."""
-    layer = {
-        "model_type": "qwen3",
-        "hidden_size": case.width,
-        "intermediate_size": INNER,
-        "num_hidden_layers": case.num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": case.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000.0,
-        "vocab_size": case.vocab,
-        **case.layer,
-    }
+    layer = layer_config(case, "qwen3")
     if case.kind == "dspark":
         spark = {"markov_rank": case.rank, "enable_confidence_head": case.has_confidence}
         spark |= {"markov_head_type": case.bias_kind, "confidence_head_with_markov": case.rank > 0}

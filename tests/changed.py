@@ -46,11 +46,7 @@ def changed(closures: Closures, notes: dict[str, Note]) -> list[str]:
 
 
 class Recorder:
-    """Notes the files whose tests all pass, in the process that hears of all of them.
-
-    Args:
-        notes: file that is read and written.
-    """
+    """Notes the files whose tests all pass, in the process that hears of all of them."""
 
     def __init__(self, root: Path, notes: Path, cache: Path | None) -> None:
         self._root, self._notes, self._cache = root, notes, cache

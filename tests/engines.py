@@ -31,9 +31,6 @@ def build(
     """Compile an engine, or take the one that was compiled of the same before.
 
     Args:
-        drafts: one checkpoint or several.
-        path: directory that is made.
-        config: options.
         is_probed: whether the engine is probed, as the command does.
         builder: compiles in place of `specc.compiler.build.build`.
         key: what the builder makes it of besides; told apart by `repr`.

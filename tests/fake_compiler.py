@@ -13,8 +13,6 @@ done
 echo "$out" >> "$(dirname "$0")/runs"
 echo "made of $last" > "$out"
 """
-# slowly enough for two to meet
-SLOW_BUILD = f"sleep 0.2\n{FAKE_BUILD}"
 
 
 def fake_compiler(folder: Path, version: str, script: str = FAKE_BUILD, name: str = "g++") -> Path:

@@ -49,7 +49,6 @@ def tree_pass(
 
     Args:
         lengths: committed rows of each sequence; PADDING is none.
-        blocks: of each, one.
         nodes: of each tree, those that are fed; None is all.
         vocab: ids are below.
     """

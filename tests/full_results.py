@@ -179,7 +179,6 @@ def earlier_parts(path: Path, head: dict[str, Any], num_parts: int) -> dict[str,
 
     Args:
         path: of results; what they are does not matter where they are no such parts.
-        head: of the result that is to be written.
         num_parts: N.
     """
     try:

@@ -201,7 +201,6 @@ def write_parts(
     """Write a file in parts, as llama-gguf-split does: the first one has the fields.
 
     Args:
-        stem: of their names.
         fields: of the whole; those of parts are put beside them.
         tensors: as of `write_file`.
         sizes: tensors of each part.
@@ -272,9 +271,7 @@ def write_model(
     Args:
         source: directory of the model in float32.
         root: gets `quantized`, with config.json, tokenizer.json and the file, and `exact`.
-        architecture: of llama.cpp.
         kind_of: type of a matrix, by its name in transformers.
-        config: of the model.
     """
     made = Written(root / "quantized", root / "exact")
     tensors, stored = load_file(source / "model.safetensors"), {}

@@ -42,7 +42,6 @@ class Reference:
         Args:
             taps: [n, A · H] hidden states of the target for tokens 0 … n - 1.
             tokens: n + 1 of them; the target has not run over the last one.
-            path: drafted tokens after those.
         """
         g = self.project(taps)
         ids = list(tokens[1:])

@@ -31,7 +31,6 @@ class Case:
         vocab: V.
         boundaries: that its taps are, in order.
         config: keys at the top of config.json, flags among them.
-        layer: keys that describe its layers.
         biases: projections of the first layer that have one; `fc`, too.
     """
 
@@ -106,17 +105,23 @@ CASES = {
 
 def write_head(directory: Path, case: Case, seed: int = 0) -> dict[str, Tensor]:
     """Write a head; returns its tensors."""
+    return write_files(directory, config_of(case), draw_tensors(case, seed))
+
+
+def write_files(
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Write a checkpoint; returns its tensors."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config_of(case)), encoding="utf-8")
-    tensors = draw_tensors(case, seed)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, str(directory / "model.safetensors"))
     return tensors
 
 
-def config_of(case: Case) -> dict[str, Any]:
-    """Contents of config.json."""
-    layer = {
-        "model_type": case.model_type,
+def layer_config(case: Any, model_type: str) -> dict[str, Any]:
+    """What config.json says of the layers of a head or of a block drafter."""
+    return {
+        "model_type": model_type,
         "hidden_size": case.width,
         "intermediate_size": INNER,
         "num_hidden_layers": case.num_layers,
@@ -130,6 +135,11 @@ def config_of(case: Case) -> dict[str, Any]:
         "vocab_size": case.vocab,
         **case.layer,
     }
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """Contents of config.json."""
+    layer = layer_config(case, case.model_type)
     if case.layout == "speculators":
         return {
             "architectures": ["Eagle3Speculator"],

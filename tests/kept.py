@@ -34,7 +34,6 @@ def keep(path: Path, make: Callable[[Path], object], *key: Any, sources: tuple[s
 
     Args:
         path: where it shall be; what is there stays.
-        make: called with a path, writes the directory there.
         key: what it is made of, besides sources, packages and processor; told apart by `repr`.
         sources: files and folders of this repository that make it.
     Returns:
@@ -57,7 +56,6 @@ def keep_bytes(make: Callable[[], bytes], *key: Any, sources: tuple[str, ...]) -
     """Make bytes, or take those that were made of the same before.
 
     Args:
-        make: returns them.
         key: what they are made of, besides sources, packages and processor; told apart by `repr`.
         sources: files and folders of this repository that make them.
     """

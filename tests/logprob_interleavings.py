@@ -90,7 +90,6 @@ class DrawLogprobs:
     Args:
         words: that may be bad.
         end_ids: that may be allowed beside others.
-        share: of requests with controls.
     """
 
     def __init__(self, words: Sequence[str], end_ids: Sequence[int], share: float = 0.5) -> None:

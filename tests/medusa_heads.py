@@ -27,11 +27,8 @@ class MedusaCase:
         rows: of a projection.
         vocab: V.
         boundaries: where the target is read: after its last layer, and its final norm.
-        prefix: what all names begin with.
-        config: more keys of config.json.
         has_bias: of layers.
         has_one: all heads have one projection.
-        file: that the tensors are written to.
         confidence: nothing, as block drafters without a head that estimates acceptance.
     """
 

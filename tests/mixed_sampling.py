@@ -24,7 +24,6 @@ def mixed_sampling(
     """`sampling_values` [B, 6] and `sampling_words` [B, 4], see `specc.sampling.rows`.
 
     Args:
-        batch: requests.
         first: which kind comes first.
         is_greedy: all are greedy, without penalties.
     """

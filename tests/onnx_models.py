@@ -45,10 +45,6 @@ class Lowered:
     """Both programs of a model.
 
     Args:
-        flat: after all phases.
-        padded: after all phases.
-        flat_records: what the passes of the flat one did.
-        records: what those of the padded one did.
         made_of: all that decides what they are, besides sources.
     """
 

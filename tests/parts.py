@@ -39,7 +39,6 @@ def divide(
 
     Args:
         tests: all that pytest has collected, with a `nodeid` each.
-        part: "K/N".
         seconds: file → seconds of its tests, of those that take long.
     """
     k, num_parts = parse_part(part)

@@ -55,7 +55,6 @@ def round_weight(
 
     Args:
         bits: 4 or 8.
-        group: columns.
         is_symmetric: zero points are the middle.
         least_zero: of the zero points that are not.
     """
@@ -210,7 +209,6 @@ def write_checkpoint(
         root: gets `quantized` and `exact`.
         config: `quantization_config`.
         writer: (name of a layer, its weight) → tensors of the format, and the weight in float32.
-        is_quantized: of which weights, by name.
     """
     made = Written(root / "quantized", root / "exact")
     tensors = load_file(source / FILE)
@@ -235,13 +233,6 @@ def set_config(directory: Path, **changes: Any) -> None:
     """Replace fields of a config.json."""
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Change the tensors of a checkpoint in place."""
-    tensors = load_file(directory / FILE)
-    change(tensors)
-    save_file(tensors, directory / FILE, {"format": "pt"})
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ class RankProcesses:
     """Ranks that run `body(group, *arguments)`.
 
     Args:
-        num_ranks: processes.
-        body: returns what can be pickled.
         transport: `shared` or `sockets`.
         options: of `SharedGroup.create` and `join_sockets`.
     """

@@ -98,7 +98,6 @@ def run_soak(
     Args:
         service: with nobody else at work; its engine is broken now and then.
         judge: of outputs that differ from those of solo runs.
-        prompts: of the requests.
         num_requests: to hand in at least.
         seconds: to go on for at least.
         faults: share of iterations that fail.

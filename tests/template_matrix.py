@@ -198,7 +198,6 @@ def compare(
     """What a cell says, and the two prompts; None is a refusal.
 
     Args:
-        source: Jinja.
         conversation: of `CONVERSATIONS`.
         template: of the source; None where specc refuses it.
     """

@@ -15,8 +15,6 @@ import pytest
 def keep_default(tests: Sequence[Any]) -> None:
     """Mark cases of one test function as slow that its mark `default` does not name.
 
-    Args:
-        tests: all cases of a function.
     Raises:
         ValueError: the mark names a case that there is not.
     """

@@ -248,7 +248,6 @@ def signature(
 
     Args:
         pointers: names of tensors.
-        integers: names of integers.
         dtype: of queries, caches and results.
         is_tree: there are ancestors; else `q_start` stands in their place.
     """

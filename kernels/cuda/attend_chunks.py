@@ -34,7 +34,6 @@ def bounds_in_chunks(
         start: likewise.
         first_position: the least of live rows.
         length: committed rows: the position of node 0.
-        CHUNK: positions of a chunk.
         IS_TREE: rows have ancestor words.
 
     Returns:
@@ -86,7 +85,6 @@ def first_nodes(p_words, m_live, b_position, length, num_read, CHUNK: tl.constex
         b_position: [BM] positions of rows.
         length: committed rows: the position of node 0.
         num_read: words of each row; 0 where no row's chunk begins after node 0.
-        CHUNK: positions of a chunk.
     """
     # nodes of the path before the chunk, counted down; below 0 once its first node is found
     b_rank = b_position - b_position % CHUNK - length
@@ -130,7 +128,6 @@ def seen_by_any(
         first_position: the least of live rows, which sees most of what is committed.
         sink: first keys that no window cuts.
         length: committed rows: the slot of node 0.
-        CHUNK: positions of a chunk.
     """
     low = tl.reduce(b_low, 0, _either)
     high = tl.reduce(b_high, 0, _either)

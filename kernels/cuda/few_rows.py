@@ -48,7 +48,6 @@ class Product:
     """What a choice is made for.
 
     Args:
-        operator: name.
         dtype: of activations, and of a weight that is not quantized.
         shape: of the weight [N, K].
         rows: of the product, rounded up to a power of two.
@@ -202,7 +201,6 @@ def check_product(
     """Raises ValueError: what the kernels would misread.
 
     Args:
-        operator: name.
         x: [..., K].
         residual: like x, or None.
         name: of x among the operator's arguments.

@@ -39,7 +39,6 @@ def recorded(note: Note, machine: Machine = H200, tile: int | None = 0) -> Itera
     """Note launches of this process instead of running them; those that can are dependent.
 
     Args:
-        note: called at each launch.
         machine: that operators believe to launch on.
         tile: number of the tile that products of few rows take; None is the library's product.
     """

@@ -22,7 +22,6 @@ def store_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         rows: [..., D] floating-point.
-        dtype: of the cache.
     Returns:
         [..., D] of that type; of int8 [..., D + 4]. A row with NaN or infinity becomes codes 0
         with such a scale, which reads as NaN.

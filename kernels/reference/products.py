@@ -56,7 +56,6 @@ def add_norm_gate_up_reference(
         residual: [..., K].
         gamma: [K].
         eps: of the norm.
-        unit_offset: of the norm.
         weight: [2 I, K]; the first I rows are the gate's.
         activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
     Returns:
@@ -90,7 +89,6 @@ def add_norm_rope_write_reference(
         residual: [..., K].
         gamma: [K].
         eps: of the norm.
-        unit_offset: of the norm.
         weight: [(H + 2 HK) · D, K]: the heads of q, of k, of v.
         bias: [(H + 2 HK) · D] or None.
         cos: [Nt, D]; all of a head is rotated. From here on as of `rope_write_reference`.
@@ -131,7 +129,6 @@ def embed_norm_rope_write_reference(
         embedding: [V, K].
         gamma: [K]; from here on as of `add_norm_rope_write_reference`.
         eps: of the norm.
-        unit_offset: of the norm.
         weight: [(H + 2 HK) · D, K].
         bias: [(H + 2 HK) · D] or None.
         cos: [Nt, D].
@@ -167,7 +164,6 @@ def add_norm_head_reference(
         residual: like x.
         gamma: [K].
         eps: of the norm.
-        unit_offset: of the norm.
         weight: [N, K].
         bias: [N] or None.
         rows: [R] int64 of x.

@@ -166,7 +166,6 @@ def grouped_mm_q_reference(
         has_zeros: groups have zero points of their own.
         is_float: the weights are fp8 or mxfp4.
         row_bits: of the integers of rows.
-        format: of ggml's blocks.
     Returns:
         [M, N] in the dtype of x; rows from ends[E - 1] on are zero.
     """

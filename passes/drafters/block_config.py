@@ -122,7 +122,6 @@ class BlockConfig:
         target_width: H where it is said, or None.
         draft_vocab_size: Vd where it is said, or None.
         vocab_size: V where it is said, or None.
-        rope: of the layers.
         warnings: what the user should know.
     """
 
@@ -146,7 +145,6 @@ class BlockConfig:
 
         Args:
             num_rows: Vd.
-            target: that it is to draft for.
         """
         found: dict[str, tuple[int, ...]] = {}
         if self.rank:
@@ -171,11 +169,9 @@ def read_block_config(
     """Read what a drafter's config.json says.
 
     Args:
-        raw: its contents.
         kind: see `HeadSpec`.
         layout: see there.
         num_layers: that the checkpoint has tensors of.
-        directory: of the drafter.
         switches: see there.
     Raises:
         HeadError: something is missing, or is not computed here.

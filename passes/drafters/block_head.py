@@ -30,11 +30,7 @@ from specc.passes.program import Weight
 
 
 class BlockHead(nn.Module):
-    """A DFlash drafter; parameters are named as in its files.
-
-    Args:
-        spec: of the drafter.
-    """
+    """A DFlash drafter; parameters are named as in its files."""
 
     columns: Tensor | None
 
@@ -87,12 +83,7 @@ class BlockHead(nn.Module):
 def step_weights(
     spec: BlockSpec, dtype: torch.dtype
 ) -> tuple[dict[str, Weight], dict[str, Tensor]]:
-    """What steps read of a drafter besides its logits: weights and tables by key.
-
-    Args:
-        spec: of the drafter.
-        dtype: of its weights.
-    """
+    """What steps read of a drafter besides its logits: weights and tables by key."""
     block, rank = spec.block, spec.rank
     if not block.is_biased:
         return {}, {}

@@ -61,7 +61,6 @@ def rows_by_depth(g: StepGraph, draft: str, first: int, depth: int, count: int) 
     """[depth * B] int64 places of rows, of one depth after the other.
 
     Args:
-        g: the stage.
         draft: name of the drafter.
         first: row of each sequence that speaks of the first depth; those of the others follow.
         depth: of the tree.

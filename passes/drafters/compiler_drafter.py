@@ -67,10 +67,6 @@ class CompilerDrafter:
         """Of a kind that is in its target's checkpoint; headers are read, and no weight.
 
         Args:
-            config: of the target.
-            reader: of its checkpoint.
-            directory: of that.
-            target: what it is.
             switches: what to take in place of what its files say.
         Raises:
             HeadError: there is none, or none that specc runs.

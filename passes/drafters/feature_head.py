@@ -26,11 +26,7 @@ from specc.passes.drafters.head_spec import EagleSpec
 
 
 class FeatureHead(nn.Module):
-    """An EAGLE-3 or 3.1 head; parameters are named as those of speculators.
-
-    Args:
-        spec: of the head.
-    """
+    """An EAGLE-3 or 3.1 head; parameters are named as those of speculators."""
 
     columns: Tensor | None
 

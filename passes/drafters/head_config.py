@@ -51,7 +51,6 @@ class HeadConfig:
         target_width: H where it is said, or None.
         draft_vocab_size: Vd where it is said, or None.
         vocab_size: V where it is said, or None.
-        rope: of the layers.
         warnings: what the user should know.
     """
 
@@ -74,11 +73,9 @@ def read_head_config(
     """Read what a head's config.json says.
 
     Args:
-        raw: its contents.
         layout: see `HeadSpec`.
         num_layers: that the checkpoint has tensors of.
         switches: see there.
-        name: of the head, for errors.
     Raises:
         HeadError: something is missing, or is not read.
         NotCausalLMError: numbers that no model has.

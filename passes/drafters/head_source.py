@@ -23,9 +23,7 @@ class HeadReader(ForwardingReader):
     """A head's tensors by the names of its parameters; shared ones are read from the target's.
 
     Args:
-        reader: of the head's checkpoint.
         tensors: parameter → tensor in it.
-        target: reader of the target's weights.
         shared: parameter → tensor of the target.
     """
 
@@ -61,8 +59,6 @@ def head_source(
     """A head as a model to compile; no weight is read.
 
     Args:
-        spec: of the head.
-        target: that it fits.
         dtype: of its weights, arithmetic and caches.
         name: `draft_0`, ….
     Raises:
@@ -151,7 +147,6 @@ def share_equal(draft: ModelSource, target: ModelSource) -> None:
 
     Args:
         draft: a head; its `shared` become more.
-        target: that it fits.
     """
     spec = draft.head
     assert spec is not None

@@ -42,11 +42,8 @@ def count_taps(
     """A: how many hidden states `fc` reads.
 
     Args:
-        reader: of the checkpoint.
         width: d.
         target_width: H that the head was made for.
-        target: that it is to draft for.
-        name: of the head, for errors.
         reads_taps_alone: no layer reads tokens and hidden states side by side.
     Raises:
         HeadError: the hidden size of another target, or a width that is no multiple of it.
@@ -90,12 +87,8 @@ def match_tensors(
     """Find each parameter's tensor.
 
     Args:
-        reader: of the checkpoint.
-        config: of the head.
         num_taps: A.
         draft_vocab_size: Vd.
-        target: that it is to draft for.
-        name: of the head, for errors.
     Returns:
         parameter of the module → tensor, and the parameters that are the target's.
     Raises:
@@ -119,13 +112,8 @@ def match_block_tensors(
     """The same of a block drafter.
 
     Args:
-        reader: of its checkpoint.
-        layers: configuration of its layers.
         num_taps: A.
         draft_vocab_size: Vd.
-        target: that it is to draft for.
-        name: of the drafter, for errors.
-        more: shapes of its other tensors.
     """
     d = int(layers.hidden_size)
     needed: Shapes = {"fc.weight": (d, num_taps * target.width)}
@@ -152,12 +140,10 @@ def match_parameters(
     """Find the tensor of each of these parameters; see `match_tensors`.
 
     Args:
-        reader: of the checkpoint.
         needed: parameter → shape.
         optional: likewise, of what may be absent.
         width: d.
         draft_vocab_size: Vd.
-        target: that it is to draft for.
         name: of the draft, for errors.
         prefix: what the first layer's tensors begin with.
     """
@@ -189,9 +175,6 @@ def match_parameters(
 def check_left(left: Iterable[str], name: str) -> None:
     """Refuse a checkpoint with tensors that nothing reads.
 
-    Args:
-        left: their names.
-        name: of the head.
     Raises:
         HeadError: there is one that says what a head computes.
     """

@@ -34,11 +34,7 @@ aten = torch.ops.aten
 
 
 class HydraModule(nn.Module):
-    """What a pass computes: h of each row, and the first head.
-
-    Args:
-        spec: of the heads.
-    """
+    """What a pass computes: h of each row, and the first head."""
 
     # of `fill_buffers`: it has rows for all ids
     columns = None
@@ -101,12 +97,7 @@ class _HeadLayer(nn.Module):
 
 
 class HydraGrower(PathGrower):
-    """A node leaves what its head reads to its children, whose heads read their tokens, too.
-
-    Args:
-        heads: of the plan.
-        depth: of the plan.
-    """
+    """A node leaves what its head reads to its children, whose heads read their tokens, too."""
 
     def __init__(self, heads: HydraHeads, depth: int) -> None:
         super().__init__(heads)

@@ -61,7 +61,6 @@ class HydraSpec(HeadSpec):
     """Hydra heads that fit their target; `config` is the target's, of one layer.
 
     Args:
-        block: what they propose.
         shapes: of all parameters, those of steps among them.
         windows: keys that the prefix layer sees, 0 is all; none without one.
         weights: file or directory of these.
@@ -118,11 +117,8 @@ def fit_hydra(
     """Heads, compared with their target.
 
     Args:
-        reader: of their checkpoint.
         raw: contents of config.json.
-        directory: of their files.
         weights: what `reader` reads.
-        target: that they are to draft for.
     Raises:
         HeadError: another target's, tensors too many or too few, or what specc does not compute.
         NotCausalLMError: numbers that no model has.

@@ -13,11 +13,7 @@ from specc.passes.drafters.medusa_spec import MedusaSpec
 
 
 class MedusaHead(nn.Module):
-    """Heads that read one row.
-
-    Args:
-        spec: of the heads.
-    """
+    """Heads that read one row."""
 
     columns: Tensor | None
 

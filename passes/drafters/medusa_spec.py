@@ -116,12 +116,9 @@ def fit_medusa(
     """Heads, compared with their target.
 
     Args:
-        reader: of their checkpoint.
         raw: contents of config.json.
         layout: `VLLM` or `FASTER_DECODING`.
-        directory: of their files.
         weights: what `reader` reads.
-        target: that they are to draft for.
     Raises:
         HeadError: another target's, tensors too many or too few, or what specc does not compute.
         NotCausalLMError: numbers that no model has.
@@ -176,12 +173,7 @@ def fit_medusa(
 
 
 class _Places:
-    """Names of tensors in a checkpoint of a layout.
-
-    Args:
-        names: that it has.
-        layout: of the files.
-    """
+    """Names of tensors in a checkpoint of a layout."""
 
     def __init__(self, names: list[str], layout: str) -> None:
         self.names, self.is_vllm = names, layout == VLLM

@@ -36,8 +36,6 @@ def mtp_source(
     """An MTP module as a model to compile; no weight is read.
 
     Args:
-        spec: of the module.
-        target: in whose checkpoint it is.
         dtype: of its weights, arithmetic and caches.
         name: `draft_0`, ….
     Raises:
@@ -106,9 +104,7 @@ class _AsLayer(ForwardingReader):
     """A target's checkpoint with the layer of its MTP module as the layer after its own.
 
     Args:
-        reader: of the checkpoint.
         given: what the layer's tensors begin with in it.
-        taken: what they begin with here.
     """
 
     def __init__(self, reader: TensorReader, given: str, taken: str) -> None:

@@ -101,10 +101,6 @@ def recognise_mtp(
     """The MTP module in a target's checkpoint; headers are read, and no weight.
 
     Args:
-        config: of the target.
-        reader: of its checkpoint.
-        directory: of that.
-        target: what it is.
         switches: what to take in place of what is said above; None takes that.
     Raises:
         HeadError: there is none, there are several, or a tensor is missing or has another shape.

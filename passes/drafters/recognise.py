@@ -27,8 +27,6 @@ def recognise(
     """What head, block drafter or set of Medusa heads a directory holds.
 
     Args:
-        directory: of a draft.
-        target: that it is to draft for.
         switches: what to take in place of what the files say.
     Returns:
         the head; None where this is an ordinary model, or no model at all.
@@ -71,7 +69,6 @@ def fit_head(
         raw: contents of config.json.
         directory: of a draft; what errors call it.
         weights: directory or file that `reader` reads.
-        target: that it is to draft for.
         switches: what to take in place of what the files say.
     """
     given = (reader, raw, directory, weights, target, switches)

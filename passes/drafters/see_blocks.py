@@ -21,9 +21,6 @@ class SeeBlocks(Pass):
     column of `feature_rows`: in a causal layer it sees rows 0 … j. A window that ends at the anchor
     is one of a row whose position is the anchor's; a position is read for nothing else there. Rows
     of the context have -1, as row 0 has: nothing reads what they attend to, and they see a key.
-
-    Args:
-        spec: of the drafter.
     """
 
     requires = (attention_is_a_tree, features_are_read)

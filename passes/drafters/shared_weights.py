@@ -15,13 +15,7 @@ from specc.passes.program import Program, Weight
 def shared_weights(
     head: HeadSpec, module: nn.Module, target: Program
 ) -> Iterator[tuple[str, Weight]]:
-    """Parameters of a draft that are its target's, and each weight that the target has of them.
-
-    Args:
-        head: the draft.
-        module: of the target, or its shape.
-        target: its program.
-    """
+    """Parameters of a draft that are its target's, and each weight that the target has of them."""
     names = shared_parameters(head, module) if head.shared else {}
     for parameter, name in names.items():
         for weight in dict.fromkeys(target.weights.values()):
@@ -35,8 +29,6 @@ def integers_of_target(
     """Parameters of a draft that are its target's → how the target holds its integers of them.
 
     Args:
-        head: the draft.
-        module: of the target, or its shape.
         target: its program, after the last pass.
     """
     return {

@@ -20,7 +20,6 @@ def num_rows_of(reader: TensorReader, said: int | None, vocab_size: int, name: s
     """Vd, which three places may say; where none does, the target's V.
 
     Args:
-        reader: of the checkpoint.
         said: what config.json says.
         vocab_size: V of the target.
         name: of the head, for errors.
@@ -45,10 +44,8 @@ def read_target_ids(
     """The target's id of each row of a head.
 
     Args:
-        reader: of the head's checkpoint.
         num_rows: Vd.
         vocab_size: V of the target.
-        name: of the head, for errors.
     Returns:
         [Vd] int64, ascending; None where row i is id i.
     Raises:

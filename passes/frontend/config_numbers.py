@@ -51,7 +51,6 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
 
     Args:
         config: contents of config.json.
-        name: what the user called the model.
     Raises:
         NotCausalLMError: a number out of its range, or something that is none.
     """
@@ -70,7 +69,6 @@ def check_heads(config: Any, name: str) -> None:
 
     Args:
         config: a configuration of transformers, whose names are those of every model.
-        name: what the user called the model.
     Raises:
         NotCausalLMError: KV heads that do not divide the heads, or heads that do not divide the
             width, where nothing else says how wide a head is.

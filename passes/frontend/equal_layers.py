@@ -169,7 +169,6 @@ def read_the_same(places: frozenset[Place], first: nn.Module, second: nn.Module)
 
     Args:
         places: that were read of the first one.
-        second: another one.
     """
     for path, name in places:
         if path == _MISSING:

@@ -39,9 +39,7 @@ def rotary_of(
     """`rope_parameters` of transformers, of all layers or of each kind of them.
 
     Args:
-        reader: of the file.
         fields: of the file's architecture.
-        architecture: of the file.
         head_dim: of layers that see all.
     Raises:
         WeightError: a scaling that is not read.

@@ -29,9 +29,7 @@ def check_tensors(reader: DecodedReader, module: nn.Module, config: Any) -> None
     """See that the model is made of all tensors, where the checkpoint is a GGUF file.
 
     Args:
-        reader: of the checkpoint.
         module: the model, of which names are read.
-        config: of the model.
     Raises:
         WeightError: a tensor that the model has no use for, or factors of rotary frequencies that
             are not those of the configuration.
@@ -72,7 +70,6 @@ def are_factors_of(found: Tensor, config: Any) -> bool:
 
     Args:
         found: [head_dim / 2].
-        config: of transformers.
     """
     wanted = _factors(_rope(config), config)
     is_close = found.shape == wanted.shape and (found - wanted).abs() <= _TOLERANCE * wanted

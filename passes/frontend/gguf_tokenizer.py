@@ -63,7 +63,6 @@ def tokenizer_of(fields: Mapping[str, Any], where: str) -> bytes:
     """Content of a tokenizer.json.
 
     Args:
-        fields: of the file.
         where: the file, for errors.
     Raises:
         VocabMismatchError: another kind of tokenizer, or fields that are missing or do not fit.

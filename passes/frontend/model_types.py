@@ -40,7 +40,6 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
 
     Args:
         raw: contents of config.json.
-        name: what the user called the model.
     Raises:
         NotCausalLMError: transformers does not know it, nor the class that the file names.
     """
@@ -68,7 +67,6 @@ def check_layers_of(config: Any, name: str) -> None:
 
     Args:
         config: of transformers, whose classes say of which kind each layer is.
-        name: what the user called the model.
     Raises:
         UnsupportedAttentionError: layers with another state, or attention to keys that are chosen.
     """

@@ -97,7 +97,6 @@ class _Traced:
 
     Args:
         read: attributes that differ between layers of the group, and that its forward has read.
-        sources: nodes of the call.
         made: its nodes, in order, but for sizes that no other node of it takes.
         num_calls: of the modules in it, by path.
         spec: how its results nest.

@@ -118,7 +118,6 @@ def check_rotary(config: Any, name: str, max_seq_len: int | None, rope_length: i
 
     Args:
         config: of transformers; None for a module without one.
-        name: what the user called the model.
         max_seq_len: tokens of prompt and output; None takes what there is.
         rope_length: see `constant_length`.
     Raises:

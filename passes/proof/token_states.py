@@ -15,7 +15,6 @@ def why_not_its_own(program: Program, node: fx.Node) -> str | None:
     """Why a call over states may mix tokens; None where each follows its path from its own state.
 
     Args:
-        program: of the call.
         node: the call, of an operator that takes `states`.
     """
     bound = bind_args(node)

@@ -57,11 +57,7 @@ def whole_shape(program: Program, weight: Weight) -> tuple[int, ...]:
 
 
 class QuantizedInputs:
-    """The quantized weights that a pass adds to a program, each once.
-
-    Args:
-        program: that changes.
-    """
+    """The quantized weights that a pass adds to a program, each once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -77,7 +73,6 @@ class QuantizedInputs:
 
         Args:
             beside: the input that it is made of; it stays.
-            layout: of the new one.
             is_turned: that one has matrices [K, N].
         Raises:
             ConfigError: a rank would have a part of a group of columns.
@@ -142,9 +137,6 @@ def order_columns(program: Program, node: fx.Node, blocks: fx.Node, columns: Ten
     integers.
 
     Args:
-        program: that changes.
-        node: the product.
-        blocks: the input with the weight's integers.
         columns: [K] int64.
     Raises:
         ConfigError: see `_of_own_groups`.

@@ -44,7 +44,6 @@ def why_not(
     """Why a call that reads one of these weights needs their rows; None where it does not.
 
     Args:
-        weights: inputs.
         dtypes: of rows that the operator takes.
     """
     if user.target is aten.embedding.default:

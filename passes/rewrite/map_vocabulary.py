@@ -25,7 +25,6 @@ class MapVocabulary(Pass):
     draft's own tokenizer, and the first one alone may be one that it never emits.
 
     Args:
-        vocabulary: which ids stand for which.
         num_ids: V, rows of the target's vocabulary projection.
     """
 

@@ -37,9 +37,6 @@ class TapFeatures(Pass):
     table, a row for each token. Programs so keep their one output, and rows of what was accepted
     move, are shared, and are computed again with those of K and V. Boundaries are found from the
     graph alone (`specc.passes.residual`).
-
-    Args:
-        taps: what is kept.
     """
 
     requires = (attention_is_a_tree, logits_are_selected)

@@ -76,9 +76,6 @@ class RewriteTreeRecurrence(Pass):
 def state_layer(node: fx.Node, name: str) -> StateLayer:
     """What a convolution or recurrence remembers of a sequence, dense or over trees.
 
-    Args:
-        node: the call.
-        name: of the module.
     Raises:
         UnsupportedAttentionError: key heads that do not divide the value heads.
     """
@@ -107,7 +104,6 @@ def state_sizes(layer: StateLayer, part: str, states: Any, rows: Any) -> tuple[A
     """Sizes of an input.
 
     Args:
-        layer: whose it is.
         part: `state` or `rows`.
         states: how many sequences have one.
         rows: replay rows of each.

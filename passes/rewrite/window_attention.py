@@ -18,9 +18,6 @@ class WindowAttention(Pass):
     of a draft compute the same rows. A layer that has a window of its own keeps the smaller of the
     two, and gets no sink: it has never seen rows further back. Nor has a layer with chunks, of
     which the operator keeps its chunk's rows alone, those of the sink, too.
-
-    Args:
-        rows: what each layer sees.
     """
 
     requires = (attention_is_a_tree,)

@@ -24,7 +24,6 @@ class PartBiases:
     Args:
         program: before the cut.
         products: that may be such.
-        is_part: whether one is.
     """
 
     def __init__(

@@ -74,7 +74,6 @@ def check_sums(graph: fx.Graph, origins: Collection[fx.Node], all_reduce: object
     Args:
         graph: after the cut.
         origins: nodes whose own operation leaves each rank a part of a sum.
-        all_reduce: the operator.
     Raises:
         AssertionError: naming the node.
     """

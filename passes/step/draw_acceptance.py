@@ -45,7 +45,6 @@ class DrawnAcceptance:
     reaches have draws too, independent ones.
 
     Args:
-        tree: of the plan.
         probabilities: of the first, second, … sibling; a sibling that a node lacks is rejected.
         max_batch: sequences of a step at most.
         period: committed rows after which the draws of a sequence repeat: the tokens that a
@@ -145,13 +144,11 @@ def draw_acceptance(
     Leaves keep their logits, so the bonus token is the target's.
 
     Args:
-        step: of a plan that speculates.
         probabilities: of the first, second, … sibling; at most 1 in sum.
         max_batch: sequences of a step at most.
         period: tokens that a sequence is to grow by; draws repeat after as many rows.
         dtype: of the target's logits.
         start: committed rows of a sequence before its first step; walks from there are even.
-        seed: of the draws.
     """
     tree = step.plan.tree
     assert tree.num_nodes > 1, "plan off has nothing to accept"

@@ -80,8 +80,6 @@ def offload_of(
 ) -> OffloadPlan | None:
     """Weights of the target that a rank keeps resident; None: all are mapped, without a budget.
 
-    Args:
-        model: segments of the target.
     Raises:
         ConfigError: the budget is below two buffers of the largest segments.
     """

@@ -29,7 +29,6 @@ class DraftedPlaces:
         base: at the beginning of the output; owned from now on.
         compile: the grammar once more, at its beginning, which shares nothing.
         vocab_size: V.
-        ends: tokens that end an output.
         output: tokens that the request has put out.
     """
 

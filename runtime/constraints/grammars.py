@@ -54,9 +54,7 @@ class _Compiled:
     """A grammar, shared by its requests.
 
     Args:
-        matcher: at its beginning.
         ahead: the same, compiled once more, for what looks ahead: copies share a lexer.
-        again: compiles it once more.
         num_bytes: that it holds.
         state_bytes: that each request holds beside.
     """

@@ -28,7 +28,6 @@ class LogitControls:
     forbid, because they are short or end with the beginning of a bad word.
 
     Args:
-        params: options of the request, with controls.
         bad_words: tokens of each.
         vocab_size: V.
         end_ids: tokens that end an output: those of the model and of the request.

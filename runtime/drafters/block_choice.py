@@ -55,7 +55,6 @@ class BlockChoice:
 
         Args:
             length: committed rows.
-            views: of the step's plan.
         """
         if self.mass is None:
             return True

@@ -23,7 +23,6 @@ class HostDrafts:
     """State of an engine's drafts that lives on the host, across steps and requests.
 
     Args:
-        plans: of the engine, by name.
         block_size: rows of a block of its cache.
         shares_outputs: what one request has put out is looked up for others.
     """
@@ -85,10 +84,8 @@ class HostDrafts:
         """Take the outcome of a step.
 
         Args:
-            plan: of the step.
             requests: that took part, as they were before it.
             extra: what `inputs` gave it.
-            step: its results.
         """
         if plan.name not in self._weights or not requests:
             return

@@ -101,7 +101,6 @@ class BatchRows:
         The same table is the same tensor.
 
         Args:
-            requests: of the step.
             extra: see `StepInputs`.
             ahead: rows that steps in flight may yet commit, of each request; they count as
                 committed. () is none.

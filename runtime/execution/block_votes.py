@@ -21,7 +21,6 @@ class Voters(NamedTuple):
 
     Args:
         rows: of the pass.
-        requests: whose rows these are.
         counts: queries of each that vote.
         lengths: committed rows of each, once the votes are there.
     """
@@ -61,7 +60,6 @@ class BlockVotes:
 
     Args:
         cache: of the engine; without `block_mass` nobody ever votes.
-        link: to its device.
     """
 
     def __init__(self, cache: KVCache, link: Link) -> None:
@@ -81,7 +79,6 @@ class BlockVotes:
         """Requests whose votes are due.
 
         Args:
-            group: whose step it is.
             first: row of the pass that its first request has.
         """
         if self._cache.block_mass is None or not group.plan.chooses_blocks:

@@ -65,7 +65,6 @@ class DrawnPrograms(NamedTuple):
     """What an engine has for batches whose tokens the target draws.
 
     Args:
-        target: the model.
         steps: plan name → its step, which draws, and whose `accept` reads `winners` [B, N] int64
             instead of logits.
     """
@@ -78,7 +77,6 @@ def tree_draws(nodes: FlatTokens, values: Tensor, words: Tensor) -> Draws:
     """Draws after all nodes of B trees.
 
     Args:
-        nodes: of the trees, all with logits.
         values: [B, 6] float32, see `specc.sampling.rows.Value`.
         words: [B, 4] int64, see `specc.sampling.rows.Word`.
     """
@@ -124,8 +122,6 @@ def drawn_step(
     """The step of a group that draws; None where there is none, or where somebody reads logits.
 
     Args:
-        drawn: of the engine.
-        group: of a batch.
         steps: plan name → step that does not draw.
     """
     if drawn is None or steps[group.plan.name].before_accept is not None:

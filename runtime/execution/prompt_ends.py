@@ -38,7 +38,6 @@ class PendingEnds:
     """Ends that are queued; `result` waits for them, now or after later work was queued.
 
     Args:
-        spans: of the pass.
         fetched: first tokens [R], then what was scored, prompts before first tokens.
         votes: of last queries.
     """
@@ -84,10 +83,8 @@ def queue_ends(
     """Queue what follows the target's pass over some spans.
 
     Args:
-        spans: of the pass.
         logits: [R, V] of the tokens that `Span.logit_places` names.
         draw: [E, V] of the last tokens of prompts, and their requests → [E] first tokens.
-        link: to the device.
         votes: of their last queries.
     """
     with link.active():
@@ -119,9 +116,6 @@ def first_tokens(
 
     Args:
         logits: [R, V] of the last tokens of R prompts.
-        requests: the R requests.
-        cache: that holds their tokens.
-        link: to the device.
         operators: namespace of the `specc::` operators.
     Returns:
         [R] int64 on the device.

@@ -111,8 +111,6 @@ class Policy(ABC):
         verifies parts of trees. What it answers must follow from what earlier steps showed, or the
         output may not be the target's own; see `specc.speculation.live_nodes`.
 
-        Args:
-            requests: B requests.
         Returns:
             B numbers of 1 … nodes of the plan; (), the default, is all nodes of all of them.
         """

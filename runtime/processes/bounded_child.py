@@ -86,7 +86,6 @@ class BoundedChild:
         """The answer to one job. After a `ChildError` other than `JobFailed`, the child is dead.
 
         Args:
-            data: plain data, of the job.
             cpu_seconds: of this job, instead of those of the limits.
             seconds: of this job on the wall, instead of `WALL_TO_CPU` times those.
         Raises:

@@ -134,7 +134,6 @@ class BoundedPool:
             data: plain data, that the function takes.
             is_large: it takes long, as far as its size tells.
             cpu_seconds: of the processor, instead of those of the limits.
-            cancellation: ends the wait, and the job.
             then: called here with the answer, while the job keeps its place among the few that
                 run; what it returns is returned. Not cancelled.
         Raises:

@@ -42,7 +42,6 @@ class DeviceAsker:
     Args:
         leader: orders the work.
         number: of the plan in the engine.
-        ranks: of the parts.
         names: of the inputs that they are given.
     """
 
@@ -83,10 +82,8 @@ class LonePass(nn.Module):
     Args:
         leader: orders the work.
         number: of the model, see `Manifest.ordered_programs`.
-        name: of the model.
         home: its rank.
         vocab_size: columns of its logits.
-        dtype: of them.
     """
 
     def __init__(
@@ -127,7 +124,6 @@ def gathered(values: Sequence[Tensor] | None, num_bytes: int, device: torch.devi
     Args:
         values: that this rank gives, of so many bytes at most; None: it has none.
         num_bytes: that are sent for each.
-        device: of this rank.
     """
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if values:

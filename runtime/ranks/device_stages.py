@@ -25,8 +25,6 @@ class DeviceStages:
     """What a rank does in each pass of the target; what a pass reads is on its device.
 
     Args:
-        place: of this rank.
-        stages: of the target.
         vocab_size: V of the target.
         group: of this rank, whose links are open.
     """
@@ -47,9 +45,6 @@ class DeviceStages:
     def lead(self, run: Callable[..., Tensor], inputs: Sequence[Tensor | None]) -> Tensor:
         """The part of rank 0.
 
-        Args:
-            run: its program.
-            inputs: of the pass.
         Returns:
             [R, V] logits of the last stage.
         """

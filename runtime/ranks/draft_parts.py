@@ -54,7 +54,6 @@ def parts_of(
     """Parts of the ranks that have drafts of a stage, but for rank 0, in the order of ranks.
 
     Args:
-        stage: that calls models by their names.
         homes: name of a model → its rank; of others it is rank 0.
         constants: of the step, which all ranks have. Other inputs than these and `SENT` are rank
             0's alone: its history of tokens, and what its host proposes.
@@ -73,7 +72,6 @@ def leave_rows(stage: fx.GraphModule, homes: Mapping[str, int]) -> None:
     """Leave moves of rows to the ranks that have the caches; changes the stage's graph.
 
     Args:
-        stage: of a step.
         homes: draft → its rank, where that is not rank 0.
     """
     graph = stage.graph
@@ -98,7 +96,6 @@ def leave_parts(
 
     Args:
         stage: of all ranks; it becomes that of rank 0.
-        parts: of the other ranks.
         asked: names of inputs that the others are given.
         led: models whose passes all ranks run; they come after the parts, since a rank that waits
             to be rid of its results cannot take part in one.

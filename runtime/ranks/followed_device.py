@@ -47,12 +47,9 @@ class FollowedDevice:
 
     Args:
         kept: the device and the models that this rank has, or has a part of, target first.
-        cache: of them.
-        group: of this rank.
         vocab_size: columns of the target's logits, of all ranks together.
         names: of models, by the numbers that orders have for them; some may be others'.
         lone: of the models, those that one rank alone has.
-        drafts: with such models.
         stages: of the target, where it has several.
     """
 

@@ -25,11 +25,9 @@ class FollowedDeviceDrafts:
     """Drafts of this rank, plan by plan; what it has no part in it hears, too.
 
     Args:
-        path: the engine directory.
         manifest: of the engine, with all of its plans.
         models: name → program on the device, of drafts that this rank has.
         rank: of this process.
-        device: of this rank.
     Raises:
         EngineError: a malformed step program.
     """

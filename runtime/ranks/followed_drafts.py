@@ -23,7 +23,6 @@ class FollowedDrafts:
     """Drafts of this rank, plan by plan.
 
     Args:
-        path: the engine directory.
         manifest: of the engine, with all of its plans.
         models: name → draft of this rank.
         rank: of this process.

@@ -38,9 +38,6 @@ class SharedGroup:
     `specc.kernels.ranks.rank_error` makes one.
 
     Args:
-        rank: of this process.
-        num_ranks: of the group.
-        ticket: what the others open.
         descriptor: what keeps the memory there for them; None where there is none.
     """
 
@@ -77,7 +74,6 @@ class SharedGroup:
         Args:
             ticket: rank 0's; for a child that inherited the descriptor, `/proc/self/fd/<it>` too.
             rank: 1 … num_ranks - 1, of no other process.
-            num_ranks: of the engine.
         Raises:
             RankError: rank 0 is gone, the group has another size, or somebody has this rank.
         """

@@ -28,7 +28,6 @@ class Follower:
 
     Args:
         rank: 1 or more.
-        orders: to it.
         signs: of life, to and from it, and its reports.
         process: that rank 0 has started; None for one that somebody else has.
     """
@@ -61,7 +60,6 @@ class Job:
     """The ranks of an engine, as rank 0 sees them.
 
     Args:
-        options: of the ranks.
         facts: about this installation and this engine, which all ranks have to share.
         setup: what the others load.
         group: of rank 0.
@@ -104,7 +102,6 @@ class Job:
         """Give an order to all that follow; returns its number.
 
         Args:
-            kind: of the order.
             tensors: of it, on the host; they may change afterwards.
             model: number of the model that it is about.
             holds: it goes with the next order, in the same bytes: to wake the others takes longer

@@ -35,11 +35,7 @@ _COMMIT = torch.ops.specc.commit_kv.default
 
 
 class DeviceLeader:
-    """Orders work of devices: at once, or as a graph that is captured now and replayed later.
-
-    Args:
-        leader: gives the orders.
-    """
+    """Orders work of devices: at once, or as a graph that is captured now and replayed later."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
@@ -87,7 +83,6 @@ class DeviceLeader:
         Args:
             graphs: the device of rank 0.
             run: of rank 0.
-            works: that are part of it.
         Raises:
             RankError: a rank is lost, or rank 0 cannot capture it.
         """
@@ -114,7 +109,6 @@ class LedProgram(nn.Module):
         leader: orders the work.
         number: of the model among those that all ranks run.
         program: of rank 0.
-        stages: of a target in several.
     """
 
     def __init__(
@@ -153,7 +147,6 @@ class LedGraphs:
     """The `GraphDevice` of rank 0: graphs that all ranks have a part in are captured by all.
 
     Args:
-        graphs: of this process.
         leader: orders the work.
     """
 
@@ -204,7 +197,6 @@ def share_commits(graph: fx.GraphModule, leader: DeviceLeader, name: str, number
     Args:
         graph: a stage of a step; changed where it moves such rows.
         leader: orders the work.
-        name: of the model.
         number: of the model among those that all ranks run.
     """
 

@@ -64,7 +64,6 @@ class LoneDraft:
     Args:
         leader: gives the orders.
         number: of the model, see `Manifest.ordered_programs`.
-        rank: that has it.
         vocab_size: columns of its logits.
     """
 

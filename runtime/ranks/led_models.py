@@ -23,7 +23,6 @@ class LedDevice:
     """See `DeviceRanks`: makes rank 0's programs those of all ranks.
 
     Args:
-        leader: whose ranks are loading.
         manifest: of the engine, with all of its models.
         wait_ready: returns when the others have loaded their part.
     """

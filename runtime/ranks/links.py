@@ -140,7 +140,6 @@ class StageResults:
 
         Args:
             shape: of it.
-            dtype: of it.
         Returns:
             the result, or the RankError of a rank that is lost.
         """

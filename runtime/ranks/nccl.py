@@ -65,7 +65,6 @@ def join_nccl(
     Args:
         address: `tcp://HOST:PORT` of rank 0, or a file that all ranks of this host can open.
         rank: of this process, 0 … num_ranks - 1.
-        num_ranks: of the engine.
         time_limit: seconds to meet.
         place: of this rank, where the target has stages: then it has groups and links of these.
     Raises:

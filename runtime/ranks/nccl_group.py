@@ -29,11 +29,7 @@ class NcclRankGroup:
     """This process's rank in a group over NCCL, see `RankGroup`; `join_nccl` makes it.
 
     Args:
-        rank: of this process.
-        num_ranks: of the group.
-        ticket: what the others join.
         processes: torch's backend object.
-        device: that tensors are on.
     """
 
     # whether collectives of programs are its own; else it is a part of another one

@@ -45,11 +45,8 @@ class NcclStages(NcclRankGroup):
     What rank 0 gives goes to all ranks; sums, and logits that are cut, are those of a stage.
 
     Args:
-        place: of this rank.
-        ticket: what the others join.
         processes: torch's backend object of all ranks.
         parts: groups and links of this rank, see `StagePlace.members`.
-        device: that tensors are on.
     """
 
     def __init__(
@@ -98,11 +95,7 @@ def join_stages(
     """Open the groups and links of a rank; every rank goes through them in one order.
 
     Args:
-        place: of this rank.
-        ticket: of the group of all ranks.
         processes: torch's backend object of that.
-        make: that of a group or link.
-        device: that tensors are on.
     """
     parts: dict[str, NcclStage] = {}
     try:

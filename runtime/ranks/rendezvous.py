@@ -40,11 +40,9 @@ class Launched:
     """What a launcher says of this process.
 
     Args:
-        rank: of it.
         size: processes.
         num_local: of these on this machine, which have consecutive ranks.
         local_rank: of this process among those.
-        address: of the store.
         port: of the store.
         has_store: the launcher runs the store; else rank 0 does.
         attempt: of the launcher, which may start all ranks again.
@@ -126,12 +124,7 @@ class Launched:
 
 
 class Rendezvous:
-    """Where launched ranks meet.
-
-    Args:
-        launched: this process.
-        options: of the ranks.
-    """
+    """Where launched ranks meet."""
 
     def __init__(self, launched: Launched, options: RankOptions) -> None:
         self._launched = launched

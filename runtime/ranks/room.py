@@ -81,10 +81,8 @@ def mmap_of_ranks(
     """Whether the ranks of this machine leave weights in the mapped files: all, or none of them.
 
     Args:
-        path: the engine directory.
         manifest: of the engine; of a whole one each rank would hold a copy.
         ranks: on this machine.
-        limits: what was asked for.
     Raises:
         EngineError: weights shall be held, and there is no room.
     """

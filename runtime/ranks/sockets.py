@@ -45,8 +45,6 @@ class Meeting:
 
     Args:
         address: `tcp://HOST:PORT` of rank 0, followed by `#SECRET` where `with_secret` made it.
-        rank: of this process.
-        num_ranks: of the engine.
         limit_s: seconds to meet, and to connect later.
     Raises:
         RankError: not all came in time, or the address is none.
@@ -234,7 +232,6 @@ def join_sockets(
     Args:
         address: see `Meeting`.
         rank: of this process, 0 … num_ranks - 1.
-        num_ranks: of the engine.
         time_limit: seconds to wait for the others in a collective.
         limit_s: seconds to meet; None: as many.
     Raises:

@@ -40,7 +40,6 @@ class StagePlace:
     """Where a rank is among the stages of an engine.
 
     Args:
-        rank: of all.
         tensor: ranks of each stage, which are neighbours.
         stages: of the engine.
     """
@@ -96,7 +95,6 @@ class StageGroups:
     """The groups and links of this process; a `RankGroup` as that of its stage.
 
     Args:
-        place: of this rank.
         local: ranks of this machine.
         time_limit: seconds that ranks wait for each other.
     """
@@ -135,7 +133,6 @@ class StageGroups:
         """Open what others have made.
 
         Args:
-            tickets: of all groups and links.
             address: of rank 0, where some are between hosts; see `Meeting`.
             timeout_s: to wait for the others there.
         Raises:

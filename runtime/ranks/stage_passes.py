@@ -24,8 +24,6 @@ class StagePasses:
     Passes that yield nothing, as those of a long prompt before its last part, give no results.
 
     Args:
-        groups: of this rank.
-        stages: of the target.
         vocab_size: V of the target.
         operators: namespace of the `specc::` operators.
     """
@@ -53,8 +51,6 @@ class StagePasses:
         """The part of a rank that follows.
 
         Args:
-            run: its program.
-            inputs: of the pass.
             draws: where tokens are wanted instead of logits.
         Raises:
             RankError: a rank that it waits for is lost.
@@ -84,8 +80,6 @@ class StagePasses:
         """Rank 0's part of a pass: its own stage.
 
         Args:
-            run: its program.
-            inputs: of the pass.
             is_drawn: tokens are wanted instead of logits.
         Returns:
             what the pass yields, when it comes: [R, V] logits, or [R] int64 tokens. Passes may be

@@ -81,7 +81,6 @@ class _Counted:
 
     Args:
         config: of a `tokenizer.json`.
-        normalizer: of that tokenizer.
     """
 
     def __init__(self, config: Mapping[str, Any], normalizer: Any) -> None:

@@ -99,7 +99,6 @@ class RequestMaker:
 
         Args:
             prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`.
-            params: options.
             index: which of the caller's prompts, for errors and outputs.
             request_id: name; None numbers requests.
             is_streamed: keep an event for every token.

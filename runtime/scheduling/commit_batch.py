@@ -17,7 +17,6 @@ def commit_prefill(
     """Take over what passes over prompts have done.
 
     Args:
-        batch: as it ran.
         left: whose rows are dropped: they left while the batch was in flight.
     """
     rows = zip(batch.prefill, result.first_tokens, strict=True)
@@ -63,7 +62,6 @@ def commit_steps(
     """Take over what the steps of all groups have done.
 
     Args:
-        batch: as it ran.
         left: see `commit_prefill`.
         host_drafts: learn from steps whose rows all count.
         policy: likewise.

@@ -34,9 +34,7 @@ class Request:
     the root of the next tree, has no row.
 
     Args:
-        request_id: name of the request.
         prompt_token_ids: at least one, fewer than `max_seq_len`.
-        params: options of the request.
         max_seq_len: tokens of prompt and output together.
         eos_token_ids: end the output unless `ignore_eos`.
         num_drafts: drafts of the engine.

@@ -52,7 +52,6 @@ class StateCheckpoints:
 
         Args:
             place: reserved.
-            key: of the prefix.
             before: that of a shorter one, which the same request has left.
         """
         if (known := self._place_of.get(key)) is not None:

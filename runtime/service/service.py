@@ -129,7 +129,6 @@ class Service:
 
         Args:
             prompt: text, token ids, or a dict with `prompt` or `prompt_token_ids`.
-            params: options.
             on_update: called in the engine's thread with each `Update`, the last of which has
                 `is_last`: it must be quick, must not block and must not call this service.
             index: which of the caller's prompts, for errors.

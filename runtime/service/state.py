@@ -36,13 +36,11 @@ class ServiceState:
         num_running: requests that have cache blocks.
         num_waiting: requests that wait for a slot and blocks.
         num_blocks: of the cache.
-        num_blocks_used: by requests.
         num_blocks_cached: that no request uses and that hold prefixes for later ones.
         prefix_hits: prompt tokens found in the cache so far.
         prefix_queries: prompt tokens looked for so far.
         plans: requests of the last iteration by plan.
         decision: of the goodput policy, None with others.
-        stats: counters of the engine.
         up_s: seconds since the service began.
         num_failures: iterations of the engine that failed.
         measured: share of the engine's passes that is measured, while they are measured; else None.

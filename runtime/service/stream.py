@@ -19,7 +19,6 @@ class UpdateStream:
 
     Args:
         prompt: see `Service.submit`.
-        params: options.
         observe: called in the loop with each update as it comes, before any merging.
         loop: of the reader, for a stream that is made in another thread; None is the running one.
         options: further ones of `Service.submit`.

@@ -42,7 +42,6 @@ class TritonMetrics:
     """Keeps Triton's metrics in step with a service; for one thread.
 
     Args:
-        service: looked at.
         pb_utils: Triton's module `triton_python_backend_utils`.
         labels: of every metric; they tell the instances of a model apart.
     """

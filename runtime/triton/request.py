@@ -64,7 +64,6 @@ class TritonRequest:
 
     Args:
         prompt: text, or token ids.
-        params: options.
         is_streamed: a response for every update; else one for the whole request.
         echoed: text that goes before the output.
         outputs: names of the tensors to send.

@@ -19,7 +19,6 @@ class HeadShape:
     """A draft that reads the target's hidden states and has no weights: what its files would say.
 
     Args:
-        label: what the user called it.
         config: content of `config.json`.
         tensors: name → tensor of its checkpoint, on the meta device but for maps of ids.
     """

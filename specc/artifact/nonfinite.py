@@ -26,7 +26,6 @@ class NonFinite:
         num_infinite: values that are infinite.
         num_overflowing: finite values that the type of the engine cannot hold.
         first: index of the first of them.
-        dtype: type of the engine.
     """
 
     name: str
@@ -120,8 +119,6 @@ def find_nonfinite(
 
     Args:
         chunks: whole elements of type `source`.
-        source: type of the checkpoint.
-        target: type of the engine.
     """
     nan = infinite = overflowing = 0
     first, done = -1, 0

@@ -60,7 +60,6 @@ def read_part(
         read: fills a buffer with the tensor's bytes from an offset on.
         width: of a stored vector.
         item_bytes: of an element.
-        part: what to take.
         transpose: in the order of the part's transpose.
         chunk_bytes: of a chunk at most, unless a row is longer. A chunk is valid until the next
             one is asked for.

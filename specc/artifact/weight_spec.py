@@ -17,7 +17,6 @@ class Source:
     """A run of bytes of a checkpoint.
 
     Args:
-        name: tensor name in the checkpoint.
         rows: take rows start … stop - 1 along dim 0; None takes all.
         transpose: take the transpose of those rows; for 2-D tensors.
         part: take these of the whole tensor's vectors and columns, in place of rows; with

@@ -24,7 +24,6 @@ class TransformersContender:
     """`generate` with a fixed number of new tokens; end-of-sequence tokens do not end it.
 
     Args:
-        model: target.
         batches: token ids of prompts, by batch; shorter prompts are padded on the left.
         max_tokens: output tokens of each prompt.
         assistant: draft model of assisted generation.

@@ -17,7 +17,6 @@ class Question:
     """One conversation: what its user says, turn by turn.
 
     Args:
-        category: what it is counted with.
         turns: of the user; the model's own answers come in between.
     """
 

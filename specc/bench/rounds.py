@@ -187,7 +187,6 @@ def uneven_rounds(spreads: Mapping[str, Spread], do: str) -> list[str]:
 
     Args:
         spreads: name of what was measured → a figure of its rounds.
-        do: what narrows it.
     """
     uneven = [
         f"{name} by {spread.max / spread.min - 1:.0%}"

@@ -85,7 +85,6 @@ def print_summary(compilation: Compilation, output: Path, verbose: bool = False)
     """What was built, what it needs, what to be careful about, and how to go on.
 
     Args:
-        output: directory of the engine.
         verbose: one line for every pass and model, too.
     """
     manifest = compilation.manifest

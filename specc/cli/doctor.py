@@ -20,7 +20,7 @@ from specc.errors import CompilerError, SpeccError
 from specc.kernels.library_files import library_path
 from specc.system.extras import all_requirements, install_command, supported_versions
 from specc.system.files import format_bytes
-from specc.system.machine import cpu_model, num_usable_cores
+from specc.system.machine import cpu_model, num_usable_cores, read_text
 
 # what matters of /proc/cpuinfo, on x86 and ARM
 _INSTRUCTION_SETS = (
@@ -291,15 +291,15 @@ def _extras() -> list[Check]:
 
 
 def _instruction_sets() -> list[str]:
-    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     flags = set(match[1].split()) if match else set()
     return [name for name in _INSTRUCTION_SETS if name in flags]
 
 
 def _memory() -> dict[str, int | None]:
-    text = _read("/proc/meminfo")
+    text = read_text("/proc/meminfo")
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    limit = read_text("/sys/fs/cgroup/memory.max").strip()
     kib = {key: int(sizes[key]) * 1024 if key in sizes else None for key in _MEMORY_KEYS}
     return {
         "total": kib["MemTotal"],
@@ -310,14 +310,6 @@ def _memory() -> dict[str, int | None]:
 
 def _size(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _read(path: str) -> str:
-    """Text of a file of the system; empty where there is none."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _output(command: list[str]) -> str:

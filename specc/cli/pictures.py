@@ -27,7 +27,6 @@ def draw_pictures(
     Args:
         plan: of it; None is the default.
         tree: file for the tree, with measured acceptance where there is some.
-        step: file for the step.
     Raises:
         SpeccError: of the engine; no such plan; a tree whose topology is data.
     """

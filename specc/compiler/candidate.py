@@ -115,7 +115,6 @@ class Candidate:
         Args:
             name: `draft_0`, ….
             model: what the user passed.
-            target: that it drafts for.
             rope_length: see `open`.
             is_weight_only: likewise.
             switches: what to take for what files of a head leave open.

@@ -49,8 +49,6 @@ class CheckedModels:
 
     Args:
         candidates: the target first.
-        dtypes: of each.
-        tokens: the engine's tokenizer.
         warnings: what the user should know.
         kv_windows: rows that the layers of each attend to; None is all of them.
         plans: of the engine, with the heads among its drafts.
@@ -82,8 +80,6 @@ class CheckedModels:
         Args:
             target: as the user has passed it.
             drafts: likewise.
-            config: options.
-            backend: of the engine.
             tokenizer: directory or tokenizer.json, where the target is a module.
             request: what is known before the models are.
         Raises:
@@ -157,9 +153,7 @@ def check_ranks(
     """Sizes that a configuration names; what it does not name, the cut itself checks.
 
     Args:
-        config: options.
         model: configuration of a model; None for a module without one.
-        name: of the model.
         is_draft: whether it is a draft.
     Raises:
         ConfigError: a size that the number of ranks does not divide.
@@ -263,9 +257,7 @@ def check_logits(config: CompileConfig, target: Candidate, dtype: str) -> None:
     """Compare the limit of logits with what one token of each sequence takes.
 
     Args:
-        config: with the limit.
         target: one without a configuration is looked at when it is traced.
-        dtype: of the target.
     Raises:
         ConfigError: not even those fit.
     """

@@ -81,7 +81,6 @@ def compile_models(
     """Trace and rewrite the models of an engine; no weight is read.
 
     Args:
-        context: of the compilation.
         sources: the target first.
     Returns:
         the models, and what each pass did.
@@ -187,8 +186,6 @@ class KeptGraphs:
     """What a program was before some of its phases.
 
     Args:
-        program: that goes through them.
-        layout: the phases.
         firsts: phases before the first of which it is kept whole, for other cuts; `staged_at` is
             among them.
         unfused_at: phase before which it is copied for self-drafts, or None.
@@ -269,7 +266,6 @@ def check_used_bits(config: CompileConfig, programs: Iterable[Program]) -> None:
     """Refuse a number of bits that no product has in the end.
 
     Args:
-        config: of the engine.
         programs: of all models and self-drafts, after their last passes.
     Raises:
         ConfigError: rows have as few bits anyway, or the checkpoint's weights are not integers.

@@ -60,9 +60,7 @@ class CompileContext:
 
     Args:
         config: options, as the backend has adapted them.
-        backend: of the engine.
         plans: of the engine, the default first; in tiles once the logits of the models are known.
-        limits: of the engine.
         timer: tells the listener how far this is.
         dump: directory that gets each program's graph after each phase, or None.
         taps: hidden states that the target keeps for drafts.
@@ -181,7 +179,6 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
     Nodes of trees stay below `max_seq_len`; a block is as long as ever, and may reach beyond.
 
     Args:
-        plans: of the engine.
         max_seq_len: tokens of a sequence.
     """
     return max_seq_len + max((x.num_written for plan in plans for x in plan.models), default=0)
@@ -195,7 +192,6 @@ def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:
     `2 * MOST_ROWS + 1` tokens, of two words.
 
     Args:
-        plans: of the engine.
         prefill_chunk: tokens of a pass over prompts.
     """
     models = {(plan, model) for plan in plans for model in (TARGET, *plan.model_names)}
@@ -213,10 +209,7 @@ def check_voters(
     """Whether the target's queries can vote on blocks, where a draft of some plan chooses them.
 
     Args:
-        plans: of the engine.
         head_dims: of the target's layers, as far as they are known.
-        dtype: of the target.
-        backend: of the engine.
         rows: what is as wide: `heads`, or `latents`.
     Raises:
         ConfigError: they are wider than the backend's operator takes.
@@ -296,9 +289,7 @@ def tile_plans(
     """The plans, in tiles where their logits exceed the engine's limit.
 
     Args:
-        plans: of the engine.
         programs: of the models, after their last phase.
-        config: options.
     Raises:
         ConfigError: not even the logits of one node of each sequence fit.
     """
@@ -333,9 +324,6 @@ def engine_limits(
     """Sizes that an engine is compiled for; see `fit_prefill_chunk`, too.
 
     Args:
-        sources: of the models.
-        plans: of the engine.
-        config: options.
         default_chunk: tokens of a prefill pass where nobody says how many.
     Raises:
         ConfigError: more tokens than a model has positions, or a cache that cannot be.
@@ -386,10 +374,8 @@ def fit_prefill_chunk(
     """Halve a chunk that nobody asked for until its passes take what a step's logits may.
 
     Args:
-        limits: of the engine.
         config: asked for, or left to the default, how many tokens a pass takes.
         models: programs after their last phase, and the dtype of each.
-        facts: of the backend.
     """
     most = config.max_logits_mb << 20
     while config.prefill_chunk is None and limits.prefill_chunk > LEAST_PREFILL_CHUNK:

@@ -19,7 +19,6 @@ def check_heads(candidates: Sequence[Candidate], dtypes: Sequence[str]) -> None:
 
     Args:
         candidates: the target first.
-        dtypes: of each.
     Raises:
         ConfigError: heads that read different hidden states, or one of another type than those.
     """
@@ -50,7 +49,6 @@ def with_confidence(
 
     Args:
         candidates: the target first.
-        facts: of the backend.
         plans: of the engine; which of them are in tiles is not known yet.
     """
     if not (facts.shares_pass or facts.captures_live):

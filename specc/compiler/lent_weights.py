@@ -46,7 +46,6 @@ def lend_weights(context: CompileContext, models: Sequence[CompiledModel]) -> No
     """Find what drafts share with the target, see `Program.of_target`.
 
     Args:
-        context: of the compilation.
         models: after their last passes, the target first.
     """
     target, *drafts = models
@@ -68,8 +67,6 @@ def _share(program: Program, node: fx.Node, known: Weight) -> None:
     """One placeholder of a draft, if it reads the weight as the target has it.
 
     Args:
-        program: of the draft.
-        node: the placeholder.
         known: of the target; of one that is cut, a rank's part.
     """
     weight = program.weights[node.target]
@@ -92,9 +89,7 @@ def move_shared(
 
     Args:
         engine: directory of the one that there is.
-        manifest: of it.
         entry: of a draft that has it the other way there.
-        writer: of the new one.
         is_lent: the new one's target lends it.
     Returns:
         bytes by which the draft's weights grow.

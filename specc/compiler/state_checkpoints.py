@@ -28,10 +28,7 @@ def with_checkpoints(
     waits for its next turn.
 
     Args:
-        limits: of the engine.
-        config: options.
         program: of the target, after its last phase.
-        dtype: of its weights.
     Raises:
         ConfigError: options for states of a target without, or places where no block ends.
     """

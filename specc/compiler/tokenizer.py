@@ -50,7 +50,6 @@ class TokenizerFiles:
     """The tokenizer of an engine.
 
     Args:
-        entry: of the manifest.
         file: where it was read; None where the engine takes token ids only.
         data: content of the engine's file.
         warnings: what the user should know.
@@ -153,7 +152,6 @@ def _about_ends(eos: Sequence[int], more: Sequence[int], tokens: TokenMap) -> li
     Args:
         eos: tokens that generation_config.json or config.json names.
         more: those that the tokenizer alone names.
-        tokens: the tokenizer's.
     """
     if not more:
         return []

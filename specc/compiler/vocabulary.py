@@ -41,7 +41,6 @@ class Vocabulary:
     """The tokens of a tokenizer.
 
     Args:
-        source: its file.
         texts: id → bytes of ordinary tokens, within a text.
         single_bytes: of these ids, the pieces that stand for a byte of what has no piece.
         roles: role → ids of special tokens.
@@ -61,7 +60,6 @@ class Vocabulary:
         """Read a tokenizer.json and, beside it, what its special tokens are for.
 
         Args:
-            file: that the tokenizers library reads.
             config: of the model, or None.
         Raises:
             VocabMismatchError: no JSON, or tokens that specc knows no bytes of.

@@ -161,7 +161,6 @@ class StepShape(NamedTuple):
     """Sequences that run one plan.
 
     Args:
-        plan: theirs.
         rows: sequences, above 0; on average, so they need not be whole.
         context: committed rows of all of them together.
         each: those of each sequence, or a sample of them; None is equally many.
@@ -248,7 +247,6 @@ class LatencyTable:
         A second program of the target counts as it was measured; without that, as the target.
 
         Args:
-            draft: what asks it.
             part: sequences, with all of their committed rows.
             each: those of each sequence; None is equally many.
             unused: tokens of nobody in the same pass.
@@ -287,7 +285,6 @@ class LatencyTable:
         """Seconds of an iteration without prefill.
 
         Args:
-            shapes: groups.
             shares_pass: all are verified in one pass of the target; else each in its own.
         """
         if not shapes:
@@ -353,7 +350,6 @@ class LatencyTable:
         A pass of the target takes 10 ms, and twice that with 64 tokens; a row of context 0.2 µs.
 
         Args:
-            drafts: names.
             draft_share: of a draft's pass in that of the target.
         """
         target = PassSeconds({1: 0.01, 64: 0.02, 1024: 0.2}, {1: 2e-7, 64: 2e-6}, "target")

@@ -18,7 +18,6 @@ class StepSeconds:
     """Seconds of iterations in which every request runs one plan of one draft.
 
     Args:
-        draft: what proposes.
         requests: of the batch.
         context: committed rows of each.
     Raises:

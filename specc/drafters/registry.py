@@ -112,7 +112,6 @@ def drafters_from_json(
     """What a plan of JSON has.
 
     Args:
-        names: of all drafts.
         heads: of those that are asked level by level and read hidden states.
         blocks: of those that propose all levels in one pass.
     Raises:

@@ -31,7 +31,6 @@ def figures_of(run: LoadRun, objectives: Mapping[str, float] | None = None) -> d
     """All figures of a run, for JSON: times in milliseconds, null where nothing was measured.
 
     Args:
-        run: what became of the requests.
         objectives: see `parse_objectives`; none leaves goodput null.
     """
     done = [result for result in run.results if result.is_ok]

@@ -23,7 +23,6 @@ class LengthDistribution:
     """Numbers of tokens: always the same, uniform, or log-normal and cut off at both ends.
 
     Args:
-        text: as it was written.
         least: tokens.
         most: tokens; with `mean` None all of least … most are equally likely.
         mean: of the log-normal distribution, before its ends are cut off.

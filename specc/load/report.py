@@ -29,7 +29,6 @@ class LoadBench:
 
     Args:
         subject: what served: an engine directory, a URL, or the latency table of a simulation.
-        settings: what was asked for.
         objectives: see `parse_objectives`.
         engine: None where none was loaded.
         table: of the simulation, or that goodput started from; None where there is none.

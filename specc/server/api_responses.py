@@ -48,11 +48,7 @@ class Options:
 
 
 class ApiResponse(abc.ABC):
-    """Of either kind.
-
-    Args:
-        options: what to put in.
-    """
+    """Of either kind."""
 
     prefix, kind, chunk_kind = "", "", ""
 

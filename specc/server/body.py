@@ -31,11 +31,7 @@ _NUM_LARGEST = 16
 
 
 class BodyBudget:
-    """Memory that long bodies share until they are parsed, however many connections send some.
-
-    Args:
-        config: limit of one body.
-    """
+    """Memory that long bodies share until they are parsed, however many connections send some."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._num_free = _NUM_LARGEST * config.max_body_bytes
@@ -123,7 +119,6 @@ def parse_object(body: bytes, is_flat: bool = False) -> dict[str, Any]:
     """Parse a JSON object in UTF-8, without what only Python takes for JSON.
 
     Args:
-        body: as it came.
         is_flat: its levels are known to be few.
     Raises:
         ApiError: it is none.

@@ -323,11 +323,7 @@ class StrictProtocol(H11Protocol):
 
 
 class _StatusOnly:
-    """Refuses all requests but those of whoever watches the server.
-
-    Args:
-        refuse: that answers the others.
-    """
+    """Refuses all requests but those of whoever watches the server."""
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
         self._app = app

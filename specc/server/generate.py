@@ -37,7 +37,6 @@ class OutputJob:
     Args:
         prompt: index of the prompt in the request.
         token_ids: of the prompt.
-        params: options of this output.
     """
 
     prompt: int
@@ -69,7 +68,6 @@ class Generation:
     """Outputs that run at the same time.
 
     Args:
-        jobs: one for each output.
         observers: called with each update of one output, one for each job.
         form: the field that says which form outputs have, for errors.
         options: of `Service.submit`, the same for all.

@@ -61,7 +61,6 @@ class KnownHosts:
     """Answers requests for this server only, whatever their path.
 
     Args:
-        app: that gets the other requests.
         names: of this server; addresses are fine besides.
     """
 

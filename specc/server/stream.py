@@ -26,7 +26,6 @@ class EventStream(Response):
 
     Args:
         generation: started, its first update taken.
-        events: data of the events.
     """
 
     media_type = "text/event-stream"

@@ -62,7 +62,6 @@ class Turns(FlowControl):
     asyncio delivers 256 KiB at a time; reading is paused until all of it is parsed.
 
     Args:
-        take: parser.
         long: turns of long requests, shared by all connections.
     """
 

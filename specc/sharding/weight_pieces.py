@@ -28,7 +28,6 @@ def rank_specs(
 
     Args:
         specs: of the whole model; those of constants, too.
-        plan: of the cut.
         rank: whose file it is.
         reader: the checkpoint; shapes alone are read.
         constant_key: keys of constants, from names of inputs.

@@ -54,11 +54,7 @@ def describe_sharpness(plan: SpecPlan) -> str:
 
 
 def expected_gain(hits: Sequence[bool], others: Sequence[bool]) -> float:
-    """How many standard errors one choice is better than another at the same places.
-
-    Args:
-        others: of the other.
-    """
+    """How many standard errors one choice is better than another at the same places."""
     better = sum(a and not b for a, b in zip(hits, others, strict=True))
     worse = sum(b and not a for a, b in zip(hits, others, strict=True))
     return (better - worse) / math.sqrt(better + worse) if better + worse else 0.0

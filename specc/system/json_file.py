@@ -66,9 +66,7 @@ def read_json(
     """Decode a JSON file.
 
     Args:
-        error: class of the errors.
         needed: what the file should have been, for them.
-        do: what to do then, for them.
         exact: see `parse_json`.
         max_bytes: of the file; None: any number.
     Raises:

@@ -32,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
 
 def cpu_model() -> str:
     """Marketing name of the CPU, else its architecture."""
-    text = _read("/proc/cpuinfo")
+    text = read_text("/proc/cpuinfo")
     for key in ("model name", "Model", "cpu model"):
         match = re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE)
         if match:
@@ -45,7 +45,7 @@ def cpu_model() -> str:
 @functools.cache
 def isa_flags() -> tuple[str, ...]:
     """Instruction sets that compiled code may use here, sorted; empty where none is known."""
-    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     flags = match[1].split() if match else []
     return tuple(sorted({flag for flag in flags if _ISA_FLAGS.match(flag)}))
 
@@ -63,23 +63,26 @@ def cgroup_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     Args:
         root: where the system shows groups, of version 2.
     """
-    text = _read("/proc/self/cgroup")
+    text = read_text("/proc/self/cgroup")
     match = re.search(r"^0::/(.*)$", text, re.MULTILINE)
     group, found = root / (match[1] if match else ""), []
     for place in (group, *group.parents):
         if not place.is_relative_to(root):
             break
-        limit, used = _read(str(place / "memory.max")), _read(str(place / "memory.current"))
+        limit, used = (
+            read_text(str(place / "memory.max")),
+            read_text(str(place / "memory.current")),
+        )
         if limit.strip().isdigit() and used.strip().isdigit():
             inactive = re.search(
-                r"^inactive_file (\d+)$", _read(str(place / "memory.stat")), re.MULTILINE
+                r"^inactive_file (\d+)$", read_text(str(place / "memory.stat")), re.MULTILINE
             )
             found.append(int(limit) - int(used) + (int(inactive[1]) if inactive else 0))
     return max(0, min(found)) if found else None
 
 
 def memory_bytes() -> int | None:
-    match = re.search(r"^MemTotal:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemTotal:\s+(\d+) kB", read_text("/proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
@@ -98,7 +101,7 @@ def check_threads(num_threads: int | None, name: str = "--threads") -> None:
         )
 
 
-def _read(path: str) -> str:
+def read_text(path: str) -> str:
     """Text of a file of the system; empty where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")

@@ -29,7 +29,6 @@ def write_model(engine: Path, repository: Path, config: TritonConfig, force: boo
     """Write a model into a repository, whole or not at all.
 
     Args:
-        engine: engine directory.
         repository: directory of models; it is made where it does not exist.
         force: replace a model of this name.
     Returns:

@@ -71,8 +71,6 @@ def candidates(
     Args:
         acceptance: draft → table by depth and sibling rank.
         seconds: draft → those of steps.
-        known: plans of the engine.
-        options: sizes.
     """
     found: dict[SpecPlan, float | None] = dict.fromkeys(known)
     views: list[tuple[PlanFigures, str]] = []

@@ -135,7 +135,6 @@ class Tuning:
 
     Args:
         acceptance: draft → table by depth and sibling rank.
-        batches: one a batch size.
         latency: of single passes, which the policy `goodput` reads.
         others: plans that the engine had, and that no batch size has chosen.
         contexts: fewest and most tokens of the prompts.

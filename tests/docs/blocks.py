@@ -42,8 +42,6 @@ class Block:
 
     Args:
         line: of its fence, from 1.
-        language: after the fence.
-        lines: within.
         reason: why no test runs it; None where tests do.
     """
 

@@ -49,7 +49,6 @@ class DraftRig:
     Args:
         case: a name in `cases`.
         is_first: of those of its kind; the others run fewer clauses in the default tier.
-        sample: one as plans have it.
     """
 
     # name → what is written; and what names of directories begin with

@@ -45,9 +45,7 @@ class HydraCase:
         repeats: layers after the first are written once for each, as the trainer's state has them.
         vocab: V.
         boundaries: where the target is read.
-        config: more keys of config.json.
         has_embedding: the file has the target's.
-        file: that the tensors are written to.
         confidence: nothing, as block drafters without a head that estimates acceptance.
     """
 
@@ -177,7 +175,6 @@ class HydraReference:
         Args:
             taps: [n, H] hidden states of the target for all tokens before the anchor.
             anchor: the newest token.
-            path: drafted tokens after it.
         """
         head = len(path)
         first, step, last = (1, 2, ".1") if self.case.has_prefix else (0, 1, "")

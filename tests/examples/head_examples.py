@@ -66,8 +66,6 @@ def check_walk(
         target: of `tiny_target`.
         prompts: [n, length].
         wanted: [n, 20], the target's greedy output.
-        walked: what the walk along it says.
-        root: directory for a checkpoint and an engine.
     """
     target.save_pretrained(root / "target")
     models.byte_tokenizer().save(str(root / "target" / "tokenizer.json"))

@@ -33,7 +33,6 @@ def expected_tokens(
 
     Args:
         prompts: token ids.
-        kept: folder of the files.
     """
     from tests.gpu.kinds import tokens_of
 
@@ -52,7 +51,6 @@ def expected_accepted(
 
     Args:
         prompts: token ids.
-        kept: folder of the files.
     """
     from tests.gpu.kinds import accepted_of, tokens_of
 

@@ -166,7 +166,6 @@ def generate(
 
     Args:
         engine: with a `Grammars`.
-        prompts: of the requests.
         waits: no step is queued before the results of the last one are there.
     """
     from specc.runtime.llm import LLM

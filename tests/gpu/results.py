@@ -22,11 +22,7 @@ class Skipped(Exception):
 
 
 class Results:
-    """Where a task leaves what it finds.
-
-    Args:
-        known: results that are there already.
-    """
+    """Where a task leaves what it finds."""
 
     def __init__(self, path: Path, known: Collection[str] = ()) -> None:
         self.known = frozenset(known)

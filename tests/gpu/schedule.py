@@ -42,7 +42,6 @@ class Process:
     """One attempt at a task.
 
     Args:
-        known: names of results that are there.
         directory: for its files; nobody else's.
         device: see `results.Device`.
     """

@@ -2,14 +2,11 @@
 
     python3 -P tests/gpu/sweep_tiles.py --seconds 60 --output FILE     on a GPU
     python3 -P tests/gpu/sweep_tiles.py --dry-run --output FILE        every path without one
-    TRITON_CACHE_DIR=DIR python3 -P tests/gpu/sweep_tiles.py --compile 0/2 --output FILE
 
 Calls of a candidate are one CUDA graph over copies of the weight that no cache holds together.
 Candidates of all shapes take turns until four fifths of the time are over; the best of each shape
 are then launched dependently, and layers without attention are measured with the library's
-products, with the tiles of the product's tables, and with the best ones, both ways. With --compile
-binaries of one part of the candidates go into Triton's cache for a GPU that is not there; the file
-says what each takes.
+products, with the tiles of the product's tables, and with the best ones, both ways.
 
 The work is a process of its own: after one that dies or hangs the next goes on with what follows.
 Lines of FILE.lines are written as soon as they are known, FILE at the end: `found` has microseconds
@@ -19,6 +16,7 @@ of a call by shape, rows, candidate and `is_dependent`, or `error`; `layers` tho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -58,10 +56,6 @@ def main() -> int:
     with importable.importable() as site:
         from tests.gpu.sweep_lines import assemble, supervise
 
-        if options.compile:
-            from tests.gpu import tile_compiles
-
-            return tile_compiles.compile_part(options.compile, options.output)
         if options.is_child:
             work(options)
             return 0
@@ -85,7 +79,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--compile", metavar="PART/PARTS")
     parser.add_argument("--most", type=int, help="candidates of a shape, at most")
     parser.add_argument("--is-child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
@@ -95,8 +88,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def work(options: argparse.Namespace) -> None:
     """All that there is time for, and was not begun before."""
     if options.dry_run:
-        from tests.gpu.compile_only import launch_nothing
-
         with launch_nothing():
             Sweep(options, NoGraphs()).run()
         return
@@ -176,6 +167,22 @@ class Graphs:
         torch.cuda.synchronize()
 
 
+@contextlib.contextmanager
+def launch_nothing() -> Iterator[None]:
+    """Skip launches, compiled or interpreted: what they would write stays as it is."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kind: Any = InterpretedFunction if is_interpreted else JITFunction
+    run = kind.run
+    kind.run = lambda kernel, *args, **options: None
+    try:
+        yield
+    finally:
+        kind.run = run
+
+
 class NoGraphs:
     """Goes through everything, and computes nothing."""
 
@@ -206,11 +213,7 @@ class NoGraphs:
 
 
 class Sweep:
-    """Measurements until time is over.
-
-    Args:
-        graphs: what measures.
-    """
+    """Measurements until time is over."""
 
     def __init__(self, options: argparse.Namespace, graphs: Any) -> None:
         from tests.gpu.sweep_lines import append, read

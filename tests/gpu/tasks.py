@@ -53,9 +53,7 @@ class Task:
     """One process.
 
     Args:
-        name: unique in it.
         entry: module:function, called with results, device and `arguments`.
-        arguments: JSON.
         least_s: with less time left it does not start.
         result_s: without a result for so long it hangs.
         is_resumed: a process that crashed, hung or lost its device is followed by another one,

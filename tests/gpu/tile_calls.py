@@ -81,7 +81,6 @@ class Layers:
     """Layers of a model without attention: o, gate_up, down, qkv, each reading what is before it.
 
     Args:
-        shapes: qkv, o, gate_up, down.
         rows: of x.
     """
 
@@ -90,11 +89,7 @@ class Layers:
         self._begin = self.o.x, self.qkv.residual
 
     def run(self, chosen: dict[Shape, Tile | None], weights: list[dict[Shape, Tensor]]) -> Tensor:
-        """Results of the last layer's qkv, each time the same.
-
-        Args:
-            chosen: tile of each product.
-        """
+        """Results of the last layer's qkv, each time the same."""
         (x, residual), rows = self._begin, self.o.rows
         for layer in weights:
             self.o.x = x

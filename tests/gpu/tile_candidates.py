@@ -22,7 +22,6 @@ class Shape:
     """A product of a model.
 
     Args:
-        model: name.
         n: rows of the weight.
         k: its columns.
         head_dim: of attention.

@@ -7,6 +7,7 @@ what a test calls depends on no test that ran before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def native_operators() -> Any:
 @pytest.fixture(scope="session")
 def operators(native_operators: Any) -> Any:
     return native_operators
+
+
+@pytest.fixture
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(

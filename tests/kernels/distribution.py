@@ -151,9 +151,6 @@ def run(
     """Step until every sequence has put out `NUM_TOKENS` tokens.
 
     Args:
-        operators: namespace.
-        world: tables.
-        propose: builds the tree of a step.
         values: [B, 6].
         words: [B, 4].
         cache_len: [B] int32; negative rows are padding, and their output is not looked at.

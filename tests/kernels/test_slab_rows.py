@@ -32,7 +32,6 @@ class Pages:
 
     Args:
         batch: sequences.
-        block_size: rows of a block.
     """
 
     def __init__(self, batch: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:

@@ -45,7 +45,6 @@ class Contender:
     """Requests that run together, by one way to choose plans.
 
     Args:
-        engine: loaded.
         plan: in every step; None is the policy.
         choice: plans that the policy chooses among, off beside them.
         served: by the service of a server, not by `LLM`.

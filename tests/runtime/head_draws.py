@@ -57,8 +57,6 @@ class Acceptance:
         num_steps: that could have accepted one.
         accepted: how many did.
         expected: how many should have.
-        chi_square: over contexts.
-        bound: of it.
     """
 
     depth: int
@@ -89,7 +87,6 @@ def draw(engine: Engine, plan: SpecPlan, rule: Rule, num: int, first_seed: int) 
 
     Args:
         engine: with room for more than the batch in its limits.
-        num: requests.
         first_seed: of the first; the others count up.
     """
     core, batch = EngineCore(engine, plan.name), engine.cache.shape.max_num_seqs
@@ -127,11 +124,7 @@ def draw(engine: Engine, plan: SpecPlan, rule: Rule, num: int, first_seed: int) 
 
 
 class Exact:
-    """Probabilities of a target and of a head, at `TEMPERATURE`.
-
-    Args:
-        head: logits.
-    """
+    """Probabilities of a target and of a head, at `TEMPERATURE`."""
 
     def __init__(self, target: Any, head: Head) -> None:
         lines = list(itertools.product(range(VOCAB), repeat=NUM_TOKENS))
@@ -249,7 +242,6 @@ def accepted_by(rule: Rule, p: Tensor, q: Tensor, count: int) -> Tensor:
     Args:
         p: [V] float64 of the target.
         q: [V] float64 of the head.
-        count: children.
     """
     if rule == Rule.COUPLED:
         chances = [_coupled(p, q, count, token) for token in range(len(p))]
@@ -288,7 +280,6 @@ def _tried(p: Tensor, q: Tensor, count: int, replaces: bool) -> Tensor:
     Args:
         p: [V] of the target, or what is left of it.
         q: [V] of the head, or of the tokens that were not drawn.
-        count: draws.
         replaces: a token may be drawn again.
     """
     accepted = torch.minimum(p, q)

@@ -62,7 +62,6 @@ def late_rig(
     """Compile the tiny pair for a device that runs late, and load it there, guarded.
 
     Args:
-        models: tiny ones.
         path: of the engine, beside which the draft is saved.
         config: for the backend `cuda`.
         device: that runs late; None makes one.

@@ -82,7 +82,6 @@ def serve(
     """Requests of several lengths, some with a common beginning, that come one after the other.
 
     Args:
-        oracle: looks at rows after every step.
         num_tokens: that each puts out.
         every: steps until the next one comes.
         count: of requests; the first has a prompt of one token.

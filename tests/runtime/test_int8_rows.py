@@ -30,7 +30,6 @@ from tests.runtime.test_views import (
     VIEW,
     WHOLE,
     RowOracle,
-    rows_of,
     serve,
 )
 from tests.tiers import every
@@ -54,22 +53,8 @@ class CodeOracle(RowOracle):
         super().__init__(plain)
         self.num_codes = self.num_others = 0
 
-    @torch.inference_mode()
     def check(self, engine: Engine, request: Request) -> None:
-        count = request.cache_len
-        places = torch.arange(count)
-        self._plain.target(
-            torch.tensor(request.token_ids[:count]),
-            places,
-            torch.tensor([0, count], dtype=torch.int32),
-            places.int(),
-            torch.zeros(1, dtype=torch.int32),
-            None,
-            self._table,
-            torch.tensor([count - 1]),
-        )
-        wanted = rows_of(self._plain, self._table[0], count)
-        found = rows_of(engine, engine.cache.block_table([request.blocks])[0], count)
+        found, wanted = self.rows(engine, request)
         codes = [x[..., :-SCALE_BYTES].int() for x in (found, wanted)]
         scales = [x[..., -SCALE_BYTES:].contiguous().view(torch.float32) for x in (found, wanted)]
         # a code that rounds otherwise moves the rows of later layers by as much
@@ -78,7 +63,7 @@ class CodeOracle(RowOracle):
         assert differences.max() <= 3, differences.amax((0, 1, 3, 4))
         self.num_codes += differences.numel()
         self.num_others += int((differences > 0).sum())
-        self.num_rows += count
+        self.num_rows += request.cache_len
 
     def check_share(self) -> None:
         """Others are rare: rows that were written by another rule would be nearly all others."""

@@ -73,8 +73,8 @@ class RowOracle:
         self.num_rows = 0
 
     @torch.inference_mode()
-    def check(self, engine: Engine, request: Request) -> None:
-        """Raises AssertionError: a committed row of a running request is another."""
+    def rows(self, engine: Engine, request: Request) -> tuple[Tensor, Tensor]:
+        """Committed rows of a running request, and those of one pass over its tokens."""
         count = request.cache_len
         places = torch.arange(count)
         self._plain.target(
@@ -87,8 +87,13 @@ class RowOracle:
             self._table,
             torch.tensor([count - 1]),
         )
-        wanted = rows_of(self._plain, self._table[0], count)
         found = rows_of(engine, engine.cache.block_table([request.blocks])[0], count)
+        return found, rows_of(self._plain, self._table[0], count)
+
+    def check(self, engine: Engine, request: Request) -> None:
+        """Raises AssertionError: a committed row of a running request is another."""
+        found, wanted = self.rows(engine, request)
+        count = request.cache_len
         # [layers, 2, 1, 1, 1]
         size = wanted.abs().amax((2, 3, 4), keepdim=True).clamp(min=1.0)
         wrong = ((found - wanted).abs() / size).amax((0, 1, 3, 4)) > self.TOLERANCE

@@ -99,7 +99,6 @@ def lower_onnx(
 
     Args:
         program: after its last phase; not changed.
-        path: file to write.
         weights: the engine's weights, in the same directory.
         products: type of those by quantized weights.
     Raises:

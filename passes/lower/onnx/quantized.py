@@ -182,7 +182,6 @@ def expand_quantized(
 
     Args:
         model: changed.
-        products: their type.
     Raises:
         UnsupportedGraphError: see `parts_of`; or for TensorRT (`products` "rows") a negative scale
             of levels of 8 bits.

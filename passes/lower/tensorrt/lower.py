@@ -81,7 +81,6 @@ def build_engine(
 
     Args:
         model: ONNX file; its external weights beside it.
-        plan: file to write.
         profiles: shapes that the engine has to run with, one optimization profile each; equal ones
             are merged. Their order is the order of the engine's profiles.
         options: by default the fast lane first, for every GPU that the builder has.

@@ -17,7 +17,6 @@ class ShapeProfile:
 
     Args:
         name: what it is for: `prefill`, `decode`, `draft level 2`, `tree 3,2,1`.
-        batch: sequences.
         nodes: tokens of each sequence in one pass.
         rows: nodes of all sequences that get logits.
     """

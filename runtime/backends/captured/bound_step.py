@@ -46,7 +46,6 @@ class BoundStep:
     leaves its results and the state that the next step starts from.
 
     Args:
-        given: stages and tensors.
         is_filtered: some row may have filters, or try proposals one by one; without, what finds out
             which is not launched.
     """

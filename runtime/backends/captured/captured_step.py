@@ -180,7 +180,6 @@ class CapturedStep:
             requests: whose rows these are, where later steps are to go on from what this one
                 leaves; else (). `StateRows.knows` those of carried rows.
             is_carried: which of them go on from what their last step leaves.
-            extras: what it does besides.
         Raises:
             EngineError: the step would leave the cache, or cannot run at all.
         """
@@ -257,7 +256,6 @@ class CapturedStep:
         Args:
             blocks: the first block of each request.
             carried: requests that go on from what a step leaves.
-            extras: what it would do besides.
         """
         # over rows of a dense cache, buckets reach to the last row in use
         count = rows_of(len(blocks), blocks if self.by_block else None)

@@ -29,7 +29,6 @@ def warm_up(parts: Sequence[Callable[[], object]], what: str) -> None:
     """Run once: this compiles and allocates what the first run does.
 
     Args:
-        parts: in their order.
         what: they are, for errors.
     Raises:
         EngineError: one of them cannot run.

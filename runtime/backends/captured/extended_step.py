@@ -72,7 +72,6 @@ class ExtendedStep(BoundStep):
     """A step of some kind, see `BoundStep`: one part, or more where masks come late.
 
     Args:
-        kind: what it does besides.
         given: stages and tensors.
     """
 

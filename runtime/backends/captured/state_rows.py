@@ -24,7 +24,6 @@ class StateRows:
     on the device; nothing waits.
 
     Args:
-        graphs: the device.
         last_tokens: [max_batch, C] int64, input of steps.
         cache_len: [max_batch] int32, likewise.
         padding: `cache_len` of rows without a sequence.

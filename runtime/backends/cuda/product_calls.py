@@ -55,7 +55,6 @@ class QuantizedCall:
         weight: uint8 [blocks, bytes].
         bias: [N], or None.
         shape: of the weight, [N, K].
-        dtype: of rows.
     """
 
     weight: Tensor
@@ -114,7 +113,6 @@ def quantized_call(
         node: of `specc.linear_q`.
         tensors: weights by the names of inputs.
         shapes: of quantized weights [N, K], likewise.
-        dtype: of rows.
     """
     _, weight, bias, _, *facts = node.args
     name = weight.target  # type: ignore[union-attr]

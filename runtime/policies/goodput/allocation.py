@@ -88,7 +88,6 @@ def allocate(
     Args:
         options: [sequences][plans]; plan 0 is off, which everyone can run, None is a plan that a
             sequence cannot run.
-        cost: of a step.
         nodes: of each plan, that count against the budget.
         budget: nodes of the whole step; off is always allowed.
         mixes: speculating sequences may run different plans; else all that can run one do.

@@ -42,11 +42,7 @@ class _Counts:
 
 
 class DrafterEnds:
-    """Probabilities that a drafter goes on, of all requests; chains of a draft share theirs.
-
-    Args:
-        plans: that speculate.
-    """
+    """Probabilities that a drafter goes on, of all requests; chains of a draft share theirs."""
 
     def __init__(self, plans: Iterable[SpecPlan]) -> None:
         self._depths: dict[str, int] = {}

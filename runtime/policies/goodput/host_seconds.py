@@ -47,7 +47,6 @@ class HostSeconds:
         """Take a measurement; the median of the last ones counts, so that pauses do not.
 
         Args:
-            kind: of the iteration.
             seconds: of the iteration, less those of its stages.
         """
         seen = self._seen.setdefault(kind, deque(maxlen=TUNED.ratio_memory))

@@ -72,7 +72,6 @@ def cut_levels(
     hide that: the order is greedy, and may miss a better deeper level.
 
     Args:
-        sequences: one or more.
         besides: seconds of the step besides the target's pass.
         row_s: nodes → seconds of each committed row of a sequence with so many in the pass.
         pass_s: see `CutPass`.
@@ -128,8 +127,6 @@ class LiveNodes:
 
     Args:
         plans: off first.
-        acceptance: of requests.
-        ends: of their drafters.
         budget: nodes of a step at most, except where all are off.
     """
 
@@ -158,10 +155,8 @@ class LiveNodes:
         whose seconds are learned with it.
 
         Args:
-            requests: that decode.
             options: as of `allocate`.
             plans: [sequences] index of each one's plan, which it can run.
-            cost: of steps.
         """
         loads = [GroupLoad()] * len(self._plans)
         tokens = lags_s = 0.0

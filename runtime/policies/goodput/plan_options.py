@@ -20,8 +20,6 @@ class PlanOptions:
 
     Args:
         plans: off first.
-        seconds: of steps.
-        acceptance: of requests.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class PlanOptions:
 
         Args:
             request: whose drafts may lag.
-            options: of each plan.
             reads_prompts: drafts read prompts along with the target; where none does, one that lags
                 is left behind.
         """

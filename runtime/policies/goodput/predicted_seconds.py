@@ -46,7 +46,6 @@ class PredictedSeconds:
     verifies parts of trees.
 
     Args:
-        table: what to start from.
         shares_pass: groups are verified in one pass of the target; else each in its own.
         graph_sizes: sequences of captured steps, ascending: a batch takes the smallest that holds
             it, with rows of nobody; () are steps of as many as there are.
@@ -76,7 +75,6 @@ class PredictedSeconds:
         """Seconds that these groups take in an iteration, those of prompts not counted.
 
         Args:
-            shapes: groups.
             prompts: that come along; None is as lately.
         """
         shapes = [self._with_nodes(shape) for shape in shapes]
@@ -143,7 +141,6 @@ class PredictedSeconds:
         """The same of a group whose seconds of drafting are known, by the table.
 
         Args:
-            plan: of the group.
             drafting_s: seconds.
             part: what it brings to the target's pass.
             unused: tokens of nobody in that pass.
@@ -168,7 +165,6 @@ class PredictedSeconds:
         """Seconds by which groups make one pass of the target longer.
 
         Args:
-            parts: of the groups.
             besides: seconds of the iteration besides this pass.
             prompts: see `iteration`.
             is_cut: see `pass_s`.
@@ -219,8 +215,6 @@ class PredictedSeconds:
         """Compare an iteration's seconds with the table's.
 
         Args:
-            batch: as it ran.
-            result: with seconds.
             lagging: plans whose drafts had to catch up: their seconds say nothing about levels.
         """
         shapes = self._shapes(batch, result)
@@ -271,7 +265,6 @@ class PredictedSeconds:
         """Count an iteration that has steps; every one, since shares are what is asked for.
 
         Args:
-            batch: as it ran.
             result: after its commit.
             is_due: its seconds are to be predicted, too.
         """
@@ -334,7 +327,6 @@ class PredictedSeconds:
         Of one that never ran, that of another plan.
 
         Args:
-            plan: of the steps.
             is_cut: they verify parts of trees, as where drafters end them; where none did, as those
                 of whole ones.
         """

@@ -60,8 +60,6 @@ class Probes:
 
     Args:
         plans: off first.
-        seconds: of steps.
-        acceptance: of requests.
     """
 
     def __init__(
@@ -123,9 +121,7 @@ class Probes:
         """What the next iteration tries instead of the best division, if anything.
 
         Args:
-            requests: that decode.
             options: as of `allocate`.
-            best: division of the batch.
             cost: as of `allocate`.
             serves: whether a plan would stay in use if it gave so many tokens a step.
             hopes: acceptance is likely to be better than it was.

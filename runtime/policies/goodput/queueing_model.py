@@ -33,7 +33,6 @@ class QueueingModel:
     """Compares plans by the batch that a lasting load would make.
 
     Args:
-        seconds: of steps.
         most: sequences that run together.
     """
 
@@ -102,7 +101,6 @@ class QueueingModel:
         Beyond `most`, how many times longer the machine would need than it has, times `most`.
 
         Args:
-            demand: what comes.
             parts: plan, share of the sequences that run it, and their tokens a step.
             context: committed rows of sequences.
         """

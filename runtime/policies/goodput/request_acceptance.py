@@ -89,8 +89,6 @@ class RequestAcceptance:
     """Expected tokens by plan and request, learned from steps.
 
     Args:
-        plans: that speculate.
-        prior: of their rates.
         ends: of drafters that end trees, which knows of a step before it is observed here; None:
             no drafter does.
     """
@@ -123,7 +121,6 @@ class RequestAcceptance:
         """Take what requests accepted in one step.
 
         Args:
-            plan: of the step.
             outcomes: request → accepted draft tokens, 0 … depth of the plan.
             depths: request → levels of its tree that the target verified; of those that are not
                 named, all.
@@ -181,7 +178,6 @@ class RequestAcceptance:
         """Expected tokens of a step of which the target verifies the levels to depth 0, 1, ….
 
         Args:
-            plan: one that speculates.
             request: which may be unknown.
             most: tokens that the request can still take; 1 or more.
         """

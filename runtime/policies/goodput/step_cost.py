@@ -33,7 +33,6 @@ class StepCost:
 
     Args:
         seconds: of iterations, as they are known at one decision.
-        plans: of the policy.
         drafting_s: (plan, requests) → seconds that the table gives their drafts, which stay.
     """
 

@@ -58,7 +58,6 @@ def open_checkpoint(
     """A reader of a Hugging Face directory's weights, quantized or not, or of a GGUF file there.
 
     Args:
-        directory: of the model.
         config: its configuration, with a `quantization_config` where it is quantized.
         is_weight_only: take weights as they are where activations are quantized, too.
     Raises:

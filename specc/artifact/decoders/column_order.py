@@ -17,8 +17,6 @@ def column_order(owners: Tensor, group: int, name: str, where: str) -> Tensor | 
     Args:
         owners: [K] the group of each column.
         group: columns of a group; the last group may have fewer.
-        name: of the tensor.
-        where: its checkpoint.
     Returns:
         [K] int64; None where columns are in this order already.
     Raises:

@@ -93,7 +93,6 @@ def decode(
     """Find the quantized weights of a checkpoint; headers are read, and small tensors.
 
     Args:
-        reader: of the checkpoint.
         config: its `quantization_config`.
         is_weight_only: take weights as they are where activations are quantized, too.
     Returns:

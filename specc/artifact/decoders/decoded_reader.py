@@ -31,7 +31,6 @@ class DecodedReader:
     that it consists of have no names here. Integers and scales are had from `decoded`.
 
     Args:
-        reader: of the checkpoint.
         weights: those that are quantized, by name.
     Raises:
         WeightError: numbers of 8 bits that are no part of a quantized weight.

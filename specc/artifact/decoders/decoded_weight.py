@@ -21,7 +21,6 @@ class DecodedWeight(ABC):
     Args:
         name: of the parameter, by the checkpoint's own names: `….q_proj.weight`.
         shape: of the parameter, [N, K] or, of stacked experts, with one dimension more.
-        tensors: of the checkpoint that it consists of.
         scheme: what people call it, for errors and `specc inspect`: `gptq, 4 bits, groups of 128`.
     """
 

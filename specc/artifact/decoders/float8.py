@@ -71,10 +71,7 @@ def decode_float8(
     """Check the tensors of a weight.
 
     Args:
-        reader: of the checkpoint.
         weight: name of the float8 tensor [N, K], and of the parameter.
-        scale: name of its scales.
-        scheme: for errors.
         blocks: rows and columns that share a scale; None where there are no blocks.
         is_by_output: without blocks, whether each output has a scale or all have one.
         scale_dtypes: that scales may have.

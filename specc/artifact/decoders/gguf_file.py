@@ -51,11 +51,7 @@ _OTHERS = {9: "Q8_1", 15: "Q8_K", 40: "NVFP4"}
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor: its own shape, dim 0 first, and where its bytes are.
-
-    Args:
-        name: in the file.
-    """
+    """One tensor: its own shape, dim 0 first, and where its bytes are."""
 
     name: str
     file: Path

@@ -50,7 +50,6 @@ def parts_of(path: Path, count: int) -> list[Path]:
     """All parts, the first one first.
 
     Args:
-        path: of any of them.
         count: how many there are.
     Raises:
         WeightError: the name is not that of one of so many parts, or a part is not there.

@@ -119,7 +119,6 @@ def decode_module(reader: TensorReader, module: str, config: Mapping[str, Any]) 
     """The weight of one layer.
 
     Args:
-        reader: of the checkpoint.
         module: name of the layer, which has a tensor `qweight`.
         config: `quantization_config`, as it is for this layer.
     Raises:

@@ -18,7 +18,6 @@ class KeptIntegers:
     """How a parameter is stored; equal of parameters that may lie one after the other.
 
     Args:
-        layout: of the integers.
         order: bytes of the columns, int64, in the order in which they are stored; none where that
             is their own.
         is_turned: the parameter has matrices [K, N], and the integers are of [N, K].

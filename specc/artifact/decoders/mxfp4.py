@@ -83,10 +83,7 @@ def decode_mxfp4(
     """Check the tensors of a matrix: uint8 [N, K / 2] and uint8 [N, K / 32].
 
     Args:
-        reader: of the checkpoint.
-        name: of the parameter.
         tensors: names of its codes and scales.
-        scheme: for errors.
     Raises:
         WeightError: a tensor is missing, or has another shape or type.
     """

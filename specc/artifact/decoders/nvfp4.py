@@ -52,10 +52,7 @@ def decode_nvfp4(
     """Check the tensors of a weight.
 
     Args:
-        reader: of the checkpoint.
-        name: of the parameter.
         tensors: names of its codes, its scales and the number that all have in common.
-        scheme: for errors.
         is_inverse: see `NVFP4Weight`.
     Raises:
         WeightError: a tensor is missing, or has another shape or type.

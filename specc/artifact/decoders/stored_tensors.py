@@ -29,8 +29,6 @@ def read_vectors(reader: TensorReader, key: str, numbers: Tensor) -> Tensor:
     """Vectors along the last dimension, [n, width].
 
     Args:
-        reader: of the checkpoint.
-        key: of the tensor.
         numbers: [n], of the vectors in row-major order; they rise.
     """
     width = reader.shape(key)[-1]
@@ -85,11 +83,7 @@ def require(
     """Check a tensor that a quantized weight consists of; returns its shape.
 
     Args:
-        reader: of the checkpoint.
-        key: of the tensor.
         shapes: of which it has one.
-        dtypes: of which it has one.
-        scheme: of the weight, for the error.
     Raises:
         WeightError: it is absent, or has another shape or type.
     """

@@ -37,7 +37,6 @@ def converted(peer: str, checkpoint: Path, form: Form, threads: int) -> Path:
     """Directory of a checkpoint as a peer reads it; converted where the cache has none.
 
     Args:
-        peer: name.
         checkpoint: directory, or a file that is the whole model.
         threads: that the converter may use.
     Raises:

@@ -48,7 +48,6 @@ def export(checkpoint: Path, form: Form, output: Path) -> None:
     Args:
         checkpoint: directory with config.json and safetensors.
         form: of the weights; int8 is Q8_0, int4 is Q4_0 with a table of embeddings in Q8_0.
-        output: of the file.
     Raises:
         NotAvailableError: an architecture, a rotary embedding or weights that this does not write.
     """

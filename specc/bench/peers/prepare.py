@@ -84,7 +84,6 @@ def prepare_peers(
 
     Args:
         names: of `PEERS`.
-        pair: what they run.
         batches: token ids of prompts, by batch.
         max_tokens: output tokens of each prompt.
         threads: of each process.

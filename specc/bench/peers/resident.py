@@ -26,8 +26,6 @@ _TAIL_BYTES = 4096
 class ResidentContender:
     """Loads in a process of its own; `run` has it generate, which it times itself.
 
-    Args:
-        job: what to load and to run.
     Raises:
         NotAvailableError: the peer cannot do this.
     """

@@ -57,7 +57,6 @@ def make_head(name: str, label: str, target: Any) -> HeadShape:
 
     Args:
         name: one of `HEADS`.
-        label: what the user called the target.
         target: its configuration, of transformers.
     Raises:
         ConfigError: the target is of another kind than those that such heads are published for, or

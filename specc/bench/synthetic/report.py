@@ -57,7 +57,6 @@ class ShapesBench:
     """A benchmark before it is turned into figures; `rounds` come when steps are measured.
 
     Args:
-        programs: what ran.
         prompts: token ids.
         rounds: of what ran, `off` first.
         steps: plan → what was found of its steps.

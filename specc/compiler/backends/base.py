@@ -28,7 +28,6 @@ class UnfinishedEngine:
 
     Args:
         context: of its compilation, with the final plans and limits.
-        writer: of the engine's directory.
         models: after their last pass, the target first.
         self_drafts: second programs of the target, whose graphs are written, too.
     """
@@ -45,7 +44,6 @@ class Emitted:
 
     Args:
         rectangle: of engines whose programs take padded batches.
-        tensorrt: of engines for TensorRT.
         records: what its passes did.
         warnings: what the user should know.
     """
@@ -97,11 +95,7 @@ class CompilerBackend:
         """
 
     def instead_of(self, error: SpeccError) -> str:
-        """What to tell a user who named no backend, and for whom a better one cannot compile.
-
-        Args:
-            error: why that one cannot.
-        """
+        """What to tell a user who named no backend, and for whom a better one cannot compile."""
         return f"{error.found}, so the engine is for the backend {self.name}; {error.do}"
 
     def adapt(self, config: CompileConfig) -> CompileConfig:
@@ -116,7 +110,6 @@ class CompilerBackend:
         """Refuse options before anything is traced.
 
         Args:
-            config: options.
             dtypes: of the models, each among those of the facts.
         Raises:
             SpeccError: a combination that it cannot compile here.
@@ -142,7 +135,6 @@ class CompilerBackend:
         """The phase before which the target is cut into stages; None: after all, or not at all.
 
         Args:
-            num_stages: of the target.
             max_seq_len: see `phases`.
         """
         cuts_first = self.cuts_first and num_stages > 1
@@ -155,8 +147,6 @@ class CompilerBackend:
 
         Args:
             memory: with caches of as many rows as the limits say.
-            limits: of the engine.
-            plans: of the engine.
         """
         return memory
 
@@ -178,8 +168,6 @@ class CompilerBackend:
         """Rows after committed ones of a finished engine that gets other plans.
 
         Args:
-            manifest: of the engine.
-            plans: that it is to have.
             max_nodes: rows that they need.
         Raises:
             ConfigError: what is compiled cannot run them.

@@ -112,8 +112,6 @@ def model_profiles(
     """Shapes that each model runs with: prompts, and every pass of a step of every plan.
 
     Args:
-        plans: of the engine.
-        limits: of the engine.
         models: the target first.
     """
     vocab_sizes = {model.name: model.vocab_size for model in models}

@@ -101,7 +101,6 @@ class MarkedParameters(Body):
 
     Args:
         tools: of the request, with the schemas of their arguments.
-        marks: around names and values.
         is_open: the mark before the tool's name has been read.
     """
 

@@ -101,7 +101,6 @@ class ReasoningParser(Parser):
     """Tells thinking from the text after it.
 
     Args:
-        form: markers.
         prompt: that the output follows; its end decides how the output begins.
         ends: what ends thinking as well, and is itself text: models call tools out of it.
     """

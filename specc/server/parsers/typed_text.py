@@ -16,7 +16,6 @@ def as_json(value: str, types: Collection[str] | None, part: SchemaPart | None =
     """A value as JSON: of a type that it can have other than text, else text, as by vLLM.
 
     Args:
-        value: as the model wrote it.
         types: see `SchemaPart.types`; None is a text, whose opening quote has been written.
         part: of the schema: a text that it lists is one, though it could be another type.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,10 +44,7 @@ EXPORT void run(const void* const* p, const int64_t* n) {
 """
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_afterwards() -> Iterator[None]:
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread_afterwards")
 
 
 def test_threads_change_no_bit(native_operators):

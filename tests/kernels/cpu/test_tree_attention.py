@@ -19,7 +19,6 @@ from torch import Tensor
 from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.reference.core import tree_attention_reference
 from specc.kernels.reference.kv_rows import store_rows
-from tests.native_library import load_native
 
 NAN = float("nan")
 CANARY = 12345.0
@@ -30,15 +29,7 @@ INT8_TOLERANCE = (2e-4, 2e-4)
 FREE_BLOCKS = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    load_native()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_afterwards():
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("native_operators", "one_thread_afterwards")
 
 
 @dataclass(frozen=True)

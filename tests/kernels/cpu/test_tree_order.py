@@ -16,20 +16,11 @@ from torch import Tensor
 
 from specc.kernels.reference.kv_rows import store_rows
 from tests.kernels.attention_loops import to_words
-from tests.native_library import load_native
 
 BLOCK = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    load_native()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_afterwards():
-    yield
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("native_operators", "one_thread_afterwards")
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,8 @@ def shares(
 
     Args:
         lengths: committed rows; negative: padding.
-        tokens: of each sequence.
         group: query heads of a KV head.
         capacity: rows of a sequence's cache.
-        c: sizes of tiles.
         work: what the host gives the launch.
     """
     tiles = [-(-count * group // c.block_m) for count in tokens]

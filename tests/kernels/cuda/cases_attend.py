@@ -318,7 +318,6 @@ def check_call(case: Case, call: Call, run: Callable[[Call, int | None], Tensor]
     """Compare a call of a case with the oracle; raises AssertionError.
 
     Args:
-        case: whose type and splits it has.
         run: calls an operator so, with a number of splits.
     """
     before = [x.clone() for x in call.args[:3]]

@@ -65,9 +65,7 @@ def problems(
     """What is wrong with a kernel that is launched early; empty where all is in order.
 
     Args:
-        ptx: of a module with one entry.
         arguments: its names, in the order of the parameters.
-        constants: those whose memory nothing writes.
         early: those whose memory the kernel before does not write, nor one after that.
     """
     blocks = list(_blocks(ptx))
@@ -97,7 +95,6 @@ def starts_soon(ptx: str, arguments: Sequence[str], streamed: Collection[str]) -
     """Loads of what a kernel streams that come after the next one may start; empty is in order.
 
     Args:
-        ptx: of a module with one entry.
         arguments: its names, in the order of the parameters.
         streamed: those that a kernel which fills the device reads in its loop.
     """

@@ -37,7 +37,6 @@ class Case:
         num_experts: E.
         hidden: H.
         size: I.
-        dtype: of tokens and matrices.
         choice: `any` (distinct experts at random), `one` (all take the last expert, then others),
             `half` (nobody takes an odd expert), `bad` (some ids name no expert), `none`.
         weights: dtype of the weights, None for that of tokens.

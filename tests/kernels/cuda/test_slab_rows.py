@@ -33,7 +33,6 @@ class Given:
 
     Args:
         counts: tokens of each sequence.
-        width: of a row.
         per_token: slots of each token.
     """
 

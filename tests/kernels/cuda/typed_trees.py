@@ -125,7 +125,6 @@ def forest(
     """Trees that each row's rule has drawn, and a target that resembles the drafts.
 
     Args:
-        rows: sampling options of the batch.
         widths: children of each node of a level.
         vocab: tokens.
         num_sources: drafts; the trees of several are merged.

@@ -31,7 +31,6 @@ class Sequence_:
 
     Args:
         tokens: known ones; the target has not run over the last.
-        table: blocks of its rows.
         handed_on: slot → what its row has handed on, as the last pass wrote it.
         fed: rows in the cache that have the target's features.
     """
@@ -60,7 +59,6 @@ class TreeDrafts:
     """Runs a head's program.
 
     Args:
-        program: of the head, after the pipeline.
         prompts: tokens of each sequence.
         taps_of: tokens → [T, A · H] hidden states of the target.
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
 from specc.artifact.backends import facts_of
-from specc.artifact.cache_rows import CacheRows, Reach
+from specc.artifact.cache_rows import Reach
 from specc.errors import UnsupportedAttentionError
 from specc.kernels import ops
 from specc.passes.pipeline import PHASES, Pipeline
@@ -18,20 +17,9 @@ from specc.passes.rewrite.padded import padded_program
 from specc.passes.rewrite.require_supported import RequireAttention
 from specc.passes.shard.shard import Shard
 from tests import models
-from tests.flat_passes import PADDING, causal_pass, first_level, random_tree, tree_pass
 from tests.onnx_models import BothPrograms, lowered, write_onnx
+from tests.passes.rewrite.test_padded_latent import PASSES, ROWS
 from tests.traces import trace_once
-
-# rows of a cache are neither slots nor positions
-ROWS = CacheRows(front=2, slots=100, scratch=74)
-CHOOSER = random.Random(6)
-PASSES = (
-    causal_pass([0, 30], [21, 21], [0, 1]),
-    causal_pass([21, 51, 5], [1, 1, 1], [0, 1, 2]),
-    first_level([0, 1, 40], 3, [0, 1, 2]),
-    tree_pass([21, 51], [random_tree(CHOOSER, 9) for _ in range(2)], [0, 1]),
-    tree_pass([3, PADDING], [random_tree(CHOOSER, 66) for _ in range(2)], [2, 3]),
-)
 
 
 # heads joined with the batch, and a bias that is rounded

@@ -36,7 +36,6 @@ class PaddedRanks:
     """A model whose padded program is whole, and cut for ranks.
 
     Args:
-        num_ranks: that it is cut for.
         changes: fields of the model's configuration.
     """
 

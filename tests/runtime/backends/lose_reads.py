@@ -59,7 +59,6 @@ class Loss:
         seconds: until the last request that ran had its error.
         errors: of each request; None: it ended well, with the tokens of an engine that reads.
         health: of the service, when all requests had ended.
-        log: what was said of the cause.
     """
 
     num_ranks: int
@@ -88,7 +87,6 @@ def lose(engine: Path, kind: str, shim: Path) -> Loss:
     """Run an engine whose weights stay in its file, and break that; see `KINDS`.
 
     Args:
-        kind: what happens.
         shim: of `broken_disk.build_shim`.
     """
     from specc.artifact.directory import read_manifest

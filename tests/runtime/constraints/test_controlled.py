@@ -19,11 +19,6 @@ from transformers import (
 )
 
 from specc.errors import RequestError
-from specc.runtime.backends.captured.captured_runner import CapturedRunner
-from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.step_binder import StepBinder
-from specc.runtime.backends.captured.step_buffers import StepBuffers
-from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.outputs.request_output import CompletionOutput
@@ -31,7 +26,7 @@ from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.plans import OFF
 from tests.drafts import PLAN_IDS, PLAN_PARAMS, PLANS, in_tiles
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.captured_engine import capture_steps
 from tests.runtime.conftest import EOS, VOCAB, TinyModel, build_engine, text_tokenizer
 from tests.tiers import every
 
@@ -306,20 +301,8 @@ def test_a_grammar_that_ends_before_the_least_length_is_an_error(tiny_engine, te
 @pytest.mark.slow
 def test_captured_steps_run_with_the_controls(tiny_engine: Path) -> None:
     """A batch with them is not queued; others are, before and after, and once they are over."""
-    engine, other, device = Engine.load(tiny_engine), Engine.load(tiny_engine), SimulatedDevice()
-    shape = other.cache.shape
-    buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
-    models = {"target": other.target, "draft_0": other.drafts[0]}
-    other.steps = {
-        plan.name: CapturedStep(
-            StepBinder(
-                read_json(tiny_engine / plan.file), models, other.cache.environment, buffers, device
-            ),
-            (1, 2, 4),
-        )
-        for plan in other.manifest.plans
-    }
-    other.runner_type = CapturedRunner
+    engine, other = Engine.load(tiny_engine), Engine.load(tiny_engine)
+    capture_steps(other, tiny_engine)
     options: list[dict[str, Any]] = [
         {"logit_bias": {66: 3.0}, "bad_words": ["ab", "c"]},
         {"min_tokens": 9, "stop_token_ids": [*range(60, 120)]},

@@ -13,19 +13,14 @@ import torch
 
 from specc.errors import RequestError
 from specc.passes.step.fuse_step import fuse_step
-from specc.runtime.backends.captured.captured_runner import CapturedRunner
-from specc.runtime.backends.captured.captured_step import CapturedStep
-from specc.runtime.backends.captured.step_binder import StepBinder
-from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.eager.step import EagerStep
-from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.sampling.structured import StructuredOutputsParams
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
 from tests.drafts import in_tiles
-from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.runtime.backends.captured.captured_engine import capture_steps
 from tests.tiers import every
 
 SCHEMA = {
@@ -292,20 +287,8 @@ def test_a_hook_that_was_there_goes_first_and_stays(engine) -> None:
 
 def test_captured_steps_run_with_the_masks(tiny_engine, engine) -> None:
     """A batch with a grammar is not queued; others are, before and after."""
-    other, device = Engine.load(tiny_engine), SimulatedDevice()
-    shape = other.cache.shape
-    buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
-    models = {"target": other.target, "draft_0": other.drafts[0]}
-    other.steps = {
-        plan.name: CapturedStep(
-            StepBinder(
-                read_json(tiny_engine / plan.file), models, other.cache.environment, buffers, device
-            ),
-            (1, 2, 4),
-        )
-        for plan in other.manifest.plans
-    }
-    other.runner_type = CapturedRunner
+    other = Engine.load(tiny_engine)
+    capture_steps(other, tiny_engine)
     for _ in range(2):
         for plan in ("tree-2-1", "off"):
             assert generate(other, plan) == generate(engine, plan)

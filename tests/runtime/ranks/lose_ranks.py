@@ -45,7 +45,6 @@ class Loss:
         seconds: until no process of the job was left.
         exit_code: of rank 0.
         error: that the open request got, or the next one; None where rank 0 was lost.
-        log: what the processes wrote of it.
         num_stages: of the engine: 1, all ranks have all layers.
         num_requests: that were open, and got this error, all of them.
     """

@@ -51,9 +51,7 @@ class LedProcess:
     """`led_process.py` in a process, and the ranks that it starts.
 
     Args:
-        engine: directory.
         ranks: fields of `RankOptions`.
-        environment: variables besides those of this process.
     """
 
     def __init__(

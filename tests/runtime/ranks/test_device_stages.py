@@ -43,7 +43,6 @@ class Said:
 
     Args:
         of: plan and kind → what comes of such requests.
-        beside: of batches beside each other.
     """
 
     of: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]]

@@ -22,7 +22,6 @@ class Work:
     """Counts its slices; each waits until the test lets it go on.
 
     Args:
-        total: slices.
         fails_at: slice that raises; None is none.
     """
 

@@ -63,12 +63,7 @@ class Outcome:
 
 
 class Faults:
-    """Runs cases.
-
-    Args:
-        root: directory to work in.
-        backend: cpu or eager.
-    """
+    """Runs cases."""
 
     def __init__(self, target: Path, draft: Path, root: Path, backend: str) -> None:
         self._command = ["compile", "--target", str(target), "--draft", str(draft)]

@@ -63,7 +63,6 @@ class FakeClient:
     """Answers after known times, and takes down how many requests are open.
 
     Args:
-        times: seconds from the call, with tokens.
         fails: request → what it ends with.
     """
 

@@ -60,8 +60,6 @@ class Script:
         """From now on, the text follows the prompt, and then EOS.
 
         Args:
-            text: without EOS.
-            prompt: rendered.
             whole_markers: markers in it are single tokens.
         """
         self._begin = len(self._tokenizer.encode(prompt).ids)

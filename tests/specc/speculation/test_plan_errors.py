@@ -6,10 +6,11 @@ import pytest
 
 from specc.cost.best_tree import to_tree
 from specc.drafters.registry import drafter_of, drafters_of
-from specc.errors import ConfigError, EngineError, SpeccError, TreeError
+from specc.errors import ConfigError, EngineError, TreeError
 from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from specc.speculation.tree import MAX_NODES, TokenTree
+from tests.specc.test_config import assert_three_lines
 
 PAIR = ("draft_0", "draft_1")
 
@@ -24,14 +25,6 @@ def widths(*counts: int, drafts: tuple[str, ...] = ("draft_0",), combine: str = 
 
 def dynamic(*sizes: int) -> SpecPlan:
     return SpecPlan.from_dynamic(DynamicTree(*sizes))
-
-
-def assert_three_lines(error: SpeccError, *found: str) -> None:
-    for text in found:
-        assert text in error.found
-    assert error.needed
-    assert error.do
-    assert str(error) == f"found:  {error.found}\nneeded: {error.needed}\ndo:     {error.do}"
 
 
 CHAIN = widths(1, 1, 1, 1)

@@ -39,7 +39,6 @@ class TinyDecoder:
     """Writes nodes one after another; every method returns the name of what it computed.
 
     Args:
-        shape: sizes.
         options: attributes of every Attention (`softcap=30.0`, …), or `nonpad=True`,
             `cache_mode="circular"`, `dynamic_cache=True`, `hidden_cache=True` (caches that are not
             outputs), `no_mask=True`: what the builder has to refuse. `ranks=2` puts sums over

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.captured.backend import DeviceModel, DeviceOperators
 from specc.runtime.backends.captured.captured_runner import CapturedRunner
@@ -14,6 +16,7 @@ from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.captured.device_link import DeviceLink
 from specc.runtime.backends.captured.engine_steps import make_buffers
 from specc.runtime.backends.captured.step_binder import StepBinder
+from specc.runtime.backends.captured.step_buffers import StepBuffers
 from specc.runtime.backends.eager.step import EagerStep
 from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
@@ -74,3 +77,40 @@ def step_program(engine: Engine, plan: SpecPlan) -> dict[str, Any]:
     made = fuse_step(plan, slabs, block_size=engine.cache.shape.block_size)
     program: dict[str, Any] = json.loads(json.dumps(made.to_json()))
     return program
+
+
+def capture_steps(engine: Engine, path: Path) -> None:
+    """Let an engine run captured steps of 1, 2 or 4 sequences, and its programs as they are."""
+    device, shape = SimulatedDevice(), engine.cache.shape
+    buffers = StepBuffers(device, 4, shape.blocks_per_sequence, 8)
+    engine.steps = {
+        plan.name: CapturedStep(
+            StepBinder(
+                read_json(path / plan.file),
+                models_of(engine),
+                engine.cache.environment,
+                buffers,
+                device,
+            ),
+            (1, 2, 4),
+        )
+        for plan in engine.manifest.plans
+    }
+    engine.runner_type = CapturedRunner
+
+
+def greedy_tokens(
+    target: Path, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[list[int]]:
+    """What transformers generates without a cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            with torch.inference_mode():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found

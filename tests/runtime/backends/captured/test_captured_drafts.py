@@ -103,11 +103,7 @@ class Rig:
 
 
 class Steps(dict[str, CapturedStep]):
-    """Captured steps of all plans over the same buffers, each made when it is asked for.
-
-    Args:
-        engine: whose models and caches they use.
-    """
+    """Captured steps of all plans over the same buffers, each made when it is asked for."""
 
     def __init__(self, engine: Engine, device: SimulatedDevice) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.runtime.backends.captured.captured_engine import greedy_tokens
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 # the last is longer than a window, and comes in chunks
@@ -51,22 +52,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(dense: Path) -> list[list[int]]:
-    return _generated(dense.parent / "target")
-
-
-def _generated(target: Path) -> list[list[int]]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    found = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            with torch.inference_mode():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
+    return greedy_tokens(dense.parent / "target", PROMPTS, NUM_TOKENS)
 
 
 def generate(llm: LLM) -> list[list[int]]:
@@ -114,7 +100,7 @@ def test_mixtures_say_the_same(
 ) -> None:
     """DeepSeek V3, whose layers have experts."""
     path = compiled(tmp_path, "deepseek_v3", plans=PLANS[:1])
-    wanted = _generated(tmp_path / "target")
+    wanted = greedy_tokens(tmp_path / "target")
     assert generate(LLM(path, backend="eager", plan=PLANS[0].name)) == wanted
     check_captured(path, PLANS[0].name, wanted, device)
 

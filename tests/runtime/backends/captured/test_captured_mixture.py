@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specc.config import CompileConfig
 from specc.runtime.backends.capture_limits import CaptureLimits
@@ -18,6 +17,7 @@ from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.runtime.backends.captured.captured_engine import greedy_tokens
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
 # one after the other's first tokens; padding rows choose experts, too
@@ -54,17 +54,7 @@ def compiled(target: Path, drafts: Sequence[Path], plans: tuple[SpecPlan, ...]) 
 
 @pytest.fixture(scope="module")
 def wanted(target: Path) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    found = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(NUM_TOKENS):
-            with torch.inference_mode():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
+    return greedy_tokens(target, PROMPTS, NUM_TOKENS)
 
 
 def generate(llm: LLM, num_tokens: int = NUM_TOKENS) -> list[list[int]]:

@@ -53,11 +53,7 @@ class WatchedDevice(SimulatedDevice):
 
     @contextlib.contextmanager
     def watch(self, lasting: Iterable[Tensor]) -> Iterator[None]:
-        """Note in here what happens.
-
-        Args:
-            lasting: tensors that lie on the device.
-        """
+        """Note in here what happens."""
         watch = _Watch(self, lasting)
         self.first_event = self._num_events
         with pytest.MonkeyPatch.context() as patch, watch:

@@ -25,17 +25,15 @@ from specc.passes.drafters.head_spec import TargetFacts
 from specc.passes.drafters.recognise import fit_head
 from specc.passes.drafters.tap_ids import default_ids
 from specc.progress import PhaseTimer
-from specc.runtime.llm import LLM
-from specc.sampling.params import SamplingParams
 from specc.speculation.dynamic_tree import DynamicTree
 from specc.speculation.plans import SpecPlan
 from tests.models import VOCAB, tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
+from tests.specc.bench.synthetic.test_shapes import PROMPTS, generate
 from tests.tiers import only
 
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((3, 2))
 DYNAMIC = SpecPlan.from_dynamic(DynamicTree(6, 3, 2))
-PROMPTS = [[5, 6, 7, 8, 9], [90, 41, 3, 4, 80]]
 CPU = torch.device("cpu")
 # head → the kind of target that tests have for it: DSpark is published for Qwen3 alone, and what
 # is compiled for one test here serves the others
@@ -76,14 +74,6 @@ def draw(programs: BenchPrograms) -> dict[str, dict[str, torch.Tensor]]:
             if tensor.dim() > 1:
                 tensor.data.mul_(8)
     return weights
-
-
-def generate(engine: Any, plan: str, tokens: int = 24) -> tuple[list[list[int]], Any]:
-    llm = LLM(engine, plan=plan)
-    outputs = llm.generate(
-        PROMPTS, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics()
 
 
 def fit(name: str, label: str) -> tuple[HeadShape, Any]:
