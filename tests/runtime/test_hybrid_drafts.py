@@ -36,7 +36,7 @@ VOTED = SpecPlan.from_widths((1, 1, 1), TWO, "vote")
 SECOND = SpecPlan.from_widths((1, 1), TWO[1:])
 TOGETHER = (MERGED, VOTED)
 PLANS = (CHAIN, TREE, DYNAMIC, TILED, SHORT)
-LENGTHS = (1, 2, 15, 17, 33)
+LENGTHS = (1, 2, 17)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def test_a_draft_that_is_its_target_is_always_right(plan: SpecPlan, plain: Plain
     policy, checked = InTurn(plan), []
     core = EngineCore(engine, policy=policy)
     prompts = [prompt_of(length) for length in LENGTHS]
-    found = run(core, prompts, 24, lambda: checked.append(plain.check(core)))
-    assert sum(checked) > 15
-    assert policy.num_right > 15
-    assert outputs(found) == alone(prompts, 24)
+    found = run(core, prompts, 16, lambda: checked.append(plain.check(core)))
+    assert sum(checked) > 6
+    assert policy.num_right > 6
+    assert outputs(found) == alone(prompts, 16)
 
 
 def test_steps_of_other_plans_between(plain: PlainStates) -> None:
@@ -111,7 +111,7 @@ def test_steps_of_other_plans_between(plain: PlainStates) -> None:
     core = EngineCore(engine, policy=policy)
     prompts = [prompt_of(length) for length in LENGTHS]
     found = run(core, prompts, 40, lambda: plain.check(core))
-    assert policy.num_right > 15
+    assert policy.num_right > 10
     assert outputs(found) == alone(prompts, 40)
 
 
