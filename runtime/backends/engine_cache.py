@@ -76,16 +76,13 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
-    sizes = {
-        model.name: state_sizes(manifest, max_num_seqs, model, wanted.replay_rows)
-        for model in manifest.models
-    }
+    sizes = state_sizes(manifest, max_num_seqs, wanted.replay_rows)
     states = {model.name: state_shapes(model) for model in manifest.models}
     if torch.device(device).type == "cpu":
-        beside = sum(num_bytes(states[name], sizes[name]) for name in states)
+        beside = sum(num_bytes(shapes, sizes) for shapes in states.values())
         _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
     slabs = [
-        StateSlabs(shapes, sizes[name], device, name) if shapes else None
+        StateSlabs(shapes, sizes, device, name) if shapes else None
         for name, shapes in states.items()
     ]
     drafts = {number: x for number, x in enumerate(slabs[1:]) if x is not None}
@@ -163,23 +160,19 @@ def state_shapes(model: ModelEntry) -> list[StateShape]:
     ]
 
 
-def state_sizes(
-    manifest: Manifest, num_places: int, model: ModelEntry, num_rows: int | None = None
-) -> StateSizes:
+def state_sizes(manifest: Manifest, num_places: int, num_rows: int | None = None) -> StateSizes:
     """How many states a model has.
 
     Args:
         manifest: of the engine.
         num_places: requests that have some.
-        model: the target, or a draft.
         num_rows: replay rows of each; None: as many as the plans need.
     """
     limits = manifest.limits
+    kept = limits.state_checkpoints, limits.state_grid
     if num_rows is None:
         num_rows = replay_rows([x.plan for x in manifest.plans])
-    if model is not manifest.models[0]:
-        return StateSizes(num_places, num_rows)
-    return StateSizes(num_places, num_rows, limits.state_checkpoints, limits.state_grid)
+    return StateSizes(num_places, num_rows, *kept)
 
 
 def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:

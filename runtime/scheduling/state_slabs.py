@@ -128,6 +128,8 @@ class StateSlabs:
         self.replay = [_zeros(s, (*rows, s.columns), device) for s in shapes]
         self._kept = [_zeros(s, (sizes.num_kept, *s.shape), device) for s in shapes]
         self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
+        # checkpoints that hold states; of a target, all that are found do
+        self.filled: set[int] = set()
         self._free = list(range(sizes.num_places))
         self._saved: list[Tensor] = []
         # tells ranks that have the other parts of what is copied
@@ -170,6 +172,7 @@ class StateSlabs:
     def keep(self, place: int, checkpoint: int) -> None:
         """Copy the states of a request to a reserved checkpoint; queued after its last pass."""
         self._tell(StateMove.KEEP, place, checkpoint)
+        self.filled.add(checkpoint)
         for states, kept in zip(self.states, self._kept, strict=True):
             kept[:, checkpoint] = states[:, place]
 
