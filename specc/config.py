@@ -79,7 +79,7 @@ class CompileConfig:
         " last layer, whether it has gone through the final norm), norm_before_residual=true|false"
         " (EAGLE-3), sample_from_anchor=true|false (block drafters: the newest token's row proposes"
         " the next one), candidates=K (DSpark: of each row the K best tokens alone); several with"
-        " commas, or files. The default is what files or trainers say. Once for all, or once for each.",
+        " commas, or files. The default is what files or trainers say. Once for all, or for each.",
         metavar="NAME=VALUE",
     )
     quantize: str | None = option(
