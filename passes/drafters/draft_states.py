@@ -39,9 +39,10 @@ class DraftStates:
         if draft not in g.stateful:
             return None
         seen = g[seen_name(draft)]
-        missing = g.call(aten.add.Scalar, g.call(aten.sub.Tensor, g["cache_len"], seen), 1)
-        places = g.column(g[DRAFT_STATES], 0, 1)
-        return cls(g, seen, g.cat(places, g.call(aten.unsqueeze.default, missing, 1)))
+        missing = g.call(aten.sub.Tensor, g["cache_len"], seen)
+        places, root = g.column(g[DRAFT_STATES], 0, 1), g.column(g[DRAFT_STATES], 1, 2)
+        certain = g.call(aten.add.Tensor, g.call(aten.unsqueeze.default, missing, 1), root)
+        return cls(g, seen, g.cat(places, certain))
 
     def unseen(self, slots: fx.Node, count: int) -> fx.Node:
         """[B * count] slots, -1 of tokens that the states have seen."""

@@ -27,7 +27,7 @@ CHOSEN_BLOCKS = "chosen_blocks"
 BLOCK_MASS = "block_mass"
 # [B, 2] i32 of targets whose layers keep states: places in these, and how many nodes are certain
 STATES = "states"
-# the same of drafts whose layers keep states, whose root is certain
+# the same of drafts whose layers keep states, for nodes after the committed ones
 DRAFT_STATES = "draft_states"
 
 

@@ -76,13 +76,13 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
-    sizes = {model.name: state_sizes(manifest, max_num_seqs, model) for model in manifest.models}
+    sizes = state_sizes(manifest, max_num_seqs)
     states = {model.name: state_shapes(model) for model in manifest.models}
     if torch.device(device).type == "cpu":
-        beside = sum(num_bytes(states[name], sizes[name]) for name in states)
+        beside = sum(num_bytes(shapes, sizes) for shapes in states.values())
         _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
     slabs = [
-        StateSlabs(shapes, sizes[name], device, name) if shapes else None
+        StateSlabs(shapes, sizes, device, name) if shapes else None
         for name, shapes in states.items()
     ]
     drafts = {number: x for number, x in enumerate(slabs[1:]) if x is not None}
@@ -160,12 +160,11 @@ def state_shapes(model: ModelEntry) -> list[StateShape]:
     ]
 
 
-def state_sizes(manifest: Manifest, num_places: int, model: ModelEntry) -> StateSizes:
-    """How many states a model has, of so many requests; of drafts, none of prefixes."""
-    limits, rows = manifest.limits, replay_rows([x.plan for x in manifest.plans])
-    if model is not manifest.models[0]:
-        return StateSizes(num_places, rows)
-    return StateSizes(num_places, rows, limits.state_checkpoints, limits.state_grid)
+def state_sizes(manifest: Manifest, num_places: int) -> StateSizes:
+    """How many states a model has, of so many requests."""
+    limits = manifest.limits
+    kept = limits.state_checkpoints, limits.state_grid
+    return StateSizes(num_places, replay_rows([x.plan for x in manifest.plans]), *kept)
 
 
 def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:

@@ -79,7 +79,7 @@ class StepValues(Protocol):
 
 # in what the host brings: the places of sequences in the states, and how many nodes are certain
 STATES = "states"
-# the same of drafts, whose passes below the first level are told that the root is in the states
+# the same of drafts, for nodes after the committed ones
 DRAFT_STATES = "draft_states"
 # called after each pass of a draft with its inputs, as of `ModelProgram.forward`, and its logits
 # [R, V]; returns the logits that children are drawn from, and that acceptance takes for q

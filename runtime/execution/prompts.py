@@ -24,7 +24,7 @@ from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
-from specc.runtime.execution.state_rows import is_behind
+from specc.runtime.execution.state_rows import read_before
 from specc.runtime.scheduling.batch import Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.request import Request
@@ -125,8 +125,11 @@ class Prompts:
         if self._cache.states is not None:
             with self._link.active():
                 for span in spans:
-                    if span.checkpoint is not None:
-                        self._cache.states.keep(span.request.state_place, span.checkpoint)
+                    if span.checkpoint is None:
+                        continue
+                    own = [x for i, x in self._cache.draft_states.items() if i in span.drafts]
+                    for states in (self._cache.states, *own):
+                        states.keep(span.request.state_place, span.checkpoint)
         for i in self._readers:
             if mine := [span for span in spans if i in span.drafts]:
                 with self._link.active():
@@ -145,10 +148,11 @@ class Prompts:
         """
         ahead = group.ahead or [0] * len(group.requests)
         for i in group.plan.draft_lens:
+            read = read_before(group, i, i in self._cache.draft_states)
             behind = [
-                Span(s, s.draft_lens[i], s.cache_len)
-                for s, more in zip(group.requests, ahead, strict=True)
-                if not more and is_behind(s, i, group.plan.catch_up)
+                Span(s, s.draft_lens[i], count)
+                for s, count, more in zip(group.requests, read, ahead, strict=True)
+                if not more and s.draft_lens[i] < count
             ]
             for spans in split_spans(behind, self._prefill_chunk):
                 self._read(i, spans)

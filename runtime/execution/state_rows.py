@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specc.runtime.backends.step_io import DRAFT_STATES, seen_by
 from specc.runtime.scheduling.batch import Span, StepGroup
-from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.state_slabs import NOWHERE, StateSlabs
 
 # nodes of a tree that are committed in any case
@@ -38,9 +37,19 @@ def state_rows(places: Sequence[int]) -> Tensor:
     return torch.tensor([(place, _ROOT) for place in places], dtype=torch.int32)
 
 
-def is_behind(request: Request, draft: int, catch_up: int) -> bool:
-    """Whether a draft has to read tokens before a step whose first level reads so many."""
-    return request.draft_lens[draft] < request.cache_len + 1 - catch_up
+def read_before(group: StepGroup, draft: int, keeps_states: bool) -> list[int]:
+    """Tokens of each request that a draft has read before its step begins.
+
+    They may be fewer than are committed, as far as its first level reads the others. Where states
+    after a part of the step are kept for later requests, a draft that has some has read all.
+    """
+    found, reached = [], group.plan.catch_up - 1
+    none = [None] * len(group.requests)
+    for request, kept in zip(group.requests, group.kept or none, strict=True):
+        length = request.draft_lens[draft]
+        is_behind = length < request.cache_len - reached
+        found.append(request.cache_len if is_behind or (kept and keeps_states) else length)
+    return found
 
 
 def states_of_drafts(group: StepGroup, stateful: Collection[int]) -> dict[str, Tensor]:
@@ -54,10 +63,7 @@ def states_of_drafts(group: StepGroup, stateful: Collection[int]) -> dict[str, T
     for number, drafter in ((x.number, x) for x in plan.models):
         if number not in stateful:
             continue
-        seen = [
-            x.cache_len if is_behind(x, number, plan.catch_up) else x.draft_lens[number]
-            for x in group.requests
-        ]
+        seen = read_before(group, number, True)
         found[seen_by(drafter.name)] = torch.tensor(seen, dtype=torch.int32)
     if found:
         found[DRAFT_STATES] = state_rows([x.state_place for x in group.requests])

@@ -98,6 +98,8 @@ class StateSlabs:
         self.replay = [_zeros(s, (*rows, s.columns), device) for s in shapes]
         self._kept = [_zeros(s, (sizes.num_kept, *s.shape), device) for s in shapes]
         self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
+        # checkpoints that hold states; of a target, all that are found do
+        self.filled: set[int] = set()
         self._free = list(range(sizes.num_places))
 
     @property
@@ -131,6 +133,7 @@ class StateSlabs:
 
     def keep(self, place: int, checkpoint: int) -> None:
         """Copy the states of a request to a reserved checkpoint; queued after its last pass."""
+        self.filled.add(checkpoint)
         for states, kept in zip(self.states, self._kept, strict=True):
             kept[:, checkpoint] = states[:, place]
 

@@ -423,7 +423,5 @@ def plan_model_memory(
     # a draft without layers reads no prompt
     shapes = [prefill, step] if program.layers or program.state_layers else [step]
     sizes = (limits.cache_rows(), shapes, batch * rows)
-    # drafts read what prefixes share again
-    kept = kept_states(limits.state_checkpoints) if program.name == TARGET else 0
-    states = StateCounts(batch, replay_rows(plans), kept)
+    states = StateCounts(batch, replay_rows(plans), kept_states(limits.state_checkpoints))
     return plan_memory(program, dtype, *sizes, facts.attention, facts.decoded_bytes, states)

@@ -234,9 +234,8 @@ def build_hybrid(
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs, pool_blocks)
     sizes = StateSizes(max_num_seqs, replay_rows(plans), num_checkpoints, grid)
     states = StateSlabs(state_shapes(), sizes) if is_hybrid else None
-    alone = StateSizes(max_num_seqs, replay_rows(plans))
     of_drafts = {
-        i: StateSlabs(state_shapes(), alone, model=name)
+        i: StateSlabs(state_shapes(), sizes, model=name)
         for i, name in enumerate(names if drafts_itself else ())
     }
     slab = (1, HEADS, HEAD_DIM)

@@ -134,6 +134,38 @@ def test_prefixes(is_hybrid: bool, plain: PlainStates) -> None:
     assert min(hits[0]) >= 16
 
 
+@pytest.mark.parametrize(
+    "plan", only([CHAIN, DYNAMIC], [*PLANS, MERGED]), ids=lambda plan: plan.name
+)
+def test_chats_go_on_with_states_of_both(
+    plan: SpecPlan, plain: PlainStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft has states of a prefix, too; of a shorter one, where that ended with a leaf that it
+    had not read.
+    """
+    admit, lengths = Request.admit, []
+
+    def noted(request: Request, blocks: list[int], num_cached: int, lens: Sequence[int]) -> None:
+        lengths.append((num_cached, *lens))
+        admit(request, blocks, num_cached, lens)
+
+    monkeypatch.setattr(Request, "admit", noted)
+    engine = build_hybrid(
+        [plan], prefill_chunk=11, num_checkpoints=20, grid=8, max_seq_len=160, drafts_itself=True
+    )
+    policy, history, ends = InTurn(plan), prompt_of(19), [0]
+    core = EngineCore(engine, policy=policy)
+    for turn in range(6):
+        (request,) = run(core, [history], 9 + turn, lambda: plain.check(core))
+        ends.append(len(history) + len(request.output_token_ids) - 1)
+        history = [*history, *request.output_token_ids, *prompt_of(2 + turn, turn)]
+    assert [count for count, *_ in lengths] == [end // 8 * 8 for end in ends[:-1]]
+    # prompts have left some in any case
+    assert all(16 <= draft <= count for count, *drafts in lengths[1:] for draft in drafts)
+    assert sum(count == draft for count, draft, *_ in lengths[1:]) >= 2
+    assert policy.num_right > 6
+
+
 def test_requests_that_give_way(plain: PlainStates) -> None:
     """They come back to another place, and the draft reads everything again."""
     engine = build_hybrid([CHAIN, TREE], pool_blocks=20, drafts_itself=True)
