@@ -61,9 +61,11 @@ def recurrences_are_trees(program: Program) -> bool:
     """Every convolution and recurrence over tokens has a state and replay rows of its own."""
     calls = program.calls(ops.tree_conv, ops.tree_recurrence)
     count, held = len(program.state_layers), sorted(program.states.values())
-    wanted = [(number, part) for number in range(count) for part in ("rows", "state")]
-    has_input = (STATES in program.runtime_inputs) == bool(count)
-    return has_input and len(calls) == count and held == wanted
+    # numbers of a second program are those of its target's layers
+    numbers = sorted({number for number, _ in held})
+    wanted = [(number, part) for number in numbers for part in ("rows", "state")]
+    has_input = STATES in program.runtime_inputs or not count
+    return has_input and len(calls) == count == len(numbers) and held == wanted
 
 
 def attention_is_a_tree(program: Program) -> bool:

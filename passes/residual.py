@@ -55,6 +55,8 @@ def stream_values(program: Program) -> list[fx.Node]:
 
 # of a layer that has one of these, all calls that mix tokens are one layer's
 _OVER_STATES = (ops.tree_conv, ops.tree_recurrence)
+# calls that mix tokens
+MIXERS = (ops.tree_attention, *_OVER_STATES)
 _SKIPPED = "leave out --draft self:layers and self:skip: this model's layers cannot be skipped"
 
 
@@ -71,7 +73,7 @@ def layer_regions(program: Program, do: str = _SKIPPED) -> list[LayerRegion]:
     Raises:
         UnsupportedGraphError: no such values between two attentions, or values that lead past all.
     """
-    calls = program.calls(ops.tree_attention, *_OVER_STATES)
+    calls = program.calls(*MIXERS)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     values = stream_values(program)
     before = [node for node in values if calls and order[node] < order[calls[0]]]

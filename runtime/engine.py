@@ -34,6 +34,7 @@ from specc.runtime.profile import load_profile
 from specc.runtime.ranks.rank_options import RankOptions
 from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
+from specc.runtime.scheduling.state_slabs import StateSlabs
 from specc.runtime.shared_loop import FairLock
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.allocator import give_back
@@ -116,6 +117,14 @@ class Engine:
     def grammars(self) -> Grammars:
         """Compiled grammars of structured outputs."""
         return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
+    def states_of(self, model: Model) -> StateSlabs | None:
+        """States that the layers of a program read; None where they keep none."""
+        for number, states in self.cache.draft_states.items():
+            if self.drafts[number] is model:
+                return states
+        own = (self.target, *self.self_drafts.values())
+        return self.cache.states if any(x is model for x in own) else None
 
     @property
     def policy(self) -> str:

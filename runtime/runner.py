@@ -23,6 +23,7 @@ from specc.runtime.execution.draws import BegunModel, DrawnPrograms, drawn_step
 from specc.runtime.execution.kept_states import KeptStates
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.execution.prompts import Prompts
+from specc.runtime.execution.state_rows import states_of_drafts
 from specc.runtime.outputs.step_logprobs import logprobs_after
 from specc.runtime.scheduling.batch import Batch, PendingBatch, RunResult, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
@@ -120,7 +121,10 @@ class Runner:
 
     def inputs(self, group: StepGroup) -> StepInputs:
         """What a group brings to its step, which comes next."""
-        inputs = self._rows.inputs(group.requests, group.extra, group.ahead)
+        extra = group.extra
+        if self._cache.draft_states:
+            extra = {**extra, **states_of_drafts(group, self._cache.draft_states)}
+        inputs = self._rows.inputs(group.requests, extra, group.ahead)
         inputs = self._kept.begin(group, inputs)
         masks = DraftMasks.of(group.requests, group.plan)
         return inputs if masks is None else inputs._replace(mask_drafts=masks)

@@ -33,6 +33,7 @@ class CompileRequest:
         schemes: model → how its checkpoint is quantized, where it is.
         dtypes: of the models.
         keeps_states: layers of the target keep states, which is known once it is traced.
+        stateful_drafts: draft models whose layers keep states.
     """
 
     config: Any
@@ -46,6 +47,7 @@ class CompileRequest:
     schemes: Mapping[str, str] = field(default_factory=dict)
     dtypes: Sequence[str] = ()
     keeps_states: bool = False
+    stateful_drafts: Collection[str] = ()
 
     @property
     def self_drafts(self) -> list[Any]:

@@ -163,6 +163,16 @@ PARTS_OF_STATES = Feature(
     "a hybrid for several ranks or stages",
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
 )
+STATEFUL_DRAFT = Feature(
+    "a draft model whose layers keep states (hybrids)",
+    lambda x: next(
+        (f"{name}, a draft whose layers keep states" for name in x.stateful_drafts), None
+    ),
+)
+SELF_DRAFT_OF_STATES = Feature(
+    "a self-draft of a target whose layers keep states",
+    lambda x: SELF_DRAFT.given(x) if x.keeps_states else None,
+)
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 
 _STAGED = (
@@ -415,8 +425,36 @@ REFUSALS: tuple[Refusal, ...] = (
     *(
         Refusal(STATES, other, needed, do, "{a}, and {b}")
         for other, needed, do in (
-            (SELF_DRAFT, "a draft that does not pass through these layers", "pass another draft"),
             (CALIBRATION, "weights that are rounded without texts", "leave out {other}"),
+        )
+    ),
+    Refusal(
+        STATEFUL_DRAFT,
+        Backends(lambda facts, options: facts.drafts_keep_states),
+        "a backend whose steps tell a draft what its states have seen: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    Refusal(
+        SELF_DRAFT_OF_STATES,
+        Backends(lambda facts, options: facts.drafts_keep_states),
+        "a backend whose steps let a draft read the target's states: {backends}",
+        "pass --backend {taker}, or another draft",
+        "{a}, and the backend {b}",
+    ),
+    *(
+        Refusal(
+            draft,
+            other,
+            needed,
+            "leave out {other}, or choose another draft",
+            "{a}, and {b}",
+        )
+        for draft in (STATEFUL_DRAFT, SELF_DRAFT_OF_STATES)
+        for other, needed in (
+            (RANKS, "one rank, which has all states that the draft reads"),
+            (STAGES, "one rank, which has all states that the draft reads"),
+            (SEGMENTS, "a target that is one program"),
         )
     ),
 )

@@ -14,6 +14,7 @@ from specc.runtime.backends.step_io import StepInputs
 from specc.runtime.constraints.grammar_masks import mask_roots
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.execution.pass_inputs import causal_inputs
 from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Span
 from specc.runtime.scheduling.request import Request
@@ -254,15 +255,14 @@ class NearTies:
         runner, cache = self._core.runner, self._core.engine.cache
         count = cache.shape.blocks_for(len(context), 1)
         again.blocks = cache.allocator.allocate(count)
-        if cache.states is not None:
-            again.state_place = cache.states.take()
+        if cache.places is not None:
+            again.state_place = cache.places.take()
         try:
             rows = cache.history_rows(again.blocks, 0, len(context))
             cache.record(rows, torch.tensor(context))
             last = torch.tensor([len(context) - 1])
-            logits = runner._prompts.causal_pass(
-                self._core.engine.target, [Span(again, 0, len(context))], last
-            )
+            inputs = causal_inputs([Span(again, 0, len(context))], cache, last)
+            logits = self._core.engine.target(*inputs.of_model(cache.states is not None))
             drawn = []
             for sign in (1, -1):
                 moved = logits.clone()
@@ -271,7 +271,7 @@ class NearTies:
                 drawn += runner._prompts.first_tokens(mask_roots(moved, [whole]), [again]).tolist()
         finally:
             cache.allocator.free(again.blocks)
-            if cache.states is not None:
-                cache.states.give_back(again.state_place)
+            if cache.places is not None:
+                cache.places.give_back(again.state_place)
         if tuple(drawn) != pair:
             refuse(request, wanted, position)

@@ -183,7 +183,7 @@ def save_tiny(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     model = build_model(name, seed, noise, **changes)
     if noise and name in HYBRIDS:
-        # no engine takes drafts whose layers keep states
+        # one that keeps no states; `test_hybrid_architectures.py` has others
         model = hybrids.draft_of(build_model(name, seed, **changes))
     model.save_pretrained(directory)
     byte_tokenizer().save(str(directory / "tokenizer.json"))

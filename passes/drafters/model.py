@@ -7,10 +7,11 @@ from torch import fx
 
 from specc.drafters.drafter import Drafter
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
+from specc.passes.drafters.draft_states import DraftStates
 from specc.passes.step.draft_dynamic import draft_dynamic
 from specc.passes.step.draft_levels import draft_tree
 from specc.passes.step.proposer import Grower, Proposals, Proposer
-from specc.passes.step.step_graph import StepGraph
+from specc.passes.step.step_graph import DRAFT_STATES, StepGraph
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
 
@@ -52,11 +53,15 @@ class ModelGrower(LevelGrower):
 
         A draft model has not seen the leaf that the last step accepted, nor what only other drafts
         proposed. Feeding all that it can lack is idempotent and keeps the shape; tokens before the
-        sequence have negative slots, which makes them dead.
+        sequence have negative slots, which makes them dead. Where layers keep states, so are tokens
+        that these have seen.
         """
         batch, count = g.batch, self.num_first
         nodes = g.arange(1 - count, 1, 1, torch.int32)
         slots, positions = g.rows(nodes, nodes, self.rows_before)
+        states = DraftStates.of(g, self.program)
+        if states is not None:
+            slots = states.unseen(slots, count)
         total = g.multiple(batch, count)
         return g.model(
             self.program,
@@ -64,10 +69,11 @@ class ModelGrower(LevelGrower):
             positions,
             g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
             slots,
-            self.length,
+            self.length if states is None else states.seen,
             None,
             g["block_table"],
             g.arange(count - 1, total, count, torch.int64),
+            *([] if states is None else [states.first]),
             *self.first_features(g, slots),
         )
 
@@ -78,6 +84,10 @@ class ModelGrower(LevelGrower):
     def features(self, g: StepGraph, parents: fx.Node | None) -> list[fx.Node]:
         """Rows of features that nodes below it read."""
         return []
+
+    def states(self, g: StepGraph) -> list[fx.Node]:
+        """What nodes below the root are told of its layers' states, where they keep some."""
+        return [g[DRAFT_STATES]] if self.program in g.stateful else []
 
     def slots(self, g: StepGraph, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Rows of nodes, and their positions."""
@@ -115,6 +125,7 @@ class ModelGrower(LevelGrower):
             ancestors,
             self.block_table(g),
             g.arange(0, g.multiple(batch, count), 1, torch.int64),
+            *self.states(g),
             *features,
         )
 

@@ -10,7 +10,7 @@ from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.model import ModelGrower
 from specc.passes.drafters.view_inputs import ViewInputs
 from specc.passes.step.proposer import Proposer
-from specc.passes.step.step_graph import TARGET, StepGraph
+from specc.passes.step.step_graph import STATES, TARGET, StepGraph
 from specc.speculation.plans import SpecPlan
 
 
@@ -37,6 +37,16 @@ class SelfGrower(ModelGrower):
         root = g.constant("view_root", torch.ones(1, 1, dtype=torch.int64))
         ancestors = g.repeat_rows(root, g.batch)
         return self.feed_level(g, g.last(g["last_tokens"], 1), ancestors, 0, 1, 0)
+
+    def states(self, g: StepGraph) -> list[fx.Node]:
+        """No node is certain, the root neither: the states are the target's, which folds it.
+
+        Rows that nodes leave are written again by verification, as those of K and V are.
+        """
+        if TARGET not in g.stateful:
+            return []
+        places = g.column(g[STATES], 0, 1)
+        return [g.cat(places, g.call(torch.ops.aten.full_like.default, places, 0))]
 
     def slots(self, g: StepGraph, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
         slots, positions = super().slots(g, nodes, depths)

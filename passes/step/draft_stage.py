@@ -24,6 +24,7 @@ def draft_stage(
     is_padded: bool = False,
     block_size: int = 0,
     windowed: Collection[str] = (),
+    stateful: Collection[str] = (),
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
@@ -34,8 +35,9 @@ def draft_stage(
     says it of each node with children: of one of them.
     """
     g = StepGraph(
-        constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed
-    )
+        constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed,
+        stateful=stateful,
+    )  # fmt: skip
     if plan.is_static:
         outputs = _static(g, plan)
     elif plan.dynamic is not None:

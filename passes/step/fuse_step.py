@@ -9,8 +9,9 @@ STEP_OUTPUTS.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from specc.artifact.state_entry import CONV, StateGeometry
 from specc.passes.step.draft_stage import draft_stage, num_levels
 from specc.passes.step.step_graph import (
     BLOCK_MASS,
+    DRAFT_STATES,
     HISTORY,
     STATES,
     STEP_INPUTS,
@@ -81,6 +83,7 @@ def fuse_step(
     reads_winners: bool = False,
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
+    draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
 ) -> StepProgram:
     """Compose the step of a plan.
 
@@ -96,14 +99,18 @@ def fuse_step(
         windowed: self-drafts whose programs see a part of the cache by themselves; others get
             another block table.
         states: of each slab of states that the target's layers keep.
+        draft_states: draft model → the same of its layers, where they keep some.
     """
     reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
-        stages["draft"] = draft_stage(plan, constants, is_padded, block_size, windowed)
+        stateful = {*draft_states, *([TARGET] if states else [])}
+        given = is_padded, block_size, windowed, stateful
+        stages["draft"] = draft_stage(plan, constants, *given)
     stages["verify"] = _verify_stage(plan, constants, reads_winners, bool(states))
-    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, states)
+    kept = {TARGET: states, **draft_states}
+    stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, kept)
     return StepProgram(plan, constants, stages)
 
 
@@ -212,7 +219,7 @@ def _accept_commit_stage(
     slabs: dict[str, int],
     constants: dict[str, torch.Tensor],
     reads_winners: bool,
-    states: Sequence[StateGeometry],
+    states: Mapping[str, Sequence[StateGeometry]],
 ) -> fx.Graph:
     """Walk the trees, move the accepted rows, and say where each sequence stands."""
     num_nodes, max_depth = plan.num_nodes, plan.max_depth
@@ -238,20 +245,23 @@ def _accept_commit_stage(
         for i in range(slabs[model] if moves_rows else 0):
             slab = g[slab_name(model, i)]
             g.call(specc.commit_kv.default, slab, source, targets, g["block_table"])
-        if model == TARGET and plan.speculates:
+        if plan.speculates:
             # without a tree, the only node is in the states: the pass has folded it
-            _fold_states(g, states, source)
+            _fold_states(g, model, states.get(model, ()), source)
     run = (g["last_tokens"], output_tokens, num_accepted)
     g.call(specc.record_tokens.default, g[HISTORY], g["block_table"], g["cache_len"], *run)
     outputs["next_last_tokens"] = g.call(specc.next_tokens.default, *run)
     return g.finish(**outputs)
 
 
-def _fold_states(g: StepGraph, states: Sequence[StateGeometry], source: fx.Node) -> None:
+def _fold_states(
+    g: StepGraph, model: str, states: Sequence[StateGeometry], source: fx.Node
+) -> None:
     """Fold what accepted nodes have brought into the states, after that of the root."""
+    places = STATES if model == TARGET else DRAFT_STATES
     for index, slab in enumerate(states):
-        state, rows = (g[name] for name in state_names(index))
-        given = state, rows, source, g["cache_len"], g[STATES]
+        state, rows = (g[name] for name in state_names(model, index))
+        given = state, rows, source, g["cache_len"], g[places]
         if slab.kind == CONV:
             g.call(specc.fold_conv.default, *given)
         else:

@@ -27,6 +27,8 @@ CHOSEN_BLOCKS = "chosen_blocks"
 BLOCK_MASS = "block_mass"
 # [B, 2] i32 of targets whose layers keep states: places in these, and how many nodes are certain
 STATES = "states"
+# the same of drafts whose layers keep states, for nodes after the committed ones
+DRAFT_STATES = "draft_states"
 
 
 class StepGraph:
@@ -38,6 +40,7 @@ class StepGraph:
         is_padded: model programs write the nodes of a pass to rows that follow each other.
         block_size: rows of a block of the caches, which views count in.
         windowed: self-drafts whose programs see a part of the cache by themselves.
+        stateful: models whose layers keep states.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class StepGraph:
         is_padded: bool = False,
         block_size: int = 0,
         windowed: Collection[str] = (),
+        stateful: Collection[str] = (),
     ) -> None:
         self.graph = fx.Graph()
+        self.stateful = stateful
         self.is_padded = is_padded
         self.block_size = block_size
         self.windowed = windowed
@@ -167,9 +172,14 @@ def slab_name(model: str, index: int) -> str:
     return f"{model}_slab_{index}"
 
 
-def state_names(index: int) -> tuple[str, str]:
-    """Environment names of a slab of the target's states, and of that of their replay rows."""
-    return f"{TARGET}_states_{index}", f"{TARGET}_replay_{index}"
+def state_names(model: str, index: int) -> tuple[str, str]:
+    """Environment names of a slab of a model's states, and of that of their replay rows."""
+    return f"{model}_states_{index}", f"{model}_replay_{index}"
+
+
+def seen_name(draft: str) -> str:
+    """Environment name of how many tokens [B] int32 of each sequence a draft's states have seen."""
+    return f"seen_by_{draft}"
 
 
 def slots_name(model: str) -> str:

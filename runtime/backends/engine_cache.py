@@ -76,13 +76,17 @@ def make_cache(
         model.name: stored_row(1, DTYPES[model.dtype], rows_kind)[1] for model in manifest.models
     }
     has_mass = any(entry.plan.chooses_blocks for entry in manifest.plans)
-    states = state_shapes(manifest.models[0])
     sizes = state_sizes(manifest, max_num_seqs, wanted.replay_rows)
+    states = {model.name: state_shapes(model) for model in manifest.models}
     if torch.device(device).type == "cpu":
-        beside = num_bytes(states, sizes)
+        beside = sum(num_bytes(shapes, sizes) for shapes in states.values())
         _check_room(shape, specs, dtypes, 1 if grows or rows is None else rows.total, beside)
-    slabs = StateSlabs(states, sizes, device) if states else None
-    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass, slabs)
+    slabs = [
+        StateSlabs(shapes, sizes, device, name) if shapes else None
+        for name, shapes in states.items()
+    ]
+    drafts = {number: x for number, x in enumerate(slabs[1:]) if x is not None}
+    return KVCache(shape, specs, dtypes, device, rows, grows, has_mass, slabs[0], drafts)
 
 
 def _check_room(
@@ -157,7 +161,7 @@ def state_shapes(model: ModelEntry) -> list[StateShape]:
 
 
 def state_sizes(manifest: Manifest, num_places: int, num_rows: int | None = None) -> StateSizes:
-    """How many states an engine has.
+    """How many states a model has.
 
     Args:
         manifest: of the engine.
@@ -173,10 +177,14 @@ def state_sizes(manifest: Manifest, num_places: int, num_rows: int | None = None
 
 def states_of(model: ModelEntry, cache: KVCache) -> list[tuple[Tensor, Tensor]]:
     """States [places, …] and replay rows [places, R, W] of each layer that keeps some."""
-    if cache.states is None:
+    if not model.state_layers:
         return []
-    states, replay = cache.states.states, cache.states.replay
-    return [(states[x.slab][x.index], replay[x.slab][x.index]) for x in model.state_layers]
+    named = cache.environment
+    found = []
+    for x in model.state_layers:
+        states, replay = (named[f"{model.name}_{part}_{x.slab}"] for part in ("states", "replay"))
+        found.append((states[x.index], replay[x.index]))
+    return found
 
 
 def rows_of(manifest: Manifest) -> CacheRows | None:

@@ -48,7 +48,7 @@ def read_self_draft(path: Path, entry: SelfDraftEntry) -> dict[str, Any]:
         EngineError: the file is absent or no JSON object, or reads caches of other layers.
     """
     program = read_json(path / entry.program_file)
-    check_program(program, MOST_LAYERS)
+    check_program(program, MOST_LAYERS, MOST_LAYERS)
     layers = {item["layer"] for item in program["inputs"] if item["kind"] == "cache"}
     if layers != set(entry.layers):
         raise EngineError(

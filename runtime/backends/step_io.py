@@ -42,7 +42,8 @@ class StepInputs(NamedTuple):
         extra: what only some plans read: `vote_weights` [B, S] float32, `proposals` [B, L] int64,
             `chosen_blocks` [B, C] int64 columns of the block table; and of a step that a device
             replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are,
-            or at most may be. Where layers keep states, `states` [B, 2] int32 of all plans.
+            or at most may be. Where layers keep states, `states` [B, 2] int32 of all plans; where
+            those of drafts do, `draft_states` [B, 2], and `seen_by_<draft>` [B] of each.
         mask_drafts: changes what drafts find likely; steps that a device replays take it
             from `StepExtras` instead.
     """
@@ -78,11 +79,18 @@ class StepValues(Protocol):
 
 # in what the host brings: the places of sequences in the states, and how many nodes are certain
 STATES = "states"
+# the same of drafts, for nodes after the committed ones
+DRAFT_STATES = "draft_states"
 # called after each pass of a draft with its inputs, as of `ModelProgram.forward`, and its logits
 # [R, V]; returns the logits that children are drawn from, and that acceptance takes for q
 MaskDrafts = Callable[[Sequence[Tensor | None], Tensor], Tensor]
 # called between verification and acceptance
 BeforeAccept = Callable[[StepValues], object]
+
+
+def seen_by(draft: str) -> str:
+    """Environment name of the tokens [B] int32 of each sequence that a draft's states have seen."""
+    return f"seen_by_{draft}"
 
 
 def slots_of(draft: str) -> str:

@@ -92,10 +92,11 @@ class DraftMasks:
             b = bisect_right(q_start, place) - 1
             # rows of a block come depth by depth; the first stands for the root
             if self._grammars[b] is not None and not (is_block and wanted[b]):
-                # a causal pass brings the tokens up to the root, which alone has logits
-                words = [1] if ancestors is None or is_block else ancestors[place]
-                node = slots[place] - cache_len[b]
-                node = 0 if is_block else node
+                # a causal pass brings the tokens up to the root, which alone has logits, and may
+                # begin with rows that a draft's states have not seen
+                is_root = ancestors is None or is_block
+                words = [1] if is_root else ancestors[place]
+                node = 0 if is_root else slots[place] - cache_len[b]
                 self._grown[b].add(node, tokens[place], words)
                 wanted[b][node] = row * rows_each
         masks: dict[int, bytes] = {}
@@ -108,6 +109,9 @@ class DraftMasks:
 def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:
     """Whether a pass is that of a block drafter, whose rows with logits read no hidden states."""
     if len(inputs) <= _FEATURES or (features := inputs[_FEATURES]) is None or not logit_rows:
+        return False
+    # where layers keep states, there is a row for each sequence, of numbers from 0 on
+    if len(features) <= max(logit_rows):
         return False
     return bool((features[torch.tensor(logit_rows)] < 0).all())
 

@@ -42,23 +42,23 @@ class PassInputs(NamedTuple):
     block_table: Tensor
     states: Tensor = _NO_STATES
 
-    def of_draft(self, reader: Drafter | None) -> tuple[Tensor | None, ...]:
+    def of_draft(
+        self, reader: Drafter | None, keeps_states: bool = False
+    ) -> tuple[Tensor | None, ...]:
         """For a draft; None is one that reads tokens alone."""
         if reader is None:
-            return self.of_model
+            return self.of_model(keeps_states)
         return self.of_head if reader.facts.hands_on else self.of_block
 
-    @property
-    def of_target(self) -> tuple[Tensor | None, ...]:
-        """In the order of `ModelProgram.forward`."""
-        return (*self.of_model, self.states) if self.states.numel() else self.of_model
+    def of_model(self, keeps_states: bool = False) -> tuple[Tensor | None, ...]:
+        """In the order of `ModelProgram.forward`.
 
-    @property
-    def of_model(self) -> tuple[Tensor | None, ...]:
-        """The same of a model whose layers keep no states."""
+        Args:
+            keeps_states: some of the model's layers do.
+        """
         return (
             self.tokens, self.positions, self.q_start, self.slots, self.cache_len,
-            None, self.block_table, self.logit_rows,
+            None, self.block_table, self.logit_rows, *([self.states] if keeps_states else []),
         )  # fmt: skip
 
     @property
@@ -80,7 +80,7 @@ class PassInputs(NamedTuple):
     def of_block(self) -> tuple[Tensor | None, ...]:
         """The same of a block drafter: hidden states of these tokens, and no logits."""
         return (
-            *self.without_logits().of_model,
+            *self.without_logits().of_model(),
             torch.stack([self.slots, torch.full_like(self.slots, -1)], 1),
         )
 

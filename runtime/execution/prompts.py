@@ -24,6 +24,7 @@ from specc.runtime.execution.link import Link
 from specc.runtime.execution.pass_inputs import PassInputs, causal_inputs, split_spans
 from specc.runtime.execution.prompt_ends import PendingEnds, first_tokens, queue_ends
 from specc.runtime.execution.shared_pass import Begin, at_once, logit_rows
+from specc.runtime.execution.state_rows import read_before
 from specc.runtime.scheduling.batch import Span, StepGroup
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.request import Request
@@ -76,7 +77,7 @@ class Prompts:
         returns waits for it.
         """
         with self._link.active():
-            inputs = self.before_pass(spans).of_target
+            inputs = self.before_pass(spans).of_model(self._cache.states is not None)
             voters = self._votes.of_spans(spans)
             mass = self._votes.mass(voters, len(spans))
             given = (*inputs, *([] if mass is None else [mass]))
@@ -111,9 +112,9 @@ class Prompts:
                 continue  # see `after_pass`
             mine = [span for span in spans if i in span.drafts]
             if mine == spans:
-                draft(*inputs.without_logits().of_model)
+                draft(*inputs.without_logits().of_model(i in self._cache.draft_states))
             elif mine:
-                self.causal_pass(draft, mine)
+                self._read(i, mine)
         return inputs
 
     def after_pass(self, spans: list[Span]) -> None:
@@ -124,8 +125,11 @@ class Prompts:
         if self._cache.states is not None:
             with self._link.active():
                 for span in spans:
-                    if span.checkpoint is not None:
-                        self._cache.states.keep(span.request.state_place, span.checkpoint)
+                    if span.checkpoint is None:
+                        continue
+                    own = [x for i, x in self._cache.draft_states.items() if i in span.drafts]
+                    for states in (self._cache.states, *own):
+                        states.keep(span.request.state_place, span.checkpoint)
         for i in self._readers:
             if mine := [span for span in spans if i in span.drafts]:
                 with self._link.active():
@@ -144,10 +148,11 @@ class Prompts:
         """
         ahead = group.ahead or [0] * len(group.requests)
         for i in group.plan.draft_lens:
+            read = read_before(group, i, i in self._cache.draft_states)
             behind = [
-                Span(s, s.draft_lens[i], s.cache_len)
-                for s, more in zip(group.requests, ahead, strict=True)
-                if not more and s.draft_lens[i] < s.cache_len + 1 - group.plan.catch_up
+                Span(s, s.draft_lens[i], count)
+                for s, count, more in zip(group.requests, read, ahead, strict=True)
+                if not more and s.draft_lens[i] < count
             ]
             for spans in split_spans(behind, self._prefill_chunk):
                 self._read(i, spans)
@@ -156,12 +161,8 @@ class Prompts:
     def _read(self, draft: int, spans: list[Span]) -> None:
         """Feed a draft tokens of several requests, which the target has read."""
         inputs = self._send(causal_inputs(spans, self._cache))
-        self._drafts[draft](*inputs.of_draft(self._readers.get(draft)))
-
-    @torch.inference_mode()
-    def causal_pass(self, model: Model, spans: list[Span], rows: Tensor | None = None) -> Tensor:
-        """Feed spans of several requests; returns [R, V] of the tokens that `rows` names."""
-        return model(*self._send(causal_inputs(spans, self._cache, rows)).of_model)
+        keeps_states = draft in self._cache.draft_states
+        self._drafts[draft](*inputs.of_draft(self._readers.get(draft), keeps_states))
 
     def _send(self, inputs: PassInputs) -> PassInputs:
         return PassInputs(*self._link.send(inputs))

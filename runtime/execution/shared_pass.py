@@ -104,8 +104,16 @@ def tree_tokens(
     )
 
 
-def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
-    """Chunks of prompts; tokens get logits as `Span.logit_places` says."""
+def span_tokens(
+    spans: Sequence[Span], block_table: Tensor, keeps_states: bool = True
+) -> FlatTokens:
+    """Chunks of prompts; tokens get logits as `Span.logit_places` says.
+
+    Args:
+        spans: of requests.
+        block_table: [B, n] int32 of these.
+        keeps_states: the target's layers do, if those of any model do.
+    """
     tokens = [token for s in spans for token in s.request.token_ids[s.start : s.end]]
     positions = torch.tensor([p for s in spans for p in range(s.start, s.end)])
     counts = [s.end - s.start for s in spans]
@@ -121,7 +129,7 @@ def span_tokens(spans: Sequence[Span], block_table: Tensor) -> FlatTokens:
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         block_table,
         logit_rows(spans),
-        states_of_spans(spans),
+        states_of_spans(spans) if keeps_states else None,
     )
 
 

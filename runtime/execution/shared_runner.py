@@ -103,7 +103,7 @@ class SharedRunner(Runner):
             if drawn:
                 draws.append(prompt_draws(batch.prefill))
             table = self._cache.block_table([s.request.blocks for s in batch.prefill])
-            parts.append(span_tokens(batch.prefill, table))
+            parts.append(span_tokens(batch.prefill, table, self._cache.states is not None))
         for place, step in enumerate(steps):
             group = batch.groups[place]
             begin_s = time.perf_counter()
@@ -237,6 +237,8 @@ class RepeatedRunner(SharedRunner):
             and not has_masks(group.requests)
             and not wants_logprobs(group.requests)
             and not self._is_shared(batch)
+            # how much these have seen is the host's to say
+            and not (self._cache.draft_states and group.plan.models)
             and self._steps[group.plan.name].before_accept is None
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,7 @@ class KVCache:
         grows: begin with few of these rows, see `reserve`.
         has_mass: the target says how much attention blocks get.
         states: of a target whose layers keep some; None where none does.
+        draft_states: by number, those of drafts whose layers keep some.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class KVCache:
         grows: bool = False,
         has_mass: bool = False,
         states: StateSlabs | None = None,
+        draft_states: Mapping[int, StateSlabs] = MappingProxyType({}),
     ) -> None:
         self.shape = shape
         self.states = states
+        self.draft_states = draft_states
         self.rows = rows
         # rows of a sequence that there are by now
         self.length = min(rows.total, GROWTH) if rows and grows else rows.total if rows else 0
@@ -177,8 +181,20 @@ class KVCache:
             for i, slab in enumerate(slabs)
         }
         mass = {} if self.block_mass is None else {"block_mass": self.block_mass}
-        states = {} if self.states is None else self.states.environment
-        return slabs | {"history": self.history} | mass | states
+        found = slabs | {"history": self.history} | mass
+        for states in self._all_states:
+            found |= states.environment
+        return found
+
+    @property
+    def places(self) -> StateSlabs | None:
+        """Hands out places, which are the same in the states of all models; None without states."""
+        return next(iter(self._all_states), None)
+
+    @property
+    def _all_states(self) -> list[StateSlabs]:
+        own = [] if self.states is None else [self.states]
+        return [*own, *self.draft_states.values()]
 
     def history_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Places in the flat history of a sequence's positions start … end - 1.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from specc.runtime.scheduling.block_pool import BlockPool
@@ -89,14 +90,34 @@ class PrefixCache:
         self, request: Request, blocks: list[int], draft_lens: list[int], states: StateSlabs
     ) -> Hit:
         """The longest part of a prefix after which states are there."""
-        step = states.sizes.grid // self._size
-        for count in range(len(blocks) // step * step, 0, -step):
-            place = states.checkpoints.find(self._key(request, count - 1))
-            if place is not None:
-                rows = count * self._size
-                lens = [min(length, rows) for length in draft_lens]
-                return Hit(blocks[:count], rows, lens, place)
+        for rows, place in self._kept(request, len(blocks) * self._size, states):
+            lens = [min(length, rows) for length in draft_lens]
+            return Hit(blocks[: rows // self._size], rows, lens, place)
         return Hit([], 0, [0] * len(draft_lens))
+
+    def states_of_draft(
+        self, request: Request, num_rows: int, filled: Collection[int]
+    ) -> tuple[int, int] | None:
+        """Rows of a prefix after which a draft's states are there, and the place of these.
+
+        Args:
+            request: that begins with the prefix.
+            num_rows: of it at most.
+            filled: checkpoints that hold states of the draft.
+        """
+        assert self._states is not None, "it has checkpoints"
+        kept = self._kept(request, num_rows, self._states)
+        return next((item for item in kept if item[1] in filled), None)
+
+    def _kept(
+        self, request: Request, num_rows: int, states: StateSlabs
+    ) -> Iterator[tuple[int, int]]:
+        """Rows of prefixes after which states are there, the longest first, and their places."""
+        grid = states.sizes.grid
+        for rows in range(num_rows // grid * grid, 0, -grid):
+            place = states.checkpoints.find(self._key(request, rows // self._size - 1))
+            if place is not None:
+                yield rows, place
 
     def key_of(self, request: Request, num_rows: int) -> bytes | None:
         """The key of the block that ends a prefix; None while not all of its tokens are known."""

@@ -40,6 +40,8 @@ class RequestBlocks:
         is_paged = bool(cache.shape.block_size) and cache.rows is None
         self._size = cache.shape.rows_per_block
         self._states = states = cache.states
+        self._places = cache.places
+        self._drafts = cache.draft_states
         keeps = states is None or states.sizes.num_checkpoints > 0
         self._shares_prefixes = shares_prefixes and is_paged and keeps
         self._prefixes = PrefixCache(self._pool, self._size, has_heads, states)
@@ -56,7 +58,7 @@ class RequestBlocks:
     @property
     def has_states(self) -> bool:
         """Layers keep states, which no pass gives back what it has changed of."""
-        return self._states is not None
+        return self._places is not None
 
     @property
     def grid(self) -> int:
@@ -81,9 +83,13 @@ class RequestBlocks:
         A block stays free for every request that runs and may still grow, else the next steps
         would take away what was given.
         """
-        if self._states is not None and not self._states.has_room:
+        if self._places is not None and not self._places.has_room:
             return False
         hit = self._find(request)
+        kept = self._states_of_drafts(request, hit)
+        for draft in self._drafts:
+            # rows are of use to a draft as far as its states after them are there, too
+            hit.draft_lens[draft] = kept[draft][0] if draft in kept else 0
         if not self._is_free(request, hit, running):
             return False
         for block in hit.blocks:
@@ -92,11 +98,13 @@ class RequestBlocks:
         request.admit([*hit.blocks, *self._pool.allocate(needed)], hit.num_rows, hit.draft_lens)
         request.num_published = len(hit.blocks)
         request.num_published_of = [length // self._size for length in hit.draft_lens]
-        if self._states is not None:
-            request.state_place = self._states.take()
-            if hit.checkpoint is not None:
+        if self._places is not None:
+            request.state_place = self._places.take()
+            if hit.checkpoint is not None and self._states is not None:
                 self._states.restore(hit.checkpoint, request.state_place)
                 self._states.checkpoints.use(hit.checkpoint)
+            for draft, (_, checkpoint) in kept.items():
+                self._drafts[draft].restore(checkpoint, request.state_place)
         return True
 
     def can_share(self, request: Request) -> bool:
@@ -259,10 +267,8 @@ class RequestBlocks:
         # a step that is longer than the grid could come past two of them
         if rows is None or not rows <= most <= self.grid:
             return None
-        if (place := self._states.checkpoints.reserve()) is None:
-            return None
-        self._reserved.add(place)
-        return Kept(place, request.cache_len + rows)
+        place = self._reserve()
+        return None if place is None else Kept(place, request.cache_len + rows)
 
     def _kept(self, span: Span) -> Span:
         assert self._states is not None, "there is a grid"
@@ -273,10 +279,15 @@ class RequestBlocks:
         if key is not None and (known := checkpoints.find(key)) is not None:
             checkpoints.use(known)
             return span
-        if (place := checkpoints.reserve()) is None:
-            return span
-        self._reserved.add(place)
-        return replace(span, checkpoint=place)
+        return replace(span, checkpoint=self._reserve())
+
+    def _reserve(self) -> int | None:
+        assert self._states is not None, "there is a grid"
+        if (place := self._states.checkpoints.reserve()) is not None:
+            self._reserved.add(place)
+            for states in self._drafts.values():
+                states.filled.discard(place)
+        return place
 
     def hold(self, requests: Iterable[Request]) -> None:
         """A batch in flight uses the blocks of these requests, whatever becomes of them."""
@@ -330,8 +341,8 @@ class RequestBlocks:
         self._free_place(request)
 
     def _free_place(self, request: Request) -> None:
-        if self._states is not None and request.state_place != NOWHERE:
-            self._states.give_back(request.state_place)
+        if self._places is not None and request.state_place != NOWHERE:
+            self._places.give_back(request.state_place)
             request.state_place = NOWHERE
 
     def _is_free(self, request: Request, hit: Hit, running: Sequence[Request]) -> bool:
@@ -346,6 +357,16 @@ class RequestBlocks:
             # whose prompt is scored needs the logits of all of it
             return Hit([], 0, [0] * len(request.draft_lens))
         return self._prefixes.find(request)
+
+    def _states_of_drafts(self, request: Request, hit: Hit) -> dict[int, tuple[int, int]]:
+        """By draft, rows that it goes on after, and the checkpoint of its states."""
+        if hit.checkpoint is None:
+            return {}
+        found = {
+            draft: self._prefixes.states_of_draft(request, hit.draft_lens[draft], states.filled)
+            for draft, states in self._drafts.items()
+        }
+        return {draft: item for draft, item in found.items() if item is not None}
 
     def _blocks_of(self, num_rows: int) -> int:
         return min(-(-num_rows // self._size), self._shape.blocks_per_sequence)

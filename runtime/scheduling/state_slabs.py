@@ -1,7 +1,8 @@
 """States of layers that keep one for each sequence, however long it is (docs/design/states.md).
 
 A request has one place in all slabs from its admission to its end. Its states are those of exactly
-its committed rows: a pass folds what is certain, the end of a step folds the accepted path.
+its committed rows, and of a draft those of the rows that it has read: a pass folds what is certain,
+the end of a step folds the accepted path.
 """
 
 from __future__ import annotations
@@ -106,9 +107,10 @@ class StateSlabs:
     """States and replay rows of all requests, and states that are kept for later ones.
 
     Args:
-        shapes: of each slab pair of the target.
+        shapes: of each slab pair of the model.
         sizes: of all of them.
         device: that they lie on.
+        model: whose layers keep them.
     """
 
     def __init__(
@@ -116,8 +118,9 @@ class StateSlabs:
         shapes: Sequence[StateShape],
         sizes: StateSizes,
         device: torch.device | str = "cpu",
+        model: str = "target",
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self._model = sizes, model
         self._shapes, self._device = list(shapes), device
         # [L, places, …] states, [L, places, R, W] replay rows, [L, kept, …] states of prefixes
         self.states = [_zeros(s, (sizes.num_places, *s.shape), device) for s in shapes]
@@ -125,6 +128,8 @@ class StateSlabs:
         self.replay = [_zeros(s, (*rows, s.columns), device) for s in shapes]
         self._kept = [_zeros(s, (sizes.num_kept, *s.shape), device) for s in shapes]
         self.checkpoints = StateCheckpoints(sizes.num_checkpoints)
+        # checkpoints that hold states; of a target, all that are found do
+        self.filled: set[int] = set()
         self._free = list(range(sizes.num_places))
         self._saved: list[Tensor] = []
         # tells ranks that have the other parts of what is copied
@@ -133,8 +138,9 @@ class StateSlabs:
     @property
     def environment(self) -> dict[str, Tensor]:
         """What step programs know by name: `target_states_0`, `target_replay_0`, …"""
-        states = {f"target_states_{i}": slab for i, slab in enumerate(self.states)}
-        return states | {f"target_replay_{i}": slab for i, slab in enumerate(self.replay)}
+        model = self._model
+        states = {f"{model}_states_{i}": slab for i, slab in enumerate(self.states)}
+        return states | {f"{model}_replay_{i}": slab for i, slab in enumerate(self.replay)}
 
     @property
     def slabs(self) -> list[Tensor]:
@@ -166,6 +172,7 @@ class StateSlabs:
     def keep(self, place: int, checkpoint: int) -> None:
         """Copy the states of a request to a reserved checkpoint; queued after its last pass."""
         self._tell(StateMove.KEEP, place, checkpoint)
+        self.filled.add(checkpoint)
         for states, kept in zip(self.states, self._kept, strict=True):
             kept[:, checkpoint] = states[:, place]
 

@@ -78,6 +78,7 @@ class BackendFacts:
         most_latent: columns of a latent that its attention takes, and of what heads share beside
             it; None is any.
         keeps_states: layers may keep states (convolutions and recurrences over tokens).
+        drafts_keep_states: those of a draft model, too.
         expands_prompts: a pass with many tokens of a sequence may attend to what latents expand to.
     """
 
@@ -114,6 +115,7 @@ class BackendFacts:
     most_latent: tuple[int, int] | None = None
     expands_prompts: bool = True
     keeps_states: bool = False
+    drafts_keep_states: bool = False
 
     def most_voting_dim(self, dtype: str) -> int | None:
         """Largest heads whose queries can vote on blocks in this type; None is any."""
@@ -199,6 +201,7 @@ register(
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
+        drafts_keep_states=True,
     )
 )  # fmt: skip
 register(
@@ -221,6 +224,7 @@ register(
         takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
+        drafts_keep_states=True,
     )
 )  # fmt: skip
 register(

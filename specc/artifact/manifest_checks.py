@@ -49,8 +49,11 @@ def check_models(models: Sequence[ModelEntry]) -> None:
         check_relative(model.dir)
         _check_taps(model)
         check_states(model.name, model.state_layers, model.state_slabs)
-        if model.state_layers and model is not models[0]:
-            raise invalid(f"{model.name} has layers that keep states", "such a target alone")
+        if model.state_layers and model.reads_hidden:
+            raise invalid(
+                f"{model.name} reads hidden states, and has layers that keep states",
+                "one of the two",
+            )
         if model.reads_hidden and (model is models[0] or models[0].taps is None):
             raise invalid(f"{model.name}.head, and no taps of the target", "a target with taps")
         for layer in model.layers:

@@ -339,7 +339,7 @@ class SelfDraftEntry(ProgramFiles):
 
     Args:
         name: of the draft, in plans; `dir` holds program.json.
-        layers: that it has, of the target's, ascending.
+        layers: that it has, of the target's that attend, ascending.
         is_windowed: its attention sees a part of the rows by itself; else its steps let it.
     """
 

@@ -95,10 +95,11 @@ class ScoredEngine:
             positions.int(),
             torch.tensor([start], dtype=torch.int32),
             self._blocks,
-            *states_of_one(self._engine.cache, count),
+            *states_of_one(self._engine.cache.states, count),
         )
         with link.active():
-            logits = self._engine.target(*PassInputs(*link.send(inputs)).of_target)
+            sent = PassInputs(*link.send(inputs))
+            logits = self._engine.target(*sent.of_model(self._engine.cache.states is not None))
             return logits.float().cpu()
 
 

@@ -137,7 +137,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     print_lines(console, (line for describe in lines for line in describe(manifest)))
     console.print()
     console.print(render.layers_table(manifest.models))
-    if manifest.models[0].state_layers:
+    if any(model.state_layers for model in manifest.models):
         console.print(render_states.states_table(manifest.models))
     print_lines(console, _kernel_lines(engine, manifest))
     tokenizer = manifest.tokenizer

@@ -85,13 +85,15 @@ def source_lines(manifest: Manifest) -> list[str]:
 
 def self_draft_lines(manifest: Manifest) -> list[str]:
     """Second programs of the target: their layers, and what they have of their own."""
-    count, lines = len(manifest.models[0].layers), []
+    target, lines = manifest.models[0], []
+    of = f"of {len(target.layers)} layers of the target"
+    of += " that attend" if target.state_layers else ""
     for entry in manifest.self_drafts:
         layout = drafter_of(entry.name).quantization
         weights = f"copies of its weights in {layout} and its caches" if layout else ""
         lines.append(
-            f"{entry.name} runs {len(entry.layers)} of {count} layers of the target"
-            f" ({format_ranges(entry.layers)}) on {weights or 'its weights and caches'}"
+            f"{entry.name} runs {len(entry.layers)} {of} ({format_ranges(entry.layers)})"
+            f" on {weights or 'its weights and caches'}"
         )
     return lines
 

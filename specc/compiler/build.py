@@ -50,6 +50,7 @@ from specc.compiler.engine_files import (
 )
 from specc.compiler.heads import trained_lengths
 from specc.compiler.lent_weights import lend_weights
+from specc.compiler.model_entries import draft_states
 from specc.compiler.self_drafts import self_draft_programs
 from specc.compiler.stages import make_stages, stage_entries
 from specc.compiler.tokenizer import TokenizerFiles
@@ -153,7 +154,8 @@ def build(
             is_cut = parallel is not None
             states = engine.models[0].entry.state_slabs
             kept = engine.context.plans
-            steps = write_steps(writer, kept, slabs, *sizes, is_cut, windowed, states)
+            of_drafts = draft_states([model.entry for model in engine.models])
+            steps = write_steps(writer, kept, slabs, *sizes, is_cut, windowed, states, of_drafts)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
         lengths = trained_lengths(checked.candidates, engine.context.limits.max_seq_len)

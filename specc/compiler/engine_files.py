@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from specc.artifact.engine_writer import EngineWriter
@@ -52,6 +53,7 @@ def write_steps(
     is_cut: bool = False,
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
+    draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
 
@@ -64,10 +66,11 @@ def write_steps(
         is_cut: ranks have parts of the target, and can draw tokens without its logits.
         windowed: self-drafts whose programs see a part of the cache by themselves.
         states: slabs of the states that the target's layers keep.
+        draft_states: draft model → the same of its layers, where they keep some.
     Returns:
         what the manifest says of the plans.
     """
-    fuse = functools.partial(fuse_step, windowed=windowed, states=states)
+    fuse = functools.partial(fuse_step, windowed=windowed, states=states, draft_states=draft_states)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
         step = fuse(plan, slabs, is_padded, block_size)

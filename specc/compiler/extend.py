@@ -13,6 +13,7 @@ from specc.artifact.manifest import MANIFEST_FILE, PROFILE_FILE, Manifest
 from specc.artifact.manifest_entries import MemoryEntry, PlanEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.engine_files import step_file, write_steps
+from specc.compiler.model_entries import draft_states
 from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.speculation.plans import SpecPlan, replay_rows
@@ -106,9 +107,10 @@ class EngineExtension:
         slabs = {model.name: model.num_slabs for model in self._manifest.models}
         is_padded, size = self._backend.facts.is_padded, limits.block_size
         is_cut = self._manifest.parallel is not None
-        windowed, states = self._manifest.windowed, self._manifest.models[0].state_slabs
+        windowed, models = self._manifest.windowed, self._manifest.models
+        states = models[0].state_slabs, draft_states(models)
         self._entries = write_steps(
-            self._writer, plans, slabs, is_padded, size, is_cut, windowed, states
+            self._writer, plans, slabs, is_padded, size, is_cut, windowed, *states
         )
         return plans
 

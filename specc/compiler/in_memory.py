@@ -26,6 +26,7 @@ from specc.compiler.context import (
     plan_model_memory,
 )
 from specc.compiler.heads import taps_of, with_confidence, with_heads
+from specc.compiler.model_entries import draft_states
 from specc.compiler.self_drafts import self_draft_programs
 from specc.config import DEFAULT_MAX_LOGITS_MB, CompileConfig
 from specc.errors import ConfigError, NotCausalLMError
@@ -209,8 +210,14 @@ def _max_seq_len(configs: Sequence[Any], options: ShapeOptions, plans: Sequence[
 
 def _step(plan: SpecPlan, models: Sequence[BenchModel], options: ShapeOptions) -> StepProgram:
     slabs = {model.entry.name: model.entry.num_slabs for model in models}
-    states = models[0].entry.state_slabs
-    step = fuse_step(plan, slabs, block_size=options.block_size, states=states)
+    entries = [model.entry for model in models]
+    step = fuse_step(
+        plan,
+        slabs,
+        block_size=options.block_size,
+        states=entries[0].state_slabs,
+        draft_states=draft_states(entries),
+    )
     if options.acceptance is None or not plan.speculates:
         return step
     return draw_acceptance(

@@ -59,6 +59,15 @@ def state_layout(
     return tuple(layers), tuple(slabs)
 
 
+def draft_states(models: Sequence[ModelEntry]) -> dict[str, tuple[StateSlabEntry, ...]]:
+    """Draft model → slabs of the states that its layers keep, of those that keep some.
+
+    Args:
+        models: of an engine, the target first.
+    """
+    return {model.name: model.state_slabs for model in models[1:] if model.state_slabs}
+
+
 def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
     """The manifest's entry of a model after its last pass."""
     layers, slabs = cache_layout(program)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
@@ -122,7 +123,11 @@ def head_phases(
 
 
 def self_draft_phases(
-    context: CompileContext, draft: Drafter, entry: SelfDraftEntry, is_quantized: bool
+    context: CompileContext,
+    draft: Drafter,
+    entry: SelfDraftEntry,
+    is_quantized: bool,
+    kept: Sequence[int] | None,
 ) -> tuple[Phases, Phases]:
     """Of a second program of the target, from the graph before `FUSE_PHASES`: before and after the
     cut for ranks.
@@ -132,13 +137,14 @@ def self_draft_phases(
         draft: what was asked for.
         entry: which layers it has, and whether it attends to a window.
         is_quantized: the target's checkpoint is.
+        kept: layers that are left, as of `SkipLayers`; None is all.
     """
     view, layout = draft.view, draft.quantization or context.quantization
     first: Phases = (
         (
             DERIVE,
             (
-                partial(SkipLayers, entry.layers),
+                *([] if kept is None else [partial(SkipLayers, kept)]),
                 *(
                     [partial(WindowAttention, KVWindow(view.window, view.sink))]
                     if entry.is_windowed and view is not None

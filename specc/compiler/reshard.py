@@ -41,7 +41,7 @@ from specc.compiler.engine_files import (
     write_steps,
 )
 from specc.compiler.lent_weights import is_lending, move_shared
-from specc.compiler.model_entries import cache_layout, state_layout
+from specc.compiler.model_entries import cache_layout, draft_states, state_layout
 from specc.compiler.phases import BEFORE_CUT, cut_phases, stored_phases, vote_phases
 from specc.compiler.self_drafts import cut_and_lower
 from specc.compiler.stages import make_stages
@@ -98,7 +98,8 @@ def reshard_engine(
         keeps_hidden = old.models[0].kept_taps is not None
         facts, options = backend.facts, backend.options
         request = CompileRequest(config, None, facts, options, reads_hidden=keeps_hidden)
-        refuse(dataclasses.replace(request, keeps_states=bool(old.models[0].state_layers)))
+        stateful, has_states = tuple(draft_states(old.models)), bool(old.models[0].state_layers)
+        refuse(dataclasses.replace(request, keeps_states=has_states, stateful_drafts=stateful))
         context = CompileContext(config, backend, config.plans, old.limits, phases)
         with open_models(engine, old, phases) as models:
             # a draft that was cut is cut again; one that was whole stays with rank 0
@@ -146,8 +147,11 @@ def reshard_engine(
                 write_programs(writer, cut, own)
                 slabs = {model.name: model.entry.num_slabs for model in models}
                 of_cache = (backend.facts.is_padded, old.limits.block_size)
-                is_cut, states = parallel is not None, models[0].entry.state_slabs
-                steps = write_steps(writer, plans, slabs, *of_cache, is_cut, old.windowed, states)
+                is_cut = parallel is not None
+                all_states = models[0].entry.state_slabs, draft_states(old.models)
+                steps = write_steps(
+                    writer, plans, slabs, *of_cache, is_cut, old.windowed, *all_states
+                )
             warnings = []
             for model in cut:
                 with phases.phase(f"write {model.name} weights") as advance:

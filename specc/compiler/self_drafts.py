@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,14 @@ from specc.compiler.compiled_model import CompiledModel, KeptGraphs
 from specc.compiler.context import CompileContext
 from specc.compiler.phases import CUT, cut_phases, self_draft_phases
 from specc.drafters.drafter import Drafter
+from specc.drafters.layers import Layers
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import PassError, PassRecord, Phases, Pipeline
 from specc.passes.program import Program, Weight, constant_key
 from specc.passes.quantize.quantize_linear import QUANTIZE
+from specc.passes.residual import layer_regions
+from specc.passes.rewrite.skip_layers import SkipLayers
 from specc.sharding.shard_plan import RankConstant
 
 
@@ -54,13 +57,15 @@ def self_draft_programs(
     drafts = dict.fromkeys(draft for plan in context.plans for draft in plan.self_drafts)
     made, records = [], []
     for draft in drafts:
-        entry = _entry_of(draft, target, context.limits.max_seq_len)
+        assert target.unfused is not None
+        kept = None if draft.layers is None else _kept(draft, draft.layers, target.unfused)
+        entry = _entry_of(draft, target, context.limits.max_seq_len, kept)
         if entry is None:
             continue
-        assert target.unfused is not None
         program = target.unfused.copy(draft.name)
         found = SelfDraftProgram(program, entry, is_rounded=draft.weights is not None)
-        first, last = self_draft_phases(context, draft, entry, target.source.is_quantized)
+        is_quantized = target.source.is_quantized
+        first, last = self_draft_phases(context, draft, entry, is_quantized, kept)
         with context.timer.phase(f"rewrite {draft.name}"):
             records += cut_and_lower(context, found, target, first, last)
         made.append(found)
@@ -97,11 +102,41 @@ def cut_and_lower(
     return records
 
 
-def _entry_of(draft: Drafter, target: CompiledModel, max_seq_len: int) -> SelfDraftEntry | None:
+def _kept(draft: Drafter, layers: Layers, program: Program) -> tuple[int, ...]:
+    """Layers that a draft has, as `SkipLayers` counts them.
+
+    Raises:
+        ConfigError: all of them, or some that the target does not have.
+    """
+    count = len(layer_regions(program)) if program.state_layers else len(program.layers)
+    kept = layers.kept(count)
+    if len(kept) == count and draft.view is None and draft.weights is None:
+        raise ConfigError(
+            f"--draft {draft.option}, all {count} layers of the target",
+            "fewer layers: a draft that is the target costs what the target costs",
+            "leave some of them out, or let it see a part of the rows:"
+            f" --draft {draft.option},window=512",
+        )
+    return kept
+
+
+def _attending(program: Program, kept: Sequence[int]) -> tuple[int, ...]:
+    """Which of the layers that attend are left, by their number among these."""
+    if not program.state_layers:
+        return tuple(kept)
+    left = program.copy(program.name)
+    SkipLayers(kept).run(left)
+    return tuple(sorted({number for number, _ in left.caches.values()}))
+
+
+def _entry_of(
+    draft: Drafter, target: CompiledModel, max_seq_len: int, chosen: Sequence[int] | None
+) -> SelfDraftEntry | None:
     """None of a draft that calls the target's own program over another block table."""
     layers, view = target.entry.layers, draft.view
     every = tuple(range(len(layers)))
-    kept = every if draft.layers is None else draft.layers.kept(len(layers))
+    assert target.unfused is not None
+    kept = every if chosen is None else _attending(target.unfused, chosen)
     windows = [layers[number].window or layers[number].chunk for number in kept]
     slides = [0 < window < max_seq_len for window in windows]
     has_slopes = any(layer.has_slopes for layer in target.program.layers)
@@ -119,18 +154,12 @@ def _entry_of(draft: Drafter, target: CompiledModel, max_seq_len: int) -> SelfDr
             "a window alone: blocks are chosen for the target's own program",
             "leave out blocks" + ("" if draft.layers is None else ", or layers and skip"),
         )
-    if kept == every and view is None and draft.weights is None:
-        raise ConfigError(
-            f"--draft {draft.option}, all {len(layers)} layers of the target",
-            "fewer layers: a draft that is the target costs what the target costs",
-            "leave some of them out, or let it see a part of the rows:"
-            f" --draft {draft.option},window=512",
-        )
     own_program = draft.weights is not None
     if (
         view is not None
         and kept == every
         and not own_program
+        and not target.entry.state_layers
         and all(slides)
         and view.window >= max(windows)
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specc.compile_request import CompileRequest
 from specc.compiler.context import CompileContext
 from specc.errors import ConfigError
@@ -20,19 +22,22 @@ def check_states(context: CompileContext, program: Program) -> None:
         context: of the compilation.
         program: of a model, just traced.
     Raises:
-        ConfigError: a draft that has such layers, or options that do not go with those of a target.
+        ConfigError: options that do not go with such layers.
     """
     if not any(_name(node.target) in _TRACED for node in program.graph.nodes):
         return
-    if program.name != TARGET:
-        raise ConfigError(
-            f"{program.name}, a draft whose layers keep states",
-            "a draft that attends to its tokens alone, or has no model: the states of drafts would"
-            " have to follow the tokens of every level",
-            "pass another --draft, such as lookup or suffix",
-        )
     facts = context.facts
-    refuse(CompileRequest(context.config, context.plans, facts, facts.options, keeps_states=True))
+    asked = CompileRequest(context.config, context.plans, facts, facts.options)
+    if program.row_inputs:
+        raise ConfigError(
+            f"{program.name}, a draft that reads hidden states, whose layers keep states",
+            "one that attends: hidden states of tokens that were rejected are read again",
+            "choose another draft",
+        )
+    if program.name == TARGET:
+        refuse(replace(asked, keeps_states=True))
+    else:
+        refuse(replace(asked, stateful_drafts=(program.name,)))
 
 
 def _name(target: object) -> str:

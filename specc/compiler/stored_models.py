@@ -305,6 +305,12 @@ class SkippedLayers:
                 "one rank: a second program of the target is not cut",
                 "search in an engine of one rank",
             )
+        if entry.state_layers:
+            raise ConfigError(
+                "an engine whose target's layers keep states",
+                "a target whose layers all attend: states are not read before a search's passes",
+                "compile with --draft self:skip=… of layers that you choose",
+            )
         facts = facts_of(manifest.backend)
         if facts.is_padded or facts.is_on_gpu:
             others = [

@@ -361,8 +361,10 @@ def models_of(plans: Iterable[SpecPlan]) -> dict[int, Drafter]:
 
 
 def replay_rows(plans: Iterable[SpecPlan]) -> int:
-    """Nodes of the largest tree: what layers that keep states note of each, until it is decided."""
-    return max((plan.num_nodes for plan in plans), default=1)
+    """Nodes that a step verifies or a draft is fed, at most: what layers that keep states note of
+    each, until it is decided.
+    """
+    return max((plan.num_rows for plan in plans), default=1)
 
 
 def _number(drafter: Drafter) -> int:

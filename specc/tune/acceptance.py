@@ -26,6 +26,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.execution.state_rows import states_of_one
 from specc.runtime.scheduling.request import Request
+from specc.speculation.tree import pack_bits
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
 
 NONE = -1
@@ -135,6 +136,9 @@ def chains_over(
                     own.append(program(*(x.to(device) for x in inputs)))
             # the target's own rows, up to the next root and in place of the drafts'
             again = tokens[root : root + max(STRIDE, len(fed))]
+            if engine.cache.states is not None:
+                # the states are those up to the next root; its own levels write the rows after it
+                again = again[:STRIDE]
             votes = choosing and choice.is_due(root, views)
             again = again[: len(tokens) - 1 - root]
             _target_pass(engine, again, root, table, choice if votes else None)
@@ -262,11 +266,12 @@ def _level_inputs(
         columns, seen = draft.view.columns(root, size, mass)
     # a level may begin another block
     further = range(columns[-1] + 1, (root + last) // size + 1)
+    states = [] if engine.cache.states is None else [torch.zeros(1, 2, dtype=torch.int32)]
     return (
         torch.tensor(fed[-1:]), torch.tensor([root + last]),
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([seen + last], dtype=torch.int32),
-        torch.tensor([seen + last], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int64),
-        table[:, [*columns, *further]], torch.tensor([0]),
+        torch.tensor([seen], dtype=torch.int32), pack_bits(torch.ones(1, last + 1).bool()),
+        table[:, [*columns, *further]], torch.tensor([0]), *states,
     )  # fmt: skip
 
 
@@ -334,7 +339,7 @@ def causal_pass(
         rows,
     )
     device = engine.cache.device
-    states = states_of_one(engine.cache, len(tokens)) if model is engine.target else []
+    states = states_of_one(engine.states_of(model), len(tokens))
     moved = [x.to(device) for x in (*states, *([] if more is None else [more]))]
     return model(*(x if x is None else x.to(device) for x in inputs), *moved)
 

@@ -36,7 +36,7 @@ def time_pass(
     if _is_head(engine, model):
         # all of them read the target's hidden states, as in the first level of a step
         more = [torch.stack([inputs[3], torch.full_like(inputs[3], -1)], 1)]
-    states = engine.cache.states if model is engine.target else None
+    states = engine.states_of(model)
     if states is not None:
         # as a tree's, where one can be as wide; else as a prompt's
         certain = 1 if width <= states.sizes.num_rows else width

@@ -190,13 +190,24 @@ class PlainStates:
         return count
 
     def check_request(self, core: EngineCore, request: Request) -> None:
-        found = core.engine.cache.states
-        assert found is not None
-        wanted = self.after(request.token_ids[: request.cache_len])
-        for slab, own in zip(found.states, wanted, strict=True):
-            assert torch.equal(slab[:, request.state_place], own), (
-                f"states of {request.request_id} are not those of its {request.cache_len} tokens"
-            )
+        """Compare the states of all models, of drafts with those of the tokens that they read."""
+        cache = core.engine.cache
+        of_target = [] if cache.states is None else [(cache.states, request.cache_len)]
+        of_drafts = [(x, request.draft_lens[i]) for i, x in cache.draft_states.items()]
+        for found, length in (*of_target, *of_drafts):
+            wanted = self.after(request.token_ids[:length]) if length else found.states[:0]
+            for slab, own in zip(found.states, wanted, strict=bool(length)):
+                assert torch.equal(slab[:, request.state_place], own), (
+                    f"{next(iter(found.environment))} of {request.request_id} are not those of its"
+                    f" {length} tokens"
+                )
+
+
+def _bound(slabs: Sequence[Tensor], states: StateSlabs) -> HybridModel:
+    model = HybridModel()
+    model.cache = (slabs[0][0][0], slabs[0][0][1])
+    model.slabs = list(zip(states.states, states.replay, strict=True))
+    return model
 
 
 def build_hybrid(
@@ -209,28 +220,43 @@ def build_hybrid(
     num_checkpoints: int = 0,
     grid: int = 0,
     pool_blocks: int | None = None,
+    drafts_itself: bool = False,
+    is_hybrid: bool = True,
 ) -> Engine:
-    """An engine of the tiny target and, where plans draft with a model, of `Pairs`."""
+    """An engine of the tiny target and, where plans draft with a model, of `Pairs`.
+
+    Where it `drafts_itself`, drafts are the tiny model, too, with states of their own; where it is
+    not `is_hybrid`, the target is `Pairs`, which keeps no states.
+    """
     plans = list(dict.fromkeys([OFF, *plans]))
     names = sorted({name for plan in plans for name in plan.model_names})
     max_nodes = max(1, *(plan.num_rows for plan in plans))
     shape = CacheShape(max_seq_len, max_nodes, block_size, max_num_seqs, pool_blocks)
     sizes = StateSizes(max_num_seqs, replay_rows(plans), num_checkpoints, grid)
-    states = StateSlabs(state_shapes(), sizes)
+    states = StateSlabs(state_shapes(), sizes) if is_hybrid else None
+    of_drafts = {
+        i: StateSlabs(state_shapes(), sizes, model=name)
+        for i, name in enumerate(names if drafts_itself else ())
+    }
     slab = (1, HEADS, HEAD_DIM)
     specs = {"target": [slab], **{name: [slab] for name in names}}
-    cache = KVCache(shape, specs, torch.float32, states=states)
-    target = HybridModel()
-    target.cache = (cache.slabs["target"][0][0][0], cache.slabs["target"][0][0][1])
-    target.slabs = list(zip(states.states, states.replay, strict=True))
-    modules: dict[str, nn.Module] = {"target": target, **{name: Pairs() for name in names}}
+    cache = KVCache(shape, specs, torch.float32, states=states, draft_states=of_drafts)
+    modules: dict[str, nn.Module] = {
+        name: Pairs() if slabs is None else _bound(cache.slabs[name], slabs)
+        for name, slabs in (("target", states), *((x, None) for x in names))
+    }
+    modules |= {names[i]: _bound(cache.slabs[names[i]], x) for i, x in of_drafts.items()}
     geometries = [geometry for _, geometry in SLABS]
+    kept = {
+        "states": geometries if is_hybrid else (),
+        "draft_states": dict.fromkeys(names if drafts_itself else (), geometries),
+    }
     steps = {}
     for plan in plans:
-        made = fuse_step(plan, dict.fromkeys(modules, 1), block_size=block_size, states=geometries)
+        made = fuse_step(plan, dict.fromkeys(modules, 1), block_size=block_size, **kept)
         steps[plan.name] = EagerStep(json.loads(json.dumps(made.to_json())), modules)
     return Engine(
-        target=target,
+        target=modules["target"],  # type: ignore[arg-type]
         drafts=[modules[name] for name in names],  # type: ignore[misc]
         steps=dict(steps),
         cache=cache,

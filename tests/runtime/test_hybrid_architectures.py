@@ -37,21 +37,23 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, models.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def engine_of(zoo: Zoo, name: str, backend: str) -> Engine:
+def engine_of(zoo: Zoo, name: str, backend: str, draft: str = "noisy") -> Engine:
     """Chunks of 48 tokens; what nobody has written yet is noise."""
     config = CompileConfig(
         plans=PLANS, dtype="float32", max_batch_size=5, max_seq_len=240, block_size=16,
         prefill_chunk=48, backend=backend, probe=False,
     )  # fmt: skip
-    files = zoo.checkpoint(name), zoo.checkpoint(name, draft="noisy")
+    files = zoo.checkpoint(name), zoo.checkpoint(name, draft=draft)
 
     def make(path: Path) -> object:
         return engines.build(*files, path, config)
 
-    engine = Engine.load(zoo.once(f"hybrid-{name}-{backend}", make))
+    engine = Engine.load(zoo.once(f"hybrid-{name}-{backend}-{draft}", make))
     assert engine.cache.states is not None
     slabs = [slab for pair in engine.cache.slabs.values() for slab in pair]
-    for slab in (*slabs, *engine.cache.states.states, *engine.cache.states.replay):
+    for states in (engine.cache.states, *engine.cache.draft_states.values()):
+        slabs += [*states.states, *states.replay]
+    for slab in slabs:
         slab.normal_(0.0, 30.0)
     return engine
 
@@ -69,6 +71,21 @@ def test_greedy_equals_generate(zoo: Zoo, name: str, backend: str) -> None:
                 assert outcome.stats.mean_acceptance_length > 1.1, plan.name
     tokens = [zoo.reference(name, prompt, NUM_TOKENS).tokens for prompt in prompts()]
     assert sum(len(set(line)) for line in tokens) / len(tokens) > 5
+
+
+@pytest.mark.default("lfm2-cpu")
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("name", models.HYBRIDS)
+def test_drafts_that_are_their_targets(zoo: Zoo, name: str, backend: str) -> None:
+    """All that they propose is accepted: their states are right."""
+    engine = engine_of(zoo, name, backend, "target")
+    for plan in PLANS:
+        outcome = run_case(zoo, name, engine, plan.name, prompts(), NUM_TOKENS)
+        assert outcome.num_compared == NUM_TOKENS * len(LENGTHS)
+        # a dynamic tree may go on where the likeliest tokens do not, and an output ends in a step
+        least, stats = 1 if plan.dynamic else plan.max_depth, outcome.stats
+        for count in stats.accepted_at_depth[:least]:
+            assert stats.num_spec_steps - count <= len(LENGTHS)
 
 
 @pytest.mark.slow

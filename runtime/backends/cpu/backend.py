@@ -63,6 +63,7 @@ class CpuBackend(RuntimeBackend):
                 caches_of(target, cache),
                 pool,
                 reserve,
+                states_of(target, cache),
             )
             for entry in manifest.self_drafts
         }

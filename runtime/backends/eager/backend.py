@@ -47,6 +47,7 @@ class EagerBackend(RuntimeBackend):
                 weights[target.name],
                 caches_of(target, cache),
                 rehearses=True,
+                states=states_of(target, cache),
             )
             for entry in manifest.self_drafts
         }

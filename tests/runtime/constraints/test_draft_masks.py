@@ -291,6 +291,29 @@ def test_a_grammar_is_at_the_root_after_a_failure(grammars, monkeypatch, calls) 
     assert tree_masks(grammar, [0, c], [-1, 0]) == {0: wanted[2], 1: wanted[3]}
 
 
+def test_a_draft_whose_states_are_behind_begins_at_the_root(grammars) -> None:
+    """Its first level counts rows from those that its states have seen."""
+    a, b = byte_tokenizer(["<|end|>", "<|eot|>"]).encode("ab").ids
+    states = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
+    found = []
+    for lengths, more in (([7, 7], []), ([6, 5], [states])):
+        own = [grammars.start(StructuredOutputsParams(choice=CHOICES)) for _ in range(2)]
+        masks = DraftMasks(own)
+        first = (
+            torch.zeros(6, dtype=torch.int64), None, torch.tensor([0, 3, 6]),
+            torch.tensor([-1, 6, 7, 5, 6, 7]), torch.tensor(lengths), None, None,
+            torch.tensor([2, 5]), *more,
+        )  # fmt: skip
+        second = (
+            torch.tensor([a, b]), None, torch.tensor([0, 1, 2]), torch.tensor([8, 8]),
+            torch.tensor([7, 7]), torch.tensor([[1], [1]]), None, torch.tensor([0, 1]), *more,
+        )  # fmt: skip
+        found.append([masks.rows(first, 2), masks.rows(second, 2)])
+    assert found[0] == found[1]
+    assert list(found[0][0]) == list(found[0][1]) == [0, 1]
+    assert found[0][0][0] != found[0][1][0] != found[0][1][1]
+
+
 def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) -> None:
     """As where it has no row of these tokens; a row that has one keeps to it."""
     first = byte_tokenizer().encode("abc").ids

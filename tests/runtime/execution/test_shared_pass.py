@@ -10,6 +10,7 @@ import torch
 
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
+from specc.runtime.execution.pass_inputs import causal_inputs
 from specc.runtime.execution.shared_pass import span_tokens, tree_tokens
 from specc.runtime.scheduling.batch import Batch, RunResult, Span, StepGroup
 from specc.runtime.scheduling.request import Request
@@ -71,7 +72,7 @@ def run(engine: Engine, is_shared: bool) -> tuple[RunResult, Any]:
                 (core.engine.target, num_rows),
                 (core.engine.drafts[0], request.draft_lens[0]),
             ):
-                core.runner._prompts.causal_pass(model, [Span(request, 0, end)])
+                model(*causal_inputs([Span(request, 0, end)], core.engine.cache).of_model())
         requests.append(request)
     ends, middle, *ready = requests
     groups = [StepGroup(plan, [s]) for plan, s in zip(PLANS[1:], ready, strict=False)]

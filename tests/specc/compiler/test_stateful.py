@@ -29,7 +29,6 @@ from specc.speculation.plans import OFF, SpecPlan
 from tests.specc.compiler.builds import NUM_TOKENS, PROMPTS, Custom, options, refused
 
 LOOKUP = SpecPlan.from_widths((1, 1), ("lookup-2",))
-SELF = SpecPlan.from_widths((1, 1), ("self_w16_s4",))
 
 
 class Hybrid(Custom):
@@ -144,22 +143,6 @@ def test_how_many_are_kept(program, changes, wanted, manifest: Manifest) -> None
     assert (found.state_checkpoints, found.state_grid) == wanted
 
 
-@pytest.mark.parametrize(
-    ("plans", "changes", "found"),
-    [
-        ((SELF,), {}, "--draft self:window=16,sink=4"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together(plans, changes, found) -> None:
-    config, facts = options(*plans, **changes), facts_of("eager")
-    asked = CompileRequest(config, plans, facts, facts.options)
-    refuse(asked)
-    with pytest.raises(ConfigError) as caught:
-        refuse(dataclasses.replace(asked, keeps_states=True))
-    assert caught.value.found == f"a target whose layers keep states, and {found}"
-
-
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_captured_steps_of_several_ranks_fold_nothing(option) -> None:
     facts = dataclasses.replace(facts_of("cuda"), keeps_states=True)
@@ -178,9 +161,9 @@ def test_backends_without_states(backend) -> None:
 
 
 def test_a_hybrid_is_told_apart_when_it_is_traced(tmp_path) -> None:
-    config = options(SELF, backend="eager")
+    config = options(backend="eager", segments=True)
     found = refused(ConfigError, tmp_path, Hybrid(), None, config)
-    assert found.startswith("a target whose layers keep states, and --draft self:")
+    assert found == "a target whose layers keep states, and --segments"
 
 
 @pytest.mark.parametrize(
@@ -197,12 +180,6 @@ def test_grids_that_no_block_ends_at(program, changes, found, manifest: Manifest
     with pytest.raises(ConfigError) as caught:
         with_checkpoints(limits, config, program, torch.float32)
     assert found in caught.value.found
-
-
-def test_drafts_that_keep_states_are_refused(tmp_path) -> None:
-    config = options(SpecPlan.from_widths((1,)), backend="eager")
-    found = refused(ConfigError, tmp_path, Custom(), Hybrid(), config)
-    assert found == "draft_0, a draft whose layers keep states"
 
 
 @pytest.mark.parametrize(
