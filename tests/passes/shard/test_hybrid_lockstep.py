@@ -87,6 +87,15 @@ def test_four_ranks_share_two_key_heads() -> None:
     assert {rows.shape[-1] for _, rows in keys} == {8 + 2 * 16 + 2 + 2}
 
 
+def test_a_norm_over_all_heads_is_summed_over_ranks() -> None:
+    """One number for each token of each layer; and states are shared all the same."""
+    found = Both.make("bamba", 2, mamba_n_groups=1)
+    assert_all_together_are(found)
+    assert [x.bytes_per_token for x in found.plan.collectives].count(4) == 2
+    whole, *ranks = ([state.numel() for state, _ in states] for states in found.states)
+    assert sum(whole) > sum(ranks[0]) == sum(ranks[1])
+
+
 def test_norms_over_heads_of_several_ranks_are_told() -> None:
     """Two groups of a gated norm, which four ranks would have to sum over."""
     told = "2 groups of heads of"
