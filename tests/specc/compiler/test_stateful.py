@@ -161,9 +161,9 @@ def test_backends_without_states(backend) -> None:
 
 
 def test_a_hybrid_is_told_apart_when_it_is_traced(tmp_path) -> None:
-    config = options(backend="eager", segments=True)
+    config = options(backend="onnx")
     found = refused(ConfigError, tmp_path, Hybrid(), None, config)
-    assert found == "a target whose layers keep states, and --segments"
+    assert found == "a target whose layers keep states, and the backend onnx"
 
 
 @pytest.mark.parametrize(
