@@ -45,10 +45,13 @@ def hybrid_program() -> dict[str, Any]:
     """program.json of: c = silu(conv(x)); logits = head([x + attention(x, x, 2 x), delta(c)])."""
     graph = fx.Graph()
     states = [
-        {"name": f"{part}_{layer}", "kind": "state", "layer": layer, "part": which}
-        for layer in range(2)
-        for part, which in (("state", "state"), ("rows", "rows"))
-    ]
+        {
+            "name": f"{part}_{layer}", "kind": "state", "layer": layer, "part": part,
+            "dtype": own.dtype, "shape": list(own.shape if part == "state" else (own.columns,)),
+        }
+        for layer, own in enumerate(LAYERS)
+        for part in ("state", "rows")
+    ]  # fmt: skip
     inputs = [
         *(
             {"name": f"p_{key}", "kind": "weight", "key": key, "dtype": "float32", "shape": [*size]}

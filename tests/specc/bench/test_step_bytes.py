@@ -12,6 +12,7 @@ from torch import fx
 
 from specc.artifact.directory import open_engine
 from specc.artifact.graph_io import graph_to_json
+from specc.artifact.model_entry import LayerEntry
 from specc.bench.step_bytes import (
     ModelShape,
     cache_bytes,
@@ -28,8 +29,11 @@ from specc.kernels import ops
 from specc.passes.step.fuse_step import fuse_step
 from specc.runtime.backends.program_files import read_json
 from specc.speculation.plans import OFF, SpecPlan
+from tests.runtime import hybrid_engine
 from tests.runtime.backends.cuda.confident_rig import write_drafter, write_target
+from tests.runtime.conftest import one_layer_program
 from tests.runtime.head_rig import CHAIN, options
+from tests.runtime.hybrid_engine import DIM, hybrid_program
 
 aten = torch.ops.aten
 HIDDEN, HEAD_DIM, KV_HEADS, LAYERS = 32, 8, 2, {"target": 2, "draft": 1}
@@ -198,3 +202,16 @@ def test_bandwidth_is_measured():
     assert found["method"] in ("torch sum", "native sum")
     assert found["threads"] == torch.get_num_threads()
     assert found["buffer_bytes"] == 4_000_000
+
+
+@pytest.mark.parametrize(("plan", "times"), [(OFF, 1), (SpecPlan.from_widths((2, 1)), 2)], ids=str)
+def test_states_are_read_by_the_pass_and_by_the_fold(plan, times) -> None:
+    """Of each of three sequences: a convolution's last inputs, and a matrix for each head."""
+    layer = LayerEntry("layer", 1, 1, DIM, window=0, slab=0, index=0)
+    program = ModelShape(hybrid_program(), [layer], "float32")
+    draft = ModelShape(one_layer_program("draft_0"), [layer], "float32")
+    models = {"target": program} | ({"draft_0": draft} if plan.speculates else {})
+    step = fuse_step(plan, dict.fromkeys(models, 1), block_size=4, states=hybrid_engine.SLABS)
+    found = count_step_bytes(step.to_json(), models, plan, context=20, sequences=3)
+    assert found.states == times * 3 * 4 * (3 * DIM + 2 * 4 * 4)
+    assert found.total > found.states
