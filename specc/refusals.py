@@ -159,15 +159,12 @@ STATES = Feature(
     "a target whose layers keep states (hybrids)",
     lambda x: "a target whose layers keep states" if x.keeps_states else None,
 )
-STATEFUL_DRAFT = Feature(
-    "a draft model whose layers keep states (hybrids)",
-    lambda x: next(
-        (f"{name}, a draft whose layers keep states" for name in x.stateful_drafts), None
+DRAFT_WITH_STATES = Feature(
+    "a draft model whose layers keep states, or a self-draft of such a target",
+    lambda x: (
+        _first(f"{name}, a draft whose layers keep states" for name in x.stateful_drafts)
+        or (SELF_DRAFT.given(x) if x.keeps_states else None)
     ),
-)
-SELF_DRAFT_OF_STATES = Feature(
-    "a self-draft of a target whose layers keep states",
-    lambda x: SELF_DRAFT.given(x) if x.keeps_states else None,
 )
 PARTS_OF_STATES = Feature(
     "a hybrid for several ranks or stages",
@@ -183,6 +180,7 @@ _ONE_SCALE = (
     "--quantize int8 or int4: fp8 has one scale for each output",
     "leave out --quantize-group",
 )
+_WITHOUT = "leave out {other}, or choose another draft"
 _NO_BITS = "pass --quantize int8 or int4, or leave out --activation-bits"
 
 # in the order in which they are looked for
@@ -423,22 +421,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} with layers that keep states, and the backend {b}",
     ),
     Refusal(
-        STATEFUL_DRAFT,
+        DRAFT_WITH_STATES,
         Backends(lambda facts, options: facts.drafts_keep_states),
-        "a backend whose steps tell a draft what its states have seen: {backends}",
-        "pass --backend {taker}, or another draft",
-        "{a}, and the backend {b}",
-    ),
-    Refusal(
-        SELF_DRAFT_OF_STATES,
-        Backends(lambda facts, options: facts.drafts_keep_states),
-        "a backend whose steps let a draft read the target's states: {backends}",
+        "a backend whose steps tell drafts of states: {backends}",
         "pass --backend {taker}, or another draft",
         "{a}, and the backend {b}",
     ),
     *(
-        Refusal(draft, other, needed, "leave out {other}, or choose another draft", "{a}, and {b}")
-        for draft in (STATEFUL_DRAFT, SELF_DRAFT_OF_STATES)
+        Refusal(DRAFT_WITH_STATES, other, needed, _WITHOUT, "{a}, and {b}")
         for other, needed in (
             (RANKS, "one rank, which has all states that the draft reads"),
             (STAGES, "one rank, which has all states that the draft reads"),

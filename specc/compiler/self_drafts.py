@@ -13,7 +13,6 @@ from specc.compiler.compiled_model import CompiledModel, KeptGraphs
 from specc.compiler.context import CompileContext
 from specc.compiler.phases import CUT, cut_phases, self_draft_phases
 from specc.drafters.drafter import Drafter
-from specc.drafters.layers import Layers
 from specc.errors import ConfigError
 from specc.passes.lower.cpu.phases import CPU
 from specc.passes.pipeline import PassError, PassRecord, Phases, Pipeline
@@ -58,7 +57,7 @@ def self_draft_programs(
     made, records = [], []
     for draft in drafts:
         assert target.unfused is not None
-        kept = None if draft.layers is None else _kept(draft, draft.layers, target.unfused)
+        kept = _kept(draft, target.unfused)
         entry = _entry_of(draft, target, context.limits.max_seq_len, kept)
         if entry is None:
             continue
@@ -102,14 +101,16 @@ def cut_and_lower(
     return records
 
 
-def _kept(draft: Drafter, layers: Layers, program: Program) -> tuple[int, ...]:
-    """Layers that a draft has, as `SkipLayers` counts them.
+def _kept(draft: Drafter, program: Program) -> tuple[int, ...] | None:
+    """Layers that a draft has, as `SkipLayers` counts them; None is all of them.
 
     Raises:
         ConfigError: all of them, or some that the target does not have.
     """
+    if draft.layers is None:
+        return None
     count = len(layer_regions(program)) if program.state_layers else len(program.layers)
-    kept = layers.kept(count)
+    kept = draft.layers.kept(count)
     if len(kept) == count and draft.view is None and draft.weights is None:
         raise ConfigError(
             f"--draft {draft.option}, all {count} layers of the target",
