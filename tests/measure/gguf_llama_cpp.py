@@ -43,6 +43,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any] | None]] = {
     "phimoe": ("norms are RMS norms, and experts are weighted by a softmax", None),
     "exaone4": ("windows are those of the model of 64 layers alone", None),
     "deepseek_v2": ("groups are chosen by the sum of their two best experts", None),
+    "bamba": ("rows of a head are paired as if all of them were rotated, which half is", None),
     "cohere-norms": ("norms of heads are those of the model of 64 layers alone", None),
     "deepseek_v2-lite": (
         "queries without a latent are those of models of 26, 27 or 48 layers",
