@@ -62,7 +62,9 @@ class KeptStates:
                 row[1] *= kept is None
         with self._link.active():
             for request, kept in zip(group.requests, group.kept, strict=True):
-                for states in slabs if kept is not None else ():
+                if kept is None:
+                    continue
+                for states in slabs:
                     states.keep(request.state_place, kept.checkpoint)
         return inputs._replace(extra=extra)
 

@@ -61,7 +61,7 @@ def states_of_drafts(group: StepGroup, stateful: Collection[int]) -> dict[str, T
     """
     plan, found = group.plan, dict[str, Tensor]()
     for number, drafter in ((x.number, x) for x in plan.models):
-        if number not in stateful:
+        if number is None or number not in stateful:
             continue
         seen = read_before(group, number, True)
         found[seen_by(drafter.name)] = torch.tensor(seen, dtype=torch.int32)

@@ -102,8 +102,8 @@ def copy_of(message: Message) -> StateCopy:
     assert source is not None
     if sizes["H"] != len(StateCopy._fields) - 1 or int(head[0]) not in set(StateMove):
         raise refused(f"STATES with {head.tolist()[:8]}")
-    what, *numbers = head.tolist()
-    return StateCopy(StateMove(what), *numbers, tuple(source.tolist()))
+    what, place, checkpoint, length = head.tolist()
+    return StateCopy(StateMove(what), place, checkpoint, length, tuple(source.tolist()))
 
 
 def copy_tensors(copy: StateCopy) -> tuple[Tensor, Tensor]:

@@ -74,5 +74,6 @@ def _algorithms(own: Mapping[str, Any]) -> set[str]:
     for group in () if found else (own.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         kind = weights.get("num_bits"), weights.get("type")
-        found.add({(8, "float"): _FP8, (4, "float"): _NVFP4}.get(kind, f"weights of {kind}"))
+        names: dict[tuple[Any, Any], str] = {(8, "float"): _FP8, (4, "float"): _NVFP4}
+        found.add(names.get(kind, f"weights of {kind}"))
     return found
