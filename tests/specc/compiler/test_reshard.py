@@ -62,7 +62,7 @@ CASES = {
         "phi3", "float32", ((4, 2), (2, 4)), {"vocab_size": 126, "num_hidden_layers": 1}
     ),
     # states by heads and channels
-    "hybrid": Case("qwen3_5", "float32", ((2, 1), (1, 2)), {"num_hidden_layers": 3}),
+    "hybrid": Case("qwen3_5", "float32", ((2, 1), (1, 2))),
     # drafts with second programs, and with blocks that passes vote on
     "self-drafts": Case(
         "llama",

@@ -29,6 +29,7 @@ from specc.speculation.plans import OFF, SpecPlan
 from tests.specc.compiler.builds import NUM_TOKENS, PROMPTS, Custom, options, refused
 
 LOOKUP = SpecPlan.from_widths((1, 1), ("lookup-2",))
+SELF = SpecPlan.from_widths((1, 1), ("self_w16_s4",))
 
 
 class Hybrid(Custom):
@@ -161,9 +162,9 @@ def test_backends_without_states(backend) -> None:
 
 
 def test_a_hybrid_is_told_apart_when_it_is_traced(tmp_path) -> None:
-    config = options(backend="onnx")
+    config = options(SELF, backend="eager", segments=True)
     found = refused(ConfigError, tmp_path, Hybrid(), None, config)
-    assert found == "a target whose layers keep states, and the backend onnx"
+    assert found == "--draft self:window=16,sink=4, and --segments"
 
 
 @pytest.mark.parametrize(
