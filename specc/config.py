@@ -78,9 +78,8 @@ class CompileConfig:
         " ids of the target's layers mean), is_last_normed=true|false (of a hidden state after the"
         " last layer, whether it has gone through the final norm), norm_before_residual=true|false"
         " (EAGLE-3), sample_from_anchor=true|false (block drafters: the newest token's row proposes"
-        " the next one), candidates=K (DSpark: only the K best tokens of a row are compared after"
-        " each token, for less time); several with commas, or files. The default is what the files"
-        " say, or else what their own trainer does. Once for all of them, or once for each draft.",
+        " the next one), candidates=K (DSpark: of each row the K best tokens alone); several with"
+        " commas, or files. The default is what files or trainers say. Once for all, or for each.",
         metavar="NAME=VALUE",
     )
     quantize: str | None = option(

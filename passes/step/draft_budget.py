@@ -129,9 +129,9 @@ def _words_of_counts(g: StepGraph) -> fx.Node:
     """
     words, rule = g["sampling_words"], int(Word.RULE)
     own = g.column(words, rule, rule + 1)
-    draws = g.call(aten.ge.Scalar, own, int(Rule.MSS))
+    has_none = g.call(aten.lt.Scalar, own, int(Rule.MSS))
     return g.cat(
         g.column(words, 0, rule),
-        g.call(aten.where.ScalarSelf, draws, int(Rule.DELTA), own),
+        g.call(aten.where.ScalarOther, has_none, own, int(Rule.DELTA)),
         g.column(words, rule + 1, len(Word)),
     )

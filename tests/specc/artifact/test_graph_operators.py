@@ -43,6 +43,7 @@ BY_PASSES = {
     "specc.fold_conv.default": "passes/step/fuse_step.py",
     "specc.fold_recurrence.default": "passes/step/fuse_step.py",
     "specc.tree_conv.default": "passes/rewrite/tree_recurrence.py",
+    "specc.tree_expand.default": "passes/drafters/lattice.py",
     "specc.tree_recurrence.default": "passes/rewrite/tree_recurrence.py",
 }
 

@@ -152,7 +152,7 @@ def test_heads_of_levels_count_as_passes() -> None:
 def test_what_a_block_cannot_offer_is_left_out() -> None:
     """Best-first trees have candidates that grow with their size, not with K alone."""
     fits = SpecPlan.from_dynamic(DynamicTree(16, 8, 4))
-    large = SpecPlan.from_dynamic(DynamicTree(256, 8, 8))
+    large = SpecPlan.from_dynamic(DynamicTree(450, 9, 8))
     readers = _Readers({"draft_0": BlockDraft(16, 0)})
     assert [plan.name for plan in readers.takes({fits: 1.0, large: None})] == [fits.name]
     (kept,) = readers.takes({fits: 1.0})
