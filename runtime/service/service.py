@@ -370,6 +370,9 @@ class Service:
         if update.is_last:
             ticket.is_done = True
             del self._tickets[id(ticket._request)]
+            # whoever hears of the end may use the name again at once
+            with self._changed:
+                self._names.discard(ticket.request_id)
         try:
             ticket._on_update(update)
         except Exception:
@@ -377,7 +380,6 @@ class Service:
         if update.is_last:
             with self._changed:
                 self._num_open -= 1
-                self._names.discard(ticket.request_id)
                 self._changed.notify_all()
 
 

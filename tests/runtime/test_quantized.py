@@ -164,7 +164,7 @@ def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float,
             None,
             torch.arange(count // 16 + 1, dtype=torch.int32)[None],  # blocks of the engine's cache
             torch.arange(count),
-            *states_of_one(engine.cache, count),
+            *states_of_one(engine.cache.states, count),
         )
     bound = None
     if dtype == "bfloat16":

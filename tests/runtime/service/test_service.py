@@ -150,6 +150,20 @@ def test_names_of_open_requests_are_their_own(service: Service, gate: Gate) -> N
     assert service.num_open == 0
 
 
+def test_a_name_is_free_when_its_end_is_told(service: Service) -> None:
+    first, second = Reader(), Reader()
+
+    def told(update: Update) -> None:
+        if update.is_last:
+            service.submit(PROMPT, LONG, second, request_id="mine")
+        first(update)
+
+    service.submit(PROMPT, LONG, told, request_id="mine")
+    first.wait()
+    second.wait()
+    assert second.tokens == first.tokens
+
+
 def test_a_cancelled_request_gives_its_blocks_back(service: Service, gate: Gate) -> None:
     runs, waits = Reader(), Reader()
     ticket = service.submit(PROMPT, LONG, runs)

@@ -115,14 +115,6 @@ def test_layers_have_rows_of_their_own(place, changes, found):
         hybrid(state_layers=tuple(layers)).validate()
 
 
-def test_drafts_keep_no_states():
-    manifest = hybrid()
-    draft = dataclasses.replace(manifest.models[0], name="draft_0", dir="draft-0")
-    models = (manifest.models[0], draft)
-    with pytest.raises(EngineError, match="draft_0 has layers that keep states"):
-        dataclasses.replace(manifest, models=models).validate()
-
-
 @pytest.mark.parametrize(("count", "grid"), [(6, 0), (0, 32), (6, 24)])
 def test_checkpoints_end_with_blocks(count, grid):
     manifest = hybrid()

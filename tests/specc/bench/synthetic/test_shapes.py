@@ -42,6 +42,9 @@ NUM_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "deepseek-v2-lite": 15_706_484_224,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3-0.6b-248k": 694_747_136,
 }
 PLANS = (SpecPlan.from_widths((2, 1)), SpecPlan.from_widths((1, 1, 1)))
 PROMPTS = [[5, 6, 7, 8, 9], [90, 41, 3, 4, 80]]
