@@ -170,10 +170,6 @@ def state_sizes(manifest: Manifest, num_places: int, num_rows: int | None = None
     """
     limits = manifest.limits
     kept = limits.state_checkpoints, limits.state_grid
-    slabs = manifest.models[0].state_slabs
-    if manifest.num_ranks > 1 and any(x.key_heads and not x.has_beta for x in slabs):
-        # Mamba-2 on several ranks does not go on rightly from a prefix's states yet
-        kept = 0, 0
     if num_rows is None:
         num_rows = replay_rows([x.plan for x in manifest.plans])
     return StateSizes(num_places, num_rows, *kept)
