@@ -121,10 +121,12 @@ def drawn_step(
 ) -> StagedStep | None:
     """The step of a group that draws; None where there is none, or where somebody reads logits.
 
+    A step that may come to a checkpoint of states is looked at (`KeptStates.end`), and draws none.
+
     Args:
         steps: plan name → step that does not draw.
     """
-    if drawn is None or steps[group.plan.name].before_accept is not None:
+    if drawn is None or group.kept or steps[group.plan.name].before_accept is not None:
         return None
     return drawn.steps[group.plan.name] if can_draw(group.requests) else None
 
