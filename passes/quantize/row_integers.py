@@ -18,6 +18,18 @@ def has_rows_of(program: Program, bits: int) -> bool:
     return any(bind_args(node)["row_bits"] == bits for node in calls)
 
 
+def has_wide_rows(program: Program) -> bool:
+    """Most products multiply rows of 24 bits: float32 ones, where nobody asks for fewer."""
+    calls = [(bind_args(x), rows) for kind, rows in _ROWS.items() for x in program.calls(kind)]
+    wide = sum(
+        bound["row_bits"] == 0
+        and bound[rows].meta["val"].dtype == torch.float32
+        and not (bound["is_float"] and bound["bits"] == 8)
+        for bound, rows in calls
+    )
+    return 2 * wide > len(calls)
+
+
 class RowIntegers(Pass):
     """Set `row_bits` of `specc.linear_q` and `specc.grouped_mm_q`.
 

@@ -15,6 +15,7 @@ from specc.artifact.manifest import Manifest
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.cli.render import weight_lines
 from specc.compile_request import CompileRequest
+from specc.compiler.build import build
 from specc.compiler.compiled_model import check_used_bits
 from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError
@@ -114,6 +115,29 @@ def test_a_draft_alone_has_them(make) -> None:
     found, stats = generate(Engine.load(engine), OWN.name, prompts)
     assert found == generate(Engine.load(plain), "off", prompts)[0]
     assert stats.mean_acceptance_length > 2
+
+
+@pytest.mark.parametrize(
+    ("is_told", "options"),
+    [
+        (True, INT4),
+        (True, {"quantize": "int8"}),
+        (False, INT4 | {"activation_bits": 8}),
+        (False, INT4 | {"dtype": "bfloat16"}),
+        (False, {"quantize": "fp8"}),
+        (False, {}),
+        (False, INT4 | {"plans": ()}),
+    ],
+)
+def test_expensive_rows_are_told(is_told: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Where the passes of drafted tokens cost three products, compile says which option helps."""
+    target = models.save_tiny("llama", tmp_path / "target")
+    plan = SpecPlan.from_widths((1, 1), ("suffix",))
+    given: dict[str, Any] = {"plans": (plan,), "backend": "cpu"} | options
+    config = CompileConfig(max_seq_len=models.MAX_SEQ_LEN, probe=False, **given)
+    told = [x for x in build(target, [], tmp_path / "engine", config).warnings if "24 bits" in x]
+    assert len(told) == is_told
+    assert all("--activation-bits 8" in text for text in told)
 
 
 def test_what_is_told(make) -> None:
