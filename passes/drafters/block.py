@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DSpark): one pass, then trees of its rows of logits."""
+"""Block drafters (DFlash 1 and 2, DSpark): one pass, then trees of its rows of logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.safetensors_io import TensorReader
-from specc.drafters.block import BlockDraft
+from specc.drafters.block import SELECTOR, BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.errors import HeadError
 from specc.passes.base import Pass
@@ -29,8 +29,8 @@ from specc.passes.drafters.lattice import Lattice
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
-from specc.passes.program import Weight
-from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.program import RowInput, Weight
+from specc.passes.rewrite.read_features import PLACES, ReadFeatures
 from specc.passes.step.proposer import Proposer
 from specc.passes.step.step_graph import StepGraph
 from specc.speculation.live_nodes import can_cut
@@ -62,6 +62,10 @@ class CompilerBlock(CompilerDrafter):
         if found is None:
             return None
         return _fit_block(reader, raw, found, directory, target, switches)
+
+    def rows(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
+        rows = super().rows(spec, dtype)
+        return rows if spec.conv is None else (*rows, RowInput(PLACES, 1, torch.int32))
 
     def module(self, spec: BlockSpec) -> BlockHead:
         return BlockHead(spec)
@@ -134,7 +138,13 @@ def _fit_block(
     )
     target_ids = read_target_ids(reader, num_rows, target.vocab_size, name)
     is_partial = config.block.is_biased and target_ids is not None
-    candidates = switches.candidates or 0
+    if is_partial and config.block.bias_kind == SELECTOR:
+        raise HeadError(
+            f"{name}: DFlash 2 with rows for {num_rows} of {target.vocab_size} ids",
+            "a row for every id, as its selector has",
+            "pass another draft",
+        )
+    candidates = switches.candidates or config.block.candidates
     if candidates and not (config.block.is_biased and candidates <= num_rows):
         is_biased = "" if config.block.is_biased else ", of the same tokens after every token"
         raise HeadError(
@@ -159,6 +169,8 @@ def _fit_block(
         windows=config.windows,
         is_anchored=config.is_anchored,
         rank=config.rank,
+        conv=config.conv,
+        scale=config.scale,
         tensors=tensors,
         rope=config.rope,
     )

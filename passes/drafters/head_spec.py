@@ -17,6 +17,7 @@ from specc.passes.frontend.config_numbers import whole_number
 
 EAGLE3, MTP = eagle3.FACTS.kind, mtp.FACTS.kind
 DFLASH, DSPARK, MEDUSA = block.FACTS.kind, block.DSPARK_FACTS.kind, medusa.FACTS.kind
+DFLASH2 = block.DFLASH2_FACTS.kind
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB, SPECFORGE = "z-lab", "SpecForge"

@@ -13,6 +13,7 @@ from specc.errors import HeadError
 from specc.passes.drafters.head_spec import (
     DEEPSPEC,
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE_CONFIG,
     FASTER_DECODING,
@@ -24,7 +25,7 @@ from specc.passes.drafters.head_spec import (
 )
 
 _NEEDED = (
-    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads in files of vLLM or"
+    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2) or DSpark drafter, Medusa heads in files of vLLM or"
     " FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
@@ -34,7 +35,7 @@ _DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
-_DSPARK = "DSpark"
+_DSPARK, _DFLASH2 = "DSpark", "DFlash 2"
 # model type, and part of names of classes; keys and tensors that no other model has
 _MEDUSA = "medusa"
 _MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
@@ -45,6 +46,7 @@ _FASTER_TENSORS = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.(linear\.)?weight$")
 _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
     "dspark": _DSPARK,
+    "dflash2": _DFLASH2,
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
     "p_eagle": "P-EAGLE",
@@ -56,7 +58,7 @@ _OTHER_METHODS = {
 # what a class in `architectures` contains, in small letters; the first one counts
 _OTHER_CLASSES = (
     ("dspark", _DSPARK),
-    ("dflash2", "DFlash2"),
+    (DFLASH2, _DFLASH2),
     ("peagle", "P-EAGLE"),
     (_MEDUSA, "Medusa"),
     ("hydra", "Hydra"),
@@ -71,7 +73,7 @@ _OTHER_CLASSES = (
 _OTHER_KEYS = (
     ("markov_rank", _DSPARK),
     ("dspark_block_size", "DSpark of DeepSeek V4"),
-    ("selector_rank", "DFlash2"),
+    ("selector_rank", _DFLASH2),
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
     ("ptd_token_id", "P-EAGLE"),
@@ -82,6 +84,7 @@ _OTHER_TENSORS = (
     (_MEDUSA_TENSORS, "Medusa"),
     (re.compile(r"^hydra_head\."), "Hydra"),
     (re.compile(r"^markov_head\."), _DSPARK),
+    (re.compile(r"^candidate_selector\."), _DFLASH2),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
 
@@ -115,6 +118,10 @@ def block_layout_of(
         if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
             raise HeadError(f"{name}: {other}", _NEEDED, _DO)
         return DSPARK, layouts[0] if layouts else SPECULATORS
+    if method == DFLASH2 or (method is None and any(DFLASH2 in item.lower() for item in classes)):
+        if other := _other_kind(config, list(tensors), classes, method, _DFLASH2):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return DFLASH2, ZLAB if method is None else SPECULATORS
     is_dflash = method == _DFLASH or (
         method is None
         and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))

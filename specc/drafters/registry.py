@@ -27,6 +27,7 @@ ALL: tuple[DrafterFacts, ...] = (
     eagle3.FACTS,
     block.FACTS,
     block.DSPARK_FACTS,
+    block.DFLASH2_FACTS,
     medusa.FACTS,
     hydra.FACTS,
     hydra.PREFIX_FACTS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.drafters.block import BIAS_TENSORS, GATED, RNN, BlockDraft
+from specc.drafters.block import BIAS_TENSORS, GATED, RNN, SELECTOR, BlockDraft
 from specc.drafters.medusa import MedusaHeads
 from specc.errors import TreeError
 from specc.kernels.reference.accept import draft_children_reference
@@ -53,6 +53,7 @@ KINDS = {
     "vanilla-of-5": replace(BIASED, candidates=5),
     # one of them has a logit of -inf
     "vanilla-some-of-6": replace(PARTIAL, candidates=6),
+    "selector-of-5": replace(BIASED, bias_kind=SELECTOR, hidden_columns=WIDTH, candidates=5),
     "rnn-of-5": replace(BIASED, bias_kind=RNN, hidden_columns=WIDTH, candidates=5),
 }
 
@@ -178,7 +179,7 @@ def test_equal_scores(kind: str) -> None:
     check_best(plan_of(DynamicTree(25, 4, 3), KINDS[kind]), ties=True)
 
 
-@pytest.mark.parametrize("kind", ["product", "vanilla", "rnn-of-5"])
+@pytest.mark.parametrize("kind", ["product", "vanilla", "rnn-of-5", "selector-of-5"])
 def test_large_trees(kind: str) -> None:
     """128 nodes, 7 children, 15 levels: more than 10,000 candidates, of which few are held."""
     block = replace(KINDS[kind], size=16)
