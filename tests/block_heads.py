@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.drafters.block import OF_ROW, OF_TOKEN
 from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, layer_config, write_files
+from tests.lilicorr_reference import LiLiCorrCase, early
 
 MASK = 5
 
@@ -33,7 +34,7 @@ class BlockCase:
         window: of each layer, 0 is none; see `BlockSpec`.
         is_mixed: the last layer is a full one, which is not causal; the others have the window.
         biases: projections of the first layer that have one.
-        kind: `dflash`, `dspark` or `dflash2`.
+        kind: `dflash`, `dspark`, `dflash2` or `lilicorr`.
         rank: r, of what DSpark and DFlash 2 add for the token before.
         bias_kind: how that depends on more than this token.
         has_confidence: it has a head that says how likely tokens are accepted.
@@ -41,6 +42,7 @@ class BlockCase:
         candidates: K of DFlash 2.
         conv: rows that its convolutions add up, and channels that share a factor.
         scale: what its logits are multiplied with, and what they stay below.
+        lilicorr: its transformer over candidates.
     """
 
     layout: str
@@ -66,6 +68,7 @@ class BlockCase:
     candidates: int = 0
     conv: tuple[int, int] | None = None
     scale: tuple[float, float] | None = None
+    lilicorr: LiLiCorrCase | None = None
 
     @property
     def head_dim(self) -> int:
@@ -100,7 +103,8 @@ class BlockCase:
     @property
     def hidden_columns(self) -> int:
         """Of hidden states after its logits."""
-        return self.width if self.confidence or self.bias_kind != "vanilla" else 0
+        reads = self.confidence or self.lilicorr or self.bias_kind != "vanilla"
+        return self.width if reads else 0
 
     def sees_up_to_itself(self, layer: int) -> bool:
         """Whether rows of a block see no later one there."""
@@ -269,6 +273,22 @@ BLOCK_CASES = {
         bias_kind="selector",
         candidates=5,
     ),
+    "lilicorr": BlockCase(
+        "z-lab",
+        config={"block_size": 5, "num_target_layers": LAYERS},
+        kind="lilicorr",
+        lilicorr=LiLiCorrCase(width=12, layers=2, heads=3),
+    ),
+    # as wide as the drafter, with convolutions; of a causal block, from an early file
+    "lilicorr-conv": BlockCase(
+        "z-lab",
+        nested={"block_size": 5, "causal": True},
+        num_layers=1,
+        is_causal=True,
+        kind="lilicorr",
+        conv=(2, 16),
+        lilicorr=LiLiCorrCase(count=8, middle=1.5, is_early=True),
+    ),
     # tokens from the first mask on, and nothing added
     "dspark-plain": BlockCase(
         "speculators",
@@ -281,7 +301,10 @@ BLOCK_CASES = {
 
 def write_block(directory: Path, case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     """Write a drafter; returns its tensors."""
-    return write_files(directory, config_of(case), draw_tensors(case, seed))
+    tensors = draw_tensors(case, seed)
+    if case.lilicorr and case.lilicorr.is_early:
+        tensors = early(tensors)
+    return write_files(directory, config_of(case), tensors)
 
 
 def config_of(case: BlockCase) -> dict[str, Any]:
@@ -292,6 +315,8 @@ def config_of(case: BlockCase) -> dict[str, Any]:
         parts = {"selector_rank": case.rank, "selector_top_k": case.candidates}
     if case.conv:
         parts |= dict(zip(("conv_kernel_size", "conv_group_size"), case.conv, strict=True))
+    if case.lilicorr:
+        parts |= case.lilicorr.config()
     if case.scale:
         keys = ("output_multiplier", "final_logit_softcapping")
         parts |= dict(zip(keys, case.scale, strict=True))
@@ -324,7 +349,8 @@ def config_of(case: BlockCase) -> dict[str, Any]:
     nested = {"mask_token_id": MASK, "target_layer_ids": ids, **parts, **case.nested}
     if "rope_parameters" in case.layer:
         del layer["rope_theta"]
-    named = "DFlash2DraftModel" if case.kind == "dflash2" else "DFlashDraftModel"
+    classes = {"dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+    named = classes.get(case.kind, "DFlashDraftModel")
     return {"architectures": [named], **layer, "dflash_config": nested, **case.config}
 
 
@@ -360,6 +386,8 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
             shapes[f"layers.{i}.{part}.base_kernel"] = (2, taps, d)
             columns = 2 * taps * d // group
             shapes[f"layers.{i}.{part}.kernel_projection.weight"] = (columns, d)
+    if case.lilicorr:
+        shapes |= case.lilicorr.shapes(d, case.size)
     if case.bias_kind == "selector":
         for name in ("predecessor", "successor"):
             shapes[f"candidate_selector.{name}_codebook"] = (case.vocab, case.rank)
@@ -382,7 +410,11 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     for key, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
         # what is added for the token before counts as much as the rest
-        scale = 0.7 if "markov" in key or "codebook" in key or "base_kernel" in key else 0.25
+        scale = (
+            0.7
+            if "lilicorr" in key or "markov" in key or "codebook" in key or "base_kernel" in key
+            else 0.25
+        )
         tensors[key] = 1.0 + 0.4 * values if "norm" in key else scale * values
     if case.rows < case.vocab:
         kept = torch.randperm(case.vocab, generator=generator)[: case.rows].sort().values

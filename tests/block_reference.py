@@ -32,6 +32,7 @@ from torch import Tensor
 
 from tests.block_heads import MASK, BlockCase
 from tests.heads import HEADS, KV_HEADS
+from tests.lilicorr_reference import LiLiCorrReference
 
 
 class BlockReference:
@@ -64,6 +65,11 @@ class BlockReference:
     def after(self, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
         """[V] logits of the token after a path of drafted ones; see `proposed`."""
         logits = self.proposed(taps, anchor)[len(path)]
+        if self.case.lilicorr:
+            context = self.context(taps)[-1] if len(taps) else None
+            rows, hidden = self.proposed(taps, anchor), self.hidden(taps, anchor)[1:]
+            transformer = LiLiCorrReference(self.case.lilicorr, self.w)
+            return transformer.logits(rows, hidden, context, path)
         if self.case.bias_kind == "selector":
             first = 0 if self.case.from_anchor else 1
             h = self.hidden(taps, anchor)[first + len(path)]

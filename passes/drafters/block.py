@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.safetensors_io import TensorReader
-from specc.drafters.block import SELECTOR, BlockDraft
+from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.errors import HeadError
 from specc.passes.base import Pass
@@ -26,6 +26,7 @@ from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
 from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
 from specc.passes.drafters.kinds import block_layout_of
 from specc.passes.drafters.lattice import Lattice
+from specc.passes.drafters.lilicorr_config import earlier_name
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
@@ -117,7 +118,7 @@ def _fit_block(
     num_taps = count_taps(reader, width, config.target_width or width, target, name, True)
     num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
     given = (config.layers, num_taps, num_rows, target, name, config.more_tensors(num_rows, target))
-    tensors, shared = match_block_tensors(reader, *given)
+    tensors, shared = match_block_tensors(reader, *given, earlier_name)
     if EMBEDDING in shared:
         # else its own embedding has been compared with the target's
         target.require("ids", config.vocab_size, target.vocab_size, name)
@@ -138,10 +139,10 @@ def _fit_block(
     )
     target_ids = read_target_ids(reader, num_rows, target.vocab_size, name)
     is_partial = config.block.is_biased and target_ids is not None
-    if is_partial and config.block.bias_kind == SELECTOR:
+    if is_partial and config.block.candidates:
         raise HeadError(
-            f"{name}: DFlash 2 with rows for {num_rows} of {target.vocab_size} ids",
-            "a row for every id, as its selector has",
+            f"{name}: rows for {num_rows} of {target.vocab_size} ids, and {kind}",
+            "a row for every id: its candidates are ids of the target",
             "pass another draft",
         )
     candidates = switches.candidates or config.block.candidates
@@ -171,6 +172,7 @@ def _fit_block(
         rank=config.rank,
         conv=config.conv,
         scale=config.scale,
+        parts=config.parts,
         tensors=tensors,
         rope=config.rope,
     )

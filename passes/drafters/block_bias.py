@@ -23,14 +23,14 @@ import torch
 from torch import fx
 
 from specc.drafters.block import CONFIDENCE_TENSORS, GATED, OF_TOKEN, RNN, SELECTOR, BlockDraft
-from specc.passes.drafters.lattice import PathScore
+from specc.passes.drafters.path_score import LowRankScore
 from specc.passes.drafters.path_states import PathStates
 from specc.passes.step.step_graph import StepGraph
 
 aten = torch.ops.aten
 
 
-class BlockBias(PathScore):
+class BlockBias(LowRankScore):
     """The score of such a drafter.
 
     Args:
@@ -39,7 +39,7 @@ class BlockBias(PathScore):
     """
 
     def __init__(self, block: BlockDraft, asks_confidence: bool = False) -> None:
-        super().__init__()
+        super().__init__(block.candidates)
         self.block, self.asks_confidence = block, asks_confidence
         self.has_states = block.bias_kind == RNN
         self._states = PathStates()

@@ -60,14 +60,18 @@ from specc.passes.drafters.head_config import (
     read_windows,
 )
 from specc.passes.drafters.head_spec import (
+    DFLASH,
     DFLASH2,
     DSPARK,
+    LILICORR,
     SPECFORGE,
     SPECULATORS,
     HeadSwitches,
     RopeFacts,
     TargetFacts,
 )
+from specc.passes.drafters.lilicorr_config import KEYS as LILICORR_KEYS
+from specc.passes.drafters.lilicorr_config import read_lilicorr
 from specc.passes.drafters.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.config_numbers import check_numbers
 from specc.passes.frontend.rotary import by_its_name
@@ -88,14 +92,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (1,),
     "is_neox_style": (True,),
 }
-# of all but DFlash 2
-_PLAIN_PARTS: dict[str, tuple[Any, ...]] = {
+# of all but DFlash 2, of all but LiLiCorr, too, and of all but DSpark
+_NO_SELECTOR: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (0,),
-    **dict.fromkeys((*CONV_KEYS, *SELECTOR_KEYS), ()),
+    **dict.fromkeys(SELECTOR_KEYS, ()),
 }
-# of DFlash, 1 and 2
-_PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
+_NO_CONV: dict[str, tuple[Any, ...]] = dict.fromkeys(CONV_KEYS, ())
+_NO_BIAS: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
 }
@@ -104,6 +108,14 @@ _PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dspark",),
     "dspark_backbone_conv_enabled": (False,),
 }
+_PLAIN_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+    DFLASH: {**_NO_BIAS, **_NO_CONV, **_NO_SELECTOR},
+    DFLASH2: _NO_BIAS,
+    DSPARK: {**_PLAIN_DSPARK, **_NO_CONV, **_NO_SELECTOR},
+    LILICORR: {**_NO_BIAS, **_NO_SELECTOR, "projector_type": ("lilicorr",)},
+}
+# what `dflash_config` may say of one kind alone
+_OWN_KEYS = {LILICORR: LILICORR_KEYS}
 # what else `dflash_config` may say; another key may change what the drafter computes
 _READ = frozenset(
     (
@@ -132,6 +144,7 @@ class BlockConfig:
         confidence_columns: that a confidence head reads, 0 of a drafter without one.
         conv: convolutions of its layers, or None.
         scale: of logits.
+        parts: shapes of further tensors, which steps read, by name.
         ids: of layers of the target.
         convention: what ids mean, see `tap_ids`.
         num_target_layers: n where it is said, or None.
@@ -149,6 +162,7 @@ class BlockConfig:
     confidence_columns: int
     conv: Conv | None
     scale: LogitScale
+    parts: dict[str, tuple[int, ...]]
     ids: tuple[int, ...]
     convention: str
     num_target_layers: int | None
@@ -164,7 +178,7 @@ class BlockConfig:
         Args:
             num_rows: Vd.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        found = dict(self.parts)
         width = int(self.layers.hidden_size)
         if self.rank:
             kind = self.block.bias_kind
@@ -212,7 +226,7 @@ def read_block_config(
     nested = raw.get(_NESTED, {})
     if not isinstance(nested, Mapping):
         raise HeadError(f"{name}: config.json: {_NESTED} is {nested!r:.40}", "an object", _DO)
-    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys()
+    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys() | set(_OWN_KEYS.get(kind, ()))
     if unknown := [key for key in nested if key not in known and nested[key] is not None]:
         raise HeadError(
             f"{name}: config.json: {_NESTED}.{unknown[0]} is {nested[unknown[0]]!r:.40}",
@@ -223,9 +237,7 @@ def read_block_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
-    more = more if kind == DFLASH2 else {**more, **_PLAIN_PARTS}
-    _check_plain({**own, **values}, {**_PLAIN, **more}, name)
+    _check_plain({**own, **values}, {**_PLAIN, **_PLAIN_OF.get(kind, {})}, name)
     own = by_its_name(dict(own))
     found = own.get("model_type")
     if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
@@ -246,12 +258,17 @@ def read_block_config(
     candidates, conv, scale = 0, None, LogitScale()
     if kind == DFLASH2:
         (rank, candidates), bias = read_selector(values, vocab_size, name), SELECTOR
-        conv, scale = read_conv(values, width, name), read_scale(values, name)
+        scale = read_scale(values, name)
+    if kind in (DFLASH2, LILICORR):
+        conv = read_conv(values, width, name)
     block = _block(values, own, kind, layout, windows, switches, name)
     reads_token = read_confidence(values, layout, name) if kind == DSPARK else None
     confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
     block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
     block = replace(block, hidden_columns=width if block.reads_hidden else 0, candidates=candidates)
+    parts: dict[str, tuple[int, ...]] = {}
+    if kind == LILICORR:
+        block, parts = read_lilicorr(values, block, layers, name)
     if bias == RNN and not block.from_anchor:
         is_assumed = switches.sample_from_anchor is False
         said = (
@@ -280,6 +297,7 @@ def read_block_config(
         confidence_columns=columns,
         conv=conv,
         scale=scale,
+        parts=parts,
         ids=ids,
         convention=switches.tap_convention or convention,
         num_target_layers=read_number(values, "num_target_layers", name),
@@ -319,7 +337,7 @@ def _block(
     if from_anchor is None:
         from_anchor = read_flag(values, ("sample_from_anchor", "shift_label"), name)
     if from_anchor is None:
-        from_anchor = {DSPARK: True, DFLASH2: False}.get(kind)
+        from_anchor = {DSPARK: True, DFLASH2: False, LILICORR: False}.get(kind)
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",

@@ -75,14 +75,18 @@ class BlockHead(nn.Module):
             places: [1, Nt, 1] int32, of a drafter with convolutions: see `block_conv`.
         Returns:
             [1, Nt, V] by the target's ids: -inf of those that the head has no row for. Of rows of
-            the context they mean nothing.
+            the context they mean nothing; what they are projected from is what becomes of these,
+            where steps read that.
         """
         context = self.hidden_norm(self.fc(features))
         x = self.embed_tokens(input_ids)
         rotation = self.rotary_emb(x, position_ids)
         for layer in self.layers:
             x = layer(x, context, is_tapped, position_ids, rotation, places)
-        logits, scale = self.lm_head(self.norm(x)), self.spec.scale
+        x = self.norm(x)
+        if self.spec.block.reads_context:
+            x = torch.where(is_tapped, context, x)
+        logits, scale = self.lm_head(x), self.spec.scale
         if scale.factor != 1:
             logits = logits * scale.factor
         if scale.cap:
@@ -150,14 +154,15 @@ class _BlockConv(nn.Module):
 
     def __init__(self, conv: Conv, width: int) -> None:
         super().__init__()
-        self.conv = conv
+        self.taps, self.size = conv.taps, conv.size
         self.base_kernel = nn.Parameter(torch.empty(2, conv.taps, width))
         columns = 2 * conv.taps * width // conv.size
         self.kernel_projection = nn.Linear(width, columns, bias=False)
 
     def factors(self, x: Tensor) -> Tensor:
         """[Nt, 2, T, d / size] of rows [1, Nt, d]."""
-        return self.kernel_projection(x).view(x.shape[1], 2, self.conv.taps, -1)
+        groups = x.shape[-1] // self.size
+        return self.kernel_projection(x).view(-1, 2, self.taps, groups)
 
     def forward(self, x: Tensor, factors: Tensor, places: Tensor, side: int) -> Tensor:
         """[1, Nt, d] of rows [1, Nt, d].

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from specc.drafters.block import BlockDraft
 from specc.passes.step.step_graph import StepGraph
@@ -16,6 +16,13 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: BlockDraft) -> list[fx.Nod
     """One pass; returns logits [B, V] of each depth, from the children of the root on.
 
     Where the drafter reads its rows' hidden states, they come after the logits: [B, V + d].
+    """
+    return levels_of(g, block_rows(g, plan, block), plan.max_depth)
+
+
+def block_rows(g: StepGraph, plan: SpecPlan, block: BlockDraft) -> fx.Node:
+    """What that pass leaves, [n * B, V + d]: of each of the n `BlockDraft.logit_places` a row of
+    every sequence.
 
     Its rows are those of the context that the last step can have accepted, with the target's hidden
     states, then the block: the root and masks. What they write is where it is written again: rows
@@ -41,8 +48,8 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: BlockDraft) -> list[fx.Nod
     offsets = g.expand_rows(g.constant(f"{draft}_offsets", block.offsets(before)), count)
     features = g.call(aten.stack.default, [tapped, g.flat(offsets)], 1)
     ancestors = g.constant(f"{draft}_rows_seen", block.rows_seen(before))
-    rows = rows_by_depth(g, draft, before + block.first_row, depth, count)
-    logits = g.model(
+    rows = rows_by_depth(g, draft, block.logit_places(before, depth), count)
+    return g.model(
         draft,
         g.flat(tokens),
         positions,
@@ -54,20 +61,18 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: BlockDraft) -> list[fx.Nod
         rows,
         features,
     )
-    return levels_of(g, logits, depth)
 
 
-def rows_by_depth(g: StepGraph, draft: str, first: int, depth: int, count: int) -> fx.Node:
-    """[depth * B] int64 places of rows, of one depth after the other.
+def rows_by_depth(g: StepGraph, draft: str, read: Tensor, count: int) -> fx.Node:
+    """[n * B] int64 places of rows, of one depth after the other.
 
     Args:
         draft: name of the drafter.
-        first: row of each sequence that speaks of the first depth; those of the others follow.
-        depth: of the tree.
+        read: [n] int64, rows of each sequence that speak of the depths.
         count: rows of each sequence.
     """
     starts = g.arange(0, g.multiple(g.batch, count), count, torch.int64)
-    places = g.constant(f"{draft}_places", torch.arange(first, first + depth))
+    places = g.constant(f"{draft}_places", read)
     rows = g.call(
         aten.add.Tensor,
         g.call(aten.unsqueeze.default, places, 1),

@@ -21,6 +21,7 @@ class BlockSpec(LayeredSpec):
             nothing.
         conv: convolutions of its layers (DFlash 2); None where there are none.
         scale: of logits, before anything is added.
+        parts: shapes of further tensors, which steps read, by name (LiLiCorr).
     """
 
     block: BlockDraft
@@ -28,6 +29,7 @@ class BlockSpec(LayeredSpec):
     rank: int
     conv: Conv | None = None
     scale: LogitScale = field(default_factory=LogitScale)
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def window_of(self, layer: int) -> int:
         """Keys up to its own that a row of a layer sees, 0 is all; the anchor's, of all of them."""

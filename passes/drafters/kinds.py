@@ -17,6 +17,7 @@ from specc.passes.drafters.head_spec import (
     DSPARK,
     EAGLE_CONFIG,
     FASTER_DECODING,
+    LILICORR,
     SAFEAILAB,
     SPECFORGE,
     SPECULATORS,
@@ -25,8 +26,8 @@ from specc.passes.drafters.head_spec import (
 )
 
 _NEEDED = (
-    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2) or DSpark drafter, Medusa heads in files of vLLM or"
-    " FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
+    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2), DSpark or LiLiCorr drafter, Medusa heads in files"
+    " of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
@@ -35,7 +36,7 @@ _DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
-_DSPARK, _DFLASH2 = "DSpark", "DFlash 2"
+_DSPARK, _DFLASH2, _LILICORR = "DSpark", "DFlash 2", "LiLiCorr"
 # model type, and part of names of classes; keys and tensors that no other model has
 _MEDUSA = "medusa"
 _MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
@@ -65,7 +66,7 @@ _OTHER_CLASSES = (
     ("mlpspeculator", "an MLP speculator"),
     ("gemma4assistant", "a Gemma 4 assistant"),
     ("gemma4unifiedassistant", "a Gemma 4 assistant"),
-    ("lilicorr", "LiLiCorr"),
+    (LILICORR, _LILICORR),
     ("xpress", "XPress"),
     ("mtp", "MTP modules"),
 )
@@ -85,6 +86,7 @@ _OTHER_TENSORS = (
     (re.compile(r"^hydra_head\."), "Hydra"),
     (re.compile(r"^markov_head\."), _DSPARK),
     (re.compile(r"^candidate_selector\."), _DFLASH2),
+    (re.compile(r"^lilicorr\."), _LILICORR),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
 
@@ -118,6 +120,10 @@ def block_layout_of(
         if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
             raise HeadError(f"{name}: {other}", _NEEDED, _DO)
         return DSPARK, layouts[0] if layouts else SPECULATORS
+    if method is None and any(LILICORR in item.lower() for item in classes):
+        if other := _other_kind(config, list(tensors), classes, method, _LILICORR):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return LILICORR, ZLAB
     if method == DFLASH2 or (method is None and any(DFLASH2 in item.lower() for item in classes)):
         if other := _other_kind(config, list(tensors), classes, method, _DFLASH2):
             raise HeadError(f"{name}: {other}", _NEEDED, _DO)

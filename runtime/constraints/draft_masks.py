@@ -107,13 +107,15 @@ class DraftMasks:
 
 
 def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:
-    """Whether a pass is that of a block drafter, whose rows with logits read no hidden states."""
+    """Whether a pass is that of a block drafter, whose row of the first depth reads no hidden
+    states.
+    """
     if len(inputs) <= _FEATURES or (features := inputs[_FEATURES]) is None or not logit_rows:
         return False
     # where layers keep states, there is a row for each sequence, of numbers from 0 on
     if len(features) <= max(logit_rows):
         return False
-    return bool((features[torch.tensor(logit_rows)] < 0).all())
+    return bool((features[logit_rows[0]] < 0).all())
 
 
 class _Grown:

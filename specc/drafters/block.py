@@ -135,6 +135,13 @@ class BlockDraft(OnePass):
     def num_tapped(self, depth: int, catch_up: int) -> int:
         return depth + 1
 
+    @property
+    def reads_context(self) -> bool:
+        """Whether steps read what becomes of the target's hidden states, of the last row of the
+        context.
+        """
+        return False
+
     def num_logits(self, depth: int) -> int:
         return depth
 
@@ -175,12 +182,21 @@ class BlockDraft(OnePass):
         """
         return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
 
+    def logit_places(self, before: int, depth: int) -> Tensor:
+        """Rows of a pass whose logits steps read, those of depths first.
+
+        Args:
+            before: see `rows_seen`.
+            depth: of the tree.
+        """
+        first = before + self.first_row
+        return torch.arange(first, first + depth)
+
     def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
         """Rows of the context that it has not read, and the block."""
         before, size = len(tokens) - 1, self.size
         rows = torch.arange(root - before, root + size)
         tapped = torch.cat([rows[:before], torch.full((size,), -1)]).int()
-        first = before + self.first_row
         return [
             torch.tensor([*tokens, *[self.mask_token_id] * (size - 1)]),
             rows,
@@ -189,7 +205,7 @@ class BlockDraft(OnePass):
             torch.tensor([root], dtype=torch.int32),
             self.rows_seen(before),
             table,
-            torch.arange(first, first + self.num_proposed),
+            self.logit_places(before, self.num_proposed),
             torch.stack([tapped, self.offsets(before)], 1),
         ]
 
@@ -222,12 +238,11 @@ class BlockDraft(OnePass):
 
     def constants(self, depth: int) -> dict[str, Tensor]:
         before = depth + 1
-        first = before + self.first_row
         return {
             f"{self.name}_masks": torch.full((before + self.size,), self.mask_token_id),
             f"{self.name}_rows_seen": self.rows_seen(before),
             f"{self.name}_offsets": self.offsets(before),
-            f"{self.name}_places": torch.arange(first, first + depth),
+            f"{self.name}_places": self.logit_places(before, depth),
         }
 
     def earlier_constants(self, depth: int) -> dict[str, Tensor]:

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from specc.bounds import MAY_BE_ABSENT, MOST_IDS, MOST_LAYERS, is_bounded, number, within
+from specc.bounds import (
+    MAY_BE_ABSENT,
+    MOST_COLUMNS,
+    MOST_IDS,
+    MOST_LAYERS,
+    is_bounded,
+    number,
+    within,
+)
 from specc.drafters.drafter import Drafter
 from specc.drafters.model import PREFIX
 from specc.errors import ConfigError, EngineError, TreeError
@@ -44,6 +52,11 @@ class OnePassEntry:
         num_layers: of each head, of kinds whose steps compute heads.
         candidates: K best tokens of each row alone may follow, where it is biased; 0 is all.
         is_tied: layers of a head after its first are one.
+        num_heads: of attention, of kinds whose steps attend.
+        inner_width: columns of what such steps compute.
+        scale: what such steps multiply scores with.
+        norm_eps: what their norms add to a mean square.
+        vector_eps: the least length that vectors are divided by.
     """
 
     size: int = field(metadata=within(1, MAX_NODES))
@@ -62,6 +75,11 @@ class OnePassEntry:
     num_layers: int = number(0, MOST_LAYERS, default=0, metadata={MAY_BE_ABSENT: True})
     candidates: int = number(0, MOST_IDS, default=0, metadata={MAY_BE_ABSENT: True})
     is_tied: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+    num_heads: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
+    inner_width: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
+    scale: float = number(0.0, 1e6, default=0.0, metadata={MAY_BE_ABSENT: True})
+    norm_eps: float = number(0.0, 1.0, default=0.0, metadata={MAY_BE_ABSENT: True})
+    vector_eps: float = number(0.0, 1.0, default=0.0, metadata={MAY_BE_ABSENT: True})
 
     def to_json(self) -> dict[str, Any]:
         """All fields but those that engines without such drafts do not have."""

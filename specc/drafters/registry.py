@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specc.close_name import close_name
-from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, suffix
+from specc.drafters import block, eagle3, hydra, lilicorr, lookup, medusa, model, mtp, suffix
 from specc.drafters import self as self_draft
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.feature_head import FeatureHead
 from specc.drafters.hydra import HydraHeads, PrefixHydraHeads
+from specc.drafters.lilicorr import LiLiCorrDraft
 from specc.drafters.medusa import MedusaHeads
 from specc.drafters.model import PREFIX as PREFIX
 from specc.drafters.model import ModelDraft
@@ -28,6 +29,7 @@ ALL: tuple[DrafterFacts, ...] = (
     block.FACTS,
     block.DSPARK_FACTS,
     block.DFLASH2_FACTS,
+    lilicorr.FACTS,
     medusa.FACTS,
     hydra.FACTS,
     hydra.PREFIX_FACTS,
@@ -39,7 +41,7 @@ ALL: tuple[DrafterFacts, ...] = (
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
 # kinds of drafts of one pass that plans name
-_ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads)}
+_ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, LiLiCorrDraft)}
 # those that no model has to be compiled for; the last one is no name of a path
 _WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, self_draft.SelfDraft)
 # of other programs

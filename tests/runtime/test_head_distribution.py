@@ -31,6 +31,7 @@ from tests.head_reference import Reference, hidden_states
 from tests.heads import CASES, WIDTH, write_head
 from tests.heads import draw_tensors as draw_head
 from tests.kernels.distribution import VOCAB
+from tests.lilicorr_reference import LiLiCorrCase
 from tests.lossless import Zoo
 from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
 from tests.medusa_heads import draw_tensors as draw_medusa
@@ -79,6 +80,23 @@ BLOCKS = {
         config={"num_target_layers": LAYERS, "block_size": 4},
     ),
     "dspark-rnn": replace(BLOCK_CASES["dspark-rnn"], rows=4, vocab=VOCAB, boundaries=PLACES),
+    # among some tokens of each row alone, by the token before, or by which of them it is
+    "dflash2": replace(
+        BLOCK_CASES["dflash2"],
+        rows=VOCAB,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        candidates=4,
+        config={"is_causal": False, "num_target_layers": LAYERS},
+    ),
+    "lilicorr": replace(
+        BLOCK_CASES["lilicorr"],
+        rows=VOCAB,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        lilicorr=LiLiCorrCase(width=12, layers=2, heads=3, scale=1.5),
+        config={"block_size": 5, "num_target_layers": LAYERS},
+    ),
 }
 MEDUSA = "medusa"
 # with logits for some of the target's tokens, of rows in another order
@@ -93,6 +111,9 @@ KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS)
 PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
+# of kinds whose pass says which tokens may follow: to leave one out is to bias
+MANY_DRAWS = 200_000
+OF_CANDIDATES = ("dflash2", "lilicorr")
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
     "vocab_size": VOCAB,
@@ -276,7 +297,15 @@ def test_every_case(
     plan: SpecPlan,
     rule: Rule,
 ) -> None:
-    figures.append(check(engine_of(kind), exact_of(kind), kind, plan, rule, NUM_DRAWS))
+    num = MANY_DRAWS if kind in OF_CANDIDATES else NUM_DRAWS
+    figures.append(check(engine_of(kind), exact_of(kind), kind, plan, rule, num))
+
+
+@pytest.mark.parametrize("kind", OF_CANDIDATES)
+def test_a_few_draws(
+    engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact], kind: str
+) -> None:
+    check(engine_of(kind), exact_of(kind), kind, TREE, Rule.SWOR, 1280)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

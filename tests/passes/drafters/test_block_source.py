@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specc.drafters.block import OF_TOKEN, BlockDraft
+from specc.drafters.lilicorr import LiLiCorrDraft
 from specc.errors import HeadError
 from specc.passes.drafters.block_head import step_weights
 from specc.passes.drafters.head_source import head_source
@@ -19,7 +20,7 @@ from specc.passes.drafters.head_spec import EMBEDDING, HEAD, HeadSwitches, Targe
 from specc.passes.drafters.recognise import recognise
 from specc.passes.drafters.tap_ids import ENTERING
 from specc.passes.frontend.model_source import ModelSource
-from tests.block_heads import BLOCK_CASES, MASK, write_block
+from tests.block_heads import BLOCK_CASES, MASK, BlockCase, write_block
 from tests.heads import LAYERS, VOCAB, WIDTH
 
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
@@ -49,6 +50,8 @@ def test_what_files_say(name, tmp_path):
     wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
     wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=case.hidden_columns)
     wanted = replace(wanted, confidence=case.confidence, candidates=case.candidates)
+    if case.lilicorr:
+        wanted = scored(wanted, case)
     conv = None if spec.conv is None else (spec.conv.taps, spec.conv.size)
     assert (conv, (spec.scale.factor, spec.scale.cap)) == (case.conv, case.scale or (1.0, 0.0))
     assert (spec.block, spec.rank) == (wanted, case.rank)
@@ -66,6 +69,15 @@ def test_what_files_say(name, tmp_path):
     told = "\n".join(spec.describe())
     assert f"blocks of {case.size} rows" in told
     assert f"{case.size - (not case.from_anchor)} tokens a pass" in told
+
+
+def scored(block: BlockDraft, case: BlockCase) -> LiLiCorrDraft:
+    own = case.lilicorr
+    sizes = {"num_layers": own.layers, "num_heads": own.heads, "candidates": own.count}
+    sizes |= {"inner_width": own.width or case.width, "scale": own.scale, "kind": "lilicorr"}
+    return LiLiCorrDraft(
+        **{**vars(block), **sizes, "is_biased": True, "norm_eps": 1e-5, "vector_eps": 1e-6}
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -122,6 +134,26 @@ def top(**values):
         ("dflash2", nested(markov_rank=4), "markov_rank is 4"),
         ("dflash2", nested(lilicorr_enabled=True), "dflash_config.lilicorr_enabled is True"),
         ("dflash2", top(markov_rank=4), "DSpark"),
+        ("lilicorr", top(architectures=["DFlashDraftModel"]), "LiLiCorr (the checkpoint has lil"),
+        ("lilicorr", nested(projector_type="dflash"), "projector_type is 'dflash'"),
+        ("lilicorr", nested(lilicorr_enabled=False), "lilicorr_enabled is False"),
+        *(
+            ("lilicorr", nested(**{f"lilicorr_{key}": None}), f"lilicorr_{key}")
+            for key in (
+                "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio",
+                "factor_dim", "vector_eps", "logit_scale",
+            )
+        ),
+        ("lilicorr", nested(lilicorr_num_heads=5), "12 columns for 5 heads"),
+        ("lilicorr", nested(lilicorr_num_heads=2), "relative_slot_bias is [3, 9]"),
+        ("lilicorr", nested(lilicorr_num_layers=1), "10 tensors that its configuration"),
+        ("lilicorr", nested(lilicorr_hidden_size=24), "_embedding is [1, 1, 4, 1, 12]"),
+        ("lilicorr", nested(lilicorr_unheard_of=1), "dflash_config.lilicorr_unheard_of is 1"),
+        ("lilicorr", nested(conv_kernel_size=2, conv_group_size=4), "attention_conv"),
+        ("lilicorr", nested(selector_rank=4), "selector_rank is 4"),
+        ("lilicorr", nested(output_multiplier=2.0), "output_multiplier is 2.0"),
+        ("lilicorr-conv", nested(conv_kernel_size=None, conv_group_size=None), "4 tensors that"),
+        ("z-lab", nested(lilicorr_enabled=True), "dflash_config.lilicorr_enabled is True"),
         ("z-lab", top(dflash_config=3), "dflash_config is 3"),
         ("z-lab", nested(mask_token_id=None), "mask_token_id is None"),
         ("z-lab", nested(mask_token_id=VOCAB), "mask_token_id 96; the target has ids 0 … 95"),

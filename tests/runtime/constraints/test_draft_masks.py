@@ -330,22 +330,24 @@ def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) ->
 
 
 @pytest.mark.parametrize("more", [0, 3])
-def test_the_first_depth_of_a_block_obeys(grammars, more: int) -> None:
+@pytest.mark.parametrize("others", [(), (0, 4)], ids=["depths", "and-a-row-of-the-context"])
+def test_the_first_depth_of_a_block_obeys(grammars, others: tuple[int, ...], more: int) -> None:
     """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn.
 
-    So do hidden states, where they come after the logits.
+    So do hidden states, where they come after the logits, and other rows that a step reads.
     """
     first = byte_tokenizer().encode("abc").ids
     own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
-    logits = torch.arange(4.0 * (VOCAB + more)).view(4, VOCAB + more)
+    count = 4 + len(others)
+    logits = torch.arange(count * (VOCAB + more)).float().view(count, VOCAB + more)
     # a row of the context, the root and two masks, twice; one depth after the other
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
     features[4, 0] = 1
     inputs = (
         torch.full((8,), 9), slots, torch.tensor([0, 4, 8]), slots, torch.tensor([4, 2]),
-        torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1), torch.tensor([2, 6, 3, 7]),
-        features,
+        torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1),
+        torch.tensor([2, 6, 3, 7, *others]), features,
     )  # fmt: skip
     found = DraftMasks(own)(inputs, logits)
     allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)

@@ -55,6 +55,7 @@ from tests.runtime.head_rig import (
 
 RIGS = tuple(all_rigs())
 PLANS = (CHAIN, TREE, DYNAMIC)
+WIDE = SpecPlan.from_widths((3, 2, 1))
 MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE)
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), VOTE)
 
@@ -102,6 +103,8 @@ def in_turn() -> list[Any]:
 @pytest.mark.default(
     "dflash-z-lab-tree-2-2-1",
     "dspark-dspark-rnn-tree-2-2-1",
+    "dflash2-dflash2-tree-2-2-1",
+    "lilicorr-lilicorr-tree-2-2-1",
     "eagle3-safeailab-narrow-tree-2-2-1",
     "eagle3-safeailab-narrow-dynamic-6-3-3",
     "medusa-vllm-tree-2-2-1",
@@ -128,6 +131,22 @@ def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
     assert not hasattr(oracle, "depths") or oracle.depths == set(range(plan.max_depth))
     assert stats.num_cached_tokens > 2 * BLOCK
     assert stats.mean_acceptance_length > 1.0
+
+
+@pytest.mark.slow
+@rigs(cases=lambda rig: rig.kind in ("dspark", "dflash2", "lilicorr", "hydra"))
+def test_children_of_a_wide_tree(rig: DraftRig, zoo: Zoo) -> None:
+    """Of every node, where they depend on the path to it."""
+    engine = load(rig.engine(zoo, label="wide", plans=(WIDE,)))
+    core, oracle = EngineCore(engine, WIDE.name), rig.oracle(zoo)
+    oracle.watch(core)
+    oracle.check_trees(core, WIDE)
+    for rule in ("mss", "swor"):
+        serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5, rule=rule)
+        oracle.reset()
+    assert oracle.num_nodes > 200
+    plain = outputs(EngineCore(engine, "off"))
+    assert outputs(EngineCore(engine, WIDE.name)) == plain
 
 
 @pytest.mark.default("dflash-z-lab")
