@@ -75,7 +75,6 @@ _OTHER_KEYS = (
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
     ("ptd_token_id", "P-EAGLE"),
-    ("pard_token", "PARD"),
 )
 # names of tensors that no other model has
 _OTHER_TENSORS = (
@@ -175,7 +174,7 @@ def _other_kind(
         for item in classes:
             if kind != own and part in item.lower():
                 return f"{kind} (architectures: {item})"
-    # which has the key of PARD, too
+    # which has the key of PARD models, too; without hidden states they are ordinary ones
     if "pard_token" in config and any("eagle" in item.lower() for item in classes):
         return "P-EAGLE (config.json has pard_token)"
     for key, kind in _OTHER_KEYS:

@@ -24,7 +24,7 @@ class OnePassEntry:
     """What a plan of JSON says of a draft that proposes all levels in one pass, of every kind.
 
     Args:
-        size: B.
+        size: B; of a kind whose passes have as many rows as its tree has levels, the most of them.
         mask_token_id: what stands for a token that is not known.
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
@@ -76,7 +76,7 @@ def without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OnePass(OnePassEntry, Drafter):
-    """A draft that reads hidden states and proposes all levels in one pass."""
+    """A draft that proposes all levels in one pass."""
 
     @property
     def name(self) -> str:
@@ -117,13 +117,16 @@ class OnePass(OnePassEntry, Drafter):
         """Rows of a pass for a tree of this depth."""
 
     @abstractmethod
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """Inputs of the pass of one sequence, in the order of `ModelProgram.forward`.
 
         Args:
             tokens: that it has not read, the root last.
             root: its position.
             table: [1, blocks] of the sequence.
+            depth: levels that it is to propose.
         """
 
     def logits_along(

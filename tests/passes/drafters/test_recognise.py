@@ -145,7 +145,6 @@ KINDS = {
     "Medusa heads in files of speculators": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
     "P-EAGLE": {"pard_token": 3, "architectures": ["Eagle3LlamaForCausalLM"]},
-    "PARD": {"pard_token": 3, "architectures": ["Qwen3ForCausalLM"]},
     "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
     "Gemma 4 assistant": {"architectures": ["Gemma4AssistantForCausalLM"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
