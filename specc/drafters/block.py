@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specc.drafters.facts import Cache, DrafterFacts, Passes
-from specc.drafters.one_pass import OnePass
+from specc.drafters.masked import MaskedPass
 from specc.speculation.tree import WORD_BITS, pack_bits
 
 FACTS = DrafterFacts(
@@ -76,7 +76,7 @@ _DEPENDS = {
 
 
 @dataclass(frozen=True)
-class BlockDraft(OnePass):
+class BlockDraft(MaskedPass):
     """It reads the newest token, the anchor, and masks after it: B rows from the anchor's on."""
 
     facts = FACTS
@@ -120,14 +120,6 @@ class BlockDraft(OnePass):
         return is_known and is_read and is_named and is_kind and (self.is_biased or is_plain)
 
     @property
-    def num_written(self) -> int:
-        return self.size
-
-    def num_read(self, depth: int) -> int:
-        """Rows of the context that a step may have accepted, and the block."""
-        return depth + 1 + self.size
-
-    @property
     def most_rows(self) -> int:
         """Programs whose layers differ have words for all rows of a pass."""
         return self.num_read(self.num_proposed) if self.causal_layers else 0
@@ -141,13 +133,6 @@ class BlockDraft(OnePass):
         context.
         """
         return False
-
-    def num_logits(self, depth: int) -> int:
-        return depth
-
-    def catch_up(self, depth: int, is_combined: bool) -> int:
-        """It reads hidden states of what was accepted, and the root."""
-        return depth + 2
 
     def without_confidence(self) -> BlockDraft:
         """The same, whose estimates of acceptance nothing reads."""
@@ -182,32 +167,15 @@ class BlockDraft(OnePass):
         """
         return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
 
-    def logit_places(self, before: int, depth: int) -> Tensor:
-        """Rows of a pass whose logits steps read, those of depths first.
-
-        Args:
-            before: see `rows_seen`.
-            depth: of the tree.
-        """
-        first = before + self.first_row
-        return torch.arange(first, first + depth)
-
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """Rows of the context that it has not read, and the block."""
-        before, size = len(tokens) - 1, self.size
-        rows = torch.arange(root - before, root + size)
-        tapped = torch.cat([rows[:before], torch.full((size,), -1)]).int()
-        return [
-            torch.tensor([*tokens, *[self.mask_token_id] * (size - 1)]),
-            rows,
-            torch.tensor([0, before + size], dtype=torch.int32),
-            rows.int(),
-            torch.tensor([root], dtype=torch.int32),
-            self.rows_seen(before),
-            table,
-            self.logit_places(before, self.num_proposed),
-            torch.stack([tapped, self.offsets(before)], 1),
-        ]
+        before = len(tokens) - 1
+        tapped = torch.arange(root - before, root + self.size)
+        tapped[before:] = -1
+        features = torch.stack([tapped.int(), self.offsets(before)], 1)
+        return [*super().pass_inputs(tokens, root, table, depth), features]
 
     def logits_along(
         self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
@@ -238,11 +206,9 @@ class BlockDraft(OnePass):
 
     def constants(self, depth: int) -> dict[str, Tensor]:
         before = depth + 1
-        return {
-            f"{self.name}_masks": torch.full((before + self.size,), self.mask_token_id),
+        return super().constants(depth) | {
             f"{self.name}_rows_seen": self.rows_seen(before),
             f"{self.name}_offsets": self.offsets(before),
-            f"{self.name}_places": self.logit_places(before, depth),
         }
 
     def earlier_constants(self, depth: int) -> dict[str, Tensor]:

@@ -26,9 +26,7 @@ from specc.drafters.facts import DrafterFacts
 
 aten = torch.ops.aten
 
-FACTS: DrafterFacts = replace(
-    block.DFLASH2_FACTS, kind="lilicorr", module="lilicorr", methods=()
-)
+FACTS: DrafterFacts = replace(block.DFLASH2_FACTS, kind="lilicorr", module="lilicorr", methods=())
 PREFIX, EMBEDDING = "lilicorr.", "embed_tokens.weight"
 # of the features of a node: their number, and the epsilon of their norm
 FEATURES, FEATURE_EPS = 5, 1e-5
@@ -127,10 +125,12 @@ class LiLiCorrDraft(BlockDraft):
     def earlier_constants(self, depth: int) -> dict[str, Tensor]:
         return {}
 
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """The last row of the context is read once more where all of them have been."""
         before = tokens if len(tokens) > 1 else [self.mask_token_id, *tokens]
-        return super().pass_inputs(before, root, table)
+        return super().pass_inputs(before, root, table, depth)
 
     def logits_along(
         self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]

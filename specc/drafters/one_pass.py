@@ -32,7 +32,7 @@ class OnePassEntry:
     """What a plan of JSON says of a draft that proposes all levels in one pass, of every kind.
 
     Args:
-        size: B.
+        size: B; of a kind whose passes have as many rows as its tree has levels, the most of them.
         mask_token_id: what stands for a token that is not known.
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
@@ -94,7 +94,7 @@ def without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OnePass(OnePassEntry, Drafter):
-    """A draft that reads hidden states and proposes all levels in one pass."""
+    """A draft that proposes all levels in one pass."""
 
     @property
     def name(self) -> str:
@@ -135,13 +135,16 @@ class OnePass(OnePassEntry, Drafter):
         """Rows of a pass for a tree of this depth."""
 
     @abstractmethod
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """Inputs of the pass of one sequence, in the order of `ModelProgram.forward`.
 
         Args:
             tokens: that it has not read, the root last.
             root: its position.
             table: [1, blocks] of the sequence.
+            depth: levels that it is to propose.
         """
 
     def logits_along(
@@ -190,6 +193,12 @@ class OnePass(OnePassEntry, Drafter):
     def is_possible(self) -> bool:
         """Whether a draft of the kind can have these fields."""
         return True
+
+    def is_plain(self, kind: str) -> bool:
+        """Whether this is a causal pass of a kind, from the anchor on, and nothing more."""
+        reads_more = self.is_biased or self.hidden_columns or self.confidence or self.candidates
+        is_other = self.is_flat or self.is_partial or self.causal_layers or self.kind != kind
+        return self.from_anchor and self.is_causal and not (reads_more or is_other)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

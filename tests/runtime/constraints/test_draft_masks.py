@@ -329,12 +329,18 @@ def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) ->
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("more", [0, 3])
-@pytest.mark.parametrize("others", [(), (0, 4)], ids=["depths", "and-a-row-of-the-context"])
-def test_the_first_depth_of_a_block_obeys(grammars, others: tuple[int, ...], more: int) -> None:
+@pytest.mark.parametrize(
+    ("more", "reads_tokens", "others"),
+    [(0, False, ()), (3, False, ()), (0, True, ()), (3, False, (0, 4))],
+    ids=["depths", "hidden-states", "tokens", "a-row-of-the-context"],
+)
+def test_the_first_depth_of_a_block_obeys(
+    grammars, more: int, reads_tokens: bool, others: tuple[int, ...]
+) -> None:
     """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn.
 
-    So do hidden states, where they come after the logits, and other rows that a step reads.
+    So do hidden states, where they come after the logits, and other rows that a step reads. Where
+    the context is tokens, a pass is causal, and reads no features.
     """
     first = byte_tokenizer().encode("abc").ids
     own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
@@ -349,6 +355,8 @@ def test_the_first_depth_of_a_block_obeys(grammars, others: tuple[int, ...], mor
         torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1),
         torch.tensor([2, 6, 3, 7, *others]), features,
     )  # fmt: skip
+    if reads_tokens:
+        inputs = (*inputs[:5], None, *inputs[6:8])
     found = DraftMasks(own)(inputs, logits)
     allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)
     wanted = logits.clone()
