@@ -68,11 +68,11 @@ def _first(found: Iterator[str]) -> str | None:
     return next(found, None)
 
 
-def _block_drafter(request: CompileRequest) -> str | None:
-    plans = request.plans or ()
-    return _first(
-        f"a {x.facts.called} ({x.name})" for plan in plans for x in plan.models if x.is_one_pass
-    )
+def _one_pass(request: CompileRequest, reads_tokens: bool = False) -> str | None:
+    """A draft that proposes all levels in one pass, of any kind or of those that read tokens."""
+    models = (x for plan in request.plans or () for x in plan.models if x.is_one_pass)
+    found = (x for x in models if not (reads_tokens and x.facts.reads_hidden))
+    return _first(f"a {x.facts.called} ({x.name})" for x in found)
 
 
 def _quantized_checkpoint(request: CompileRequest) -> str | None:
@@ -155,6 +155,7 @@ MAPPED = Feature(
     "a draft with other tokens than the target's",
     lambda x: f"{next(iter(x.mapped))}, whose tokens are other ones" if x.mapped else None,
 )
+MASKS = Feature("a PARD model", lambda request: _one_pass(request, reads_tokens=True))
 STATES = Feature(
     "a target whose layers keep states (hybrids)",
     lambda x: "a target whose layers keep states" if x.keeps_states else None,
@@ -289,7 +290,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a} and the backend {b}, whose masks have no sink and whose passes read the whole cache",
     ),
     Refusal(
-        Feature("a block drafter, Medusa or Hydra heads", _block_drafter),
+        Feature("a block drafter, PARD, P-EAGLE, Medusa or Hydra", _one_pass),
         Backends(lambda facts, options: facts.fills_blocks),
         "a backend that such drafts have run on: {backends}",
         "pass --backend {taker}, or another draft",
@@ -334,6 +335,13 @@ REFUSALS: tuple[Refusal, ...] = (
         MAPPED,
         "a whole vocabulary on each rank that drafts: the target's ids are chosen from it",
         "leave {option} at 1: rank 0 drafts alone",
+        "{a}, and {b} than the target's",
+    ),
+    Refusal(
+        MASKS,
+        MAPPED,
+        "a draft of the target's tokens: none of these stands for its mask",
+        "choose a PARD model of the target's family, or another draft",
         "{a}, and {b} than the target's",
     ),
     Refusal(

@@ -1,4 +1,4 @@
-"""Random checkpoints of block drafters (DFlash, DSpark), in the layouts that are published."""
+"""Random checkpoints of block drafters (DFlash 1 and 2, DSpark), in the published layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.drafters.block import OF_ROW, OF_TOKEN
 from tests.heads import HEADS, INNER, KV_HEADS, LAYERS, VOCAB, WIDTH, layer_config, write_files
+from tests.lilicorr_reference import LiLiCorrCase, early
 
 MASK = 5
 
@@ -33,11 +34,15 @@ class BlockCase:
         window: of each layer, 0 is none; see `BlockSpec`.
         is_mixed: the last layer is a full one, which is not causal; the others have the window.
         biases: projections of the first layer that have one.
-        kind: `dflash` or `dspark`.
-        rank: r, of what DSpark adds for the token before.
+        kind: `dflash`, `dspark`, `dflash2` or `lilicorr`.
+        rank: r, of what DSpark and DFlash 2 add for the token before.
         bias_kind: how that depends on more than this token.
         has_confidence: it has a head that says how likely tokens are accepted.
         confidence_reads_token: that head reads the token before, too.
+        candidates: K of DFlash 2.
+        conv: rows that its convolutions add up, and channels that share a factor.
+        scale: what its logits are multiplied with, and what they stay below.
+        lilicorr: its transformer over candidates.
     """
 
     layout: str
@@ -60,6 +65,10 @@ class BlockCase:
     bias_kind: str = "vanilla"
     has_confidence: bool = False
     confidence_reads_token: bool = True
+    candidates: int = 0
+    conv: tuple[int, int] | None = None
+    scale: tuple[float, float] | None = None
+    lilicorr: LiLiCorrCase | None = None
 
     @property
     def head_dim(self) -> int:
@@ -94,7 +103,8 @@ class BlockCase:
     @property
     def hidden_columns(self) -> int:
         """Of hidden states after its logits."""
-        return self.width if self.confidence or self.bias_kind != "vanilla" else 0
+        reads = self.confidence or self.lilicorr or self.bias_kind != "vanilla"
+        return self.width if reads else 0
 
     def sees_up_to_itself(self, layer: int) -> bool:
         """Whether rows of a block see no later one there."""
@@ -216,6 +226,69 @@ BLOCK_CASES = {
         rank=6,
     ),
     "dspark-rnn": replace(_SPECULATORS, bias_kind="rnn"),
+    # as published: windows of all layers, which no row of a block is outside of
+    "dflash2": BlockCase(
+        "z-lab",
+        config={"is_causal": False, "num_target_layers": LAYERS},
+        nested={"block_size": 5},
+        layer=_SLIDING,
+        window=6,
+        kind="dflash2",
+        rank=6,
+        bias_kind="selector",
+        candidates=7,
+        conv=(2, 8),
+    ),
+    # all keys in one place; a block in which more than one row is read
+    "dflash2-speculators": BlockCase(
+        "speculators",
+        size=4,
+        width=24,
+        config={"block_size": 4, "target_hidden_size": WIDTH},
+        layer={"head_dim": 8, "layer_types": ["sliding_attention"], "sliding_window": 3},
+        num_layers=1,
+        window=3,
+        kind="dflash2",
+        rank=5,
+        bias_kind="selector",
+        candidates=4,
+        conv=(3, 4),
+        scale=(1.5, 3.0),
+    ),
+    # a causal block, tokens from the anchor on, and no convolutions
+    "dflash2-plain": BlockCase(
+        "speculators",
+        size=4,
+        config={
+            "block_size": 4,
+            "sample_from_anchor": True,
+            "sliding_window_non_causal": False,
+        },
+        layer=_SLIDING,
+        window=6,
+        from_anchor=True,
+        is_causal=True,
+        kind="dflash2",
+        rank=3,
+        bias_kind="selector",
+        candidates=5,
+    ),
+    "lilicorr": BlockCase(
+        "z-lab",
+        config={"block_size": 5, "num_target_layers": LAYERS},
+        kind="lilicorr",
+        lilicorr=LiLiCorrCase(width=12, layers=2, heads=3),
+    ),
+    # as wide as the drafter, with convolutions; of a causal block, from an early file
+    "lilicorr-conv": BlockCase(
+        "z-lab",
+        nested={"block_size": 5, "causal": True},
+        num_layers=1,
+        is_causal=True,
+        kind="lilicorr",
+        conv=(2, 16),
+        lilicorr=LiLiCorrCase(count=8, middle=1.5, is_early=True),
+    ),
     # tokens from the first mask on, and nothing added
     "dspark-plain": BlockCase(
         "speculators",
@@ -228,12 +301,25 @@ BLOCK_CASES = {
 
 def write_block(directory: Path, case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     """Write a drafter; returns its tensors."""
-    return write_files(directory, config_of(case), draw_tensors(case, seed))
+    tensors = draw_tensors(case, seed)
+    if case.lilicorr and case.lilicorr.is_early:
+        tensors = early(tensors)
+    return write_files(directory, config_of(case), tensors)
 
 
 def config_of(case: BlockCase) -> dict[str, Any]:
     """Contents of config.json."""
     layer = layer_config(case, "qwen3")
+    parts: dict[str, Any] = {}
+    if case.kind == "dflash2":
+        parts = {"selector_rank": case.rank, "selector_top_k": case.candidates}
+    if case.conv:
+        parts |= dict(zip(("conv_kernel_size", "conv_group_size"), case.conv, strict=True))
+    if case.lilicorr:
+        parts |= case.lilicorr.config()
+    if case.scale:
+        keys = ("output_multiplier", "final_logit_softcapping")
+        parts |= dict(zip(keys, case.scale, strict=True))
     if case.kind == "dspark":
         spark = {"markov_rank": case.rank, "enable_confidence_head": case.has_confidence}
         spark |= {"markov_head_type": case.bias_kind, "confidence_head_with_markov": case.rank > 0}
@@ -254,17 +340,18 @@ def config_of(case: BlockCase) -> dict[str, Any]:
             "speculators_model_type": case.kind,
             "draft_vocab_size": case.rows,
             **spark,
+            **parts,
             "transformer_layer_config": layer,
             "aux_hidden_state_layer_ids": list(case.boundaries),
             "mask_token_id": MASK,
             **case.config,
         }
-    nested = {"mask_token_id": MASK, "target_layer_ids": ids, **case.nested}
+    nested = {"mask_token_id": MASK, "target_layer_ids": ids, **parts, **case.nested}
     if "rope_parameters" in case.layer:
         del layer["rope_theta"]
-    return {
-        "architectures": ["DFlashDraftModel"], **layer, "dflash_config": nested, **case.config,
-    }  # fmt: skip
+    classes = {"dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+    named = classes.get(case.kind, "DFlashDraftModel")
+    return {"architectures": [named], **layer, "dflash_config": nested, **case.config}
 
 
 def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
@@ -293,7 +380,19 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
         shapes |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
     if case.has_own_ends:
         shapes |= {"embed_tokens.weight": (case.vocab, d), "lm_head.weight": (case.rows, d)}
-    if case.rank:
+    for i in range(case.num_layers) if case.conv else ():
+        taps, group = case.conv
+        for part in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{i}.{part}.base_kernel"] = (2, taps, d)
+            columns = 2 * taps * d // group
+            shapes[f"layers.{i}.{part}.kernel_projection.weight"] = (columns, d)
+    if case.lilicorr:
+        shapes |= case.lilicorr.shapes(d, case.size)
+    if case.bias_kind == "selector":
+        for name in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{name}_codebook"] = (case.vocab, case.rank)
+        shapes["candidate_selector.hidden_projection.weight"] = (case.rank, d)
+    elif case.rank:
         shapes["markov_head.markov_w1.weight"] = (case.vocab, case.rank)
         shapes["markov_head.markov_w2.weight"] = (case.rows, case.rank)
     if case.bias_kind == "gated":
@@ -311,7 +410,11 @@ def draw_tensors(case: BlockCase, seed: int = 0) -> dict[str, Tensor]:
     for key, shape in shapes.items():
         values = torch.randn(shape, generator=generator)
         # what is added for the token before counts as much as the rest
-        scale = 0.7 if "markov" in key else 0.25
+        scale = (
+            0.7
+            if "lilicorr" in key or "markov" in key or "codebook" in key or "base_kernel" in key
+            else 0.25
+        )
         tensors[key] = 1.0 + 0.4 * values if "norm" in key else scale * values
     if case.rows < case.vocab:
         kept = torch.randperm(case.vocab, generator=generator)[: case.rows].sort().values

@@ -1,4 +1,4 @@
-"""DFlash and DSpark drafters by their formulas: dense, from a checkpoint's own tensors.
+"""DFlash (1 and 2) and DSpark drafters by their formulas: dense, from a checkpoint's own tensors.
 
 Written from descriptions of the published drafters, and of nothing in specc. With c_i the features
 of token i, and x_j the rows of a block (anchor, masks) at positions n, n + 1, …:
@@ -15,17 +15,24 @@ what the token before has left, 0 of the anchor:
     vanilla: m = e
     gated:   m = sigmoid(G [h e] + g) * e
     rnn:     m = tanh(o), s ← f * s + (1 - f) * tanh(c), [f' c o] = J [s e h] + j, f = sigmoid(f')
+
+Of DFlash 2 the same with m = P h * e, of the K best tokens of the row alone; attention reads
+conv_0(norm_l(x)) in place of norm_l(x), conv_1 of what it returns is added to x, and so of the MLP.
+With y the rows that it convolves, and f = F norm(x_j) of the row alone, in both of them,
+
+    conv_s(y)_j = Σ_t (base[s, t] + f[s, t] of each group of channels) * y_{j-t},   t ≤ j
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tests.block_heads import MASK, BlockCase
 from tests.heads import HEADS, KV_HEADS
+from tests.lilicorr_reference import LiLiCorrReference
 
 
 class BlockReference:
@@ -58,6 +65,19 @@ class BlockReference:
     def after(self, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
         """[V] logits of the token after a path of drafted ones; see `proposed`."""
         logits = self.proposed(taps, anchor)[len(path)]
+        if self.case.lilicorr:
+            context = self.context(taps)[-1] if len(taps) else None
+            rows, hidden = self.proposed(taps, anchor), self.hidden(taps, anchor)[1:]
+            transformer = LiLiCorrReference(self.case.lilicorr, self.w)
+            return transformer.logits(rows, hidden, context, path)
+        if self.case.bias_kind == "selector":
+            first = 0 if self.case.from_anchor else 1
+            h = self.hidden(taps, anchor)[first + len(path)]
+            e = self.w["candidate_selector.predecessor_codebook"][([anchor, *path])[-1]]
+            m = self.linear("candidate_selector.hidden_projection", h) * e
+            best = logits.argsort(descending=True, stable=True)[: self.case.candidates]
+            own = logits[best] + self.w["candidate_selector.successor_codebook"][best] @ m
+            return torch.full_like(logits, float("-inf")).index_put((best,), own)
         if self.case.rank:
             first = 0 if self.case.from_anchor else 1
             hidden = self.hidden(taps, anchor)[first:]
@@ -105,6 +125,9 @@ class BlockReference:
     def rows(self, taps: Tensor, anchor: int) -> Tensor:
         """[B, V] logits of all rows of a block."""
         own = self.hidden(taps, anchor) @ self.w["lm_head.weight"].T
+        if self.case.scale:
+            factor, cap = self.case.scale
+            own = cap * torch.tanh(factor * own / cap)
         logits = torch.full((len(own), self.case.vocab), float("-inf"))
         logits[:, self.ids] = own
         return logits
@@ -115,14 +138,37 @@ class BlockReference:
         x = self.w["embed_tokens.weight"][[anchor] + [MASK] * (case.size - 1)]
         for layer in range(case.num_layers):
             normed = self.norm(f"layers.{layer}.input_layernorm", x)
+            convolve = self.convolutions(f"layers.{layer}.attention_conv", normed)
+            normed = convolve(normed, 0)
             own, before = self.keys(layer, normed, n), self.kept(taps, layer)
             k, v = (torch.cat(pair) for pair in zip(before, own, strict=True))
-            x = x + self.attention(layer, normed, k, v)
+            x = x + convolve(self.attention(layer, normed, k, v), 1)
             normed = self.norm(f"layers.{layer}.post_attention_layernorm", x)
+            convolve = self.convolutions(f"layers.{layer}.mlp_conv", normed)
+            normed = convolve(normed, 0)
             gate = self.linear(f"layers.{layer}.mlp.gate_proj", normed)
             up = self.linear(f"layers.{layer}.mlp.up_proj", normed)
-            x = x + self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+            y = self.linear(f"layers.{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+            x = x + convolve(y, 1)
         return self.norm("norm", x)
+
+    def convolutions(self, name: str, x: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """Those before and after a part of a layer, of rows [B, d], by factors of rows x."""
+        if not self.case.conv:
+            return lambda y, side: y
+        taps, group = self.case.conv
+        base = self.w[f"{name}.base_kernel"]
+        factors = self.linear(f"{name}.kernel_projection", x).view(len(x), 2, taps, -1)
+
+        def convolve(y: Tensor, side: int) -> Tensor:
+            found = torch.zeros_like(y)
+            for j in range(len(y)):
+                for t in range(min(taps, j + 1)):
+                    kernel = base[side, t] + factors[j, side, t].repeat_interleave(group)
+                    found[j] += kernel * y[j - t]
+            return found
+
+        return convolve
 
     def keys(self, layer: int, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
         name = f"layers.{layer}.self_attn"

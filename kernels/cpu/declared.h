@@ -53,6 +53,8 @@ consteval bool fits_schema(std::string_view name) {
         double)>;
   if (name == "specc::best_of_ranks")
     return std::is_same_v<Function, One(T, T)>;
+  if (name == "specc::block_conv")
+    return std::is_same_v<Function, One(T, T, T, T)>;
   if (name == "specc::block_mass")
     return std::is_same_v<Function, void(T, T, T, T, T, T, O, T, T, double)>;
   if (name == "specc::cache_write")
@@ -347,6 +349,7 @@ constexpr const char* kSchemas[] = {
         "Tensor block_table, Tensor? sink_logits=None, *, int most_rows, float scale, float "
         "softcap=0.) -> Tensor",
     "specc::best_of_ranks(Tensor score, Tensor token) -> Tensor",
+    "specc::block_conv(Tensor x, Tensor base, Tensor factors, Tensor places) -> Tensor",
     "specc::block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor "
         "slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float "
         "scale) -> ()",

@@ -1,5 +1,6 @@
 // Kernels that stand for several operators, which round as they are written, as one translation unit
 // (docs/design/cpu.md).
+#include "block_conv.cpp"
 #include "gates.cpp"
 #include "norms.cpp"
 #include "rotary.cpp"

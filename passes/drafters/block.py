@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DSpark): one pass, then trees of its rows of logits."""
+"""Block drafters (DFlash 1 and 2, DSpark): one pass, then trees of its rows of logits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
 from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
 from specc.passes.drafters.kinds import block_layout_of
 from specc.passes.drafters.lattice import Lattice
+from specc.passes.drafters.lilicorr_config import earlier_name
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
-from specc.passes.program import Weight
-from specc.passes.rewrite.read_features import ReadFeatures
+from specc.passes.program import RowInput, Weight
+from specc.passes.rewrite.read_features import PLACES, ReadFeatures
 from specc.passes.step.proposer import Proposer
 from specc.passes.step.step_graph import StepGraph
 from specc.speculation.live_nodes import can_cut
@@ -62,6 +63,10 @@ class CompilerBlock(CompilerDrafter):
         if found is None:
             return None
         return _fit_block(reader, raw, found, directory, target, switches)
+
+    def rows(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
+        rows = super().rows(spec, dtype)
+        return rows if spec.conv is None else (*rows, RowInput(PLACES, 1, torch.int32))
 
     def module(self, spec: BlockSpec) -> BlockHead:
         return BlockHead(spec)
@@ -113,7 +118,7 @@ def _fit_block(
     num_taps = count_taps(reader, width, config.target_width or width, target, name, True)
     num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
     given = (config.layers, num_taps, num_rows, target, name, config.more_tensors(num_rows, target))
-    tensors, shared = match_block_tensors(reader, *given)
+    tensors, shared = match_block_tensors(reader, *given, earlier_name)
     if EMBEDDING in shared:
         # else its own embedding has been compared with the target's
         target.require("ids", config.vocab_size, target.vocab_size, name)
@@ -134,7 +139,13 @@ def _fit_block(
     )
     target_ids = read_target_ids(reader, num_rows, target.vocab_size, name)
     is_partial = config.block.is_biased and target_ids is not None
-    candidates = switches.candidates or 0
+    if is_partial and config.block.candidates:
+        raise HeadError(
+            f"{name}: rows for {num_rows} of {target.vocab_size} ids, and {kind}",
+            "a row for every id: its candidates are ids of the target",
+            "pass another draft",
+        )
+    candidates = switches.candidates or config.block.candidates
     if candidates and not (config.block.is_biased and candidates <= num_rows):
         is_biased = "" if config.block.is_biased else ", of the same tokens after every token"
         raise HeadError(
@@ -159,6 +170,9 @@ def _fit_block(
         windows=config.windows,
         is_anchored=config.is_anchored,
         rank=config.rank,
+        conv=config.conv,
+        scale=config.scale,
+        parts=config.parts,
         tensors=tensors,
         rope=config.rope,
     )

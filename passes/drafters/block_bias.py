@@ -1,4 +1,4 @@
-"""What tokens add to the logits of a block drafter (DSpark), node by node of a tree.
+"""What tokens add to the logits of a block drafter (DSpark, DFlash 2), node by node of a tree.
 
 With U_k the logits of the row for depth k + 1, h_k its hidden state after the last norm, t the
 token of a node of depth k, and e = W1[t], logits of the node's children are
@@ -7,13 +7,14 @@ token of a node of depth k, and e = W1[t], logits of the node's children are
     gated:   U_k + W2 · (σ(G · [h_k; e] + g) * e)
     rnn:     U_k + W2 · tanh(o),  with (f, c, o) = J · [s; e; h_k] + j in thirds,
              and the node leaves its children s' = σ(f) * s + (1 - σ(f)) * tanh(c)
+    selector (of DFlash 2): U_k + W2 · (P · h_k * e), of the best tokens of U_k alone
 
 where s is what its parent left, 0 of the root. So a state belongs to a path, not to a depth. Where
 a drafter has a head for that, it also says how likely the target accepts what comes after the node:
 σ(w · h_k + b), or σ(w · [h_k; e] + b).
 Sources: deepseek-ai/DeepSpec deepspec/modeling/dspark/markov_head.py and qwen3/modeling.py; also
 vllm-project/speculators models/dspark/markov_head.py and sgl-project/SpecForge
-specforge/modeling/draft/dspark_heads.py.
+specforge/modeling/draft/dspark_heads.py. Of the selector: z-lab/dflash, `CandidateSelector`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from specc.drafters.block import CONFIDENCE_TENSORS, GATED, OF_TOKEN, RNN, BlockDraft
-from specc.passes.drafters.lattice import PathScore
+from specc.drafters.block import CONFIDENCE_TENSORS, GATED, OF_TOKEN, RNN, SELECTOR, BlockDraft
+from specc.passes.drafters.path_score import LowRankScore
 from specc.passes.drafters.path_states import PathStates
 from specc.passes.step.step_graph import StepGraph
 
 aten = torch.ops.aten
 
 
-class BlockBias(PathScore):
+class BlockBias(LowRankScore):
     """The score of such a drafter.
 
     Args:
@@ -38,7 +39,7 @@ class BlockBias(PathScore):
     """
 
     def __init__(self, block: BlockDraft, asks_confidence: bool = False) -> None:
-        super().__init__()
+        super().__init__(block.candidates)
         self.block, self.asks_confidence = block, asks_confidence
         self.has_states = block.bias_kind == RNN
         self._states = PathStates()
@@ -67,6 +68,11 @@ class BlockBias(PathScore):
             assert hidden is not None
             gate = g.call(aten.sigmoid.default, self._joint(g, hidden, known))
             known = g.call(aten.mul.Tensor, gate, known)
+        elif self.block.bias_kind == SELECTOR:
+            assert hidden is not None
+            projection = g[f"{self.block.draft}_bias_joint"]
+            projected = g.call(aten.linear.default, hidden, projection)
+            known = g.call(aten.mul.Tensor, projected, known)
         elif self.has_states:
             assert hidden is not None
             known = self._step(g, known, hidden, count, depth, parents)

@@ -1,4 +1,4 @@
-"""Configurations of DFlash and DSpark drafters, as their trainers write them, as one.
+"""Configurations of DFlash (1 and 2) and DSpark drafters, as their trainers write them, as one.
 
 Keys are at the top of config.json or in `dflash_config`, which counts first. What is read where:
 
@@ -8,12 +8,9 @@ Keys are at the top of config.json or in `dflash_config`, which counts first. Wh
 | taps | `target_layer_ids`, after the layer | `aux_hidden_state_layer_ids`, entering it |
 | tokens from the anchor on | DSpark alone | `sample_from_anchor`, `shift_label`; else likewise |
 | a block is causal | `is_causal`, `causal`, `causal_head` | in sliding layers, unless |
-| | (JetSpec); else in sliding layers | `sliding_window_non_causal` |
+| | (JetSpec); else in sliding layers | `sliding_window_non_causal`, which |
+| | | DFlash 2 has where nothing is said |
 | a window ends at | each row | the anchor, for all rows of a block |
-
-DSpark's confidence head is there where `enable_confidence_head` says so. Where it says nothing, it
-is in files of speculators, and in those of SpecForge if `confidence_head_alpha` is above 0; whether
-it reads the token before, `confidence_head_with_markov`, is true and false there.
 
 Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash/config.py and
 attention.py, models/dspark; deepseek-ai/DeepSpec deepspec/modeling/dspark;
@@ -30,19 +27,32 @@ from pathlib import Path
 from typing import Any
 
 from specc.drafters.block import (
-    BIAS_KINDS,
-    BIAS_TENSORS,
     CONFIDENCE_TENSORS,
     GATED,
     MOST_ROWS,
     OF_ROW,
     OF_TOKEN,
     RNN,
+    SELECTOR,
     VANILLA,
     BlockDraft,
+    bias_tensors,
     joint_shapes,
 )
 from specc.errors import HeadError
+from specc.passes.drafters.block_parts import (
+    CONV_KEYS,
+    SCALE_KEYS,
+    SELECTOR_KEYS,
+    Conv,
+    LogitScale,
+    read_confidence,
+    read_conv,
+    read_flag,
+    read_markov,
+    read_scale,
+    read_selector,
+)
 from specc.passes.drafters.head_config import (
     id_list,
     read_layers,
@@ -50,13 +60,18 @@ from specc.passes.drafters.head_config import (
     read_windows,
 )
 from specc.passes.drafters.head_spec import (
+    DFLASH,
+    DFLASH2,
     DSPARK,
+    LILICORR,
     SPECFORGE,
     SPECULATORS,
     HeadSwitches,
     RopeFacts,
     TargetFacts,
 )
+from specc.passes.drafters.lilicorr_config import KEYS as LILICORR_KEYS
+from specc.passes.drafters.lilicorr_config import read_lilicorr
 from specc.passes.drafters.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.config_numbers import check_numbers
 from specc.passes.frontend.rotary import by_its_name
@@ -75,13 +90,16 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dflash",),
     "attention_mode": ("gqa", "mha"),
     "input_embedding_scale": (1,),
+    "is_neox_style": (True,),
+}
+# of all but DFlash 2, of all but LiLiCorr, too, and of all but DSpark
+_NO_SELECTOR: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (0,),
-    "is_neox_style": (True,),
-    "selector_rank": (),
+    **dict.fromkeys(SELECTOR_KEYS, ()),
 }
-# of DFlash alone
-_PLAIN_DFLASH: dict[str, tuple[Any, ...]] = {
+_NO_CONV: dict[str, tuple[Any, ...]] = dict.fromkeys(CONV_KEYS, ())
+_NO_BIAS: dict[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
     "enable_confidence_head": (False,),
 }
@@ -90,6 +108,14 @@ _PLAIN_DSPARK: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dspark",),
     "dspark_backbone_conv_enabled": (False,),
 }
+_PLAIN_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+    DFLASH: {**_NO_BIAS, **_NO_CONV, **_NO_SELECTOR},
+    DFLASH2: _NO_BIAS,
+    DSPARK: {**_PLAIN_DSPARK, **_NO_CONV, **_NO_SELECTOR},
+    LILICORR: {**_NO_BIAS, **_NO_SELECTOR, "projector_type": ("lilicorr",)},
+}
+# what `dflash_config` may say of one kind alone
+_OWN_KEYS = {LILICORR: LILICORR_KEYS}
 # what else `dflash_config` may say; another key may change what the drafter computes
 _READ = frozenset(
     (
@@ -98,7 +124,7 @@ _READ = frozenset(
         "shift_label", "is_causal", "causal", "causal_head", "markov_rank", "markov_head_type",
         "enable_confidence_head", "confidence_head_alpha", "confidence_head_with_markov",
         # a window where `use_swa` says that there is one
-        "swa_window_size",
+        "swa_window_size", *CONV_KEYS, *SELECTOR_KEYS, *SCALE_KEYS,
     )
 )  # fmt: skip
 _CAUSAL = ("is_causal", "causal", "causal_head")
@@ -116,6 +142,9 @@ class BlockConfig:
         is_anchored: see there.
         rank: see there.
         confidence_columns: that a confidence head reads, 0 of a drafter without one.
+        conv: convolutions of its layers, or None.
+        scale: of logits.
+        parts: shapes of further tensors, which steps read, by name.
         ids: of layers of the target.
         convention: what ids mean, see `tap_ids`.
         num_target_layers: n where it is said, or None.
@@ -131,6 +160,9 @@ class BlockConfig:
     is_anchored: bool
     rank: int
     confidence_columns: int
+    conv: Conv | None
+    scale: LogitScale
+    parts: dict[str, tuple[int, ...]]
     ids: tuple[int, ...]
     convention: str
     num_target_layers: int | None
@@ -141,17 +173,21 @@ class BlockConfig:
     warnings: tuple[str, ...]
 
     def more_tensors(self, num_rows: int, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that DSpark has and DFlash has not, by name.
+        """Shapes of the tensors that DSpark and DFlash 2 have and DFlash has not, by name.
 
         Args:
             num_rows: Vd.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        found = dict(self.parts)
+        width = int(self.layers.hidden_size)
         if self.rank:
-            found[BIAS_TENSORS["bias_in"]] = (target.vocab_size, self.rank)
-            found[BIAS_TENSORS["bias_out"]] = (num_rows, self.rank)
-            kind, width = self.block.bias_kind, int(self.layers.hidden_size)
+            kind = self.block.bias_kind
+            own = bias_tensors(kind)
+            found[own["bias_in"]] = (target.vocab_size, self.rank)
+            found[own["bias_out"]] = (num_rows, self.rank)
             found |= joint_shapes(kind, self.rank, width)
+        if self.conv is not None:
+            found |= self.conv.shapes(self.layers.num_hidden_layers, width)
         if self.confidence_columns:
             weight, offset = CONFIDENCE_TENSORS.values()
             found |= {weight: (1, self.confidence_columns), offset: (1,)}
@@ -190,7 +226,7 @@ def read_block_config(
     nested = raw.get(_NESTED, {})
     if not isinstance(nested, Mapping):
         raise HeadError(f"{name}: config.json: {_NESTED} is {nested!r:.40}", "an object", _DO)
-    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys()
+    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys() | set(_OWN_KEYS.get(kind, ()))
     if unknown := [key for key in nested if key not in known and nested[key] is not None]:
         raise HeadError(
             f"{name}: config.json: {_NESTED}.{unknown[0]} is {nested[unknown[0]]!r:.40}",
@@ -201,8 +237,7 @@ def read_block_config(
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    more = _PLAIN_DSPARK if kind == DSPARK else _PLAIN_DFLASH
-    _check_plain({**own, **values}, {**_PLAIN, **more}, name)
+    _check_plain({**own, **values}, {**_PLAIN, **_PLAIN_OF.get(kind, {})}, name)
     own = by_its_name(dict(own))
     found = own.get("model_type")
     if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
@@ -218,12 +253,22 @@ def read_block_config(
     ids = id_list(values, key, name)
     if ids is None:
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
-    rank, bias = _bias(values, name) if kind == DSPARK else (0, VANILLA)
+    vocab_size, width = read_number(own, "vocab_size", name), int(layers.hidden_size)
+    rank, bias = read_markov(values, name) if kind == DSPARK else (0, VANILLA)
+    candidates, conv, scale = 0, None, LogitScale()
+    if kind == DFLASH2:
+        (rank, candidates), bias = read_selector(values, vocab_size, name), SELECTOR
+        scale = read_scale(values, name)
+    if kind in (DFLASH2, LILICORR):
+        conv = read_conv(values, width, name)
     block = _block(values, own, kind, layout, windows, switches, name)
-    reads_token = _confidence(values, layout, name) if kind == DSPARK else None
+    reads_token = read_confidence(values, layout, name) if kind == DSPARK else None
     confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
     block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
-    block = replace(block, hidden_columns=int(layers.hidden_size) if block.reads_hidden else 0)
+    block = replace(block, hidden_columns=width if block.reads_hidden else 0, candidates=candidates)
+    parts: dict[str, tuple[int, ...]] = {}
+    if kind == LILICORR:
+        block, parts = read_lilicorr(values, block, layers, name)
     if bias == RNN and not block.from_anchor:
         is_assumed = switches.sample_from_anchor is False
         said = (
@@ -238,7 +283,7 @@ def read_block_config(
         )
     columns = 0
     if reads_token is not None:
-        columns = int(layers.hidden_size) + (rank if reads_token else 0)
+        columns = width + (rank if reads_token else 0)
     if reads_token is not None and not confidence:
         warnings.append(
             "its confidence head is not read: all nodes of a depth have the same children"
@@ -250,42 +295,18 @@ def read_block_config(
         is_anchored=layout == SPECULATORS,
         rank=rank,
         confidence_columns=columns,
+        conv=conv,
+        scale=scale,
+        parts=parts,
         ids=ids,
         convention=switches.tap_convention or convention,
         num_target_layers=read_number(values, "num_target_layers", name),
         target_width=read_number(values, "target_hidden_size", name),
         draft_vocab_size=read_number(values, "draft_vocab_size", name),
-        vocab_size=read_number(own, "vocab_size", name),
+        vocab_size=vocab_size,
         rope=rope,
         warnings=tuple(warnings),
     )
-
-
-def _bias(values: Mapping[str, Any], name: str) -> tuple[int, str]:
-    """Rank of the product that is added to logits for tokens before, 0 is none; and its kind."""
-    if values.get("markov_rank") in (None, 0):
-        return 0, VANILLA
-    kind = values.get("markov_head_type", VANILLA)
-    # trainers read it in small letters
-    kind = kind.lower() if isinstance(kind, str) else kind
-    if kind not in BIAS_KINDS:
-        raise HeadError(
-            f"{name}: config.json: markov_head_type is {kind!r:.40}",
-            " or ".join(BIAS_KINDS),
-            _OTHER_DRAFT,
-        )
-    return read_number(values, "markov_rank", name) or 0, kind
-
-
-def _confidence(values: Mapping[str, Any], layout: str, name: str) -> bool | None:
-    """Whether its confidence head reads the token before; None where it has none."""
-    is_there = _flag(values, ("enable_confidence_head",), name)
-    if is_there is None and layout == SPECFORGE:
-        is_there = bool(values.get("confidence_head_alpha"))
-    if not (layout == SPECULATORS if is_there is None else is_there):
-        return None
-    reads_token = _flag(values, ("confidence_head_with_markov",), name)
-    return layout == SPECULATORS if reads_token is None else reads_token
 
 
 def _check_plain(
@@ -314,16 +335,16 @@ def _block(
         raise HeadError(f"{name}: config.json: mask_token_id is {mask!r:.40}", "a token id", _DO)
     from_anchor = switches.sample_from_anchor
     if from_anchor is None:
-        from_anchor = _flag(values, ("sample_from_anchor", "shift_label"), name)
+        from_anchor = read_flag(values, ("sample_from_anchor", "shift_label"), name)
     if from_anchor is None:
-        from_anchor = kind == DSPARK or None
+        from_anchor = {DSPARK: True, DFLASH2: False, LILICORR: False}.get(kind)
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
             "sample_from_anchor, true or false",
             "pass --draft-assume sample_from_anchor=false, or true: what it was trained with",
         )
-    kinds = _are_causal(values, own, layout, windows, name)
+    kinds = _are_causal(values, own, kind, layout, windows, name)
     causal_layers = () if all(kinds) else tuple(i for i, kind in enumerate(kinds) if kind)
     block = BlockDraft(size, mask, bool(from_anchor), all(kinds), causal_layers)
     if causal_layers and size > MOST_ROWS:
@@ -347,29 +368,19 @@ def _block(
 def _are_causal(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
+    kind: str,
     layout: str,
     windows: tuple[int, ...],
     name: str,
 ) -> list[bool]:
     """Whether rows of a block see those up to themselves alone, in each layer."""
     if layout == SPECULATORS:
-        both = _flag(values, ("sliding_window_non_causal",), name)
+        both = read_flag(values, ("sliding_window_non_causal",), name)
+        both = kind == DFLASH2 if both is None else both
         return [bool(window) and not both for window in windows]
-    said = {key: _flag({**own, **values}, (key,), name) for key in _CAUSAL}
+    said = {key: read_flag({**own, **values}, (key,), name) for key in _CAUSAL}
     given = {key: value for key, value in said.items() if value is not None}
     if len(set(given.values())) > 1:
         answers = ", ".join(f"{key} {str(value).lower()}" for key, value in given.items())
         raise HeadError(f"{name}: config.json: {answers}", "one answer to what a row sees", _DO)
     return [next(iter(given.values()), bool(window)) for window in windows]
-
-
-def _flag(values: Mapping[str, Any], keys: tuple[str, ...], name: str) -> bool | None:
-    """The first of these keys that is there."""
-    for key in keys:
-        value = values.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, bool):
-            raise HeadError(f"{name}: config.json: {key} is {value!r:.40}", "true or false", _DO)
-        return value
-    return None

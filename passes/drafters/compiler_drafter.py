@@ -56,6 +56,18 @@ class CompilerDrafter:
         """
         return None
 
+    def of_config(self, config: Any, name: str) -> Drafter | None:
+        """How plans ask a language model that reads tokens alone, where they ask it for more than a
+        level at a time; None where its configuration does not say so.
+
+        Args:
+            config: of transformers.
+            name: of the model, for errors.
+        Raises:
+            HeadError: it says something that specc does not run.
+        """
+        return None
+
     def fit_in_target(
         self,
         config: Any,

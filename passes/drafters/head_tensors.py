@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from specc.artifact.safetensors_io import TensorReader
@@ -83,12 +84,14 @@ def match_tensors(
     draft_vocab_size: int,
     target: TargetFacts,
     name: str,
+    more: Shapes,
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find each parameter's tensor.
 
     Args:
         num_taps: A.
         draft_vocab_size: Vd.
+        more: parameters besides those of EAGLE-3.
     Returns:
         parameter of the module → tensor, and the parameters that are the target's.
     Raises:
@@ -96,6 +99,7 @@ def match_tensors(
     """
     prefix = _MIDDLE if any(item.startswith(_MIDDLE) for item in reader.keys()) else _FIRST  # noqa: SIM118 - a reader is no mapping
     needed, optional = _parameters(config, num_taps, draft_vocab_size, target)
+    needed |= more
     width = int(config.layers.hidden_size)
     return match_parameters(reader, needed, optional, width, draft_vocab_size, target, name, prefix)
 
@@ -108,12 +112,15 @@ def match_block_tensors(
     target: TargetFacts,
     name: str,
     more: Shapes,
+    earlier: Callable[[str], str],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The same of a block drafter.
 
     Args:
         num_taps: A.
         draft_vocab_size: Vd.
+        more: shapes of tensors that drafters of its kind alone have, by parameter.
+        earlier: parameter → name of its tensor in earlier files.
     """
     d = int(layers.hidden_size)
     needed: Shapes = {"fc.weight": (d, num_taps * target.width)}
@@ -124,7 +131,11 @@ def match_block_tensors(
         needed |= {f"layers.{i}.{key}": shape for key, shape in own.items()}
         optional |= {f"layers.{i}.{key}": shape for key, shape in more.items()}
     needed |= {EMBEDDING: (target.vocab_size, d), HEAD: (draft_vocab_size, d)}
-    return match_parameters(reader, needed, optional, d, draft_vocab_size, target, name)
+    names = set(reader.keys())
+    other = {x: earlier(x) for x in needed if x not in names and earlier(x) in names}
+    return match_parameters(
+        reader, needed, optional, d, draft_vocab_size, target, name, other=other
+    )
 
 
 def match_parameters(
@@ -136,6 +147,7 @@ def match_parameters(
     target: TargetFacts,
     name: str,
     prefix: str = _FIRST,
+    other: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find the tensor of each of these parameters; see `match_tensors`.
 
@@ -146,13 +158,14 @@ def match_parameters(
         draft_vocab_size: Vd.
         name: of the draft, for errors.
         prefix: what the first layer's tensors begin with.
+        other: parameter → tensor that is called otherwise.
     """
     names = list(reader.keys())
     tensors: dict[str, str] = {}
     missing: list[str] = []
     shared: list[str] = []
     for parameter, shape in (needed | optional).items():
-        tensor = parameter
+        tensor = other.get(parameter, parameter)
         if parameter.startswith(_FIRST):
             tensor = prefix + parameter.removeprefix(_FIRST)
         if tensor not in names and _EARLY + tensor in names:

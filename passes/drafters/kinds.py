@@ -13,9 +13,11 @@ from specc.errors import HeadError
 from specc.passes.drafters.head_spec import (
     DEEPSPEC,
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE_CONFIG,
     FASTER_DECODING,
+    LILICORR,
     SAFEAILAB,
     SPECFORGE,
     SPECULATORS,
@@ -24,8 +26,8 @@ from specc.passes.drafters.head_spec import (
 )
 
 _NEEDED = (
-    "an EAGLE-3 or 3.1 head, a DFlash or DSpark drafter, Medusa heads in files of vLLM or"
-    " FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
+    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2), DSpark or LiLiCorr drafter, Medusa heads in files"
+    " of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
@@ -34,7 +36,7 @@ _DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
-_DSPARK = "DSpark"
+_DSPARK, _DFLASH2, _LILICORR = "DSpark", "DFlash 2", "LiLiCorr"
 # model type, and part of names of classes; keys and tensors that no other model has
 _MEDUSA = "medusa"
 _MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
@@ -45,6 +47,7 @@ _FASTER_TENSORS = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.(linear\.)?weight$")
 _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
     "dspark": _DSPARK,
+    "dflash2": _DFLASH2,
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
     "p_eagle": "P-EAGLE",
@@ -56,14 +59,14 @@ _OTHER_METHODS = {
 # what a class in `architectures` contains, in small letters; the first one counts
 _OTHER_CLASSES = (
     ("dspark", _DSPARK),
-    ("dflash2", "DFlash2"),
+    (DFLASH2, _DFLASH2),
     ("peagle", "P-EAGLE"),
     (_MEDUSA, "Medusa"),
     ("hydra", "Hydra"),
     ("mlpspeculator", "an MLP speculator"),
     ("gemma4assistant", "a Gemma 4 assistant"),
     ("gemma4unifiedassistant", "a Gemma 4 assistant"),
-    ("lilicorr", "LiLiCorr"),
+    (LILICORR, _LILICORR),
     ("xpress", "XPress"),
     ("mtp", "MTP modules"),
 )
@@ -71,17 +74,21 @@ _OTHER_CLASSES = (
 _OTHER_KEYS = (
     ("markov_rank", _DSPARK),
     ("dspark_block_size", "DSpark of DeepSeek V4"),
-    ("selector_rank", "DFlash2"),
+    ("selector_rank", _DFLASH2),
     ("hydra_num_heads", "Hydra"),
     ("medusa_num_heads", "Medusa"),
     ("ptd_token_id", "P-EAGLE"),
-    ("pard_token", "PARD"),
 )
+# of P-EAGLE: values of `speculators_model_type`, and keys that masks of other files have
+_PEAGLE_METHODS = ("peagle", "p_eagle")
+_PEAGLE_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 # names of tensors that no other model has
 _OTHER_TENSORS = (
     (_MEDUSA_TENSORS, "Medusa"),
     (re.compile(r"^hydra_head\."), "Hydra"),
     (re.compile(r"^markov_head\."), _DSPARK),
+    (re.compile(r"^candidate_selector\."), _DFLASH2),
+    (re.compile(r"^lilicorr\."), _LILICORR),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
 
@@ -115,6 +122,14 @@ def block_layout_of(
         if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
             raise HeadError(f"{name}: {other}", _NEEDED, _DO)
         return DSPARK, layouts[0] if layouts else SPECULATORS
+    if method is None and any(LILICORR in item.lower() for item in classes):
+        if other := _other_kind(config, list(tensors), classes, method, _LILICORR):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return LILICORR, ZLAB
+    if method == DFLASH2 or (method is None and any(DFLASH2 in item.lower() for item in classes)):
+        if other := _other_kind(config, list(tensors), classes, method, _DFLASH2):
+            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
+        return DFLASH2, ZLAB if method is None else SPECULATORS
     is_dflash = method == _DFLASH or (
         method is None
         and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))
@@ -124,6 +139,19 @@ def block_layout_of(
     if other := _other_kind(config, list(tensors), classes, method):
         raise HeadError(f"{name}: {other}", _NEEDED, _DO)
     return DFLASH, SPECULATORS if method == _DFLASH else ZLAB
+
+
+def peagle_layout_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Whose layout of P-EAGLE heads this is; None of what is none. Arguments as of `layout_of`."""
+    method = config.get("speculators_model_type")
+    if method is not None:
+        return SPECULATORS if method in _PEAGLE_METHODS else None
+    classes = " ".join(_classes(config)).lower()
+    masks = any(config.get(key) is not None for key in _PEAGLE_KEYS)
+    is_said = "peagle" in classes or ("eagle" in classes and masks)
+    if not is_said and "mask_hidden" not in tensors:
+        return None
+    return EAGLE_CONFIG if "eagle_config" in config else SAFEAILAB
 
 
 def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:
@@ -175,7 +203,7 @@ def _other_kind(
         for item in classes:
             if kind != own and part in item.lower():
                 return f"{kind} (architectures: {item})"
-    # which has the key of PARD, too
+    # which has the key of PARD models, too; without hidden states they are ordinary ones
     if "pard_token" in config and any("eagle" in item.lower() for item in classes):
         return "P-EAGLE (config.json has pard_token)"
     for key, kind in _OTHER_KEYS:

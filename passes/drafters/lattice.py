@@ -1,6 +1,6 @@
 """Trees of a draft whose one pass leaves a row of logits for each depth: a lattice.
 
-Children of a node are drawn from the row of its depth, and what a `PathScore` adds to it for the
+Children of a node are drawn from the row of its depth, and what a `PathScore` makes of it for the
 tokens above them. Where there is no score, tokens of a depth are drawn from one row, whatever came
 before them: all nodes of a depth have the same children, and a tree is a product of levels. Each
 rule stays what it is: `coupled` and `delta` take what the target puts out, whatever nodes there
@@ -10,7 +10,6 @@ the children of one node a depth.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 
 from specc.drafters.one_pass import OnePass
+from specc.passes.drafters.path_score import PathScore, wide
 from specc.passes.drafters.path_states import PathGrower
 from specc.passes.step.draft_dynamic import sharpen_sampled
 from specc.passes.step.draft_levels import children, sharpen
@@ -29,55 +29,6 @@ aten = torch.ops.aten
 specc = torch.ops.specc
 
 
-class PathScore(ABC):
-    """What the tokens above a node add to the logits of its children: a product of low rank.
-
-    With U_k the logits of the row for depth k + 1, f what a node of depth k makes of its path, and
-    W a table with a row for each token, logits of its children are U_k + W · f. So a new kind of
-    score is what makes f; which nodes there are, and what rules are told, is the lattice's.
-    """
-
-    # whether nodes leave something to their children besides their tokens
-    has_states = False
-
-    def __init__(self) -> None:
-        # how likely the target accepts children of nodes that were asked about, [B, count] each
-        self.confidence: list[fx.Node] = []
-
-    @abstractmethod
-    def factors(
-        self,
-        g: StepGraph,
-        tokens: fx.Node,
-        hidden: fx.Node | None,
-        count: int,
-        depth: int,
-        parents: fx.Node | None,
-    ) -> fx.Node:
-        """Rows f [B * count, r] of some nodes of a depth.
-
-        Args:
-            g: the stage.
-            tokens: [B, count] of the nodes.
-            hidden: [B * count, d] state of the row of their depth, where the drafter leaves any.
-            count: nodes of a sequence.
-            depth: of all of them; those of a depth are asked about before those below.
-            parents: where nodes leave states: the place of each one's parent among the nodes of the
-                depth above, in the order in which they were asked about, [count] or [B, count]
-                int64; None where that is one node, or the root has none.
-        """
-
-    @abstractmethod
-    def table(self, g: StepGraph) -> fx.Node:
-        """W [rows, r]."""
-
-    def columns(self, g: StepGraph) -> fx.Node | None:
-        """[V] int64 row of each token in the table, as many as rows where it has none; None where
-        tokens are rows.
-        """
-        return None
-
-
 @dataclass(frozen=True)
 class _Level:
     """Nodes of a depth that a best-first tree goes on from, the last ones of the tree so far.
@@ -87,7 +38,7 @@ class _Level:
         first: place of the first of them in the tree so far.
         tokens: [B, width].
         scores: [B, width] float32 of their paths; -inf of those that are no nodes of the depth.
-        parents: see `PathScore.factors`.
+        parents: see `PathScore.logits`.
     """
 
     width: int
@@ -112,9 +63,7 @@ class Lattice(PathGrower):
         super().__init__(drafter)
         self.levels, self.score = levels, score
         self.has_states = score is not None and score.has_states
-        self.width, self.num_candidates = drafter.hidden_columns, drafter.candidates
-        # depth whose candidates are known, and these, [B, K]
-        self._candidates: tuple[int, fx.Node] | None = None
+        self.width = drafter.hidden_columns
 
     @property
     def confidence(self) -> list[fx.Node]:
@@ -137,46 +86,11 @@ class Lattice(PathGrower):
         if self.width:
             level, hidden = (
                 g.call(aten.slice.Tensor, level, 1, 0, -self.width),
-                _wide(g, g.last(level, self.width), count),
+                wide(g, g.last(level, self.width), count),
             )
         if self.score is None:
-            return _wide(g, level, count)
-        factors = self.score.factors(g, tokens, hidden, count, depth, parents)
-        if self.num_candidates:
-            return self._of_candidates(g, level, factors, count, depth)
-        bias = g.call(aten.linear.default, factors, self.score.table(g))
-        if (columns := self.score.columns(g)) is not None:
-            bias = g.call(aten.constant_pad_nd.default, bias, [0, 1], 0)
-            bias = g.call(aten.index_select.default, bias, 1, columns)
-        return g.call(aten.add.Tensor, _wide(g, level, count), bias)
-
-    def _of_candidates(
-        self, g: StepGraph, level: fx.Node, factors: fx.Node, count: int, depth: int
-    ) -> fx.Node:
-        """The same where only the best tokens of the row may follow: others have -inf.
-
-        They are those of the row, whatever the path is: rules verify with the same, and one of
-        equal logits at the end is chosen, so that there are no more.
-        """
-        assert self.score is not None
-        k = self.num_candidates
-        if self._candidates is None or self._candidates[0] != depth:
-            self._candidates = depth, g.call(specc.tree_expand.default, level, k)
-        chosen = self._candidates[1]
-        base = g.call(aten.gather.default, level, 1, chosen)
-        rows = chosen
-        if (columns := self.score.columns(g)) is not None:
-            # a token that the table lacks has a logit of -inf, to which any row may be added
-            rows = g.call(aten.index_select.default, columns, 0, g.flat(chosen))
-            known = g.call(aten.gt.Scalar, base, -torch.inf)
-            rows = g.call(aten.where.ScalarOther, known, g.reshape(rows, -1, k), 0)
-        picked = g.call(aten.embedding.default, self.score.table(g), rows)
-        wide = g.reshape(factors, g.batch, count, -1)
-        added = g.call(aten.bmm.default, wide, g.call(aten.transpose.int, picked, 1, 2))
-        own = g.call(aten.add.Tensor, added, g.call(aten.unsqueeze.default, base, 1))
-        nothing = g.call(aten.full_like.default, _wide(g, level, count), -torch.inf)
-        places, own = _wide(g, chosen, count), g.reshape(own, -1, k)
-        return g.call(aten.scatter.src, nothing, 1, places, own)
+            return wide(g, level, count)
+        return self.score.logits(g, level, hidden, tokens, count, depth, parents)
 
     def propose(self, g: StepGraph, plan: SpecPlan, column: int) -> Proposals:
         if self.score is not None:
@@ -278,12 +192,3 @@ class Lattice(PathGrower):
         if self.score is None and width > 1:
             made = g.call(aten.repeat.default, made, [1, width])
         return made, g.cat(*scores)
-
-
-def _wide(g: StepGraph, level: fx.Node, count: int) -> fx.Node:
-    """[B, n] → [B * count, n], the row of a sequence for each of its nodes."""
-    if count == 1:
-        return level
-    wide = g.call(aten.unsqueeze.default, level, 1)
-    wide = g.call(aten.expand.default, wide, [-1, count, -1])
-    return g.call(aten.flatten.using_ints, wide, 0, 1)

@@ -55,7 +55,7 @@ def medusa_levels(g: StepGraph, heads: MedusaHeads, depth: int) -> list[fx.Node]
         g.arange(0, g.multiple(batch, 1), 1, torch.int64),
         g.call(aten.stack.default, [known, none], 1),
     )
-    rows = rows_by_depth(g, draft, 0, depth, heads.size)
+    rows = rows_by_depth(g, draft, torch.arange(depth), heads.size)
     return levels_of(g, g.call(aten.index_select.default, logits, 0, rows), depth)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
-from specc.drafters.facts import DrafterFacts
+from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache, DrafterFacts
 from specc.drafters.registry import ALL, facts_of
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.head_spec import HeadSpec
@@ -29,3 +31,10 @@ def drafters_of_files() -> Iterator[CompilerDrafter]:
     )
     for module in modules:
         yield import_module(f"specc.passes.drafters.{module}").DRAFTER
+
+
+def drafter_of_config(config: Any, name: str) -> Drafter | None:
+    """How plans ask a model that reads tokens alone, see `CompilerDrafter.of_config`."""
+    kinds = (x for x in ALL if x.cache is Cache.OWN and not x.reads_hidden)
+    found = (compiler_drafter(facts).of_config(config, name) for facts in kinds)
+    return next((drafter for drafter in found if drafter is not None), None)

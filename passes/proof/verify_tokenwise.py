@@ -1,9 +1,9 @@
 """Proof that outside attention and recurrences every number depends on one token alone.
 
 The tokens of a pass may be branches of a tree or several sequences: whatever mixes them outside
-`specc::tree_attention`, `specc::tree_conv` and `specc::tree_recurrence` computes wrong numbers
-without failing. The proof follows the dimension of tokens through the graph, operator by operator;
-what no rule covers is refused.
+`specc::tree_attention`, `specc::tree_conv`, `specc::tree_recurrence` and `specc::block_conv`
+computes wrong numbers without failing. The proof follows the dimension of tokens through the graph,
+operator by operator; what no rule covers is refused.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ aten = torch.ops.aten
 
 # inputs of traced modules of drafts beside tokens and positions
 TAPPED, OWN_FEATURES, IS_TAPPED = "features", "own_features", "is_tapped"
+# of a block drafter whose rows read those before them: [Nt, 1] int32, -1 - j of row j of a block
+PLACES = "places"
 
 
 class ReadFeatures(Pass):
@@ -33,8 +35,8 @@ class ReadFeatures(Pass):
     row of a cache, whatever shape the tree has, and no step hands tensors from pass to pass.
 
     A block drafter hands nothing on, and has no slab of its own: a row of the context names a row
-    of the target's slab and -1, and row j of a block none, -1 and -1 - j. Every row of Medusa heads
-    names one of the target's slab, and -1.
+    of the target's slab and -1, and row j of a block none, -1 and -1 - j, which it may ask for.
+    Every row of Medusa heads names one of the target's slab, and -1.
     """
 
     requires = (attention_is_a_tree, logits_are_selected)
@@ -81,6 +83,9 @@ class ReadFeatures(Pass):
                 for name, place in places.items()
             }
             replaced = {node: read[name] for name, node in given.items()}
+            if PLACES in program.row_inputs:
+                numbers = emit_call(graph, aten.slice.Tensor, rows, 1, 1, 2)
+                replaced[program.placeholder(PLACES)] = numbers
             if may_be_untapped:
                 is_tapped = program.placeholder(IS_TAPPED)
                 if handed_on is None:

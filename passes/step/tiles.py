@@ -139,7 +139,8 @@ def _drafted_rows(plan: SpecPlan, drafts: Sequence[Drafter]) -> int:
     rows = sum(levels) if num_levels(plan) else max(levels, default=0)
     if any(drafter.depends_on_path for drafter in drafts):
         # beside what one pass has made of all depths, and what is added to it
-        rows += plan.max_depth + max(levels)
+        made = max(drafter.num_logits(plan.max_depth) for drafter in drafts)
+        rows += max(plan.max_depth, made) + max(levels)
     return rows
 
 

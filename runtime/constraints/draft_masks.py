@@ -27,10 +27,10 @@ class DraftMasks:
     for static and dynamic trees, tiles of levels, and views of self-drafts. The masks are those
     that verification asks for again.
 
-    A block drafter is fed no token but the root: tokens of a depth come from one row, whatever
-    comes before them. So the first depth obeys, and what the others propose may be refused. So do
-    Medusa heads: they make a row for each head from the one row they are fed, that of the first
-    depth first.
+    A drafter that reads masks is fed no token after the root: tokens of a depth come from one row,
+    whatever comes before them. So the first depth obeys, and what the others propose may be
+    refused. So do Medusa heads: they make a row for each head from the one row they are fed, that
+    of the first depth first.
 
     Args:
         grammars: B of them, each at its tree's root; None leaves a request's rows as they are.
@@ -90,11 +90,11 @@ class DraftMasks:
         wanted: list[dict[int, int]] = [{} for _ in self._grammars]
         for row, place in enumerate(logit_rows):
             b = bisect_right(q_start, place) - 1
+            # a causal pass brings the tokens up to the root, which has the first logits, and may
+            # begin with rows that a draft's states have not seen
+            is_root = ancestors is None or is_block
             # rows of a block come depth by depth; the first stands for the root
-            if self._grammars[b] is not None and not (is_block and wanted[b]):
-                # a causal pass brings the tokens up to the root, which alone has logits, and may
-                # begin with rows that a draft's states have not seen
-                is_root = ancestors is None or is_block
+            if self._grammars[b] is not None and not (is_root and wanted[b]):
                 words = [1] if is_root else ancestors[place]
                 node = 0 if is_root else slots[place] - cache_len[b]
                 self._grown[b].add(node, tokens[place], words)
@@ -107,13 +107,15 @@ class DraftMasks:
 
 
 def _is_block(inputs: Sequence[Tensor | None], logit_rows: Sequence[int]) -> bool:
-    """Whether a pass is that of a block drafter, whose rows with logits read no hidden states."""
+    """Whether a pass is that of a block drafter, whose row of the first depth reads no hidden
+    states.
+    """
     if len(inputs) <= _FEATURES or (features := inputs[_FEATURES]) is None or not logit_rows:
         return False
     # where layers keep states, there is a row for each sequence, of numbers from 0 on
     if len(features) <= max(logit_rows):
         return False
-    return bool((features[torch.tensor(logit_rows)] < 0).all())
+    return bool((features[logit_rows[0]] < 0).all())
 
 
 class _Grown:

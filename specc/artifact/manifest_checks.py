@@ -191,7 +191,10 @@ def check_plans(
                 f"those of its drafts: {', '.join(heads) or '(none)'}",
             )
         named = [block.draft for block in plan.blocks]
-        if named != [name for name in plan.plan.model_names if name in blocks]:
+        # models that read tokens alone, too, may propose all levels at a time
+        alone = [x.name for x in plan.plan.models if x.is_one_pass and not x.facts.reads_hidden]
+        own = [x for x in plan.plan.model_names if x in blocks or (x in alone and x not in heads)]
+        if named != own or not set(blocks).isdisjoint(alone):
             raise invalid(
                 f"plan {plan.name} has blocks of {', '.join(named) or '(none)'}",
                 f"those of its drafts: {', '.join(blocks) or '(none)'}",

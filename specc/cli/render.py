@@ -110,10 +110,16 @@ def vocabulary_lines(manifest: Manifest) -> list[str]:
 
 
 def head_lines(manifest: Manifest) -> list[str]:
-    """Drafts that read hidden states of the target: what they are, and what was assumed."""
+    """Drafts that read hidden states of the target, or propose more than a level at a time: what
+    they are, and what was assumed.
+    """
     lines, taps = [], manifest.models[0].taps
     for model in manifest.models:
+        drafters = (plan.plan.drafter(model.name) for plan in manifest.plans)
+        said = {x.describe() for x in drafters if x is not None} - {""}
+        told = sorted(f"{model.name}: {text}" for text in said)
         if (head := model.head) is None or taps is None:
+            lines += told
             continue
         places = ", ".join(map(str, taps.boundaries))
         last = ", the last after the final norm" if taps.is_last_normed else ""
@@ -124,9 +130,7 @@ def head_lines(manifest: Manifest) -> list[str]:
             f"{model.name} is a {head.facts.called} ({head.kind}, files of {head.layout}): it reads"
             f" the target at boundaries {places}{last}{trained}; weights of the target: {shared}"
         )
-        drafters = (plan.plan.drafter(model.name) for plan in manifest.plans)
-        said = {x.describe() for x in drafters if x is not None} - {""}
-        lines += sorted(f"{model.name}: {text}" for text in said)
+        lines += told
         lines += [f"{model.name}: {text}" for text in head.assumed]
     return lines
 

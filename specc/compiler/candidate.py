@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specc.artifact.decoders.decoded_reader import DecodedReader
 from specc.artifact.safetensors_io import SafetensorsReader, TensorReader
 from specc.artifact.weights import MemoryReader
 from specc.compiler.assumptions import with_assumptions
+from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.registry import kind_of_target, meant_draft
 from specc.errors import (
@@ -28,7 +29,7 @@ from specc.errors import (
 )
 from specc.passes.drafters.head_spec import HeadSpec, HeadSwitches, TargetFacts
 from specc.passes.drafters.recognise import AS_TRAINED, recognise
-from specc.passes.drafters.registry import compiler_drafter
+from specc.passes.drafters.registry import compiler_drafter, drafter_of_config
 from specc.passes.frontend import hf_model
 
 # Hugging Face directory or id, or a module
@@ -57,6 +58,8 @@ class Candidate:
         rope_length: of the engine, see `specc.passes.frontend.rotary.constant_length`.
         scheme: how its checkpoint is quantized; None where it is not.
         head: what it is, where it reads the target's hidden states.
+        asked: how plans ask it, where it reads tokens alone, and proposes more than a level at a
+            time.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Candidate:
     rope_length: int | None = None
     scheme: str | None = None
     head: HeadSpec | None = None
+    asked: Drafter | None = None
 
     @classmethod
     def open(
@@ -123,7 +127,7 @@ class Candidate:
             ConfigError: switches that this kind of head does not ask.
         """
         if isinstance(model, nn.Module) or not str(model).strip():
-            return cls.open(name, model, rope_length, is_weight_only)
+            return cls._open_model(name, model, rope_length, is_weight_only)
         if (kind := kind_of_target(str(model))) is not None:
             with errors_of(name):
                 return cls._open_in_target(kind, name, target, is_weight_only, switches)
@@ -131,10 +135,18 @@ class Candidate:
             directory = _directory_of_draft(model)
             head = _head_of(directory, target, switches)
             if head is None:
-                return cls.open(name, model, rope_length, is_weight_only)
+                return cls._open_model(name, model, rope_length, is_weight_only)
             with SafetensorsReader(head.files) as reader:
                 dtype = _stored_dtype(reader)
             return cls(name, model, directory, head.config, dtype, None, None, head)
+
+    @classmethod
+    def _open_model(
+        cls, name: str, model: ModelLike, rope_length: int | None, is_weight_only: bool
+    ) -> Candidate:
+        """A draft that reads tokens alone."""
+        found = cls.open(name, model, rope_length, is_weight_only)
+        return replace(found, asked=drafter_of_config(found.config, label(found)))
 
     @classmethod
     def _open_in_target(
@@ -165,6 +177,11 @@ class Candidate:
         head = with_assumptions(found, switches)
         given = (target.directory, head.config, target.checkpoint_dtype)
         return cls(name, kind.kind, *given, target.rope_length, target.scheme, head)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """How plans ask it; None of a draft that they ask level by level, for tokens alone."""
+        return self.asked if self.head is None else self.head.drafter(self.name)
 
     @property
     def max_position(self) -> int | None:

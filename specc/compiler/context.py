@@ -181,7 +181,8 @@ def reached_positions(plans: Sequence[SpecPlan], max_seq_len: int) -> int:
     Args:
         max_seq_len: tokens of a sequence.
     """
-    return max_seq_len + max((x.num_written for plan in plans for x in plan.models), default=0)
+    written = (x.num_written(plan.max_depth) for plan in plans for x in plan.models)
+    return max_seq_len + max(written, default=0)
 
 
 def tokens_of_passes(plans: Sequence[SpecPlan], prefill_chunk: int) -> int:

@@ -74,12 +74,12 @@ def taps_of(candidates: Sequence[Candidate]) -> Taps | None:
 
 
 def with_heads(plans: Sequence[SpecPlan], candidates: Sequence[Candidate]) -> list[SpecPlan]:
-    """The plans, each with the heads and block drafters among its drafts.
+    """The plans, each with what its drafts are.
 
     Raises:
         ConfigError: a tree that is deeper than a block.
     """
-    drafters = {x.name: x.head.drafter(x.name) for x in candidates if x.head is not None}
+    drafters = {x.name: own for x in candidates if (own := x.drafter) is not None}
     return [plan.with_drafters(drafters) for plan in plans]
 
 

@@ -33,7 +33,7 @@ from specc.errors import ConfigError, NotCausalLMError
 from specc.passes.drafters.head_source import shape_of_head
 from specc.passes.drafters.head_spec import TargetFacts
 from specc.passes.drafters.recognise import fit_head
-from specc.passes.drafters.registry import drafters_of_files
+from specc.passes.drafters.registry import drafter_of_config, drafters_of_files
 from specc.passes.frontend import hf_model
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.program import constant_key
@@ -145,7 +145,13 @@ def compile_shapes(
     backend = compiler_backend(options.backend)
     candidates = [] if head is None else [_candidate(head, labels[0], configs[0], options.dtype)]
     candidates = with_confidence(candidates, backend.facts, plans)
+    asked = {
+        name: own
+        for name, label, config in zip(_NAMES[1:], labels[1:], configs[1:], strict=False)
+        if (own := drafter_of_config(config, label)) is not None
+    }
     taps, plans = taps_of(candidates), tuple(with_heads(plans, candidates))
+    plans = tuple(plan.with_drafters(asked) for plan in plans) if asked else plans
     refuse(CompileRequest(CompileConfig(), plans, backend.facts, backend.options))
     limits = LimitsEntry(
         max_batch_size=options.batch_size,

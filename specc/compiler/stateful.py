@@ -34,6 +34,13 @@ def check_states(context: CompileContext, program: Program) -> None:
             "one that attends: hidden states of tokens that were rejected are read again",
             "choose another draft",
         )
+    drafters = (plan.drafter(program.name) for plan in context.plans)
+    if any(drafter is not None and drafter.is_one_pass for drafter in drafters):
+        raise ConfigError(
+            f"{program.name}, a draft that reads masks, whose layers keep states",
+            "one that attends: states are not taken back past masks",
+            "choose another draft",
+        )
     if program.name == TARGET:
         refuse(replace(asked, keeps_states=True))
     else:

@@ -1,4 +1,4 @@
-"""Block drafters: all levels of a tree in one pass, from masks (DFlash, DSpark)."""
+"""Block drafters: all levels of a tree in one pass, from masks (DFlash 1 and 2, DSpark)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specc.drafters.facts import Cache, DrafterFacts, Passes
-from specc.drafters.one_pass import OnePass
+from specc.drafters.masked import MaskedPass
 from specc.speculation.tree import WORD_BITS, pack_bits
 
 FACTS = DrafterFacts(
@@ -27,15 +27,25 @@ FACTS = DrafterFacts(
 DSPARK_FACTS = replace(
     FACTS, kind="dspark", methods=("dspark",), assumes=(*FACTS.assumes, "candidates")
 )
+DFLASH2_FACTS = replace(
+    FACTS, kind="dflash2", methods=("dflash2",), assumes=("tap_convention", "is_last_normed")
+)
 # of a block whose layers differ in what its rows see: as many as a word counts
 MOST_ROWS = 63
 # how logits depend on tokens before, see `passes/drafters/block_bias.py`
-VANILLA, GATED, RNN = BIAS_KINDS = ("vanilla", "gated", "rnn")
+VANILLA, GATED, RNN = MARKOV_KINDS = ("vanilla", "gated", "rnn")
+# the last one, of DFlash 2, among candidates alone
+SELECTOR = "selector"
+BIAS_KINDS = (*MARKOV_KINDS, SELECTOR)
 # what steps call the tensors that make logits depend on the token before: name in the weight file
 BIAS_TENSORS = {
     "bias_in": "markov_head.markov_w1.weight",
     "bias_out": "markov_head.markov_w2.weight",
     "bias_columns": "markov_head.columns",
+}
+SELECTOR_TENSORS = {
+    "bias_in": "candidate_selector.predecessor_codebook",
+    "bias_out": "candidate_selector.successor_codebook",
 }
 # likewise, of those kinds that read hidden states
 JOINT_TENSORS = {
@@ -47,6 +57,7 @@ JOINT_TENSORS = {
         "bias_joint": "markov_head.joint_proj.weight",
         "bias_offset": "markov_head.joint_proj.bias",
     },
+    SELECTOR: {"bias_joint": "candidate_selector.hidden_projection.weight"},
 }
 # what a head reads that estimates how likely the target accepts the next token: the hidden state of
 # the row that proposes it, and W1 of the token before
@@ -60,11 +71,12 @@ _DEPENDS = {
     VANILLA: "logits depend on the token before",
     GATED: "logits depend on the token before, gated by hidden states",
     RNN: "logits depend on all tokens of the block before",
+    SELECTOR: "logits depend on the token before, times hidden states",
 }
 
 
 @dataclass(frozen=True)
-class BlockDraft(OnePass):
+class BlockDraft(MaskedPass):
     """It reads the newest token, the anchor, and masks after it: B rows from the anchor's on."""
 
     facts = FACTS
@@ -81,7 +93,8 @@ class BlockDraft(OnePass):
     def tensors(self) -> dict[str, str]:
         """Of what its logits depend on."""
         names = ("bias_in", "bias_out", *(("bias_columns",) if self.is_partial else ()))
-        keys = {x: BIAS_TENSORS[x] for x in names} | JOINT_TENSORS.get(self.bias_kind, {})
+        own = bias_tensors(self.bias_kind)
+        keys = {x: own[x] for x in names} | JOINT_TENSORS.get(self.bias_kind, {})
         keys |= CONFIDENCE_TENSORS if self.confidence else {}
         return {f"{self.draft}_{x}": key for x, key in keys.items() if self.is_biased}
 
@@ -101,15 +114,10 @@ class BlockDraft(OnePass):
         is_read = (self.hidden_columns > 0) == self.reads_hidden
         is_named = not (self.is_flat or self.kind)
         is_plain = not (self.reads_hidden or self.candidates)
-        return is_known and is_read and is_named and (self.is_biased or is_plain)
-
-    @property
-    def num_written(self) -> int:
-        return self.size
-
-    def num_read(self, depth: int) -> int:
-        """Rows of the context that a step may have accepted, and the block."""
-        return depth + 1 + self.size
+        # a selector has a row for every id, and no other head beside it
+        is_alone = self.candidates > 0 and not (self.is_partial or self.confidence)
+        is_kind = self.bias_kind != SELECTOR or is_alone
+        return is_known and is_read and is_named and is_kind and (self.is_biased or is_plain)
 
     @property
     def most_rows(self) -> int:
@@ -119,12 +127,12 @@ class BlockDraft(OnePass):
     def num_tapped(self, depth: int, catch_up: int) -> int:
         return depth + 1
 
-    def num_logits(self, depth: int) -> int:
-        return depth
-
-    def catch_up(self, depth: int, is_combined: bool) -> int:
-        """It reads hidden states of what was accepted, and the root."""
-        return depth + 2
+    @property
+    def reads_context(self) -> bool:
+        """Whether steps read what becomes of the target's hidden states, of the last row of the
+        context.
+        """
+        return False
 
     def without_confidence(self) -> BlockDraft:
         """The same, whose estimates of acceptance nothing reads."""
@@ -159,23 +167,15 @@ class BlockDraft(OnePass):
         """
         return torch.cat([torch.zeros(before), torch.arange(self.size)]).int().neg() - 1
 
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """Rows of the context that it has not read, and the block."""
-        before, size = len(tokens) - 1, self.size
-        rows = torch.arange(root - before, root + size)
-        tapped = torch.cat([rows[:before], torch.full((size,), -1)]).int()
-        first = before + self.first_row
-        return [
-            torch.tensor([*tokens, *[self.mask_token_id] * (size - 1)]),
-            rows,
-            torch.tensor([0, before + size], dtype=torch.int32),
-            rows.int(),
-            torch.tensor([root], dtype=torch.int32),
-            self.rows_seen(before),
-            table,
-            torch.arange(first, first + self.num_proposed),
-            torch.stack([tapped, self.offsets(before)], 1),
-        ]
+        before = len(tokens) - 1
+        tapped = torch.arange(root - before, root + self.size)
+        tapped[before:] = -1
+        features = torch.stack([tapped.int(), self.offsets(before)], 1)
+        return [*super().pass_inputs(tokens, root, table, depth), features]
 
     def logits_along(
         self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
@@ -185,17 +185,20 @@ class BlockDraft(OnePass):
         if not self.is_biased:
             return rows
         ids = torch.tensor(tokens, device=rows.device)
-        known = F.embedding(ids, weights[BIAS_TENSORS["bias_in"]])
+        own = bias_tensors(self.bias_kind)
+        known = F.embedding(ids, weights[own["bias_in"]])
         logits, hidden = rows.tensor_split([rows.shape[1] - self.hidden_columns], 1)
-        if self.bias_kind != VANILLA:
+        if self.bias_kind == SELECTOR:
+            known = known * F.linear(hidden, weights[JOINT_TENSORS[SELECTOR]["bias_joint"]])
+        elif self.bias_kind != VANILLA:
             weight, offset = (weights[key] for key in JOINT_TENSORS[self.bias_kind].values())
             if self.bias_kind == GATED:
                 known = F.linear(torch.cat([hidden, known], 1), weight, offset).sigmoid() * known
             else:
                 known = _unrolled(known, hidden, weight, offset)
-        bias = F.linear(known, weights[BIAS_TENSORS["bias_out"]])
+        bias = F.linear(known, weights[own["bias_out"]])
         if self.is_partial:
-            bias = F.pad(bias, (0, 1)).index_select(1, weights[BIAS_TENSORS["bias_columns"]])
+            bias = F.pad(bias, (0, 1)).index_select(1, weights[own["bias_columns"]])
         if self.candidates:
             order = logits.sort(dim=1, descending=True, stable=True).indices
             logits = logits.scatter(1, order[:, self.candidates :], -torch.inf)
@@ -203,12 +206,9 @@ class BlockDraft(OnePass):
 
     def constants(self, depth: int) -> dict[str, Tensor]:
         before = depth + 1
-        first = before + self.first_row
-        return {
-            f"{self.name}_masks": torch.full((before + self.size,), self.mask_token_id),
+        return super().constants(depth) | {
             f"{self.name}_rows_seen": self.rows_seen(before),
             f"{self.name}_offsets": self.offsets(before),
-            f"{self.name}_places": torch.arange(first, first + depth),
         }
 
     def earlier_constants(self, depth: int) -> dict[str, Tensor]:
@@ -241,14 +241,21 @@ def _unrolled(known: Tensor, hidden: Tensor, weight: Tensor, offset: Tensor) -> 
     return torch.stack(found)
 
 
+def bias_tensors(kind: str) -> dict[str, str]:
+    """What steps call the tensors of a kind of bias → name in the weight file."""
+    return SELECTOR_TENSORS if kind == SELECTOR else BIAS_TENSORS
+
+
 def joint_shapes(kind: str, rank: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a kind of bias has besides its two matrices, by name.
+    """Shapes of the tensors that a kind of bias has besides its two tables, by name.
 
     Args:
         kind: of `BIAS_KINDS`.
         rank: r.
         width: d, of hidden states.
     """
+    if kind == SELECTOR:
+        return {JOINT_TENSORS[kind]["bias_joint"]: (rank, width)}
     if kind not in JOINT_TENSORS:
         return {}
     weight, offset = JOINT_TENSORS[kind].values()

@@ -135,9 +135,8 @@ class Drafter(ABC):
         """Whether it runs a program of the target that is not the target's own."""
         return False
 
-    @property
-    def num_written(self) -> int:
-        """Rows from the root's on that its one pass writes."""
+    def num_written(self, depth: int) -> int:
+        """Rows from the root's on that its one pass writes in a plan of this depth."""
         return 0
 
     @property

@@ -128,7 +128,9 @@ class HydraHeads(OnePass):
             f" before: {self.num_proposed} tokens a pass"
         )
 
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """A row pairs the target's hidden states of a token with the token after it."""
         count = self.num_rows_of(len(tokens))
         rows = torch.arange(root - count, root)

@@ -44,7 +44,9 @@ class MedusaHeads(OnePass):
     def num_read(self, depth: int) -> int:
         return 1
 
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """All heads read the hidden state of the token before the root."""
         place = torch.tensor([root], dtype=torch.int32)
         return [

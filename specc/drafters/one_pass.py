@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from specc.bounds import MAY_BE_ABSENT, MOST_IDS, MOST_LAYERS, is_bounded, number, within
+from specc.bounds import (
+    MAY_BE_ABSENT,
+    MOST_COLUMNS,
+    MOST_IDS,
+    MOST_LAYERS,
+    is_bounded,
+    number,
+    within,
+)
 from specc.drafters.drafter import Drafter
 from specc.drafters.model import PREFIX
 from specc.errors import ConfigError, EngineError, TreeError
@@ -24,7 +32,7 @@ class OnePassEntry:
     """What a plan of JSON says of a draft that proposes all levels in one pass, of every kind.
 
     Args:
-        size: B.
+        size: B; of a kind whose passes have as many rows as its tree has levels, the most of them.
         mask_token_id: what stands for a token that is not known.
         from_anchor: the row of the anchor proposes the token after it, and so on, B tokens; else
             each mask proposes the token in its own place, B - 1 of them.
@@ -44,6 +52,11 @@ class OnePassEntry:
         num_layers: of each head, of kinds whose steps compute heads.
         candidates: K best tokens of each row alone may follow, where it is biased; 0 is all.
         is_tied: layers of a head after its first are one.
+        num_heads: of attention, of kinds whose steps attend.
+        inner_width: columns of what such steps compute.
+        scale: what such steps multiply scores with.
+        norm_eps: what their norms add to a mean square.
+        vector_eps: the least length that vectors are divided by.
     """
 
     size: int = field(metadata=within(1, MAX_NODES))
@@ -62,6 +75,11 @@ class OnePassEntry:
     num_layers: int = number(0, MOST_LAYERS, default=0, metadata={MAY_BE_ABSENT: True})
     candidates: int = number(0, MOST_IDS, default=0, metadata={MAY_BE_ABSENT: True})
     is_tied: bool = field(default=False, metadata={MAY_BE_ABSENT: True})
+    num_heads: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
+    inner_width: int = number(0, MOST_COLUMNS, default=0, metadata={MAY_BE_ABSENT: True})
+    scale: float = number(0.0, 1e6, default=0.0, metadata={MAY_BE_ABSENT: True})
+    norm_eps: float = number(0.0, 1.0, default=0.0, metadata={MAY_BE_ABSENT: True})
+    vector_eps: float = number(0.0, 1.0, default=0.0, metadata={MAY_BE_ABSENT: True})
 
     def to_json(self) -> dict[str, Any]:
         """All fields but those that engines without such drafts do not have."""
@@ -76,7 +94,7 @@ def without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OnePass(OnePassEntry, Drafter):
-    """A draft that reads hidden states and proposes all levels in one pass."""
+    """A draft that proposes all levels in one pass."""
 
     @property
     def name(self) -> str:
@@ -117,13 +135,16 @@ class OnePass(OnePassEntry, Drafter):
         """Rows of a pass for a tree of this depth."""
 
     @abstractmethod
-    def pass_inputs(self, tokens: Sequence[int], root: int, table: Tensor) -> list[Tensor | None]:
+    def pass_inputs(
+        self, tokens: Sequence[int], root: int, table: Tensor, depth: int
+    ) -> list[Tensor | None]:
         """Inputs of the pass of one sequence, in the order of `ModelProgram.forward`.
 
         Args:
             tokens: that it has not read, the root last.
             root: its position.
             table: [1, blocks] of the sequence.
+            depth: levels that it is to propose.
         """
 
     def logits_along(
@@ -172,6 +193,12 @@ class OnePass(OnePassEntry, Drafter):
     def is_possible(self) -> bool:
         """Whether a draft of the kind can have these fields."""
         return True
+
+    def is_plain(self, kind: str) -> bool:
+        """Whether this is a causal pass of a kind, from the anchor on, and nothing more."""
+        reads_more = self.is_biased or self.hidden_columns or self.confidence or self.candidates
+        is_other = self.is_flat or self.is_partial or self.causal_layers or self.kind != kind
+        return self.from_anchor and self.is_causal and not (reads_more or is_other)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

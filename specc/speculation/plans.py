@@ -209,7 +209,7 @@ class SpecPlan:
     @cached_property
     def num_rows(self) -> int:
         """Cache rows after the committed ones that a step may write, of any model."""
-        sizes = [drafter.num_written for drafter in self.models]
+        sizes = [drafter.num_written(self.max_depth) for drafter in self.models]
         return max(self.num_nodes, self.dynamic.num_fed if self.dynamic else 0, *sizes, 0)
 
     @cached_property

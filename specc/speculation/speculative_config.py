@@ -63,7 +63,7 @@ _OTHER_KEYS: dict[str, tuple[Any, str]] = {
     "disable_by_batch_size": (None, _TUNE),
     "enable_adaptive_verification": (False, "leave it out, and serve with --adaptive-verification"),
     "use_heterogeneous_vocab": (True, "write true or false: a draft's tokens may always differ"),
-    "parallel_drafting": (False, "choose a draft that proposes one token after another"),
+    "parallel_drafting": (True, "write true or false: a draft's files say whether it reads masks"),
     "rejection_sample_method": ("standard", _RULE),
     "draft_sample_method": (None, _RULE),
     "synthetic_acceptance_rates": (None, _SYNTHETIC),

@@ -92,7 +92,7 @@ class BatchTuning:
 
 @dataclass(frozen=True)
 class _Readers:
-    """Drafts that read the target's hidden states."""
+    """Drafts that read the target's hidden states, or propose more than a level at a time."""
 
     drafters: dict[str, Drafter]
 
@@ -105,10 +105,11 @@ class _Readers:
         """
         asked = {x.name: x for entry in manifest.plans for x in entry.plan.models}
         found: dict[str, Drafter] = {}
-        for model in (model for model in manifest.models if model.head is not None):
-            assert model.head is not None
+        for model in manifest.models[1:]:
             if model.name in asked:
                 found[model.name] = asked[model.name]
+            elif model.head is None:
+                continue
             elif model.head.facts.hands_on:
                 found[model.name] = head_draft(manifest.models.index(model) - 1)
             else:

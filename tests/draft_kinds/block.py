@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specc.drafters.block import VANILLA, BlockDraft
+from specc.drafters.block import SELECTOR, VANILLA, BlockDraft
+from specc.drafters.lilicorr import LiLiCorrDraft
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
 from tests.block_reference import BlockReference
 from tests.draft_kinds.rig import DraftRig, Said, opened
@@ -44,8 +45,38 @@ class SparkRig(BlockRig):
     )  # fmt: skip
 
 
+class SelectorRig(BlockRig):
+    said = Said(
+        (2, 5), "z-lab", ("embed_tokens.weight", "lm_head.weight"), cache_columns=2 * 2 * 2 * 8,
+        lines=(
+            "draft_0 is a block drafter (dflash2, files of z-lab): it reads the target at",
+            "logits depend on the token before, times hidden states, among the 7 best of each row",
+            "convolutions over 2 rows of a block, 8 channels with one factor",
+        ),
+    )  # fmt: skip
+
+
+class LiLiCorrRig(BlockRig):
+    said = Said(
+        (2, 5), "z-lab", ("embed_tokens.weight", "lm_head.weight"), cache_columns=2 * 2 * 2 * 8,
+        lines=(
+            "draft_0 is a block drafter (lilicorr, files of z-lab): it reads the target at",
+            "a transformer of 2 layers over the 4 best tokens of each row scores what follows what",
+        ),
+    )  # fmt: skip
+
+
+_SCORED = LiLiCorrDraft(
+    5, 0, is_biased=True, draft="draft_0", kind="lilicorr", candidates=4, hidden_columns=32,
+    num_layers=2, num_heads=3, inner_width=12, scale=6.0, norm_eps=1e-5, vector_eps=1e-6,
+)  # fmt: skip
+_SELECTED = BlockDraft(
+    5, 0, is_biased=True, bias_kind=SELECTOR, draft="draft_0", candidates=7, hidden_columns=32
+)
 _BIASED = BlockDraft(5, 0, is_biased=True, bias_kind=VANILLA, draft="draft_0")
 RIGS = (
     BlockRig("dflash", "z-lab", BlockDraft(5, 0, draft="draft_0")),
     SparkRig("dspark", "dspark-rnn", _BIASED),
+    SelectorRig("dflash2", "dflash2", _SELECTED),
+    LiLiCorrRig("lilicorr", "lilicorr", _SCORED),
 )

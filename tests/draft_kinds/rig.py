@@ -1,4 +1,4 @@
-"""What tests know of a kind of draft that reads hidden states, for the contract of all of them.
+"""What tests know of a kind of draft, for the contract of all that are no ordinary models.
 
 Each module of this folder has `RIGS`; `tests/runtime/drafters/test_contract.py` asks every one the
 same.

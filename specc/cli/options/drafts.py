@@ -47,9 +47,9 @@ class DraftOptions:
     )
     speculative_config: str | None = option(
         None,
-        "The same in vLLM's form, as JSON: method (draft_model, eagle3, dflash, dspark, medusa,"
-        " mtp, ngram or suffix), model, num_speculative_tokens and a few more; instead of --draft,"
-        " --tree, --combine and --num-speculative-tokens.",
+        "The same in vLLM's form, as JSON: method (draft_model, eagle3, dflash, dspark, dflash2,"
+        " medusa, mtp, ngram or suffix), model, num_speculative_tokens and a few more; instead of"
+        " --draft, --tree, --combine and --num-speculative-tokens.",
         "--speculative-config",
         "-sc",
         metavar="JSON",

@@ -1,8 +1,8 @@
 """What the target would have accepted of a draft of one pass: passes at roots along its outputs.
 
-One pass tells the logits of all depths. It reads what a step's would: hidden states of the tokens
-since the last root, and the root. Logits that depend on the tokens before are those after the
-tokens that came.
+One pass tells the logits of all depths. It reads what a step's would: the tokens since the last
+root, or hidden states of them, and the root. Logits that depend on the tokens before are those
+after the tokens that came.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ def block_chains(
         for first, chunk in chunks_of(engine, tokens[:-1]):
             causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), table)
         if roots and block.has_rows:
-            for first, chunk in chunks_of(engine, tokens[: roots[0]]):
+            # rows pair hidden states with the token after them, or not
+            text = tokens[int(block.facts.pairs) : roots[0]]
+            for first, chunk in chunks_of(engine, text):
                 rows = torch.arange(first, first + len(chunk), dtype=torch.int32)
                 features = torch.stack([rows, torch.full_like(rows, -1)], 1)
-                causal_pass(drafter, engine, chunk, first, torch.tensor([0]), table, features)
+                read = features if block.facts.reads_hidden else None
+                causal_pass(drafter, engine, chunk, first, torch.tensor([0]), table, read)
         read = roots[0] if roots else 0
         for root in roots:
             fed = tokens[root : min(root + depth, last)]
-            inputs = block.pass_inputs(tokens[read : root + 1], root, table)
+            inputs = block.pass_inputs(tokens[read : root + 1], root, table, depth)
             made = drafter(*(None if x is None else x.to(engine.cache.device) for x in inputs))
             logits.append(block.logits_along(drafter.weights, made, fed))
             read = root

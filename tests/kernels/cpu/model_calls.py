@@ -191,10 +191,23 @@ def _take_rows(rng: random.Random) -> Arguments:
     return {**made, "slots": torch.randint(-1, rows, shape, dtype=torch.int32)}
 
 
+def _block_conv(rng: random.Random) -> Arguments:
+    tokens, taps, groups = rng.choice((0, 1, 9, 40)), rng.choice((1, 2, 4)), rng.choice((1, 2, 5))
+    dtype, width = rng.choice((torch.float32, torch.bfloat16)), groups * rng.choice(WIDTHS)
+    both = torch.randn(tokens, 2, taps, groups).to(dtype)
+    return {
+        "x": torch.randn(tokens, width).to(dtype),
+        "base": torch.randn(2, taps, width).to(dtype)[1],
+        "factors": both[:, 1],
+        "places": torch.randint(-6, 0, (tokens, 2), dtype=torch.int32)[:, 1:],
+    }
+
+
 MODEL_BUILDERS: dict[str, Builder] = {
     "tree_attention": _tree_attention,
     "attend_expanded": _attend_expanded,
     "block_mass": _block_mass,
+    "block_conv": _block_conv,
     "linear": _linear,
     "linear_q": _linear_q,
     "grouped_linear": _grouped_linear,

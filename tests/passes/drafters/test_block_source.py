@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specc.drafters.block import OF_TOKEN, BlockDraft
+from specc.drafters.lilicorr import LiLiCorrDraft
 from specc.errors import HeadError
 from specc.passes.drafters.block_head import step_weights
 from specc.passes.drafters.head_source import head_source
@@ -19,7 +20,7 @@ from specc.passes.drafters.head_spec import EMBEDDING, HEAD, HeadSwitches, Targe
 from specc.passes.drafters.recognise import recognise
 from specc.passes.drafters.tap_ids import ENTERING
 from specc.passes.frontend.model_source import ModelSource
-from tests.block_heads import BLOCK_CASES, MASK, write_block
+from tests.block_heads import BLOCK_CASES, MASK, BlockCase, write_block
 from tests.heads import LAYERS, VOCAB, WIDTH
 
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
@@ -48,7 +49,11 @@ def test_what_files_say(name, tmp_path):
     wanted = BlockDraft(case.size, MASK, case.from_anchor, causal, case.causal_layers)
     wanted = replace(wanted, is_biased=case.rank > 0, is_partial=case.is_partial)
     wanted = replace(wanted, bias_kind=case.bias_kind, hidden_columns=case.hidden_columns)
-    wanted = replace(wanted, confidence=case.confidence)
+    wanted = replace(wanted, confidence=case.confidence, candidates=case.candidates)
+    if case.lilicorr:
+        wanted = scored(wanted, case)
+    conv = None if spec.conv is None else (spec.conv.taps, spec.conv.size)
+    assert (conv, (spec.scale.factor, spec.scale.cap)) == (case.conv, case.scale or (1.0, 0.0))
     assert (spec.block, spec.rank) == (wanted, case.rank)
     is_lost = case.has_confidence and not case.confidence
     assert any("its confidence head is not read" in x for x in spec.warnings) == is_lost
@@ -64,6 +69,15 @@ def test_what_files_say(name, tmp_path):
     told = "\n".join(spec.describe())
     assert f"blocks of {case.size} rows" in told
     assert f"{case.size - (not case.from_anchor)} tokens a pass" in told
+
+
+def scored(block: BlockDraft, case: BlockCase) -> LiLiCorrDraft:
+    own = case.lilicorr
+    sizes = {"num_layers": own.layers, "num_heads": own.heads, "candidates": own.count}
+    sizes |= {"inner_width": own.width or case.width, "scale": own.scale, "kind": "lilicorr"}
+    return LiLiCorrDraft(
+        **{**vars(block), **sizes, "is_biased": True, "norm_eps": 1e-5, "vector_eps": 1e-6}
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -104,7 +118,42 @@ def top(**values):
         ("z-lab", top(quantization_config={}), "a quantized drafter"),
         ("z-lab", top(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0"),
         ("z-lab", top(is_neox_style=False), "is_neox_style is False"),
-        ("z-lab", top(architectures=["DFlash2DraftModel"]), "DFlash2"),
+        ("z-lab", top(architectures=["DFlash2DraftModel"]), "no selector_rank"),
+        ("dflash2", top(architectures=["DFlashDraftModel"]), "DFlash 2 (the checkpoint has cand"),
+        ("dflash2", nested(selector_top_k=0), "selector_top_k is 0"),
+        ("dflash2", nested(selector_top_k=97), "selector_top_k is 97"),
+        ("dflash2", nested(selector_top_k=None), "no selector_top_k"),
+        ("dflash2", nested(selector_rank=5), "predecessor_codebook is [96, 6]"),
+        ("dflash2", nested(conv_kernel_size=None), "no conv_kernel_size"),
+        ("dflash2", nested(conv_kernel_size=3), "attention_conv.base_kernel is [2, 2, 32]"),
+        ("dflash2", nested(conv_kernel_size=65), "convolutions of 65 rows"),
+        ("dflash2", nested(conv_group_size=5), "groups of 5 of 32 channels"),
+        ("dflash2", nested(conv_kernel_size=None, conv_group_size=None), "8 tensors that its"),
+        ("dflash2", nested(output_multiplier=0), "output_multiplier is 0"),
+        ("dflash2", nested(final_logit_softcapping=-1.0), "final_logit_softcapping is -1.0"),
+        ("dflash2", nested(markov_rank=4), "markov_rank is 4"),
+        ("dflash2", nested(lilicorr_enabled=True), "dflash_config.lilicorr_enabled is True"),
+        ("dflash2", top(markov_rank=4), "DSpark"),
+        ("lilicorr", top(architectures=["DFlashDraftModel"]), "LiLiCorr (the checkpoint has lil"),
+        ("lilicorr", nested(projector_type="dflash"), "projector_type is 'dflash'"),
+        ("lilicorr", nested(lilicorr_enabled=False), "lilicorr_enabled is False"),
+        *(
+            ("lilicorr", nested(**{f"lilicorr_{key}": None}), f"lilicorr_{key}")
+            for key in (
+                "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio",
+                "factor_dim", "vector_eps", "logit_scale",
+            )
+        ),
+        ("lilicorr", nested(lilicorr_num_heads=5), "12 columns for 5 heads"),
+        ("lilicorr", nested(lilicorr_num_heads=2), "relative_slot_bias is [3, 9]"),
+        ("lilicorr", nested(lilicorr_num_layers=1), "10 tensors that its configuration"),
+        ("lilicorr", nested(lilicorr_hidden_size=24), "_embedding is [1, 1, 4, 1, 12]"),
+        ("lilicorr", nested(lilicorr_unheard_of=1), "dflash_config.lilicorr_unheard_of is 1"),
+        ("lilicorr", nested(conv_kernel_size=2, conv_group_size=4), "attention_conv"),
+        ("lilicorr", nested(selector_rank=4), "selector_rank is 4"),
+        ("lilicorr", nested(output_multiplier=2.0), "output_multiplier is 2.0"),
+        ("lilicorr-conv", nested(conv_kernel_size=None, conv_group_size=None), "4 tensors that"),
+        ("z-lab", nested(lilicorr_enabled=True), "dflash_config.lilicorr_enabled is True"),
         ("z-lab", top(dflash_config=3), "dflash_config is 3"),
         ("z-lab", nested(mask_token_id=None), "mask_token_id is None"),
         ("z-lab", nested(mask_token_id=VOCAB), "mask_token_id 96; the target has ids 0 … 95"),
@@ -115,7 +164,7 @@ def top(**values):
         ("z-lab", nested(causal=1), "causal is 1"),
         ("z-lab", nested(causal_head=1), "causal_head is 1"),
         ("z-lab", nested(causal=False, causal_head=True), "causal false, causal_head true"),
-        ("z-lab", nested(conv_kernel_size=2), "dflash_config.conv_kernel_size is 2"),
+        ("z-lab", nested(conv_kernel_size=2), "conv_kernel_size is 2"),
         ("z-lab", nested(attention_value_scale=2.0), "dflash_config.attention_value_scale is 2.0"),
         ("z-lab", nested(use_swa=True), "use_swa is True"),
         ("z-lab", nested(attention_sink_bias=True), "attention_sink_bias is True"),
@@ -135,7 +184,7 @@ def top(**values):
         ("dspark-deepspec", top(markov_rank=5), "markov_w1.weight is [96, 6]"),
         ("dspark-deepspec", top(markov_rank=0), "confidence_head.proj.weight is [1, 38]"),
         ("dspark-deepspec", top(enable_confidence_head=1), "enable_confidence_head is 1"),
-        ("dspark-deepspec", top(selector_rank=8), "DFlash2"),
+        ("dspark-deepspec", top(selector_rank=8), "DFlash 2"),
         ("dspark-specforge", nested(projector_type="domino"), "projector_type is 'domino'"),
         ("dspark-specforge", nested(dspark_backbone_conv_enabled=True), "backbone_conv_enabled is"),
         ("dspark-specforge", nested(confidence_head_alpha=0.0), "2 tensors that"),
@@ -167,6 +216,12 @@ def test_configurations_that_do_not_fit(name, change, found, tmp_path):
             "markov_w2.weight is not",
         ),
         ("dspark-deepspec", lambda x: x.pop("confidence_head.proj.bias"), "proj.bias is not in"),
+        ("dflash2", lambda x: x.pop("layers.1.mlp_conv.base_kernel"), "base_kernel is not in"),
+        (
+            "dflash2",
+            lambda x: x.pop("candidate_selector.successor_codebook"),
+            "successor_codebook is not in",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(name, tensors, found, tmp_path):

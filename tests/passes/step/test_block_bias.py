@@ -16,8 +16,10 @@ from specc.drafters.block import (
     OF_ROW,
     OF_TOKEN,
     RNN,
+    SELECTOR,
     VANILLA,
     BlockDraft,
+    bias_tensors,
 )
 from specc.kernels.reference.accept import draft_children_reference
 from specc.passes.drafters.block_config import joint_shapes
@@ -38,9 +40,9 @@ IN, OUT, COLUMNS = (WEIGHTS[key] for key in WEIGHTS)
 def weights_of(block: BlockDraft) -> dict[str, Tensor]:
     shapes = joint_shapes(block.bias_kind, RANK, WIDTH)
     more = {key: drawn(*shape, seed=7 + i) for i, (key, shape) in enumerate(shapes.items())}
+    own = bias_tensors(block.bias_kind)
     out = OUT[:-4] if block.is_partial else OUT
-    keys = list(WEIGHTS)
-    return {**WEIGHTS, keys[1]: out, **more}
+    return {**WEIGHTS, own["bias_in"]: IN, own["bias_out"]: out, **more}
 
 
 def logits_after(block: BlockDraft, rows: Tensor, path: list[int]) -> Tensor:
@@ -51,11 +53,14 @@ def logits_after(block: BlockDraft, rows: Tensor, path: list[int]) -> Tensor:
         rows: [D, V + d] of its pass.
         path: tokens, the root's first.
     """
-    weight, offset = (weights_of(block)[key] for key in JOINT_TENSORS[block.bias_kind].values())
+    weight, *rest = (weights_of(block)[key] for key in JOINT_TENSORS[block.bias_kind].values())
+    offset = rest[0] if rest else torch.zeros(())
     state, fed = torch.zeros(RANK), torch.zeros(RANK)
     for row, token in zip(rows, path, strict=False):
         hidden, known = row[VOCAB:], IN[token]
-        if block.bias_kind == GATED:
+        if block.bias_kind == SELECTOR:
+            fed = (weight @ hidden) * known
+        elif block.bias_kind == GATED:
             fed = torch.sigmoid(weight @ torch.cat([hidden, known]) + offset) * known
         else:
             found = weight @ torch.cat([state, known, hidden]) + offset

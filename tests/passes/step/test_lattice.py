@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.drafters.block import BIAS_TENSORS, GATED, RNN, BlockDraft
+from specc.drafters.block import BIAS_TENSORS, GATED, RNN, SELECTOR, BlockDraft
+from specc.drafters.lilicorr import EMBEDDING, RANKS, LiLiCorrDraft
 from specc.drafters.medusa import MedusaHeads
 from specc.errors import TreeError
 from specc.kernels.reference.accept import draft_children_reference
@@ -21,6 +22,7 @@ from specc.sampling.rows import Rule
 from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import TokenTree
+from tests.lilicorr_reference import LiLiCorrCase, LiLiCorrReference
 from tests.passes.step import test_block_bias as with_hidden
 from tests.passes.step.grown_trees import Request, grow_budget
 from tests.passes.step.reading_models import VOCAB
@@ -31,6 +33,7 @@ from tests.passes.step.test_draft_block import (
     FLAT,
     MASK,
     PARTIAL,
+    SIZE,
     WEIGHTS,
     bias_after,
     drawn,
@@ -39,6 +42,7 @@ from tests.passes.step.test_draft_block import (
 )
 
 BATCH, WIDTH = 2, with_hidden.WIDTH
+PAIRS = LiLiCorrCase(width=6, layers=2, heads=3, factors=4, count=5)
 Path = tuple[int, ...]
 # log probabilities [V] of what follows a path from the root
 Odds = Callable[[Path], Tensor]
@@ -53,11 +57,31 @@ KINDS = {
     "vanilla-of-5": replace(BIASED, candidates=5),
     # one of them has a logit of -inf
     "vanilla-some-of-6": replace(PARTIAL, candidates=6),
+    "selector-of-5": replace(BIASED, bias_kind=SELECTOR, hidden_columns=WIDTH, candidates=5),
+    "pairs-of-5": LiLiCorrDraft(
+        SIZE,
+        MASK,
+        is_biased=True,
+        kind="lilicorr",
+        candidates=5,
+        hidden_columns=WIDTH,
+        num_layers=PAIRS.layers,
+        num_heads=PAIRS.heads,
+        inner_width=PAIRS.width,
+        scale=PAIRS.scale,
+        norm_eps=1e-5,
+        vector_eps=1e-6,
+    ),
     "rnn-of-5": replace(BIASED, bias_kind=RNN, hidden_columns=WIDTH, candidates=5),
 }
 
 
 def weights_of(block: Any) -> dict[str, Tensor]:
+    if isinstance(block, LiLiCorrDraft):
+        shapes = {EMBEDDING: (VOCAB, WIDTH), **PAIRS.shapes(WIDTH, block.size)}
+        rank = torch.arange(5.0)
+        drawn_ = {key: drawn(*shape, seed=30 + i) for i, (key, shape) in enumerate(shapes.items())}
+        return {**drawn_, RANKS: torch.stack([rank / 4, (rank == 0).float()])}
     if block.hidden_columns:
         return with_hidden.weights_of(block)
     out = BIAS_TENSORS["bias_out"]
@@ -67,10 +91,11 @@ def weights_of(block: Any) -> dict[str, Tensor]:
 def rows_of(block: Any, depth: int, ties: bool) -> Tensor:
     """[B, D, V + d] that the pass of `run` makes."""
     columns = VOCAB + block.hidden_columns
+    count = block.num_logits(depth)
     if block.is_flat:
         rows = drawn(BATCH * block.size, columns, seed=4).view(BATCH, block.size, -1)[:, :depth]
     else:
-        rows = drawn(depth * BATCH, columns, seed=4).view(depth, BATCH, -1).transpose(0, 1)
+        rows = drawn(count * BATCH, columns, seed=4).view(count, BATCH, -1).transpose(0, 1)
     rows = rows.round() if ties else rows.clone()
     if lacks(block):
         rows[..., list(ABSENT)] = -torch.inf
@@ -85,6 +110,10 @@ def lacks(block: Any) -> bool:
 def logits_after(block: Any, rows: Tensor, path: Path) -> Tensor:
     """[V] of one sequence after tokens from its root on: in words, a node at a time."""
     own = rows[len(path) - 1, :VOCAB]
+    if isinstance(block, LiLiCorrDraft):
+        known, context = rows[:-1], rows[-1, VOCAB:]
+        reference = LiLiCorrReference(PAIRS, weights_of(block))
+        return reference.logits(known[:, :VOCAB], known[:, VOCAB:], context, path[1:])
     if block.hidden_columns:
         logits = with_hidden.logits_after(block, rows, list(path))
     elif block.is_biased:
@@ -178,7 +207,7 @@ def test_equal_scores(kind: str) -> None:
     check_best(plan_of(DynamicTree(25, 4, 3), KINDS[kind]), ties=True)
 
 
-@pytest.mark.parametrize("kind", ["product", "vanilla", "rnn-of-5"])
+@pytest.mark.parametrize("kind", ["product", "vanilla", "rnn-of-5", "selector-of-5"])
 def test_large_trees(kind: str) -> None:
     """128 nodes, 7 children, 15 levels: more than 10,000 candidates, of which few are held."""
     block = replace(KINDS[kind], size=16)

@@ -329,24 +329,34 @@ def test_a_draft_without_any_allowed_token_finds_all_of_them_likely(grammars) ->
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("more", [0, 3])
-def test_the_first_depth_of_a_block_obeys(grammars, more: int) -> None:
+@pytest.mark.parametrize(
+    ("more", "reads_tokens", "others"),
+    [(0, False, ()), (3, False, ()), (0, True, ()), (3, False, (0, 4))],
+    ids=["depths", "hidden-states", "tokens", "a-row-of-the-context"],
+)
+def test_the_first_depth_of_a_block_obeys(
+    grammars, more: int, reads_tokens: bool, others: tuple[int, ...]
+) -> None:
     """Of two sequences, one with a grammar; the other depths, and the other one, stay as drawn.
 
-    So do hidden states, where they come after the logits.
+    So do hidden states, where they come after the logits, and other rows that a step reads. Where
+    the context is tokens, a pass is causal, and reads no features.
     """
     first = byte_tokenizer().encode("abc").ids
     own = [None, grammars.start(StructuredOutputsParams(choice=CHOICES))]
-    logits = torch.arange(4.0 * (VOCAB + more)).view(4, VOCAB + more)
+    count = 4 + len(others)
+    logits = torch.arange(count * (VOCAB + more)).float().view(count, VOCAB + more)
     # a row of the context, the root and two masks, twice; one depth after the other
     slots = torch.tensor([3, 4, 5, 6, 1, 2, 3, 4])
     features = torch.tensor([[3, -1], [-1, -1], [-1, -2], [-1, -3]] * 2)
     features[4, 0] = 1
     inputs = (
         torch.full((8,), 9), slots, torch.tensor([0, 4, 8]), slots, torch.tensor([4, 2]),
-        torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1), torch.tensor([2, 6, 3, 7]),
-        features,
+        torch.tensor([[0], [7], [7], [7]] * 2), torch.zeros(2, 1),
+        torch.tensor([2, 6, 3, 7, *others]), features,
     )  # fmt: skip
+    if reads_tokens:
+        inputs = (*inputs[:5], None, *inputs[6:8])
     found = DraftMasks(own)(inputs, logits)
     allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(first), True)
     wanted = logits.clone()

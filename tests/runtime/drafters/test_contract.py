@@ -1,4 +1,4 @@
-"""What holds of engines with any draft that reads the target's hidden states, kind by kind.
+"""What holds of engines with any draft that is no ordinary model, kind by kind.
 
 Random drafts propose what nobody accepts but by chance, and what they propose changes no output. So
 an oracle looks at every pass, node and row. `tests/draft_kinds` says what is a kind's.
@@ -20,7 +20,7 @@ from specc.cli.bench.engine import BenchOptions, _prepare_peers
 from specc.cli.render import head_lines
 from specc.compiler.build import build
 from specc.compiler.in_memory import load_config
-from specc.drafters.facts import Cache
+from specc.drafters.facts import Cache, Passes
 from specc.drafters.hydra import HydraHeads
 from specc.drafters.registry import ALL, facts_of
 from specc.errors import ConfigError, EngineError, SpeccError
@@ -55,6 +55,7 @@ from tests.runtime.head_rig import (
 
 RIGS = tuple(all_rigs())
 PLANS = (CHAIN, TREE, DYNAMIC)
+WIDE = SpecPlan.from_widths((3, 2, 1))
 MERGED = SpecPlan.from_widths((2, 1), ("draft_0", "draft_1"), MERGE)
 VOTED = SpecPlan.from_widths((1, 1), ("draft_0", "draft_1", "lookup-3"), VOTE)
 
@@ -80,12 +81,18 @@ def rigs(*default: str, cases: Callable[[DraftRig], bool] = lambda rig: True) ->
     )
 
 
+def reads_hidden(rig: DraftRig) -> bool:
+    """Of the target."""
+    return facts_of(rig.kind).reads_hidden
+
+
 EVERY = rigs(*(rig.kind for rig in RIGS))
-FIRST = rigs(*(rig.kind for rig in RIGS), cases=lambda rig: rig.is_first)
+FIRST = rigs(*(rig.kind for rig in RIGS), cases=lambda rig: rig.is_first and reads_hidden(rig))
 
 
 def test_every_kind_has_a_rig() -> None:
-    assert {rig.kind for rig in RIGS} == {x.kind for x in ALL if x.reads_hidden}
+    kinds = {x.kind for x in ALL if x.reads_hidden or x.passes is Passes.ONE}
+    assert {rig.kind for rig in RIGS} == kinds
 
 
 def in_turn() -> list[Any]:
@@ -102,6 +109,8 @@ def in_turn() -> list[Any]:
 @pytest.mark.default(
     "dflash-z-lab-tree-2-2-1",
     "dspark-dspark-rnn-tree-2-2-1",
+    "dflash2-dflash2-tree-2-2-1",
+    "lilicorr-lilicorr-tree-2-2-1",
     "eagle3-safeailab-narrow-tree-2-2-1",
     "eagle3-safeailab-narrow-dynamic-6-3-3",
     "medusa-vllm-tree-2-2-1",
@@ -109,6 +118,8 @@ def in_turn() -> list[Any]:
     "mtp-qwen3_next-tree-2-2-1",
     "hydra_prefix-prefix-tree-2-2-1",
     "hydra-mlp-tree-2-2-1",
+    "pard-qwen3-padded-tree-2-2-1",
+    "peagle-vllm-peagle-tree-2-2-1",
 )
 @pytest.mark.parametrize(("rig", "plan"), in_turn())
 def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
@@ -130,16 +141,32 @@ def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
     assert stats.mean_acceptance_length > 1.0
 
 
-@pytest.mark.default("dflash-z-lab")
-@rigs("hydra_prefix", "dflash")
+@pytest.mark.slow
+@rigs(cases=lambda rig: rig.kind in ("dspark", "dflash2", "lilicorr", "hydra"))
+def test_children_of_a_wide_tree(rig: DraftRig, zoo: Zoo) -> None:
+    """Of every node, where they depend on the path to it."""
+    engine = load(rig.engine(zoo, label="wide", plans=(WIDE,)))
+    core, oracle = EngineCore(engine, WIDE.name), rig.oracle(zoo)
+    oracle.watch(core)
+    oracle.check_trees(core, WIDE)
+    for rule in ("mss", "swor"):
+        serve(core, oracle, prompts_of(BLOCK), num_tokens=8, temperature=1.5, rule=rule)
+        oracle.reset()
+    assert oracle.num_nodes > 200
+    plain = outputs(EngineCore(engine, "off"))
+    assert outputs(EngineCore(engine, WIDE.name)) == plain
+
+
+@pytest.mark.default("dflash-z-lab", "pard-qwen3-padded")
+@rigs("hydra_prefix", "dflash", "pard")
 def test_requests_that_had_to_give_way(rig: DraftRig, zoo: Zoo) -> None:
     oracle = rig.oracle(zoo)
     serve_in_little_room(rig.engine(zoo), oracle)
     assert rig.num_looked(oracle) > 30
 
 
-@pytest.mark.default("eagle3-safeailab-narrow")
-@rigs("eagle3", "dflash", "hydra_prefix", "hydra", "medusa")
+@pytest.mark.default("eagle3-safeailab-narrow", "pard-qwen3-padded")
+@rigs("eagle3", "dflash", "hydra_prefix", "hydra", "medusa", "pard")
 def test_drafts_that_did_not_draft_for_a_while(rig: DraftRig, zoo: Zoo) -> None:
     """They read what they have missed, where they read any of it."""
     oracle = rig.oracle(zoo)
@@ -183,7 +210,7 @@ def test_every_layout(rig: DraftRig, case: str, zoo: Zoo) -> None:
             rig, plan,
             marks=() if (rig.kind, plan) in {
                 ("dspark", TREE), ("mtp", TREE), ("hydra", TREE), ("medusa", DYNAMIC),
-                ("hydra_prefix", CHAIN),
+                ("hydra_prefix", CHAIN), ("pard", TREE), ("peagle", TREE),
             } and rig.is_first else pytest.mark.slow,
             id=f"{rig}-{plan.name}",
         )
@@ -197,9 +224,9 @@ def test_outputs_are_those_without_drafts(rig: DraftRig, plan: SpecPlan, zoo: Zo
     assert outputs(EngineCore(engine, plan.name)) == outputs(EngineCore(engine, "off"))
 
 
-@pytest.mark.default("hydra_prefix-prefix-4")
+@pytest.mark.default("hydra_prefix-prefix-4", "pard-qwen3-padded-4")
 @pytest.mark.parametrize("block_size", [BLOCK, 0])
-@rigs("hydra_prefix", "hydra")
+@rigs("hydra_prefix", "hydra", "pard")
 def test_compiled_programs(rig: DraftRig, block_size: int, zoo: Zoo) -> None:
     """Rows of all tokens, and outputs; what passes compute is not seen there."""
     path = rig.engine(zoo, label=f"cpu-{block_size}", backend="cpu", block_size=block_size)
@@ -349,7 +376,10 @@ def test_what_drafts_do_not_go_with(rig: DraftRig, name: str, zoo: Zoo, tmp_path
     assert not (tmp_path / "e").exists()
 
 
-@rigs("dflash", "medusa", "hydra", cases=lambda rig: not facts_of(rig.kind).hands_on)
+@rigs(
+    "dflash", "medusa", "hydra",
+    cases=lambda rig: not facts_of(rig.kind).hands_on and reads_hidden(rig),
+)  # fmt: skip
 def test_trees_deeper_than_a_pass_proposes(rig: DraftRig, zoo: Zoo, tmp_path: Path) -> None:
     changes = options(plans=(SpecPlan.from_widths((1,) * 5),))
     with pytest.raises(SpeccError, match="chain-5 of depth 5, and draft_0, which"):
@@ -380,7 +410,7 @@ def test_what_has_no_place_for_drafts_of_hidden_states(
     assert asked[0].no_draft
 
 
-@rigs("dflash", "medusa", "hydra", cases=lambda rig: rig.kind not in ("eagle3", "mtp"))
+@rigs("dflash", "medusa", "hydra", cases=lambda rig: rig.kind not in ("eagle3", "mtp", "pard"))
 def test_drafts_that_read_other_places(rig: DraftRig, zoo: Zoo, tmp_path: Path) -> None:
     head = zoo.once("head-safeailab", lambda path: write_head(path, CASES["safeailab"]))
     drafts = [rig.draft(zoo, rig.case), head]

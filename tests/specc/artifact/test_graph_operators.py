@@ -38,6 +38,7 @@ BY_PASSES = {
     "aten.bitwise_left_shift.Tensor": "passes/drafters/see_blocks.py",
     "aten.bmm.default": "models whose experts are one stack, left as they are",
     "specc.attend_expanded.default": "passes/rewrite/expand_prompts.py",
+    "specc.block_conv.default": "passes/drafters/block_head.py",
     "specc.block_mass.default": "passes/rewrite/insert_block_mass.py",
     "specc.embedding_of_blocks.default": "passes/lower/cpu/linear.py",
     "specc.fold_conv.default": "passes/step/fuse_step.py",

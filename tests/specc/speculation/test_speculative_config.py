@@ -63,6 +63,9 @@ read = SpeculativeConfig.read
         # tokens that differ are mapped whether this is said or not
         ({"model": "D/", "use_heterogeneous_vocab": True}, SpeculativeConfig("D/")),
         ({"model": "D/", "use_heterogeneous_vocab": False}, SpeculativeConfig("D/")),
+        # files say whether they are of such a draft
+        ({"model": "D/", "parallel_drafting": True}, SpeculativeConfig("D/")),
+        ({"model": "D/", "parallel_drafting": False}, SpeculativeConfig("D/")),
     ],
 )
 def test_it_says_what_options_say(given, wanted):
@@ -106,8 +109,7 @@ def test_a_tree_of_child_numbers(tree, wanted):
         ({"model": "D/", "zzz": 3}, "zzz", "leave it out"),
         ({"model": "D/", "max_model_len": 512}, "max_model_len 512", "--draft-kv"),
         ({"model": "D/", "tensor_parallel_size": 2}, "tensor_parallel_size 2", "draft_tensor"),
-        ({"model": "D/", "parallel_drafting": True}, "parallel_drafting true", "choose a draft"),
-        ({"model": "D/", "parallel_drafting": 0}, "parallel_drafting 0", "choose a draft"),
+        ({"model": "D/", "parallel_drafting": 0}, "parallel_drafting 0", "write true or false"),
         (
             {"model": "D/", "use_heterogeneous_vocab": "yes"},
             "use_heterogeneous_vocab yes",
