@@ -35,6 +35,8 @@ class Reference:
         theta = case.layer.get("rope_theta", parameters["rope_theta"])
         half = torch.arange(0, case.head_dim, 2) / case.head_dim
         self.frequencies = theta**-half / scaling.get("factor", 1.0)
+        # keys and values of the rows of the last run, [n, HK, D] each, by layer
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def logits(self, taps: Tensor, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
         """[V] logits after the last token of a path of drafted tokens.
@@ -88,6 +90,7 @@ class Reference:
         if self.case.has_qk_norm:
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         q, k = self.rotate(q), self.rotate(k)
+        self.kept[layer] = k, v
         row, column = torch.arange(n)[:, None], torch.arange(n)
         seen = column <= row
         if self.case.layer.get("layer_types", ["full_attention"] * LAYERS)[layer][0] == "s":

@@ -28,7 +28,10 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: MaskedPass) -> list[fx.Nod
     before = plan.max_depth + 1
     count = before + size
     nodes = g.arange(-before, size, 1, torch.int32)
-    slots, positions = g.rows(nodes, nodes)
+    length = g["cache_len"]
+    if block.rows_behind:
+        length = g.call(aten.sub.Tensor, length, block.rows_behind)
+    slots, positions = g.rows(nodes, nodes, length)
     mask = g.constant(f"{draft}_masks", torch.full((count,), block.mask_token_id))
     masks = g.expand_rows(mask, count)
     known = g.last(g["last_tokens"], before + 1 if block.reads_tokens else 1)
@@ -48,7 +51,7 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: MaskedPass) -> list[fx.Nod
         positions,
         g.arange(0, g.multiple(batch, count, 1), count, torch.int32),
         slots,
-        g["cache_len"],
+        length,
         None if seen is None else g.repeat_rows(ancestors, batch),
         g["block_table"],
         rows,
@@ -60,16 +63,22 @@ def block_levels(g: StepGraph, plan: SpecPlan, block: MaskedPass) -> list[fx.Nod
 def _features(
     g: StepGraph, block: MaskedPass, slots: fx.Node, before: int, count: int
 ) -> list[fx.Node]:
-    """Rows of the target's hidden states [B * count, 2] that the rows of a pass read, of those that
-    read any: `before` of context do.
+    """Rows of the target's hidden states [B * count, 2] that the rows of a pass read, of a drafter
+    that reads any: those of context do, and where it reads tokens, that of the root.
     """
-    if not isinstance(block, BlockDraft):
+    if not block.facts.reads_hidden:
         return []
+    if block.reads_tokens:
+        before += 1
     wide = g.reshape(slots, g.batch, count)
     none = g.call(aten.full_like.default, wide, -1)
-    tapped = g.flat(g.cat(g.column(wide, 0, before), g.column(none, before, count)))
-    offsets = g.expand_rows(g.constant(f"{block.name}_offsets", block.offsets(before)), count)
-    return [g.call(aten.stack.default, [tapped, g.flat(offsets)], 1)]
+    masked = [g.column(none, before, count)] if before < count else []
+    tapped = g.flat(g.cat(g.column(wide, 0, before), *masked))
+    offsets = g.flat(none)
+    if isinstance(block, BlockDraft):
+        places = g.constant(f"{block.name}_offsets", block.offsets(before))
+        offsets = g.flat(g.expand_rows(places, count))
+    return [g.call(aten.stack.default, [tapped, offsets], 1)]
 
 
 def rows_by_depth(g: StepGraph, draft: str, first: int, depth: int, count: int) -> fx.Node:

@@ -23,7 +23,7 @@ from specc.passes.drafters.head_spec import (
     HeadSwitches,
     TargetFacts,
 )
-from specc.passes.drafters.head_tensors import count_layers, count_taps, match_tensors
+from specc.passes.drafters.head_tensors import Shapes, count_layers, count_taps, match_tensors
 from specc.passes.drafters.kinds import layout_of
 from specc.passes.drafters.tap_ids import CONVENTIONS, ENTERING, choose_taps, default_ids
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
@@ -47,7 +47,7 @@ class CompilerEagle3(CompilerHead):
         if layout is None:
             return None
         config = read_head_config(raw, layout, count_layers(names), switches, name)
-        return _fit_eagle(reader, config, layout, directory, target, switches, raw)
+        return fit_eagle(reader, config, layout, directory, target, switches, raw, {})
 
     def module(self, spec: EagleSpec) -> FeatureHead:
         return FeatureHead(spec)
@@ -56,7 +56,7 @@ class CompilerEagle3(CompilerHead):
 DRAFTER = CompilerEagle3()
 
 
-def _fit_eagle(
+def fit_eagle(
     reader: TensorReader,
     config: HeadConfig,
     layout: str,
@@ -64,7 +64,22 @@ def _fit_eagle(
     target: TargetFacts,
     switches: HeadSwitches,
     raw: dict[str, Any],
+    more: Shapes,
 ) -> EagleSpec:
+    """A head, compared with its target.
+
+    Args:
+        reader: of its checkpoint.
+        config: what its configuration says.
+        layout: see `HeadSpec`.
+        directory: of its files.
+        target: that it is to draft for.
+        switches: what to take in place of what the files say.
+        raw: contents of its config.json.
+        more: shapes of parameters that it has besides those of EAGLE-3.
+    Raises:
+        HeadError: another target's, or one with tensors too many or too few.
+    """
     name, width = str(directory), int(config.layers.hidden_size)
     if layout == DEEPSPEC:
         target.require("layers", raw.get("num_target_layers"), target.num_layers, name)
@@ -78,7 +93,7 @@ def _fit_eagle(
     # without the key a head is as wide as its target
     num_taps = count_taps(reader, width, config.target_width or width, target, name)
     num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
-    tensors, shared = match_tensors(reader, config, num_taps, num_rows, target, name)
+    tensors, shared = match_tensors(reader, config, num_taps, num_rows, target, name, more)
     if EMBEDDING in shared:
         # else its own embedding has been compared with the target's
         target.require("ids", config.vocab_size, target.vocab_size, name)

@@ -74,15 +74,20 @@ class FeatureHead(nn.Module):
             those that the head has no row for.
         """
         x = torch.where(is_tapped, self.fc(self._normed(features)), own_features)
+        x = self.through_layers(x, input_ids, position_ids)
+        normed = self.norm(x)
+        logits = self.lm_head(normed)
+        logits = by_target_ids(logits, self.columns)
+        return (normed if self.spec.flags.norm_output else x), logits
+
+    def through_layers(self, x: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Rows [1, Nt, d] after the last layer, of what they know of the token before."""
         embedded = self.embed_tokens(input_ids)
         rotation = self.rotary_emb(embedded, position_ids)
         x = self.layers[0](embedded, x, position_ids, rotation)
         for layer in self.layers[1:]:
             x = layer(x, position_ids, rotation)
-        normed = self.norm(x)
-        logits = self.lm_head(normed)
-        logits = by_target_ids(logits, self.columns)
-        return (normed if self.spec.flags.norm_output else x), logits
+        return x
 
     def _normed(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:

@@ -83,12 +83,14 @@ def match_tensors(
     draft_vocab_size: int,
     target: TargetFacts,
     name: str,
+    more: Shapes,
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find each parameter's tensor.
 
     Args:
         num_taps: A.
         draft_vocab_size: Vd.
+        more: parameters besides those of EAGLE-3.
     Returns:
         parameter of the module → tensor, and the parameters that are the target's.
     Raises:
@@ -96,6 +98,7 @@ def match_tensors(
     """
     prefix = _MIDDLE if any(item.startswith(_MIDDLE) for item in reader.keys()) else _FIRST  # noqa: SIM118 - a reader is no mapping
     needed, optional = _parameters(config, num_taps, draft_vocab_size, target)
+    needed |= more
     width = int(config.layers.hidden_size)
     return match_parameters(reader, needed, optional, width, draft_vocab_size, target, name, prefix)
 

@@ -76,6 +76,9 @@ _OTHER_KEYS = (
     ("medusa_num_heads", "Medusa"),
     ("ptd_token_id", "P-EAGLE"),
 )
+# of P-EAGLE: values of `speculators_model_type`, and keys that masks of other files have
+_PEAGLE_METHODS = ("peagle", "p_eagle")
+_PEAGLE_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 # names of tensors that no other model has
 _OTHER_TENSORS = (
     (_MEDUSA_TENSORS, "Medusa"),
@@ -123,6 +126,19 @@ def block_layout_of(
     if other := _other_kind(config, list(tensors), classes, method):
         raise HeadError(f"{name}: {other}", _NEEDED, _DO)
     return DFLASH, SPECULATORS if method == _DFLASH else ZLAB
+
+
+def peagle_layout_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Whose layout of P-EAGLE heads this is; None of what is none. Arguments as of `layout_of`."""
+    method = config.get("speculators_model_type")
+    if method is not None:
+        return SPECULATORS if method in _PEAGLE_METHODS else None
+    classes = " ".join(_classes(config)).lower()
+    masks = any(config.get(key) is not None for key in _PEAGLE_KEYS)
+    is_said = "peagle" in classes or ("eagle" in classes and masks)
+    if not is_said and "mask_hidden" not in tensors:
+        return None
+    return EAGLE_CONFIG if "eagle_config" in config else SAFEAILAB
 
 
 def layout_of(config: Mapping[str, Any], tensors: Iterable[str], name: str) -> str | None:

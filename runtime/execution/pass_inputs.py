@@ -48,7 +48,7 @@ class PassInputs(NamedTuple):
         """For a draft; None is one that reads tokens alone."""
         if reader is None:
             return self.of_model(keeps_states)
-        return self.of_head if reader.facts.hands_on else self.of_block
+        return self.of_head if reader.facts.pairs else self.of_block
 
     def of_model(self, keeps_states: bool = False) -> tuple[Tensor | None, ...]:
         """In the order of `ModelProgram.forward`.

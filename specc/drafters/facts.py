@@ -34,6 +34,8 @@ class DrafterFacts:
         module: of the kind in `passes/drafters`, and in `runtime/drafters` where the host acts.
         reads_hidden: it reads hidden states of the target.
         hands_on: each of its tokens hands a row on to those that follow it.
+        pairs: its rows pair the target's hidden states of a token with the token after it, and so
+            are one behind the target's.
         is_ordinary: a language model of its own, which any directory without another kind holds.
         recomputes: rows of accepted tokens are computed again with what the target says of them;
             else they are moved to where accepted rows go.
@@ -52,6 +54,7 @@ class DrafterFacts:
     module: str
     reads_hidden: bool = False
     hands_on: bool = False
+    pairs: bool = False
     is_ordinary: bool = False
     recomputes: bool = False
     is_of_target: bool = False

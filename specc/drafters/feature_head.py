@@ -20,6 +20,7 @@ FACTS = DrafterFacts(
     module="head",
     reads_hidden=True,
     hands_on=True,
+    pairs=True,
     recomputes=True,
 )
 

@@ -21,6 +21,8 @@ class MaskedPass(OnePass):
     # whether rows of context are fed their tokens, and see those before them; else they are the
     # target's hidden states, which nothing of a pass changes
     reads_tokens: ClassVar[bool] = False
+    # rows of tokens are as many before those of the target
+    rows_behind: ClassVar[int] = 0
 
     def num_written(self, depth: int) -> int:
         return self.size
@@ -56,14 +58,15 @@ class MaskedPass(OnePass):
         self, tokens: Sequence[int], root: int, table: Tensor, depth: int
     ) -> list[Tensor | None]:
         before, size = len(tokens) - 1, self.num_written(depth)
-        rows = torch.arange(root - before, root + size)
+        own = root - self.rows_behind
+        rows = torch.arange(own - before, own + size)
         first = before + self.first_row
         return [
             torch.tensor([*tokens, *[self.mask_token_id] * (size - 1)]),
             rows,
             torch.tensor([0, before + size], dtype=torch.int32),
             rows.int(),
-            torch.tensor([root], dtype=torch.int32),
+            torch.tensor([own], dtype=torch.int32),
             self.rows_seen(before),
             table,
             torch.arange(first, first + depth),

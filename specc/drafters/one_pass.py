@@ -176,6 +176,12 @@ class OnePass(OnePassEntry, Drafter):
         """Whether a draft of the kind can have these fields."""
         return True
 
+    def is_plain(self, kind: str) -> bool:
+        """Whether this is a causal pass of a kind, from the anchor on, and nothing more."""
+        reads_more = self.is_biased or self.hidden_columns or self.confidence or self.candidates
+        is_other = self.is_flat or self.is_partial or self.causal_layers or self.kind != kind
+        return self.from_anchor and self.is_causal and not (reads_more or is_other)
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises EngineError: no draft of the kind."""

@@ -33,9 +33,7 @@ class PardDraft(MaskedPass):
 
     @property
     def is_possible(self) -> bool:
-        reads_more = self.is_biased or self.hidden_columns or self.confidence or self.candidates
-        is_other = self.is_flat or self.is_partial or self.causal_layers or self.kind != FACTS.kind
-        return self.from_anchor and self.is_causal and not (reads_more or is_other)
+        return self.is_plain(FACTS.kind)
 
     @property
     def rows_ahead(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.close_name import close_name
-from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, pard, suffix
+from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, pard, peagle, suffix
 from specc.drafters import self as self_draft
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
@@ -20,6 +20,7 @@ from specc.drafters.model import PREFIX as PREFIX
 from specc.drafters.model import ModelDraft
 from specc.drafters.one_pass import OnePass
 from specc.drafters.pard import PardDraft
+from specc.drafters.peagle import PeagleDraft
 from specc.errors import ConfigError, EngineError
 
 # all kinds, in the order in which people are told of them
@@ -27,6 +28,7 @@ ALL: tuple[DrafterFacts, ...] = (
     model.FACTS,
     pard.FACTS,
     eagle3.FACTS,
+    peagle.FACTS,
     block.FACTS,
     block.DSPARK_FACTS,
     medusa.FACTS,
@@ -40,7 +42,7 @@ ALL: tuple[DrafterFacts, ...] = (
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
 # kinds of drafts of one pass that plans name
-_ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, PardDraft)}
+_ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, PardDraft, PeagleDraft)}
 # those that no model has to be compiled for; the last one is no name of a path
 _WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, self_draft.SelfDraft)
 # of other programs

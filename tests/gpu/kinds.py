@@ -105,6 +105,18 @@ def _hydra(path: Path, name: str) -> None:
     write_hydra(path, HYDRA_CASES[name])
 
 
+def _pard(path: Path) -> None:
+    from tests.draft_kinds.pard import write_pard
+
+    write_pard(path, "qwen3-padded")
+
+
+def _peagle(path: Path) -> None:
+    from tests.draft_kinds.peagle import PEAGLE_CASES, write_peagle
+
+    write_peagle(path, PEAGLE_CASES["vllm-peagle"])
+
+
 _CHAIN = ((1, 1, 1),)
 _TREE = ((3, 2, 1),)
 _DYNAMIC = ("dynamic", 8, 3, 3)
@@ -145,6 +157,8 @@ KINDS = {
     "dspark": _of_one_pass(partial(_block, name="dspark-speculators")),
     "dspark-rnn": _of_one_pass(partial(_block, name="dspark-rnn")),
     "medusa": _of_one_pass(_medusa),
+    "pard": _of_one_pass(_pard),
+    "peagle": _of_one_pass(_peagle),
     "hydra": _of_one_pass(partial(_hydra, name="mlp")),
     "hydra-prefix": _of_one_pass(partial(_hydra, name="prefix")),
     "offloaded": Kind((_CHAIN, _TREE), _pair_draft, budget=0.75),

@@ -35,6 +35,8 @@ class BlockOracle:
     target: Any
     reference: Any
     number: int = 0
+    # rows that the drafter has of a text, fewer than tokens
+    rows_behind: int = 0
     num_passes: int = 0
     num_rows: int = 0
     num_nodes: int = 0
@@ -67,17 +69,26 @@ class BlockOracle:
 
     def check_rows(self, engine: Engine, request: Request) -> None:
         """Keys and values of all tokens that the drafter has read the target's features of."""
-        count = request.draft_lens[self.number]
+        count = request.draft_lens[self.number] - self.rows_behind
         if count < 1:
             return
+        taps = self.taps(request, count)
+        wanted = [self.reference.kept(taps, layer) for layer in range(self.num_cached)]
+        self.compare_rows(engine, request, wanted, count)
+
+    def compare_rows(
+        self, engine: Engine, request: Request, wanted: Sequence[tuple[Tensor, Tensor]], count: int
+    ) -> None:
+        """With keys and values of the first rows, [count, HK, D] each, layer by layer."""
         assert engine.manifest is not None
         caches = caches_of(engine.manifest.models[1 + self.number], engine.cache)
         blocks = engine.cache.block_table([request.blocks])[0].long()
-        rows, taps = torch.arange(count), self.taps(request, count)
-        for layer in range(self.num_cached):
-            for slab, wanted in zip(caches[layer], self.reference.kept(taps, layer), strict=True):
+        rows = torch.arange(count)
+        # those of hidden states come after them
+        for slabs, pair in zip(caches[: len(wanted)], wanted, strict=True):
+            for slab, own in zip(slabs, pair, strict=True):
                 found = slab[blocks[rows // slab.shape[1]], rows % slab.shape[1]]
-                torch.testing.assert_close(found, wanted, **CLOSE)
+                torch.testing.assert_close(found, own, **CLOSE)
         self.num_rows += count
 
     def check_trees(self, core: EngineCore, plan: SpecPlan) -> None:
@@ -93,7 +104,7 @@ class BlockOracle:
             tokens = values["tokens"][b].tolist()
             assert tokens[0] == request.token_ids[-1]
             taps = self.taps(request, request.cache_len)
-            if self.reference.case.confidence and self.sees_confidence:
+            if self.sees_confidence and self.reference.case.confidence:
                 found = values["confidence"][b].tolist()
                 for node in (node for level in fed for node in level):
                     path = [tokens[i] for i in path_to(tree, node)]
@@ -124,7 +135,8 @@ class BlockOracle:
             found.setdefault(owner[i], []).append(row)
         for b, rows in found.items():
             request = requests[b]
-            assert int(cache_len[b]) == request.cache_len == len(request.token_ids) - 1
+            assert int(cache_len[b]) + self.rows_behind == request.cache_len
+            assert request.cache_len == len(request.token_ids) - 1
             taps = self.taps(request, request.cache_len)
             wanted = self.reference.proposed(taps, request.token_ids[-1])[:depth]
             if logits.shape[1] > wanted.shape[1]:

@@ -25,6 +25,8 @@ from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
 from tests.draft_kinds.mtp import with_module
+from tests.draft_kinds.pard import PardReference
+from tests.draft_kinds.peagle import PEAGLE_CASES, PeagleReference, Read, draw_peagle, write_peagle
 from tests.draft_kinds.test_hydra import HYDRA_CASES, HydraReference, write_hydra
 from tests.draft_kinds.test_hydra import draw_tensors as draw_hydra
 from tests.head_reference import Reference, hidden_states
@@ -89,7 +91,27 @@ HYDRAS = {
     "hydra": replace(HYDRA_CASES["mlp"], vocab=VOCAB, boundaries=(LAYERS,)),
     "hydra_prefix": replace(HYDRA_CASES["prefix"], vocab=VOCAB, boundaries=(LAYERS,)),
 }
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS)
+# reads tokens and masks alone; its mask is none of the target's ids
+PARD = "pard"
+PARD_SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 48, "head_dim": 8, "vocab_size": VOCAB + 2,
+    "pard_token": VOCAB + 1,
+}  # fmt: skip
+# the mask is one of the target's ids, as all that it reads are
+PEAGLES = {
+    "peagle": replace(
+        PEAGLE_CASES["speculators-peagle"],
+        rows=4,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        config={
+            **PEAGLE_CASES["speculators-peagle"].config,
+            "eagle_aux_hidden_state_layer_ids": list(PLACES),
+            "mask_token_id": VOCAB - 1,
+        },
+    )
+}
+KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, PARD, *PEAGLES)
 PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -154,6 +176,10 @@ def engine_of(
             return write_medusa(path, MEDUSAS[kind])
         if kind in HYDRAS:
             return write_hydra(path, HYDRAS[kind])
+        if kind in PEAGLES:
+            return write_peagle(path, PEAGLES[kind])
+        if kind == PARD:
+            return models.save_tiny("qwen3", path, 31, **PARD_SIZES)
         write_head(path, HEADS[kind])
         if kind == FITTED:
             tensors = tensors_of(kind, target_of(kind))
@@ -200,6 +226,17 @@ def head_of(kind: str, target: Any) -> Head:
     """Logits of a reference of the head: by formulas, or by transformers."""
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     embedding, head = (end.weight.detach() for end in ends)
+    if kind == PARD:
+        model = PardReference(models.build_model("qwen3", 31, **PARD_SIZES), VOCAB)
+        return lambda tokens, path: model.after(torch.tensor(tokens[:-1]), tokens[-1], path)
+    if kind in PEAGLES:
+        masked = PeagleReference(PEAGLES[kind], draw_peagle(PEAGLES[kind]), embedding)
+
+        def logits_of_masks(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+            taps = hidden_states(target, tokens[:-1], masked.case.boundaries)
+            return masked.after(Read(taps, list(tokens)), tokens[-1], path)
+
+        return logits_of_masks
     if kind not in ("mtp", *HEADS):
         block: Any
         if kind in MEDUSAS:
@@ -264,6 +301,22 @@ def test_trees_in_an_interpreted_engine(
 ) -> None:
     depth = 1 if num == FEW[0][1] else 3
     check(engine_of(kind, "eager"), exact_of(kind), kind, TREE, Rule.MSS, num, depth)
+
+
+def test_a_model_that_reads_masks(
+    engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact]
+) -> None:
+    check(engine_of(PARD), exact_of(PARD), PARD, TREE, Rule.MSS, 1280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", Rule, ids=ids)
+@pytest.mark.parametrize("kind", [PARD, *PEAGLES])
+def test_many_draws_of_masks(
+    engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact], kind: str, rule: Rule
+) -> None:
+    for plan in (TREE, BUDGET):
+        check(engine_of(kind), exact_of(kind), kind, plan, rule, 10 * NUM_DRAWS)
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ def block_chains(
         for first, chunk in chunks_of(engine, tokens[:-1]):
             causal_pass(engine.target, engine, chunk, first, torch.tensor([0]), table)
         if roots and block.has_rows:
-            for first, chunk in chunks_of(engine, tokens[: roots[0]]):
+            # rows pair hidden states with the token after them, or not
+            text = tokens[int(block.facts.pairs) : roots[0]]
+            for first, chunk in chunks_of(engine, text):
                 rows = torch.arange(first, first + len(chunk), dtype=torch.int32)
                 features = torch.stack([rows, torch.full_like(rows, -1)], 1)
                 read = features if block.facts.reads_hidden else None

@@ -144,7 +144,7 @@ KINDS = {
     "DFlash2": {"architectures": ["DFlash2DraftModel"]},
     "Medusa heads in files of speculators": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
-    "P-EAGLE": {"pard_token": 3, "architectures": ["Eagle3LlamaForCausalLM"]},
+    "P-EAGLE": {"ptd_token_id": 3, "architectures": ["LlamaForCausalLM"]},
     "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
     "Gemma 4 assistant": {"architectures": ["Gemma4AssistantForCausalLM"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},

@@ -116,6 +116,7 @@ def in_turn() -> list[Any]:
     "hydra_prefix-prefix-tree-2-2-1",
     "hydra-mlp-tree-2-2-1",
     "pard-qwen3-padded-tree-2-2-1",
+    "peagle-vllm-peagle-tree-2-2-1",
 )
 @pytest.mark.parametrize(("rig", "plan"), in_turn())
 def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
@@ -190,7 +191,7 @@ def test_every_layout(rig: DraftRig, case: str, zoo: Zoo) -> None:
             rig, plan,
             marks=() if (rig.kind, plan) in {
                 ("dspark", TREE), ("mtp", TREE), ("hydra", TREE), ("medusa", DYNAMIC),
-                ("hydra_prefix", CHAIN), ("pard", TREE),
+                ("hydra_prefix", CHAIN), ("pard", TREE), ("peagle", TREE),
             } and rig.is_first else pytest.mark.slow,
             id=f"{rig}-{plan.name}",
         )

@@ -18,7 +18,7 @@ from tests.lossless import Zoo
 from tests.runtime.draft_cases import SIZES
 from tests.runtime.head_rig import BLOCK, TREE, load, prompts_of, serve
 
-_KINDS = ("rig", "eagle3", "block", "medusa", "test_hydra")
+_KINDS = ("rig", "eagle3", "peagle", "block", "medusa", "test_hydra")
 # MTP modules have targets of their own, see `test_hybrid_architectures.py`; heads with an attention
 # layer before Hydra's are for Llama alone
 RIGS = [rig for rig in all_rigs() if rig.kind not in ("mtp", "hydra_prefix")]

@@ -21,6 +21,7 @@ from specc.cost.step_seconds import StepSeconds
 from specc.drafters.block import BlockDraft
 from specc.drafters.hydra import PrefixHydraHeads
 from specc.drafters.medusa import MedusaHeads
+from specc.drafters.pard import PardDraft
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
 from specc.runtime.engine import Engine
@@ -35,6 +36,8 @@ from specc.tune.run import _Readers, tune
 from tests.draft_kinds.block import RIGS as BLOCKS
 from tests.draft_kinds.medusa import RIGS as MEDUSAS
 from tests.draft_kinds.pard import RIGS as PARDS
+from tests.draft_kinds.peagle import RIGS as PEAGLES
+from tests.draft_kinds.peagle import Read
 from tests.draft_kinds.rig import DraftRig
 from tests.draft_kinds.test_hydra import RIGS as HYDRAS
 from tests.head_reference import hidden_states
@@ -67,7 +70,7 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
 
 def rig_of(name: str) -> DraftRig:
     """What has a case of this name, of those that propose all levels in one pass."""
-    return next(rig for rig in (*BLOCKS, *MEDUSAS, *HYDRAS, *PARDS) if name in rig.cases)
+    return next(rig for rig in (*BLOCKS, *MEDUSAS, *HYDRAS, *PARDS, *PEAGLES) if name in rig.cases)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,7 @@ def rig_of(name: str) -> DraftRig:
         "prefix",
         pytest.param("mlp", marks=pytest.mark.slow),
         "qwen3-padded",
+        "vllm-peagle",
     ],
 )
 @torch.no_grad()
@@ -106,7 +110,10 @@ def test_chains_are_those_of_steps(name: str, compiled: Callable[[str], Path], z
             chain = []
             for level in range(min(DEPTH, LENGTH - 1 - root)):
                 path = tokens[root + 1 : root + 1 + level]
-                logits = reference.after(taps[:root], tokens[root], path)
+                known: Any = taps[:root]
+                if name in PEAGLES[0].cases:
+                    known = Read(known, tokens)
+                logits = reference.after(known, tokens[root], path)
                 ids = logits.topk(CHILDREN).indices.tolist()
                 wanted = tokens[root + level + 1]
                 chain.append(ids.index(wanted) if wanted in ids else -1)
@@ -117,7 +124,7 @@ def test_chains_are_those_of_steps(name: str, compiled: Callable[[str], Path], z
     assert len({rank for rank in every if rank >= 0}) > 3
     assert engine.cache.allocator.num_free == free
     # no deeper than a block
-    deepest = 9 if name in PARDS[0].cases else 4
+    deepest = 9 if name in (*PARDS[0].cases, *PEAGLES[0].cases) else 4
     table = block_acceptance(engine, block, [drawn(0), drawn(1)], CHILDREN, 9)
     assert len(table) == min(9, block.num_proposed) == deepest
     roots = [every[i] for i in (0, 3, 6, 9, 10, 13, 16, 19)]
@@ -129,7 +136,8 @@ def test_one_pass_for_all_levels() -> None:
     block = BlockDraft(6, 0, draft="draft_0")
     passes = PassSeconds({1: 1.0, 8: 3.0, 40: 7.0}, {1: 0.01, 40: 0.02}, "draft_0")
     latency = LatencyTable(PassSeconds({1: 10.0}, {1: 0.0}, "target"), {"draft_0": passes})
-    blocks = (block, MedusaHeads(6, draft="draft_0"))
+    # the last one's passes are as long as its trees are deep
+    blocks = (block, MedusaHeads(6, draft="draft_0"), PardDraft(6, 0, draft="draft_0"))
     shapes = ((1,), (3, 1), (2, 2, 1, 1))
     for block, widths in itertools.product(blocks, shapes):
         plan = SpecPlan.from_widths(widths).with_drafters({"draft_0": block})
