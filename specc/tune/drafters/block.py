@@ -68,8 +68,8 @@ def block_chains(
             for first, chunk in chunks_of(engine, text):
                 rows = torch.arange(first, first + len(chunk), dtype=torch.int32)
                 features = torch.stack([rows, torch.full_like(rows, -1)], 1)
-                read = features if block.facts.reads_hidden else None
-                causal_pass(drafter, engine, chunk, first, torch.tensor([0]), table, read)
+                more = features if block.facts.reads_hidden else None
+                causal_pass(drafter, engine, chunk, first, torch.tensor([0]), table, more)
         read = roots[0] if roots else 0
         for root in roots:
             fed = tokens[root : min(root + depth, last)]
