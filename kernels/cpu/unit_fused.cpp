@@ -1,6 +1,7 @@
 // Kernels that stand for several operators, which round as they are written, as one translation unit
 // (docs/design/cpu.md).
 #include "gates.cpp"
+#include "lora.cpp"
 #include "norms.cpp"
 #include "rotary.cpp"
 #include "tree_conv.cpp"
