@@ -36,6 +36,9 @@ HIDDEN = "hidden"
 # one more, directly after `RUNTIME_INPUTS`, of models whose layers keep states: [B, 2] int32, for
 # each sequence its place in the states, and how many region nodes are committed in any case
 STATES = "states"
+# one more, after those, of targets with adapters: [Nt, 1] int32, the adapter of each token, -1 for
+# none
+ADAPTERS = "adapters"
 # one more cache, after those of the layers: rows that a target keeps for drafts
 FEATURES = "features"
 # of a head, caches after those of its layers are rows that it keeps for itself, and `FEATURES` of

@@ -15,7 +15,7 @@ from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.outputs.logprobs import TokenLogprobs, TokenTexts
 from specc.runtime.outputs.request_output import CompletionOutput, RequestOutput
-from specc.runtime.requests.call_options import Seeds
+from specc.runtime.requests.call_options import Seeds, with_adapter
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.requests.tool_messages import render_chat
@@ -113,13 +113,14 @@ class AsyncLLM:
             request_id: name for `abort`; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
-            vllm: further arguments of vLLM's that ask for nothing.
+            vllm: `lora_request`, see `LLM.generate`, and further arguments of vLLM's that ask for
+                nothing.
         Raises:
             RequestError: the prompt or its parameters are invalid, or the name is taken.
             OverloadError: too many requests wait.
             FaultError: the engine failed while it worked on this request.
         """
-        answer_names(vllm, (), ARGUMENTS, RequestError)
+        known = answer_names(vllm, ("lora_request",), ARGUMENTS, RequestError)
         service = self._running
         name = request_id or f"request-{uuid.uuid4().hex[:16]}"
         if name in self._open:
@@ -132,6 +133,7 @@ class AsyncLLM:
         self._open[name] = streams
         try:
             asked = sampling_params or service.core.defaults.params()
+            asked = with_adapter(asked, known.get("lora_request"))
             kind, each = asked.output_kind, self._seeds.give(asked).each()
             for i, params in enumerate(each):
                 # tokenizing and grammars can take long

@@ -132,6 +132,11 @@ class Engine:
         return self.manifest.policy if self.manifest else "fixed"
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the target's adapters, in the order of their numbers."""
+        return tuple(entry.name for entry in self.manifest.adapters) if self.manifest else ()
+
+    @property
     def window(self) -> int:
         """The smallest window of the target's layers; 0 where none has one."""
         layers = self.manifest.models[0].layers if self.manifest else []

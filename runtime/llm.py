@@ -169,6 +169,8 @@ class LLM:
                 prompts, and of output tokens so far.
             options: `params`, the same as `sampling_params`; `prompt_token_ids`, instead of
                 `prompts`; `priority`, one for all or one for each, lower is served first;
+                `lora_request`, the adapter that the target runs with, a `LoRARequest` or a name,
+                likewise;
                 `use_tqdm`, True or what makes a bar as tqdm does.
         Returns:
             one output a prompt, in order, with n outputs of its own each.

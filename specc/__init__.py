@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specc.errors import SpeccError as SpeccError
     from specc.inputs import TextPrompt as TextPrompt
     from specc.inputs import TokensPrompt as TokensPrompt
+    from specc.lora.request import LoRARequest as LoRARequest
     from specc.runtime.async_llm import AsyncLLM as AsyncLLM
     from specc.runtime.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from specc.runtime.engine import Engine as Engine
@@ -46,6 +47,7 @@ _EXPORTS = {
     "GuidedDecodingParams": "specc.sampling_params",
     "TextPrompt": "specc.inputs",
     "TokensPrompt": "specc.inputs",
+    "LoRARequest": "specc.lora.request",
     "AsyncLLM": "specc.runtime.async_llm",
     "AsyncLLMEngine": "specc.runtime.async_llm",
     "CompletionOutput": "specc.runtime.outputs.request_output",
@@ -67,6 +69,7 @@ __all__ = [
     "Engine",
     "EngineArgs",
     "GuidedDecodingParams",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "SpeccError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -13,8 +13,9 @@ from specc.artifact.kv_rows import KV_CACHE_DTYPES
 from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
-from specc.close_name import advice, close_name
+from specc.close_name import advice
 from specc.compile_request import CompileRequest
+from specc.dtypes import parse_dtype
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
 from specc.refusals import refuse
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from specc.speculation.kv_window import KVWindow
     from specc.speculation.plans import SpecPlan
 
-DTYPES = ("float32", "bfloat16", "float16")
-# the type of the checkpoint
-AUTO = "auto"
-# as transformers, vLLM and people call them
-_DTYPE_ALIASES = {
-    **dict.fromkeys(("float", "fp32", "f32", "single"), "float32"),
-    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-}
 DEFAULT_MAX_LOGITS_MB = 512
 _QUANTIZE_GROUPS = (32, 64, 128)
 _QUANTIZE = ("int8", "int4", "fp8", *MIXES)
@@ -117,6 +109,13 @@ class CompileConfig:
         False,
         "Of checkpoints that quantize activations, too, take the weights and leave activations as"
         " they are; without it they are refused.",
+    )
+    lora: tuple[str, ...] = option(
+        (),
+        "A low-rank adapter of the target (LoRA), by a name that requests choose it with and the"
+        " directory that PEFT has written. Repeat the option for several: requests of different"
+        " adapters, and of none, run in one batch, with any draft (backends cpu and eager).",
+        metavar="NAME=DIR",
     )
     max_batch_size: int = option(8, "How many sequences can decode together.", least=1, most=4096)
     max_seq_len: int | None = option(
@@ -258,7 +257,10 @@ class CompileConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("draft_dtype", "draft_kv", "draft_assume"):
+        if isinstance(self.lora, Mapping):
+            pairs = tuple(f"{name}={path}" for name, path in self.lora.items())
+            object.__setattr__(self, "lora", pairs)
+        for name in ("draft_dtype", "draft_kv", "draft_assume", "lora"):
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, (given,))
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -390,6 +392,7 @@ class CompileOptions(TypedDict, total=False):
     calibration: str | Path | None
     activation_bits: int | None
     weight_only: bool
+    lora: Mapping[str, str | Path] | Sequence[str]
     max_batch_size: int
     max_seq_len: int | None
     rope_length: int | None
@@ -424,27 +427,3 @@ def _for_each(
             f"repeat --draft-{option} as often as --draft with a model, or pass it once",
         )
     return given if len(given) > 1 else (given or (default,)) * num_drafts
-
-
-def parse_dtype(text: str, option: str) -> str:
-    """The full name of a type: `bfloat16` for `bf16` or `torch.bfloat16`.
-
-    Args:
-        text: as the user wrote it.
-        option: that it was given with, for the error.
-    Raises:
-        ConfigError: no type that specc computes in.
-    """
-    name = str(text).strip().lower().removeprefix("torch.")
-    name = _DTYPE_ALIASES.get(name, name)
-    if name in (*DTYPES, AUTO):
-        return name
-    close = close_name(name, (*DTYPES, *_DTYPE_ALIASES, AUTO))
-    meant = _DTYPE_ALIASES.get(close, close) if close else None
-    raise ConfigError(
-        f"{option} {text}",
-        f"one of {', '.join((*DTYPES, AUTO))}",
-        f"pass {option} {meant}"
-        if meant
-        else "choose one of them; weights of 8 or 4 bits are --quantize int8, int4 or fp8",
-    )

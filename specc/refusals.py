@@ -136,6 +136,7 @@ DRAFT_RANKS, CUT_DRAFTS = _option("draft_ranks"), _option("draft_tensor_parallel
 RANKS = _option("tensor_parallel_size")
 GROUP, BITS = _option("quantize_group"), _option("activation_bits")
 CALIBRATION = _option("calibration")
+ADAPTERS = _option("lora", with_value=False)
 A_MIX = Feature(
     "--quantize q4_k_m and the like",
     lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in MIXES else None,
@@ -322,6 +323,15 @@ REFUSALS: tuple[Refusal, ...] = (
             "{a}, and {b}",
         )
         for option in (CUT_DRAFTS, DRAFT_RANKS)
+    ),
+    *(
+        Refusal(
+            ADAPTERS,
+            other,
+            "a target that is one program on one rank, beside whose products adapters are",
+            "leave out {other}, or merge the adapter into the target's weights",
+        )
+        for other in (RANKS, STAGES, SEGMENTS)
     ),
     Refusal(
         WINDOW_OF_HEAD,

@@ -31,6 +31,8 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, Three(T, T, T, int64_t)>;
   if (name == "specc::act_and_mul")
     return std::is_same_v<Function, One(T, Text)>;
+  if (name == "specc::add_lora")
+    return std::is_same_v<Function, One(T, T, T, T, T, T, T)>;
   if (name == "specc::add_norm_gate_up")
     return std::is_same_v<Function, Two(T, T, T, double, bool, T, Text)>;
   if (name == "specc::add_norm_head")
@@ -325,6 +327,8 @@ constexpr const char* kSchemas[] = {
     "specc::accept_winners(Tensor winners, Tensor tokens, Tensor parents, int max_depth) -> "
         "(Tensor path, Tensor num_accepted, Tensor output_tokens)",
     "specc::act_and_mul(Tensor gate_up, str activation) -> Tensor",
+    "specc::add_lora(Tensor base, Tensor input, Tensor adapters, Tensor down, Tensor up, "
+        "Tensor pieces, Tensor scales) -> Tensor",
     "specc::add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool "
         "unit_offset, Tensor weight, str activation) -> (Tensor y, Tensor total)",
     "specc::add_norm_head(Tensor x, Tensor residual, Tensor gamma, float eps, bool "

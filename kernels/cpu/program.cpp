@@ -132,6 +132,12 @@ void Program::check_flat(std::span<const Tensor> inputs) const {
               states.sizes[1] == 2,
           "a program's places of states have another dtype or other sizes");
   }
+  if (takes_adapters_) {
+    const Tensor& adapters = inputs[num_known() - 1];
+    check(adapters.dtype == Element::kInt32 && adapters.dim == 2 && adapters.sizes[0] == tokens &&
+              adapters.sizes[1] == 1,
+          "a program's adapters have another dtype or other sizes");
+  }
   if (takes_hidden) check_hidden(inputs.back(), tokens);
   if (!takes_mass_) return;
   // it is written to: what is no float32 in one piece would be a copy of it
@@ -158,6 +164,13 @@ Tensor Program::call(std::span<const Tensor> given, Arena& arena, void*& block) 
   std::vector<Tensor> inputs(given.begin(), given.end());
   check(!inputs.empty(), "the tokens of a pass");
   for (const Tensor& input : inputs) check_tensor(input);
+  std::vector<int32_t> no_adapters;
+  if (takes_adapters_ && inputs.size() == num_known() - 1) {
+    no_adapters.assign(static_cast<size_t>(inputs[0].count()), -1);
+    Tensor none = shaped(std::array<int64_t, 2>{inputs[0].count(), 1}, Element::kInt32);
+    none.data = no_adapters.data();
+    inputs.push_back(none);
+  }
   if (takes_mass_ && inputs.size() == num_known())
     inputs.push_back(shaped(std::array<int64_t, 2>{1, 0}, Element::kFloat32));
   if (is_flat_) check_flat(inputs);

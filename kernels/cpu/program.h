@@ -40,6 +40,8 @@ class Program : public Callee {
   // It takes one more input, after those of every program: [B, 2] places of states, and nodes that
   // are certain.
   void expect_states() { takes_states_ = true; }
+  // It takes one more, after those: [Nt, 1] the adapter of each token. Without it none has one.
+  void expect_adapters() { takes_adapters_ = true; }
   // Of a segment: it takes one more input, last, of these sizes (-1: one for each token).
   void expect_hidden(std::vector<int64_t> sizes, Element dtype);
   // Values take at most so many bytes at a time, or four times what weights and inputs take.
@@ -54,7 +56,7 @@ class Program : public Callee {
   void check_hidden(const Tensor& hidden, int64_t tokens) const;
   void check_flat(std::span<const Tensor> inputs) const;
   // Inputs without the mass of blocks and a hidden value.
-  size_t num_known() const { return kNumFlat + takes_states_; }
+  size_t num_known() const { return kNumFlat + takes_states_ + takes_adapters_; }
 
   const std::shared_ptr<const Code> code_;
   const std::vector<int64_t> inputs_;
@@ -64,7 +66,7 @@ class Program : public Callee {
   WatchedMemory watched_;
   int num_threads_;
   int64_t narrow_rows_ = 64;
-  bool is_flat_ = false, takes_states_ = false, takes_mass_ = false;
+  bool is_flat_ = false, takes_states_ = false, takes_adapters_ = false, takes_mass_ = false;
   std::vector<int64_t> hidden_sizes_;
   Element hidden_dtype_ = Element::kFloat32;
   WeightOrder order_;

@@ -220,6 +220,9 @@ int specc_program_flat(SpeccProgram* program, int takes_mass) {
 int specc_program_states(SpeccProgram* program) {
   return call_guarded([&] { own_program(program).expect_states(); });
 }
+int specc_program_adapters(SpeccProgram* program) {
+  return call_guarded([&] { own_program(program).expect_adapters(); });
+}
 int specc_program_hidden(SpeccProgram* program, const int64_t* sizes, int64_t dim, int32_t dtype) {
   return call_guarded([&] {
     const auto given = items(sizes, dim);

@@ -86,6 +86,9 @@ SPECC_EXPORT int specc_program_flat(SpeccProgram* program, int takes_mass);
 /* It takes one more input after the first eight: int32 [B, 2], the place of each sequence in the
  * states that it keeps, and how many of its nodes are committed in any case. */
 SPECC_EXPORT int specc_program_states(SpeccProgram* program);
+/* It takes one more input after those: int32 [Nt, 1], the adapter of each token, -1 for none; where it
+ * is left out, no token has one. */
+SPECC_EXPORT int specc_program_adapters(SpeccProgram* program);
 SPECC_EXPORT int specc_program_hidden(SpeccProgram* program, const int64_t* sizes, int64_t dim,
                                       int32_t dtype);
 /* Threads of a pass; rows up to which it is narrow (program.h); bytes that its values may take. */

@@ -4,6 +4,7 @@
 #include "cache_operators.cpp"
 #include "fused_operators.cpp"
 #include "linear_operators.cpp"
+#include "lora_operators.cpp"
 #include "quantized_operators.cpp"
 #include "ranks_operators.cpp"
 #include "recurrence_operators.cpp"

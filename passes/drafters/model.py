@@ -93,6 +93,10 @@ class ModelGrower(LevelGrower):
         """What nodes below the root are told of its layers' states, where they keep some."""
         return [g[DRAFT_STATES]] if self.program in g.stateful else []
 
+    def adapters(self, g: StepGraph, count: int) -> list[fx.Node]:
+        """Adapters of `count` nodes of each sequence, where its program takes some."""
+        return []
+
     def slots(self, g: StepGraph, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Rows of nodes, and their positions."""
         slots, positions = g.rows(nodes, depths, self.rows_before)
@@ -130,6 +134,7 @@ class ModelGrower(LevelGrower):
             self.block_table(g),
             g.arange(0, g.multiple(batch, count), 1, torch.int64),
             *self.states(g),
+            *self.adapters(g, count),
             *features,
         )
 

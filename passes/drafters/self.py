@@ -48,6 +48,10 @@ class SelfGrower(ModelGrower):
         places = g.column(g[STATES], 0, 1)
         return [g.cat(places, g.call(torch.ops.aten.full_like.default, places, 0))]
 
+    def adapters(self, g: StepGraph, count: int) -> list[fx.Node]:
+        """Those of verification, where it is the target's own program."""
+        return g.adapter_rows(count) if self.program == TARGET else []
+
     def slots(self, g: StepGraph, nodes: fx.Node, depths: fx.Node) -> tuple[fx.Node, fx.Node]:
         slots, positions = super().slots(g, nodes, depths)
         if self.view is not None:

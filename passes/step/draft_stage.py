@@ -25,6 +25,7 @@ def draft_stage(
     block_size: int = 0,
     windowed: Collection[str] = (),
     stateful: Collection[str] = (),
+    has_adapters: bool = False,
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
@@ -36,7 +37,7 @@ def draft_stage(
     """
     g = StepGraph(
         constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed,
-        stateful=stateful,
+        stateful=stateful, has_adapters=has_adapters,
     )  # fmt: skip
     if plan.is_static:
         outputs = _static(g, plan)

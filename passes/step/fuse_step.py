@@ -84,6 +84,7 @@ def fuse_step(
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
     draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
+    has_adapters: bool = False,
 ) -> StepProgram:
     """Compose the step of a plan.
 
@@ -100,22 +101,28 @@ def fuse_step(
             another block table.
         states: of each slab of states that the target's layers keep.
         draft_states: draft model → the same of its layers, where they keep some.
+        has_adapters: the target takes an adapter for each token.
     """
     reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
         stateful = {*draft_states, *([TARGET] if states else [])}
-        given = is_padded, block_size, windowed, stateful
+        given = is_padded, block_size, windowed, stateful, has_adapters
         stages["draft"] = draft_stage(plan, constants, *given)
-    stages["verify"] = _verify_stage(plan, constants, reads_winners, bool(states))
+    given = bool(states), has_adapters
+    stages["verify"] = _verify_stage(plan, constants, reads_winners, *given)
     kept = {TARGET: states, **draft_states}
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, kept)
     return StepProgram(plan, constants, stages)
 
 
 def _verify_stage(
-    plan: SpecPlan, constants: dict[str, torch.Tensor], reads_winners: bool, has_states: bool
+    plan: SpecPlan,
+    constants: dict[str, torch.Tensor],
+    reads_winners: bool,
+    has_states: bool,
+    has_adapters: bool,
 ) -> fx.Graph:
     """Passes of the target over all nodes of all sequences, and what it wants after each.
 
@@ -124,7 +131,8 @@ def _verify_stage(
     nothing attends to their rows, and the walk never reaches them.
     """
     # where layers keep states, the host says whose are where
-    g = StepGraph(constants, *STEP_INPUTS, *([STATES] if has_states else []))
+    names = *STEP_INPUTS, *([STATES] if has_states else [])
+    g = StepGraph(constants, *names, has_adapters=has_adapters)
     if not plan.speculates:
         tokens = g.last(g["last_tokens"], 1)
         nodes = g.arange(0, 1, 1, torch.int32)
@@ -203,6 +211,7 @@ def _target(
         g["block_table"],
         g.arange(0, g.multiple(batch, count), 1, torch.int64),
         *states,
+        *g.adapter_rows(count),
         *mass,
     )
 

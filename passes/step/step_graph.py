@@ -29,6 +29,8 @@ BLOCK_MASS = "block_mass"
 STATES = "states"
 # the same of drafts whose layers keep states, for nodes after the committed ones
 DRAFT_STATES = "draft_states"
+# [B] i32 of targets with adapters: that of each sequence, -1 for none
+ADAPTERS = "adapters"
 
 
 class StepGraph:
@@ -41,6 +43,7 @@ class StepGraph:
         block_size: rows of a block of the caches, which views count in.
         windowed: self-drafts whose programs see a part of the cache by themselves.
         stateful: models whose layers keep states.
+        has_adapters: the target takes an adapter for each token.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class StepGraph:
         block_size: int = 0,
         windowed: Collection[str] = (),
         stateful: Collection[str] = (),
+        has_adapters: bool = False,
     ) -> None:
         self.graph = fx.Graph()
         self.stateful = stateful
+        self.has_adapters = has_adapters
         self.is_padded = is_padded
         self.block_size = block_size
         self.windowed = windowed
@@ -110,6 +115,16 @@ class StepGraph:
         """Slots [B * M] i32 and positions [B * M] i64 of nodes [M], after so many rows."""
         cache_len = self["cache_len"] if cache_len is None else cache_len
         return self.parts(specc.tree_rows.default, 2, cache_len, nodes, depths)
+
+    def adapter_rows(self, count: int) -> list[fx.Node]:
+        """[B * count, 1] adapter of each of `count` tokens of each sequence; [] where there are
+        none: what a pass of the target is given after its states.
+        """
+        if not self.has_adapters:
+            return []
+        wide = self.call(aten.unsqueeze.default, self[ADAPTERS], 1)
+        wide = self.call(aten.expand.default, wide, [self.batch, count])
+        return [self.reshape(wide, -1, 1)]
 
     def multiple(self, size: fx.Node, factor: int, extra: int = 0) -> fx.Node:
         return self.call(operator.add, self.call(operator.mul, size, factor), extra)

@@ -19,7 +19,7 @@ from specc.artifact.model_entry import ModelEntry, SelfDraftEntry
 from specc.bounds import MOST_LAYERS
 from specc.errors import EngineError
 from specc.kernels import native
-from specc.runtime.backends.step_io import STATES
+from specc.runtime.backends.step_io import ADAPTERS, STATES
 from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
@@ -139,8 +139,17 @@ def takes_mass(program: Mapping[str, Any]) -> bool:
 
 def takes_states(program: Mapping[str, Any]) -> bool:
     """Whether a model's program is given places of states, see `ModelProgram.forward`."""
+    return _takes(program, STATES)
+
+
+def takes_adapters(program: Mapping[str, Any]) -> bool:
+    """Whether a target's program is given adapters of tokens, see `ModelProgram.forward`."""
+    return _takes(program, ADAPTERS)
+
+
+def _takes(program: Mapping[str, Any], name: str) -> bool:
     return any(
-        entry.get("name") == STATES and entry.get("kind") == "input" for entry in program["inputs"]
+        entry.get("name") == name and entry.get("kind") == "input" for entry in program["inputs"]
     )
 
 

@@ -43,7 +43,8 @@ class StepInputs(NamedTuple):
             `chosen_blocks` [B, C] int64 columns of the block table; and of a step that a device
             replays, where not all nodes are verified, `live` [B] int32 nodes of each tree that are,
             or at most may be. Where layers keep states, `states` [B, 2] int32 of all plans; where
-            those of drafts do, `draft_states` [B, 2], and `seen_by_<draft>` [B] of each.
+            those of drafts do, `draft_states` [B, 2], and `seen_by_<draft>` [B] of each. Where
+            the target has adapters, `adapters` [B] int32.
         mask_drafts: changes what drafts find likely; steps that a device replays take it
             from `StepExtras` instead.
     """
@@ -81,6 +82,8 @@ class StepValues(Protocol):
 STATES = "states"
 # the same of drafts, for nodes after the committed ones
 DRAFT_STATES = "draft_states"
+# the number [B] int32 of each sequence's adapter, -1 for none
+ADAPTERS = "adapters"
 # called after each pass of a draft with its inputs, as of `ModelProgram.forward`, and its logits
 # [R, V]; returns the logits that children are drawn from, and that acceptance takes for q
 MaskDrafts = Callable[[Sequence[Tensor | None], Tensor], Tensor]

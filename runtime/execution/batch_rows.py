@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import STATES, StepInputs
+from specc.runtime.backends.step_io import ADAPTERS, STATES, StepInputs
+from specc.runtime.execution.adapter_rows import adapters_of
 from specc.runtime.execution.state_rows import state_rows
 from specc.runtime.scheduling.kv_cache import CacheShape, KVCache
 from specc.runtime.scheduling.request import Request
@@ -89,6 +90,7 @@ class BatchRows:
         self._has_states = cache.states is not None
         self._places: list[int] = []
         self._states = state_rows([])
+        self._adapters = adapters_of([])
 
     def inputs(
         self,
@@ -112,6 +114,9 @@ class BatchRows:
         if is_other:
             self._requests = list(requests)
             self._sampling = sampling_rows(requests)
+            self._adapters = adapters_of(requests)
+        if self._adapters is not None:
+            extra = {**extra, ADAPTERS: self._adapters}
         rows = self.committed(requests, ahead)
         if self._has_states:
             # a request that was preempted comes back to another place

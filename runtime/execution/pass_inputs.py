@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from specc.drafters.drafter import Drafter
+from specc.runtime.execution.adapter_rows import adapters_of, rows_of_tokens
 from specc.runtime.execution.state_rows import states_of_spans
 from specc.runtime.scheduling.batch import Span
 from specc.runtime.scheduling.kv_cache import KVCache
 
-_NO_STATES = torch.zeros(0, dtype=torch.int32)
+_NO_STATES = _NO_ADAPTERS = torch.zeros(0, dtype=torch.int32)
 
 
 class PassInputs(NamedTuple):
@@ -30,6 +31,7 @@ class PassInputs(NamedTuple):
         block_table: [B, n] int32.
         states: [B, 2] int32, see `specc.runtime.execution.state_rows`; [0] where no layer keeps
             states.
+        adapters: [Nt, 1] int32 adapter of each token; [0] where the target has none.
     """
 
     tokens: Tensor
@@ -41,6 +43,7 @@ class PassInputs(NamedTuple):
     cache_len: Tensor
     block_table: Tensor
     states: Tensor = _NO_STATES
+    adapters: Tensor = _NO_ADAPTERS
 
     def of_draft(
         self, reader: Drafter | None, keeps_states: bool = False
@@ -49,6 +52,11 @@ class PassInputs(NamedTuple):
         if reader is None:
             return self.of_model(keeps_states)
         return self.of_head if reader.facts.pairs else self.of_block
+
+    def of_target(self, keeps_states: bool = False) -> tuple[Tensor | None, ...]:
+        """`of_model` of the target, which may have adapters."""
+        beside = [self.adapters] if self.adapters.dim() == 2 else []
+        return (*self.of_model(keeps_states), *beside)
 
     def of_model(self, keeps_states: bool = False) -> tuple[Tensor | None, ...]:
         """In the order of `ModelProgram.forward`.
@@ -107,7 +115,8 @@ def causal_inputs(
         starts.append(starts[-1] + span.end - span.start)
     none = torch.zeros(0, dtype=torch.int64)
     rows = [cache.history_rows(s.request.blocks, s.start, s.end) for s in spans if records]
-    states = states_of_spans(spans)
+    states, numbers = states_of_spans(spans), adapters_of([span.request for span in spans])
+    counts = [span.end - span.start for span in spans]
     return PassInputs(
         tokens,
         positions,
@@ -118,6 +127,7 @@ def causal_inputs(
         torch.tensor([s.start for s in spans], dtype=torch.int32),
         cache.block_table([s.request.blocks for s in spans]),
         _NO_STATES if states is None else states,
+        _NO_ADAPTERS if numbers is None else rows_of_tokens(numbers, counts),
     )
 
 

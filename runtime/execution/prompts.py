@@ -77,7 +77,7 @@ class Prompts:
         returns waits for it.
         """
         with self._link.active():
-            inputs = self.before_pass(spans).of_model(self._cache.states is not None)
+            inputs = self.before_pass(spans).of_target(self._cache.states is not None)
             voters = self._votes.of_spans(spans)
             mass = self._votes.mass(voters, len(spans))
             given = (*inputs, *([] if mass is None else [mass]))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specc.runtime.backends.step_io import STATES, Drafted, StepInputs
+from specc.runtime.backends.step_io import ADAPTERS, STATES, Drafted, StepInputs
+from specc.runtime.execution.adapter_rows import adapters_of, rows_of_tokens
 from specc.runtime.execution.state_rows import states_of_spans
 from specc.runtime.scheduling.batch import Span
 from specc.speculation.live_nodes import DEAD
@@ -41,6 +42,7 @@ class FlatTokens(NamedTuple):
         block_table: [B, n] int32.
         logit_rows: [R] int64 tokens of these that get logits.
         states: [B, 2] int32, see `state_rows`; None where no layer keeps states.
+        adapters: [B] int32, see `adapters_of`; None where the target has none.
     """
 
     tokens: Tensor
@@ -52,6 +54,7 @@ class FlatTokens(NamedTuple):
     block_table: Tensor
     logit_rows: Tensor
     states: Tensor | None = None
+    adapters: Tensor | None = None
 
 
 def tree_tokens(
@@ -90,6 +93,7 @@ def tree_tokens(
         inputs.block_table,
         torch.arange(batch * count),
         inputs.extra.get(STATES),
+        inputs.extra.get(ADAPTERS),
     )
     if not live:
         return nodes
@@ -130,6 +134,7 @@ def span_tokens(
         block_table,
         logit_rows(spans),
         states_of_spans(spans) if keeps_states else None,
+        adapters_of([span.request for span in spans]),
     )
 
 
@@ -201,6 +206,8 @@ def begin_together(
     )
     states = [part.states for part in parts if part.states is not None]
     more = [torch.cat(states)] if states else []
+    if adapters := [part.adapters for part in parts if part.adapters is not None]:
+        more.append(rows_of_tokens(torch.cat(adapters), counts[1:].tolist()))
     votes = [] if mass is None else [mass]
     taken = begin(*(value.to(device) for value in (*inputs, *more)), *votes)
     rows = [len(part.logit_rows) for part in parts]

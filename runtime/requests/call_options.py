@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specc.errors import RequestError
+from specc.lora.request import adapter_name
 from specc.runtime.requests.prompt_forms import Prompt, split_prompts
 from specc.sampling.params import SamplingParams
 from specc.vllm.answers import answer_names
 from specc.vllm.calls import ARGUMENTS
 
-_KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority")
+_KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority", "lora_request")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def read_call(
     use_tqdm = known.get("use_tqdm", False)
     if not isinstance(use_tqdm, bool) and use_tqdm is not None and not callable(use_tqdm):
         raise RequestError(f"use_tqdm={use_tqdm!r}", "True, False, or tqdm itself", "correct it")
+    params_list = _with_adapters(known.get("lora_request"), params_list)
     return Call(prompt_list, params_list, _priorities(known.get("priority"), count), use_tqdm)
 
 
@@ -121,6 +123,37 @@ def _prompts(prompts: Any, token_ids: Any) -> list[Prompt]:
             "pass one of the two",
         )
     return [{"prompt": t, "prompt_token_ids": ids} for t, ids in zip(texts, lists, strict=True)]
+
+
+def _with_adapters(given: Any, params: list[SamplingParams]) -> list[SamplingParams]:
+    """With the adapters of a call: one for all prompts, or one, or None, for each."""
+    is_each = isinstance(given, (list, tuple))
+    if is_each and len(given) != len(params):
+        raise RequestError(
+            f"{len(params)} prompts and {len(given)} lora_request",
+            "one for all prompts, or one for each",
+            "pass lists of equal length",
+        )
+    requests = given if is_each else [given] * len(params)
+    return [with_adapter(own, one) for own, one in zip(params, requests, strict=True)]
+
+
+def with_adapter(params: SamplingParams, given: Any) -> SamplingParams:
+    """Options with the adapter of a call's `lora_request`; None leaves them as they are.
+
+    Raises:
+        RequestError: it names none, or another one than the options.
+    """
+    name = adapter_name(given)
+    if name is None or name == params.lora:
+        return params
+    if params.lora is not None:
+        raise RequestError(
+            f"lora_request {name!r} and lora={params.lora!r} of SamplingParams",
+            "one adapter",
+            "leave one out",
+        )
+    return replace(params, lora=name)
 
 
 def _priorities(priority: Any, count: int) -> list[int]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specc.close_name import advice
 from specc.errors import ContextLengthError, RequestError
+from specc.lora.request import NO_ADAPTER
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tokens
 from specc.runtime.engine import Engine
@@ -153,6 +155,7 @@ class RequestMaker:
             controls=controls,
             output=output,
             leader=leader,
+            adapter=self._adapter(index, params),
         )
 
     def make_outputs(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -283,6 +286,25 @@ class RequestMaker:
                 "a tokenizer: without one, nobody knows where a string ends",
                 "pass stop_token_ids",
             )
+
+    def _adapter(self, index: int, params: SamplingParams) -> int | None:
+        """The number of the adapter that is asked for; see `Request`.
+
+        Raises:
+            RequestError: the engine has none of this name.
+        """
+        known = self._engine.adapters
+        if params.lora is None:
+            return NO_ADAPTER if known else None
+        if params.lora not in known:
+            raise RequestError(
+                f"prompt {index} with lora={params.lora!r}",
+                f"one of the engine's adapters: {', '.join(known)}"
+                if known
+                else "an engine with adapters: this one has none",
+                advice(params.lora, known, "compile it in: specc compile --lora NAME=DIR"),
+            )
+        return known.index(params.lora)
 
     def _skipped(self, params: SamplingParams) -> frozenset[int]:
         return self._special_token_ids if params.skip_special_tokens else frozenset()

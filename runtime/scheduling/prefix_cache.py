@@ -6,6 +6,8 @@ committed past its end; rows after that belong to trees. Which drafts have commi
 is noted block by block: plans without a draft then still share the target's rows, and a draft that
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
 
+Rows of a target that runs with an adapter are other ones: the adapter stands before the first key.
+
 The last row of a head in a block (see `docs/guide/drafts.md`) is made of the first token after the
 block, too. Where there are heads that token belongs to the key: it is known as soon as the rows are
 committed, but for a request that ends there, whose last block nobody finds.
@@ -143,6 +145,12 @@ class PrefixCache:
             start = len(keys) * self._size
             end = start + self._size + self._num_after
             tokens = array("q", request.token_ids[start:end]).tobytes()
-            before = keys[-1] if keys else b""
+            before = keys[-1] if keys else _before_all(request)
             keys.append(hashlib.blake2b(before + tokens, digest_size=16).digest())
         return keys[index]
+
+
+def _before_all(request: Request) -> bytes:
+    """What the first key of a request is made of besides tokens."""
+    has_adapter = request.adapter is not None and request.adapter >= 0
+    return array("q", [request.adapter]).tobytes() if has_adapter else b""

@@ -49,6 +49,7 @@ class Request:
         controls: of what the output may hold.
         output: which of the prompt's outputs.
         leader: a request of the same prompt, whose rows this one waits for while they come.
+        adapter: number of the adapter that the target runs with, -1 for none; None: it has none.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Request:
         controls: LogitControls | None = None,
         output: int = 0,
         leader: Request | None = None,
+        adapter: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.output = output
         self.leader = leader
+        self.adapter = adapter
         self.prompt = prompt
         self.params = params
         self.grammar = grammar

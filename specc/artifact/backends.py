@@ -158,7 +158,7 @@ _DTYPES = (*_TWO_DTYPES, "float16")
 _RANKS = ("tensor_parallel_size", "draft_tensor_parallel_size")
 _ON_CPU = (
     *_RANKS, "draft_ranks", "segments", "kv_cache_dtype", "pipeline_parallel_size", "quantize",
-    "activation_bits",
+    "activation_bits", "lora",
 )  # fmt: skip
 _known: dict[str, BackendFacts] = {}
 

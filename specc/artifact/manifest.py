@@ -11,6 +11,7 @@ from specc.artifact.backends import facts_of
 from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_checks import (
     check_activation_bits,
+    check_adapters,
     check_backend,
     check_cache_rows,
     check_checkpoints,
@@ -25,6 +26,7 @@ from specc.artifact.manifest_checks import (
 )
 from specc.artifact.manifest_decoding import decode, invalid
 from specc.artifact.manifest_entries import (
+    AdapterEntry,
     CacheRowsEntry,
     FileEntry,
     LimitsEntry,
@@ -67,6 +69,7 @@ class Manifest:
         kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         activation_bits: of the integers that rows become before quantized weights multiply them;
             None is as many as their type asks for.
+        adapters: of the target, which requests choose by name.
         probe: what the compiler measured at the end, or None.
         instructions: version of the operators that its graphs call.
         files: every file but the manifest, path with `/` relative to the engine → content.
@@ -91,6 +94,7 @@ class Manifest:
     segments: SegmentsEntry | None = None
     kv_cache_dtype: str = AUTO
     activation_bits: int | None = number(1, 64, default=None)
+    adapters: tuple[AdapterEntry, ...] = ()
     probe: dict[str, Any] | None = None
     instructions: int = number(0, MOST_LAYERS, default=INSTRUCTIONS_VERSION)
     files: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
@@ -177,6 +181,8 @@ class Manifest:
             del data["kv_cache_dtype"]
         if self.activation_bits is None:
             del data["activation_bits"]
+        if not self.adapters:
+            del data["adapters"]
         return data
 
     @classmethod
@@ -212,7 +218,7 @@ class Manifest:
         # whose rows are in the type of the model
         absent: dict[str, Any] = {
             "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
-            "activation_bits": None,
+            "activation_bits": None, "adapters": [],
         }  # fmt: skip
         if isinstance(data.get("parallel"), dict):
             absent["parallel"] = {"draft_ranks": 1, "stages": []} | data["parallel"]
@@ -240,6 +246,7 @@ class Manifest:
         check_activation_bits(self.activation_bits, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
+        check_adapters(self.adapters)
         check_choice(self.default_plan, self.policy, self.plans)
         check_sizes(self.models, self.memory_plan, self.limits)
         check_parallel(self.parallel, self.models, self.rank_files)

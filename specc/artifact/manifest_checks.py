@@ -12,6 +12,7 @@ from specc.artifact.block_sums import digits_of
 from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
 from specc.artifact.manifest_decoding import invalid
 from specc.artifact.manifest_entries import (
+    AdapterEntry,
     CacheRowsEntry,
     FileEntry,
     LimitsEntry,
@@ -378,3 +379,10 @@ def _check_plan(entry: PlanEntry, models: Sequence[str], limits: LimitsEntry) ->
             f"plan {entry.name} takes {plan.num_rows} rows, limits.max_nodes is {limits.max_nodes}",
             "rows for every plan",
         )
+
+
+def check_adapters(adapters: Sequence[AdapterEntry]) -> None:
+    """Raises EngineError: adapters without names of their own."""
+    names = Counter(entry.name for entry in adapters)
+    if wrong := [name for name, count in names.items() if count > 1 or not name]:
+        raise invalid(f"adapters called {wrong[0]!r}", "a name for each")

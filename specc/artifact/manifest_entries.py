@@ -9,6 +9,7 @@ from specc.artifact.cache_rows import CacheRows
 from specc.bounds import (
     MAY_BE_ABSENT,
     MOST_BYTES,
+    MOST_COLUMNS,
     MOST_IDS,
     MOST_LAYERS,
     MOST_POSITIONS,
@@ -100,6 +101,21 @@ class ParallelEntry:
     def stage_of(self, rank: int) -> int:
         """The stage that a rank runs a part of."""
         return rank // self.tensor_parallel_size if self.stages else 0
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """A low-rank adapter of the target; its number is its place among them.
+
+    Args:
+        name: as requests call it.
+        rank: the largest of its terms.
+        num_modules: products of the target that it has terms beside.
+    """
+
+    name: str
+    rank: int = field(metadata=within(1, MOST_COLUMNS))
+    num_modules: int = field(metadata=within(1, MOST_IDS))
 
 
 @dataclass(frozen=True)

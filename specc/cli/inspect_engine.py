@@ -129,6 +129,7 @@ def _print_manifest(console: Console, engine: Path, manifest: Manifest) -> None:
     lines = (
         render.source_lines,
         render.self_draft_lines,
+        render.adapter_lines,
         render.vocabulary_lines,
         render.head_lines,
         render.rotary_lines,

@@ -98,6 +98,15 @@ def self_draft_lines(manifest: Manifest) -> list[str]:
     return lines
 
 
+def adapter_lines(manifest: Manifest) -> list[str]:
+    """Low-rank adapters of the target."""
+    return [
+        f"adapter {entry.name}: terms of rank {entry.rank} or less beside {entry.num_modules}"
+        " projections of the target"
+        for entry in manifest.adapters
+    ]
+
+
 def vocabulary_lines(manifest: Manifest) -> list[str]:
     """Drafts whose tokens are other ones than the target's."""
     return [

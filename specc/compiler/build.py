@@ -21,6 +21,7 @@ from specc.artifact.manifest_entries import (
     SegmentsEntry,
 )
 from specc.compile_request import CompileRequest
+from specc.compiler.adapters import adapter_entries, open_adapters
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.calibration import calibration_windows
@@ -137,13 +138,15 @@ def build(
     ):
         check_dump(dump_graphs)
         with phases.phase("check models"):
+            adapters = open_adapters(config)
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, request)
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
             sources = checked.load()
         taps = checked.taps or taps
         context = make_context(sources, checked.plans, config, backend, phases, dump_graphs, taps)
-        context = dataclasses.replace(context, windows=_windows(context, checked, sources[0]))
+        windows = _windows(context, checked, sources[0])
+        context = dataclasses.replace(context, windows=windows, adapters=adapters)
         engine, records = _compile(context, sources, writer)
         memory, parallel = plan_engine_memory(engine), ranks_of(engine)
         with phases.phase("write programs"):
@@ -155,7 +158,8 @@ def build(
             states = engine.models[0].entry.state_slabs
             kept = engine.context.plans
             of_drafts = draft_states([model.entry for model in engine.models])
-            steps = write_steps(writer, kept, slabs, *sizes, is_cut, windowed, states, of_drafts)
+            told_of = is_cut, windowed, states, of_drafts, bool(adapters)
+            steps = write_steps(writer, kept, slabs, *sizes, *told_of)
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
         lengths = trained_lengths(checked.candidates, engine.context.limits.max_seq_len)
@@ -277,6 +281,7 @@ def _describe(
         segments=_segments(engine),
         kv_cache_dtype=context.config.kv_cache_dtype,
         activation_bits=context.config.activation_bits,
+        adapters=adapter_entries(context.adapters),
     )
 
 

@@ -18,7 +18,8 @@ from specc.compiler.context import check_seq_len, check_voters, engine_plans
 from specc.compiler.heads import called, check_heads, taps_of, with_confidence, with_heads
 from specc.compiler.stages import check_num_stages
 from specc.compiler.tokenizer import TokenizerFiles, check_tokenizers
-from specc.config import AUTO, DTYPES, CompileConfig
+from specc.config import CompileConfig
+from specc.dtypes import AUTO, DTYPES
 from specc.errors import (
     ConfigError,
     OutputError,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from specc.artifact.model_entry import ModelEntry
+from specc.compiler.adapters import adapter_phases
 from specc.compiler.calibration import calibration_phases
 from specc.compiler.candidate import advice_for
 from specc.compiler.context import CompileContext
@@ -99,7 +100,7 @@ def compile_models(
         with context.timer.phase(f"rewrite {source.name}") as advance, advice_for(author):
             if source.name == TARGET:
                 calibration = calibration_phases(context, source, advance)
-                layout = target_phases(context, calibration)
+                layout = target_phases(context, calibration, adapter_phases(context, source))
                 drafts = any(plan.self_drafts for plan in context.plans)
                 places = (FUSE if drafts else None, context.cuts_at)
                 kept = KeptGraphs(program, layout, (CUT, CPU, QUANTIZE), *places)

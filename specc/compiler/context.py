@@ -16,6 +16,7 @@ from specc.compiler.state_checkpoints import with_checkpoints
 from specc.config import CompileConfig
 from specc.drafters.views import View
 from specc.errors import ConfigError
+from specc.lora.peft_files import LoraFiles
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.memory import (
     ModelMemory,
@@ -67,6 +68,7 @@ class CompileContext:
         keeps_integers: a checkpoint is quantized, and its integers are kept.
         windows: token ids of texts that the target's weights are rounded for.
         has_zeros: weights in 4 bits get zero points, where the backend reads them.
+        adapters: of the target, in the order of their numbers.
     """
 
     config: CompileConfig
@@ -79,6 +81,7 @@ class CompileContext:
     keeps_integers: bool = False
     windows: tuple[list[int], ...] = ()
     has_zeros: bool = True
+    adapters: tuple[LoraFiles, ...] = ()
 
     @property
     def facts(self) -> BackendFacts:

@@ -54,6 +54,7 @@ def write_steps(
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
     draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
+    has_adapters: bool = False,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
 
@@ -67,10 +68,12 @@ def write_steps(
         windowed: self-drafts whose programs see a part of the cache by themselves.
         states: slabs of the states that the target's layers keep.
         draft_states: draft model → the same of its layers, where they keep some.
+        has_adapters: the target takes an adapter for each token.
     Returns:
         what the manifest says of the plans.
     """
-    fuse = functools.partial(fuse_step, windowed=windowed, states=states, draft_states=draft_states)
+    kept = {"states": states, "draft_states": draft_states, "has_adapters": has_adapters}
+    fuse = functools.partial(fuse_step, windowed=windowed, **kept)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
         step = fuse(plan, slabs, is_padded, block_size)

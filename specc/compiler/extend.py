@@ -110,8 +110,9 @@ class EngineExtension:
         windowed, models = self._manifest.windowed, self._manifest.models
         states = models[0].state_slabs, draft_states(models)
         self._entries = write_steps(
-            self._writer, plans, slabs, is_padded, size, is_cut, windowed, *states
-        )
+            self._writer, plans, slabs, is_padded, size, is_cut, windowed, *states,
+            bool(self._manifest.adapters),
+        )  # fmt: skip
         return plans
 
     def _with(self, plans: Sequence[SpecPlan], max_nodes: int, policy: str) -> Manifest:

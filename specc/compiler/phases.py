@@ -54,8 +54,12 @@ BEFORE_CUT = (
 )
 
 
-def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
-    """Of the target; `calibration` comes before anything is cut or rounded."""
+def target_phases(
+    context: CompileContext, calibration: Phases = (), adapters: Phases = ()
+) -> Phases:
+    """Of the target; `calibration` comes before anything is cut or rounded, and `adapters` after
+    it: texts are passed through the target without them.
+    """
     config = context.config
     return (
         *TRACED_PHASES,
@@ -68,6 +72,7 @@ def target_phases(context: CompileContext, calibration: Phases = ()) -> Phases:
         *_prompts(context),
         *calibration,
         *cut_phases(config.tensor_parallel_size),
+        *adapters,
         *_rounded(context, context.quantization),
         *_required(context),
         *_apart(context, context.lowering()),

@@ -208,6 +208,13 @@ def _check(
             f"compile it with --backend {takers[0]} --tensor-parallel-size {num_ranks}",
         )
     _check_quantized(engine, manifest, num_ranks)
+    if manifest.adapters:
+        names = ", ".join(entry.name for entry in manifest.adapters)
+        raise ConfigError(
+            f"{engine}, an engine with adapters ({names})",
+            "one without: adapters are beside the products of a target that one rank has",
+            "compile the checkpoint without --lora, for as many ranks",
+        )
     stages = max(1, len(manifest.stages))
     if num_ranks == manifest.tensor_parallel_size and (
         keeps_stages or asked.pipeline_parallel_size == stages

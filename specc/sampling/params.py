@@ -90,6 +90,8 @@ class SamplingParams:
         bad_words: the output holds none of them. Each is tokenized as it is and after a space; the
             last token of either cannot be drawn where the output ends with those before it. At most
             1,024 words of 16,384 characters together.
+        lora: the adapter that the target runs with, by the name that `specc compile --lora` gave
+            it; None is none.
         output_kind: what `AsyncLLM` yields; nobody else asks.
     Raises:
         RequestError: a value is outside its range.
@@ -119,6 +121,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] | None = None
+    lora: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
@@ -140,6 +143,8 @@ class SamplingParams:
                 "StructuredOutputsParams, or None",
                 _DO,
             )
+        if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
+            raise RequestError(f"lora={self.lora!r}", "the name of an adapter, or None", _DO)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
                 f"output_kind={self.output_kind!r}",

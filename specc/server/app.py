@@ -8,7 +8,7 @@ import functools
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specc.errors import SpeccError
+from specc.errors import ConfigError, SpeccError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
@@ -64,7 +64,15 @@ def create_app(
         service: started; the caller closes it.
         config: names, keys and limits.
         template: of chats; None refuses them.
+    Raises:
+        ConfigError: a name of the model is that of an adapter.
     """
+    if both := set(config.model_names) & set(service.engine.adapters):
+        raise ConfigError(
+            f"a model and an adapter that are both called {min(both)!r}",
+            "names of their own: requests choose one by its name",
+            "pass --served-model-name NAME",
+        )
     metrics = ServeMetrics(service, config.model_names[0], config.vllm_metrics)
     endpoints = Endpoints(service, config, metrics, template)
     app = FastAPI(
@@ -80,7 +88,7 @@ def create_app(
     app.state.endpoints = endpoints
     app.state.bodies = BodyBudget(config)
     _add_status_routes(app, service, metrics)
-    _add_model_routes(app, config, service.engine.max_seq_len)
+    _add_model_routes(app, config, service.engine.max_seq_len, service.engine.adapters)
 
     @app.post("/v1/completions", **request_body(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -158,32 +166,36 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
         return page()
 
 
-def _add_model_routes(app: FastAPI, config: ServeConfig, max_seq_len: int) -> None:
+def _add_model_routes(
+    app: FastAPI, config: ServeConfig, max_seq_len: int, adapters: Sequence[str]
+) -> None:
     created = int(time.time())
+    all_names = (*config.model_names, *adapters)
 
     def describe_model(name: str) -> dict[str, Any]:
+        # as vLLM lists them: an adapter is a model whose parent is the target
+        is_adapter = name not in config.model_names
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "specc",
-            "root": config.model_names[0],
-            "parent": None,
+            "root": name if is_adapter else config.model_names[0],
+            "parent": config.model_names[0] if is_adapter else None,
             "max_model_len": max_seq_len,
         }
 
     @app.get("/v1/models", **of_model())
     async def models() -> Response:
-        """The names of the model."""
-        names = [describe_model(name) for name in config.model_names]
+        """The names of the model, and its adapters."""
+        names = [describe_model(name) for name in all_names]
         return JSON({"object": "list", "data": names})
 
     @app.get("/v1/models/{model:path}", **of_model())
     async def model(model: str) -> Response:
         """One name."""
-        config_names = config.model_names
-        if model not in config_names:
-            raise unknown_model(model, config_names)
+        if model not in all_names:
+            raise unknown_model(model, all_names)
         return JSON(describe_model(model))
 
 

@@ -100,7 +100,9 @@ class Endpoints:
         def read(body: bytes) -> _Completion:
             wanted = parse(CompletionRequest, self._parse(body), self._unknown)
             self._check(wanted)
-            params = completion_params(wanted, self._service.core.defaults)
+            params = self._with_adapter(
+                wanted, completion_params(wanted, self._service.core.defaults)
+            )
             form = structure_field(wanted)
             prompts = self._read_prompts(wanted)
             forget_long(wanted)
@@ -110,7 +112,7 @@ class Endpoints:
             found = await self._in_thread(request, read)
             wanted, params, form, token_ids, echo = found
             options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self._config.model_names[0], self._tokens, options)
+            answer = CompletionResponse(self._model_of(params), self._tokens, options)
             is_alone = is_prompt_alone(wanted)
             return await self._answer(
                 request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
@@ -131,6 +133,7 @@ class Endpoints:
             with_tools(wanted, self._config, self._unknown)
             defaults = self._service.core.defaults
             params = chat_params(wanted, self._engine.max_seq_len, defaults)
+            params = self._with_adapter(wanted, params)
             self._check_count(wanted.n or 1)
             self._check_template(wanted)
             use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
@@ -148,7 +151,7 @@ class Endpoints:
             found = await self._in_thread(request, read, is_chat=True)
             wanted, params, form, token_ids, reader = found
             options = self._options(wanted, params.logprobs)
-            answer = ChatResponse(self._config.model_names[0], self._tokens, options, reader)
+            answer = ChatResponse(self._model_of(params), self._tokens, options, reader)
             shown = token_ids_of(self._engine.tokenizer, reader.markers)
             return await self._answer(
                 request, wanted, [token_ids], params, answer, form, shown=shown
@@ -234,7 +237,7 @@ class Endpoints:
                 generation.close()
 
     def _check(self, wanted: GenerationRequest) -> None:
-        names = self._config.model_names
+        names = (*self._config.model_names, *self._engine.adapters)
         if wanted.model is not None and wanted.model not in names:
             raise unknown_model(wanted.model, names)
         options = wanted.stream_options
@@ -243,6 +246,16 @@ class Endpoints:
                 "stream_options without stream", "stream=true beside it", "pass stream",
                 "stream_options",
             )  # fmt: skip
+
+    def _with_adapter(self, wanted: GenerationRequest, params: SamplingParams) -> SamplingParams:
+        """With the adapter that the request names as its model."""
+        if wanted.model is None or wanted.model in self._config.model_names:
+            return params
+        return dataclasses.replace(params, lora=wanted.model)
+
+    def _model_of(self, params: SamplingParams) -> str:
+        """What a response calls the model."""
+        return params.lora or self._config.model_names[0]
 
     def _check_template(self, wanted: ChatRequest) -> None:
         """Refuse templates of requests unless the operator trusts them: a template is a program."""

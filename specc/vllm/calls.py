@@ -8,6 +8,10 @@ from typing import NoReturn
 from specc.vllm.answers import Answer, Ignored, Unsupported
 
 _NO_ADAPTER = Unsupported("the weights that were compiled", "merge the adapter, and compile")
+_COMPILED_ADAPTER = Unsupported(
+    "an adapter that was compiled in: specc compile --lora NAME=DIR",
+    "compile it in, and pass lora_request, or lora of SamplingParams",
+)
 _OF_CHATS = Unsupported("messages", "pass it to chat", (None, False, "auto"))
 _POOLING = Unsupported(
     "an engine that generates: it has no embeddings, classes or scores of texts",
@@ -23,7 +27,6 @@ _SLEEP = Unsupported(
 _PROFILE = Unsupported("specc bench, which times each part of a step", "run specc bench ENGINE")
 # of generate, chat and stream
 ARGUMENTS: Mapping[str, Answer] = {
-    "lora_request": _NO_ADAPTER,
     "prompt_adapter_request": _NO_ADAPTER,
     "guided_options_request": Unsupported(
         "structured_outputs of SamplingParams",
@@ -64,7 +67,7 @@ METHODS: Mapping[str, Unsupported] = {
     "set_tokenizer": Unsupported(
         "the tokenizer that was compiled with the target", "compile with another tokenizer"
     ),
-    "add_lora": _NO_ADAPTER,
+    "add_lora": _COMPILED_ADAPTER,
     "reset_prefix_cache": Unsupported(
         "rows of earlier prompts, which change no output",
         "load the engine with enable_prefix_caching=False to measure without them",
@@ -91,7 +94,6 @@ NAMES: Mapping[str, str] = {
     ),
     "ModelRegistry": "models are compiled: specc.compile takes a module",
     "BeamSearchOutput": "specc has no beam search: n of SamplingParams gives several outputs",
-    "LoRARequest": "an engine has the weights that were compiled: merge the adapter, and compile",
 }
 
 

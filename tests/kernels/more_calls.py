@@ -229,6 +229,47 @@ def _leave_step(rng: random.Random) -> Arguments:
     }
 
 
+def random_lora(
+    rng: random.Random,
+    dtype: torch.dtype,
+    tokens: int,
+    num_adapters: int = 0,
+    wide: bool = False,
+) -> Arguments:
+    """Terms of some adapters beside a product of up to three weights.
+
+    Args:
+        num_adapters: 0 is one or more.
+        wide: as many columns as several threads take.
+    """
+    inputs = 200 if wide else rng.choice((1, 7, 16, 65))
+    parts = [rng.choice((300, 513) if wide else (1, 5, 32, 70)) for _ in range(rng.choice((1, 3)))]
+    pieces, num_adapters = [], num_adapters or rng.choice((1, 3))
+    first = 0
+    for part, columns in enumerate(parts):
+        for adapter in range(num_adapters):
+            # not each has a term beside each weight, but each has one
+            if part and rng.random() < 0.3:
+                continue
+            rank = rng.choice((1, 4, 7, 16))
+            pieces.append([adapter, sum(parts[:part]), columns, first, rank])
+            first += rank
+    numbers = [rng.randrange(-1, num_adapters) for _ in range(tokens)]
+    return {
+        "base": _floats(dtype, tokens, sum(parts)),
+        "input": _floats(dtype, tokens, inputs),
+        "adapters": i32(numbers).reshape(tokens, 1),
+        "down": _floats(dtype, first, inputs),
+        "up": _floats(dtype, sum(piece[2] * piece[4] for piece in pieces)),
+        "pieces": i32(pieces),
+        "scales": torch.rand(len(pieces)) + 0.5,
+    }
+
+
+def _add_lora(rng: random.Random) -> Arguments:
+    return random_lora(rng, rng.choice(DTYPES), rng.choice((0, 1, 9)))
+
+
 def _over_link(rng: random.Random) -> Arguments:
     return BUILDERS["all_reduce"](rng) | {"link": "next"}
 
@@ -252,4 +293,5 @@ CALLS: dict[str, Builder] = {
     "masked_attention": _masked_attention,
     "leave_step": _leave_step,
     "over_link": _over_link,
+    "add_lora": _add_lora,
 }

@@ -103,7 +103,7 @@ def test_names_of_arguments(llm, greedy) -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"lora_request": "x"}, "lora_request='x'"),
+        ({"lora_request": "x"}, "prompt 0 with lora='x'"),
         ({"sampling_param": SIX}, "sampling_param="),
         ({"sampling_params": SIX, "params": SIX}, "sampling_params and params"),
         ({"sampling_params": {"max_tokens": 3}}, "sampling_params of type dict"),

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from specc.config import DTYPES, CompileConfig
+from specc.config import CompileConfig
+from specc.dtypes import DTYPES
 from specc.errors import ConfigError, SpeccError
 from specc.speculation.plans import OFF, SpecPlan
 

@@ -67,6 +67,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "specc_program_watch": (_INT, (_POINTER, _POINTER, ctypes.c_size_t)),
     "specc_program_flat": (_INT, (_POINTER, _INT)),
     "specc_program_states": (_INT, (_POINTER,)),
+    "specc_program_adapters": (_INT, (_POINTER,)),
     "specc_program_hidden": (_INT, (_POINTER, _INTS, _INT64, ctypes.c_int32)),
     "specc_program_limits": (_INT, (_POINTER, _INT64, _INT64, _INT64)),
     "specc_program_threads": (_INT64, (_POINTER,)),

@@ -30,6 +30,7 @@ from specc.runtime.backends.program_files import (
     bind_weights,
     check_program,
     slab_of,
+    takes_adapters,
     takes_mass,
     takes_states,
 )
@@ -91,6 +92,8 @@ class CpuProgram:
         checked(self._library.specc_program_flat(self.pointer, takes_mass(program)))
         if takes_states(program):
             checked(self._library.specc_program_states(self.pointer))
+        if takes_adapters(program):
+            checked(self._library.specc_program_adapters(self.pointer))
         for entry in entries:
             if entry["name"] in ("hidden", "feature_rows") and entry["kind"] == "input":
                 # one more input, last

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from specc.runtime.backends.cpu.encoder import Encoder
 from specc.runtime.backends.cpu.program import CpuProgram, num_values
 from specc.runtime.backends.cpu.segments import CpuSegments
-from specc.runtime.backends.step_io import DRAFT_STATES, STATES, seen_by
+from specc.runtime.backends.step_io import ADAPTERS, DRAFT_STATES, STATES, seen_by
 
 # what a step gets anew from the host, in this order; a plan's own inputs follow
 _HOST_INPUTS = ("last_tokens", "cache_len", "block_table")
@@ -72,7 +72,7 @@ class StepEncoder:
         self._encoder.finish()
         # what is set where somebody has it, and what comes with steps
         self.bindable = names[len(_HOST_INPUTS) :]
-        extra = ("vote_weights", "proposals", "chosen_blocks", STATES, DRAFT_STATES)
+        extra = ("vote_weights", "proposals", "chosen_blocks", STATES, DRAFT_STATES, ADAPTERS)
         self.extra = [x for x in names if x in extra or x.startswith(seen_by(""))]
         made = self._after[-1]
         # slots of what the host reads after a step

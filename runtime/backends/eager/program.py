@@ -18,6 +18,7 @@ from specc.runtime.backends.program_files import (
     check_program,
     place,
     slab_of,
+    takes_adapters,
     takes_mass,
     takes_states,
 )
@@ -66,7 +67,8 @@ class ModelProgram(nn.Module):
             if "quantized_of" in entry
         }
         self._no_mass = [torch.empty(1, 0, device=device)] if takes_mass(program) else []
-        self._num_inputs = _NUM_INPUTS + takes_states(program)
+        self._has_adapters = takes_adapters(program)
+        self._num_inputs = _NUM_INPUTS + takes_states(program) + self._has_adapters
         graph = graph_from_json(program["graph"])
         taken = len(graph.graph.find_nodes(op="placeholder"))
         if taken != len(program["inputs"]):
@@ -129,7 +131,8 @@ class ModelProgram(nn.Module):
             block_table: [B, n] int32.
             logit_rows: [R] int64 flat rows that get logits.
             more: `states` [B, 2] int32 of programs that take them, see
-                `specc.runtime.execution.state_rows`; then, of those that take it, the mass [M, n]
+                `specc.runtime.execution.state_rows`; then, of those that take them, the adapter
+                [Nt, 1] int32 of each token, without which none has one; then the mass [M, n]
                 float32, changed; without it nobody votes. See `block_mass_reference`. In its place
                 heads take [Nt, 2] int32: the row of the target's hidden states that each token
                 reads, and that of what the head has kept itself; one of them is -1. So do block
@@ -167,6 +170,9 @@ class ModelProgram(nn.Module):
 
     def _inputs(self, given: Sequence[Tensor | None], hidden: Tensor | None) -> list[Tensor | None]:
         """What the graph takes after its weights."""
+        if self._has_adapters and len(given) == self._num_inputs - 1 and given[0] is not None:
+            none = torch.full((given[0].shape[0], 1), -1, dtype=torch.int32, device=given[0].device)
+            given = [*given, none]
         return [
             *given,
             *(self._no_mass if len(given) == self._num_inputs else []),

@@ -45,6 +45,9 @@ class SamplingOptions:
     n: int = option(1, "Outputs of each prompt; the seed of each is one higher.")
     stop: tuple[str, ...] = option((), "Text that ends the output; repeatable.")
     ignore_eos: bool = option(False, "Go on after end-of-sequence tokens.")
+    lora: str | None = option(
+        None, "Run the target with this adapter, by the name that it was compiled with."
+    )
     min_tokens: int = option(0, "Output tokens before anything may end it.")
     logit_bias: tuple[str, ...] = option(
         (),

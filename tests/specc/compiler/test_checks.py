@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from specc.bench import step_bytes as bench_bytes
 from specc.cli.main import app
 from specc.compiler.build import build
-from specc.config import CompileConfig, parse_dtype
+from specc.config import CompileConfig
+from specc.dtypes import parse_dtype
 from specc.errors import ConfigError, ModelNotFoundError, OutputError, SpeccError, WeightError
 from specc.passes.frontend.model_source import ModelSource
 from specc.speculation.plans import SpecPlan
