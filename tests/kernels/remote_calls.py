@@ -38,7 +38,7 @@ class RemoteCalls:
     def call(self, name: str, *arguments: Any) -> Any:
         """As `native_calls.call`."""
         assert self._process.stdin is not None
-        given: list[Tensor] = []
+        given: list[tuple[Tensor, bytes]] = []
         data = [struct.pack("<q", len(name)), name.encode(), struct.pack("<q", len(arguments))]
         for value in arguments:
             data += _argument(value, given)
@@ -47,10 +47,8 @@ class RemoteCalls:
         if self._number():
             raise RuntimeError(self._read(self._number()).decode())
         results = [self._result() for _ in range(self._number())]
-        for x in given:
-            changed = self._read(_bytes_of(x))
-            if changed:
-                ctypes.memmove(x.data_ptr(), changed, len(changed))
+        for x, sent in given:
+            _write_changes(x, sent, self._read(len(sent)))
         return results[0] if len(results) == 1 else tuple(results) or None
 
     def _result(self) -> Tensor:
@@ -73,7 +71,17 @@ class RemoteCalls:
         return data
 
 
-def _argument(value: Any, given: list[Tensor]) -> list[bytes]:
+def _write_changes(x: Tensor, sent: bytes, changed: bytes) -> None:
+    """Only what has changed: tensors that share memory here are apart there."""
+    if changed == sent:
+        return
+    memory = (ctypes.c_uint8 * len(sent)).from_address(x.data_ptr())
+    held = torch.frombuffer(memory, dtype=torch.uint8)
+    old, new = (torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (sent, changed))
+    held.copy_(torch.where(old == new, held, new))
+
+
+def _argument(value: Any, given: list[tuple[Tensor, bytes]]) -> list[bytes]:
     kind, integer, real, items = calls.NONE, 0, 0.0, b""
     tensors: list[Tensor] = []
     if isinstance(value, Tensor):
@@ -98,12 +106,12 @@ def _argument(value: Any, given: list[Tensor]) -> list[bytes]:
     found = [struct.pack("<qqd", kind, integer, real)]
     if not tensors and kind != calls.TENSORS:
         return [*found, struct.pack("<q", len(items)), items]
-    given += tensors
     for x in tensors:
         size = _bytes_of(x)
+        data = ctypes.string_at(x.data_ptr(), size) if size else b""
+        given.append((x, data))
         numbers = (calls.CODES.get(x.dtype, -1), x.dim(), *x.shape, *x.stride(), size)
-        found.append(struct.pack(f"<{len(numbers)}q", *numbers))
-        found.append(ctypes.string_at(x.data_ptr(), size) if size else b"")
+        found += [struct.pack(f"<{len(numbers)}q", *numbers), data]
     return found
 
 
