@@ -75,7 +75,8 @@ class Scheduler:
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0
-        has_heads = any(x.facts.hands_on for x in models_of(plans.values()).values())
+        models = models_of(plans.values()).values()
+        has_heads = any(x.facts.hands_on and x.has_rows for x in models)
         self._blocks = RequestBlocks(cache, shares_prefixes, has_heads)
         self._max_num_seqs = cache.shape.max_num_seqs
         self._plans = plans

@@ -5,6 +5,7 @@ The slow tier leaves its figures in build/head_distribution.json.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,13 @@ from specc.runtime.engine import Engine
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.assistants import (
+    ASSISTANT_CASES,
+    AssistantReference,
+    TargetRows,
+    write_assistant,
+)
+from tests.assistants import draw_tensors as draw_assistant
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
@@ -89,7 +97,9 @@ HYDRAS = {
     "hydra": replace(HYDRA_CASES["mlp"], vocab=VOCAB, boundaries=(LAYERS,)),
     "hydra_prefix": replace(HYDRA_CASES["prefix"], vocab=VOCAB, boundaries=(LAYERS,)),
 }
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS)
+# over the target's own cache
+ASSISTANTS = {"gemma4_assistant": replace(ASSISTANT_CASES["llama"], vocab=VOCAB)}
+KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, *ASSISTANTS)
 PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -154,6 +164,8 @@ def engine_of(
             return write_medusa(path, MEDUSAS[kind])
         if kind in HYDRAS:
             return write_hydra(path, HYDRAS[kind])
+        if kind in ASSISTANTS:
+            return write_assistant(path, ASSISTANTS[kind])
         write_head(path, HEADS[kind])
         if kind == FITTED:
             tensors = tensors_of(kind, target_of(kind))
@@ -200,6 +212,10 @@ def head_of(kind: str, target: Any) -> Head:
     """Logits of a reference of the head: by formulas, or by transformers."""
     ends = (target.get_input_embeddings(), target.get_output_embeddings())
     embedding, head = (end.weight.detach() for end in ends)
+    if kind in ASSISTANTS:
+        case, rows = ASSISTANTS[kind], TargetRows(copy.deepcopy(target).double())
+        assistant = AssistantReference(case, draw_assistant(case), rows)
+        return lambda tokens, path: assistant.logits(tokens, path).float()
     if kind not in ("mtp", *HEADS):
         block: Any
         if kind in MEDUSAS:

@@ -147,7 +147,6 @@ KINDS = {
     "P-EAGLE": {"pard_token": 3, "architectures": ["Eagle3LlamaForCausalLM"]},
     "PARD": {"pard_token": 3, "architectures": ["Qwen3ForCausalLM"]},
     "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
-    "Gemma 4 assistant": {"architectures": ["Gemma4AssistantForCausalLM"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
     "'quantum'": {"speculators_model_type": "quantum"},
 }
